@@ -1,0 +1,51 @@
+"""Train models that do not fit the GPUs at hand: parameters, gradients and optimizer states in three tiers.
+
+Names are imported when they are first used, so that `infinity --help` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infinity.engine import Engine, initialize
+    from infinity.errors import (
+        CapacityError,
+        CheckpointError,
+        ConfigError,
+        InfinityError,
+        NonFiniteError,
+        StorageError,
+    )
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Engine": "infinity.engine",
+    "initialize": "infinity.engine",
+    "CapacityError": "infinity.errors",
+    "CheckpointError": "infinity.errors",
+    "ConfigError": "infinity.errors",
+    "InfinityError": "infinity.errors",
+    "NonFiniteError": "infinity.errors",
+    "StorageError": "infinity.errors",
+}
+
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "Engine",
+    "InfinityError",
+    "NonFiniteError",
+    "StorageError",
+    "__version__",
+    "initialize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'infinity' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

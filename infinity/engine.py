@@ -1,0 +1,374 @@
+"""The face of a training loop: `initialize`, and the `Engine` that it returns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import Config, load_config
+from infinity.errors import ConfigError, InfinityError, NonFiniteError
+from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer, defaults_from_config, groups_of
+from infinity.telemetry import StepStats
+from infinity.zero.build import Runtime, build_runtime, compute_dtype
+from infinity.zero.gradients import Gradients
+from infinity.zero.hooks import Hooks
+from infinity.zero.materialize import InitialValues, InitFunction, materialize
+from infinity.zero.updates import Updates, UpdateSchedule
+
+_log = logging.getLogger(__name__)
+
+ConfigSource = str | Path | Mapping[str, Any] | Config
+
+
+class Engine:
+    """Trains one model whose states live in the tiers. Built by `initialize`.
+
+    A context manager: leaving it closes the engine.
+
+    Attributes:
+        module: the model; its parameters have values only while their unit is in use (NaN otherwise).
+        optimizer: holds `param_groups`.
+        lr_scheduler: stepped by `step()` after every update, if there is one.
+        global_steps: updates so far, skipped ones included.
+        micro_steps: backward passes so far.
+        skipped_steps: updates that were left out because gradients were not finite.
+        device: where the model computes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        runtime: Runtime,
+        optimizer: TieredOptimizer,
+        lr_scheduler: Any | None,
+    ) -> None:
+        self.module = model
+        self.config = config
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.device = torch.device("cpu")
+        self.global_steps = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self._runtime = runtime
+        self._counters = runtime.counters
+        self._executor = runtime.executor
+        self._gradients = Gradients(
+            runtime.partition.units, runtime.grads, make_room=runtime.executor.finish_oldest_update
+        )
+        self._updates = Updates(
+            runtime.partition,
+            runtime.executor,
+            self._gradients,
+            optimizer.hyper,
+            runtime.schedule,
+            config.gradient_clipping,
+        )
+        self._hooks = Hooks(model, runtime.partition, self)
+        self._in_cycle = False  # a forward pass has run whose backward has not
+        self._stats = StepStats()
+        self._grad_norm: float | None = None
+        self._closed = False
+
+    # Training loop #
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward."""
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward, with each unit in memory while it is needed."""
+        self._check_open()
+        training = torch.is_grad_enabled()
+        with self._counters.phase("forward"):
+            if not self._in_cycle:
+                self._executor.begin_cycle()
+            outputs = self.module(*args, **kwargs)
+            if training:
+                self._in_cycle = True
+            elif not self._in_cycle:
+                self._executor.forget_cycle()
+        return outputs
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward on `loss` divided by the gradient accumulation steps.
+
+        Raises:
+            NonFiniteError: the loss (or, under the `backward` schedule, a gradient) is NaN or infinite and the
+                schedule has no way to leave the step out. Nothing has been changed by this loss.
+        """
+        self._check_open()
+        last = self.is_gradient_accumulation_boundary()
+        with self._counters.phase("backward"):
+            if self._runtime.schedule is UpdateSchedule.BACKWARD and not bool(torch.isfinite(loss).all()):
+                self._in_cycle = False
+                raise NonFiniteError(
+                    f"the loss of step {self.global_steps} is {loss.item()}; no parameter was changed by it. Leave "
+                    "this batch out, or set tiering.update_schedule to deferred to have such steps skipped"
+                )
+            self._updates.begin_backward(last=last)
+            try:
+                (loss / self.config.gradient_accumulation_steps).backward()
+            finally:
+                self._hooks.end_backward()
+                self._gradients.end_backward()
+                self._in_cycle = False
+            if last and self._runtime.schedule is UpdateSchedule.BACKWARD:
+                for unit in self._gradients.units_with_gradients():
+                    self._updates.final(unit)  # units with parameters that had no part in this pass
+
+    def step(self) -> None:
+        """Count a micro-batch; at the last of a step, update the parameters and the learning rate."""
+        self._check_open()
+        last = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not last:
+            return
+        with self._counters.phase("step"):
+            self.optimizer.step()
+            if self.lr_scheduler is not None and not self._stats_skipped:
+                self.lr_scheduler.step()
+        self.global_steps += 1
+        self._stats = self._counters.end_step(
+            self._runtime.peak_bytes(), grad_norm=self._grad_norm, skipped=self._stats_skipped
+        )
+
+    _stats_skipped = False
+
+    def _run_updates(self) -> None:
+        """What `optimizer.step()` does."""
+        outcome = self._updates.finish_step()
+        self._grad_norm = outcome.grad_norm
+        self._stats_skipped = outcome.skipped
+        if outcome.skipped:
+            self.skipped_steps += 1
+            _log.warning("step %d is skipped: its gradients are not finite", self.global_steps)
+
+    def synchronize(self) -> None:
+        """Carry out every pending update and wait for it and its writes.
+
+        Raises:
+            StorageError: a read or write of the NVMe tier failed.
+        """
+        self._check_open()
+        self._executor.drain()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """The next `step()` updates the parameters."""
+        steps = self.config.gradient_accumulation_steps
+        return self.micro_steps % steps == steps - 1
+
+    # What the hooks tell #
+
+    def enter(self, units: tuple[int, ...]) -> None:
+        self._executor.enter(units)
+
+    def leave(self, units: tuple[int, ...]) -> None:
+        self._executor.leave(units)
+
+    def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
+        complete = self._gradients.take(unit, slot, param)
+        if complete and self.is_gradient_accumulation_boundary():
+            self._updates.final(unit)
+
+    # What users ask for #
+
+    def stats(self) -> StepStats:
+        """What the last step cost."""
+        return self._stats
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradients before clipping."""
+        return self._grad_norm
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def train(self, mode: bool = True) -> Engine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(False)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies of the parameters in compute dtype, one unit in memory at a time."""
+        self.synchronize()
+        for unit in self._runtime.partition.units:
+            with self._executor.resident(unit.index) as flat:
+                for slot in unit.slots:
+                    yield slot.name, flat[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
+
+    # End #
+
+    def close(self) -> None:
+        """Finish what is in flight, remove the hooks and the swap files. The model is left without values."""
+        if self._closed:
+            return
+        self._closed = True
+        self._hooks.remove()
+        self._runtime.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InfinityError("the engine is closed")
+
+
+def initialize(
+    model: nn.Module,
+    config: ConfigSource,
+    model_parameters: ParamsOrGroups | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    training_data: Any | None = None,
+    lr_scheduler: Any | None = None,
+    *,
+    init_function: InitFunction | None = None,
+) -> tuple[Engine, TieredOptimizer, Any | None, Any | None]:
+    """Place a model's states in the tiers and return what a training loop needs.
+
+    Args:
+        model: any `nn.Module`. Parameters on the meta device are initialised unit by unit, straight in their tier.
+        config: a DeepSpeed-style JSON file, or the same as a mapping.
+        model_parameters: parameters or parameter groups to train; all that require a gradient by default.
+        optimizer: a torch Adam or AdamW whose groups and hyper-parameters are taken over.
+        training_data: a dataset; a `DataLoader` with the configured micro-batch size is returned for it.
+        lr_scheduler: a torch scheduler of `optimizer`, or a callable that makes one from the returned optimizer.
+        init_function: initialises the parameters of one module that came on the meta device.
+
+    Returns:
+        (engine, optimizer, dataloader or None, lr_scheduler or None)
+
+    Raises:
+        ConfigError: a key, value or combination that cannot work, by name.
+        CapacityError: a memory budget that is too small, with the number that is needed.
+        StorageError: an nvme path that cannot be used.
+    """
+    resolved = config if isinstance(config, Config) else load_config(config)
+    _refuse_unbuilt(resolved)
+    params, defaults = _parameters(model, resolved, model_parameters, optimizer)
+    tiered = TieredOptimizer(params, defaults, lambda: engine._run_updates())
+    groups = _group_of_each(model, tiered)
+    dtype = compute_dtype(resolved)
+    values = InitialValues(model, init_function or _default_init_function(model))
+    _rebind(tiered, model, groups)
+    _cast_buffers(model, dtype)
+    runtime = build_runtime(model, groups, resolved)
+    try:
+        materialize(runtime.partition, values, runtime.executor, runtime.pipeline, runtime.layout)
+        scheduler = _scheduler(resolved, tiered, lr_scheduler)
+        engine = Engine(model, resolved, runtime, tiered, scheduler)
+    except BaseException:
+        runtime.close()
+        raise
+    return engine, tiered, _dataloader(training_data, resolved), scheduler
+
+
+def _refuse_unbuilt(config: Config) -> None:
+    """Say clearly what this version does not run yet."""
+    if config.precision == "fp16":
+        raise ConfigError("fp16.enabled: fp16 training is not available yet; use bf16 (same memory, no loss scale)")
+    if config.zero.stage != 3:
+        raise ConfigError(f"zero_optimization.stage is {config.zero.stage}; this version runs stage 3 only")
+
+
+def _parameters(
+    model: nn.Module,
+    config: Config,
+    model_parameters: ParamsOrGroups | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> tuple[ParamsOrGroups, Mapping[str, Any]]:
+    """What to train, and the default hyper-parameters."""
+    if not any(param.is_floating_point() for param in model.parameters()):
+        raise ConfigError("the model has no floating-point parameters to train or place")
+    for name, param in model.named_parameters():
+        if param.dtype is torch.float64:
+            raise ConfigError(f"parameter `{name}` is float64; convert the model first (model.float())")
+    if optimizer is not None:
+        if config.optimizer is not None:
+            raise ConfigError("both `optimizer` and the configuration's optimizer section are given; give one")
+        return groups_of(optimizer), {}
+    defaults: dict[str, Any] = {}
+    if config.optimizer is not None:
+        defaults = defaults_from_config(config.optimizer.type, config.optimizer.params)
+    if model_parameters is None:
+        model_parameters = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    else:
+        model_parameters = list(model_parameters)  # type: ignore[assignment]
+    if not model_parameters:
+        raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
+    return model_parameters, defaults
+
+
+def _group_of_each(model: nn.Module, optimizer: TieredOptimizer) -> dict[str, int]:
+    """Parameter group by parameter name.
+
+    Raises:
+        ConfigError: a group has a parameter that is not the model's.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups: dict[str, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            name = names.get(id(param))
+            if name is None:
+                raise ConfigError(
+                    f"parameter group {index} has a parameter of shape {tuple(param.shape)} that is not the model's"
+                )
+            if param.requires_grad and param.is_floating_point():
+                groups[name] = index
+    return groups
+
+
+def _rebind(optimizer: TieredOptimizer, model: nn.Module, groups: Mapping[str, int]) -> None:
+    """Have the groups hold the model's present parameters (those that came on meta were replaced)."""
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"] = [model.get_parameter(name) for name, member in groups.items() if member == index]
+
+
+def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast floating-point buffers that are part of the state, as the parameters are.
+
+    Buffers that are not saved (rotary frequencies, masks) are constants of the architecture and keep the
+    precision that it chose.
+    """
+    for module in model.modules():
+        transient = module._non_persistent_buffers_set
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in transient and buffer.is_floating_point():
+                module.register_buffer(name, buffer.to(dtype))
+
+
+def _default_init_function(model: nn.Module) -> InitFunction | None:
+    if any(param.is_meta for param in model.parameters()):
+        return meta_init_function(model)
+    return None
+
+
+def _scheduler(config: Config, optimizer: TieredOptimizer, given: Any | None) -> Any | None:
+    if given is not None:
+        made = given(optimizer) if callable(given) and not hasattr(given, "step") else given
+        if made.optimizer is not optimizer:
+            made.optimizer = optimizer
+        return made
+    if config.scheduler is None:
+        return None
+    return make_scheduler(config.scheduler, optimizer)
+
+
+def _dataloader(dataset: Any | None, config: Config) -> Any | None:
+    if dataset is None:
+        return None
+    return torch.utils.data.DataLoader(dataset, batch_size=config.micro_batch_size, shuffle=True)

@@ -1,0 +1,40 @@
+"""The error tree: one hierarchy, so that a caller can catch everything that infinity raises on purpose."""
+
+from __future__ import annotations
+
+
+class InfinityError(Exception):
+    """Base of every error that infinity raises on purpose; its message tells the next step."""
+
+
+class ConfigError(InfinityError, ValueError):
+    """A configuration key, value or combination that cannot work."""
+
+
+class CapacityError(InfinityError):
+    """A memory budget that is too small; the message has the number that is needed."""
+
+
+class CheckpointError(InfinityError):
+    """A checkpoint that is missing, damaged, or does not belong to this model."""
+
+
+class NonFiniteError(InfinityError):
+    """A loss or gradient that is NaN or infinite where nothing may be updated by it."""
+
+
+class StorageError(InfinityError, OSError):
+    """An input or output operation that failed.
+
+    Attributes:
+        errno: the operating system's error number.
+        filename: path of the file or directory.
+        offset: byte offset of the request that failed.
+    """
+
+    def __init__(self, errno: int, message: str, path: str, offset: int) -> None:
+        OSError.__init__(self, errno, message, path)
+        self.offset = offset
+
+    def __str__(self) -> str:
+        return f"[Errno {self.errno}] {self.strerror}: {self.filename!r} at offset {self.offset}"

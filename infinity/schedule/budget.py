@@ -1,0 +1,85 @@
+"""How a memory budget is divided: what must fit first, then what saves the most traffic per byte.
+
+On a machine whose compute device is the CPU one budget pays for everything; with a discrete device the
+parameters' compute buffers are paid by the device and the rest by the host, so the parameters' share is zero here.
+
+Traffic saved by one byte held, per training step (`split` format): a parameter that stays is neither read twice
+nor written back (6 bytes for 2), a tile of optimizer states is neither read nor written (20 bytes for 10).
+Parameters therefore come first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infinity.errors import CapacityError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """Bytes that could be held, and the least that must be.
+
+    Attributes:
+        ring_bytes: tiles in flight of the optimizer pipeline.
+        params_min_bytes: largest set of units that must be resident together.
+        params_bytes: all parameters whose home is below this tier.
+        grads_min_bytes: gradients that must be held before an update can free them.
+        grads_bytes: gradients that may usefully be held.
+        states_bytes: all optimizer states whose home is below this tier.
+        always_bytes: what lives in this tier whatever the budget (states and parameters whose home it is).
+        largest_unit: name of the largest unit, for the error message.
+    """
+
+    ring_bytes: int
+    params_min_bytes: int
+    params_bytes: int
+    grads_min_bytes: int
+    grads_bytes: int
+    states_bytes: int
+    always_bytes: int
+    largest_unit: str
+
+    @property
+    def least_bytes(self) -> int:
+        return self.always_bytes + self.ring_bytes + self.params_min_bytes + self.grads_min_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        return self.always_bytes + self.ring_bytes + self.params_bytes + self.grads_bytes + self.states_bytes
+
+
+@dataclass(frozen=True)
+class MemorySplit:
+    """Bytes granted to parameters, gradients and resident optimizer states."""
+
+    params_bytes: int
+    grads_bytes: int
+    states_bytes: int
+
+
+def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySplit:
+    """Divide `capacity_bytes` among the needs.
+
+    Args:
+        key: the configuration key that sets the capacity, for the error message.
+
+    Raises:
+        CapacityError: the capacity is below `needs.least_bytes`; the message says by how much and why.
+    """
+    spare = capacity_bytes - needs.least_bytes
+    if spare < 0:
+        raise CapacityError(
+            f"{key} is {capacity_bytes / GIB:.3f} GiB but this model needs at least "
+            f"{needs.least_bytes / GIB:.3f} GiB: parameters {needs.params_min_bytes / GIB:.3f} "
+            f"(largest unit `{needs.largest_unit}`), gradients {needs.grads_min_bytes / GIB:.3f}, "
+            f"optimizer tiles {needs.ring_bytes / GIB:.3f}, always held {needs.always_bytes / GIB:.3f}. "
+            f"Raise {key} to {-(-needs.least_bytes // (1 << 20))}MiB, lower tiering.tile_size, "
+            "or move a section to nvme."
+        )
+    params = min(needs.params_bytes, needs.params_min_bytes + spare)
+    spare -= params - needs.params_min_bytes
+    grads = min(needs.grads_bytes, needs.grads_min_bytes + spare)
+    spare -= grads - needs.grads_min_bytes
+    return MemorySplit(params, grads, min(needs.states_bytes, spare))

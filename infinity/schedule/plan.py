@@ -1,0 +1,194 @@
+"""From a trace, the sizes and a budget to a frozen plan of prefetches and evictions.
+
+The trace is cyclic: training repeats it. The plan is made in two passes, both pure:
+
+1. *What to replace.* During each use the next unit must come in, and what is needed farthest ahead makes room
+   for it (Belady's MIN, with the unit in use and the next one held). Deciding as late as possible keeps
+   the bytes moved at the least that any policy of one unit look-ahead can reach.
+2. *When to start.* Each of these fetches then moves forward in time to the point where its victims were used
+   for the last time. The order of operations, and so the content of memory after each, stays the same; only the
+   disk gets to work earlier.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_MAX_CYCLES = 8  # a steady state is reached in two or three; a longer search only serves degenerate traces
+
+
+@dataclass(frozen=True)
+class PlanStep:
+    """What to do at one use.
+
+    Attributes:
+        unit: the unit that is used here.
+        before: units to evict, in order, before `unit` is fetched on the spot; None if it is there already.
+        actions: ("evict" | "prefetch", unit) in the order in which they are to be started during the use.
+    """
+
+    unit: int
+    before: tuple[int, ...] | None
+    actions: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One cycle of operations in steady state.
+
+    Attributes:
+        steps: one entry a use, in the trace's order.
+        resident: units that are in memory, or on their way, before the first use of the cycle.
+        evicted: units that leave memory at some point of the cycle; what changes in them must reach their home.
+        fetched_bytes: bytes fetched in one cycle.
+        is_steady: the cycle ends with what it began with, so that repeating it repeats its traffic.
+    """
+
+    steps: tuple[PlanStep, ...]
+    resident: frozenset[int]
+    evicted: frozenset[int]
+    fetched_bytes: int
+    is_steady: bool
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """One decision of the first pass: `unit` must be in memory at time `needed`, in the place of `victims`.
+
+    `start` is the first time at which the victims are no longer needed; `on_the_spot` means that it cannot come
+    in before the use that needs it.
+    """
+
+    unit: int
+    victims: tuple[int, ...]
+    start: int
+    needed: int
+    on_the_spot: bool
+
+
+class _NextUse:
+    """When a unit is used next in the endless repetition of the trace."""
+
+    def __init__(self, uses: Sequence[int]) -> None:
+        self._length = len(uses)
+        self._positions: dict[int, list[int]] = {}
+        for position, unit in enumerate(uses):
+            self._positions.setdefault(unit, []).append(position)
+
+    def after(self, unit: int, time: int) -> int:
+        """First use of `unit` strictly later than `time`."""
+        positions = self._positions[unit]
+        cycle, phase = divmod(time, self._length)
+        index = bisect_right(positions, phase)
+        if index < len(positions):
+            return cycle * self._length + positions[index]
+        return (cycle + 1) * self._length + positions[0]
+
+
+class _Replacement:
+    """The first pass: walks the trace and decides what comes in and what goes."""
+
+    def __init__(self, uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int) -> None:
+        self._uses, self._sizes = uses, sizes
+        self._next_use = _NextUse(uses)
+        self._free_bytes = capacity_bytes
+        self._last_use: dict[int, int] = {}
+        self._last_start = 0  # fetches keep their order
+        self.resident: set[int] = set()
+        self.fetches: list[_Fetch] = []
+
+    def use(self, time: int) -> None:
+        """Pass time `time`: its unit comes in now if it could not before, and the next one if both fit."""
+        unit = self._unit(time)
+        if unit not in self.resident:
+            self._fetch(unit, time, keep={unit}, on_the_spot=True)
+        self._last_use[unit] = time
+        following = self._unit(time + 1)
+        if following not in self.resident and self._room_beside(unit) >= self._sizes[following]:
+            self._fetch(following, time, keep={unit, following}, on_the_spot=False)
+
+    def _unit(self, time: int) -> int:
+        return self._uses[time % len(self._uses)]
+
+    def _room_beside(self, unit: int) -> int:
+        others = sum(self._sizes[other] for other in self.resident if other != unit)
+        return self._free_bytes + others
+
+    def _fetch(self, unit: int, time: int, keep: set[int], on_the_spot: bool) -> None:
+        candidates = sorted(
+            self.resident - keep, key=lambda other: (-self._next_use.after(other, time), other)
+        )
+        victims = []
+        start = time if on_the_spot else self._last_start
+        for victim in candidates:
+            if self._free_bytes >= self._sizes[unit]:
+                break
+            victims.append(victim)
+            start = max(start, self._last_use.get(victim, -1) + 1)
+            self._free_bytes += self._sizes[victim]
+        self.resident.difference_update(victims)
+        self.resident.add(unit)
+        self._free_bytes -= self._sizes[unit]
+        self._last_start = start
+        self.fetches.append(_Fetch(unit, tuple(victims), start, time + (not on_the_spot), on_the_spot))
+
+
+def make_plan(uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int) -> Plan:
+    """Plan one steady cycle.
+
+    Args:
+        uses: unit indices in order of use.
+        sizes: bytes of each unit, by index.
+        capacity_bytes: room for resident units; must hold the largest unit that is used.
+
+    Raises:
+        ValueError: `capacity_bytes` does not hold the largest used unit.
+    """
+    largest = max((sizes[unit] for unit in uses), default=0)
+    if largest > capacity_bytes:
+        raise ValueError(f"capacity of {capacity_bytes} bytes cannot hold a unit of {largest} bytes")
+    replacement = _Replacement(uses, sizes, capacity_bytes)
+    length = len(uses)
+    seen: list[frozenset[int]] = []
+    while len(seen) < _MAX_CYCLES and frozenset(replacement.resident) not in seen[-1:]:
+        seen.append(frozenset(replacement.resident))
+        for position in range(length):
+            replacement.use((len(seen) - 1) * length + position)
+    cycle = len(seen)  # the first cycle whose start is known to repeat
+    for position in range(2 * length):  # a fetch for the cycle after may start in this one
+        replacement.use(cycle * length + position)
+    return _second_pass(uses, sizes, replacement.fetches, cycle * length)
+
+
+def _second_pass(uses: Sequence[int], sizes: Sequence[int], fetches: Sequence[_Fetch], origin: int) -> Plan:
+    """Distribute the fetches that start within one cycle, which begins at time `origin`, over its uses."""
+    length = len(uses)
+    resident: set[int] = set()
+    before: dict[int, tuple[int, ...]] = {}
+    actions: list[list[tuple[str, int]]] = [[] for _ in uses]
+    evicted: set[int] = set()
+    fetched_bytes = 0
+    start: frozenset[int] | None = None
+    for fetch in fetches:
+        if fetch.start >= origin and start is None:
+            start = frozenset(resident)
+        if fetch.start >= origin + length:
+            break
+        resident.difference_update(fetch.victims)
+        resident.add(fetch.unit)
+        if fetch.start < origin:
+            continue
+        position = fetch.start - origin
+        evicted.update(fetch.victims)
+        fetched_bytes += sizes[fetch.unit]
+        if fetch.on_the_spot:
+            before[position] = fetch.victims
+        else:
+            actions[position] += [("evict", victim) for victim in fetch.victims] + [("prefetch", fetch.unit)]
+    start = frozenset(resident) if start is None else start
+    steps = tuple(
+        PlanStep(unit, before.get(position), tuple(actions[position])) for position, unit in enumerate(uses)
+    )
+    return Plan(steps, start, frozenset(evicted), fetched_bytes, frozenset(resident) == start)

@@ -1,0 +1,256 @@
+"""Parameters of a unit: resident on the compute device, or stored in the tier below.
+
+`ParamStore` is what the executor drives. `UnifiedParams` serves a machine whose compute device is the CPU: device
+and host are one memory, and a unit is computed on straight from the buffer that the disk filled.
+`DiscreteParams` (discrete.py) serves a device with memory of its own.
+
+[Note: stable storage]
+Autograd saves views of the weights (`weight.t()` for a linear layer) and uses them in backward, after the unit
+may have been evicted and fetched again. So a unit's flat tensor keeps one storage for the whole run, and only
+the memory behind it comes and goes: pages of a reserved address range on the CPU, a resized storage on CUDA (as
+FSDP2 does). A touch while the unit is away faults; it never reads another unit's bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+
+from infinity.io import IoFuture, Priority, Span
+from infinity.memory import Budget, StableBuffer
+from infinity.telemetry import Counters
+from infinity.tiers.swap import Extent, SwapSpace
+
+
+class Residency(Enum):
+    """Where a unit's parameters are. Every transition is one method of `ParamStore`."""
+
+    STORED = auto()
+    FETCHING = auto()
+    RESIDENT = auto()
+    WRITING_BACK = auto()
+
+
+@dataclass(frozen=True)
+class FlatSpec:
+    """The flat parameter tensor of one unit.
+
+    Attributes:
+        name: the unit's name, for messages.
+        numel: elements, padded; the first `trainable_numel` of them are trainable.
+        dtype: compute dtype.
+        offloaded: its home is the tier below; otherwise it is always resident.
+    """
+
+    name: str
+    numel: int
+    trainable_numel: int
+    dtype: torch.dtype
+    offloaded: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class ParamStore(ABC):
+    """Residency of every unit's parameters.
+
+    One thread (the compute thread) drives the transitions; `write_tile` may be called from the optimizer's.
+    """
+
+    def __init__(self, specs: Sequence[FlatSpec], counters: Counters) -> None:
+        self.specs = tuple(specs)
+        self._counters = counters
+        self._residency = [Residency.STORED] * len(specs)
+        self._pins = [0] * len(specs)
+        self._dirty = [False] * len(specs)
+
+    # State #
+
+    def residency(self, unit: int) -> Residency:
+        return self._residency[unit]
+
+    def is_dirty(self, unit: int) -> bool:
+        """The resident values are newer than the home's."""
+        return self._dirty[unit]
+
+    def set_dirty(self, unit: int, dirty: bool) -> None:
+        self._dirty[unit] = dirty and self.specs[unit].offloaded
+
+    def pin(self, unit: int) -> None:
+        """Keep the unit from being evicted; pairs with `unpin`."""
+        self._pins[unit] += 1
+
+    def unpin(self, unit: int) -> None:
+        if not self._pins[unit]:
+            raise RuntimeError(f"unit {self.specs[unit].name} is not pinned")
+        self._pins[unit] -= 1
+
+    def is_evictable(self, unit: int) -> bool:
+        return (
+            self.specs[unit].offloaded
+            and self._residency[unit] is Residency.RESIDENT
+            and not self._pins[unit]
+            and not self._dirty[unit]
+        )
+
+    def is_pinned(self, unit: int) -> bool:
+        return self._pins[unit] > 0
+
+    def _move(self, unit: int, source: Residency, target: Residency) -> None:
+        if self._residency[unit] is not source:
+            raise RuntimeError(
+                f"unit {self.specs[unit].name} cannot become {target.name}: it is "
+                f"{self._residency[unit].name}, not {source.name}"
+            )
+        self._residency[unit] = target
+
+    # Transitions #
+
+    @abstractmethod
+    def tensor(self, unit: int) -> torch.Tensor:
+        """The flat tensor on the compute device; its memory is valid while the unit is RESIDENT."""
+
+    @abstractmethod
+    def host_tensor(self, unit: int) -> torch.Tensor:
+        """The flat values in host memory, where the optimizer updates them; valid between `host_open` and
+        `host_close` once `host_ready` is done."""
+
+    @abstractmethod
+    def create(self, unit: int) -> bool:
+        """STORED -> RESIDENT with undefined content; False if there is no room."""
+
+    @abstractmethod
+    def fetch_start(self, unit: int, priority: Priority) -> bool:
+        """STORED -> FETCHING; False if there is no room now."""
+
+    @abstractmethod
+    def fetch_wait(self, unit: int) -> None:
+        """FETCHING -> RESIDENT: the values are valid for the compute device.
+
+        Raises:
+            StorageError: reading failed; the unit is STORED again.
+        """
+
+    @abstractmethod
+    def evict(self, unit: int) -> None:
+        """RESIDENT -> STORED; the unit must be evictable."""
+
+    @abstractmethod
+    def host_open(self, unit: int) -> None:
+        """Start bringing the values into host memory for an update; the unit is FETCHING or RESIDENT."""
+
+    @abstractmethod
+    def host_ready(self, unit: int) -> IoFuture | None:
+        """What `host_tensor` still waits for, if anything."""
+
+    @abstractmethod
+    def host_close(self, unit: int) -> None:
+        """The update is over and written back where `write_tile` was used."""
+
+    @abstractmethod
+    def write_tile(self, unit: int, start: int, numel: int) -> IoFuture | None:
+        """Write a range of `host_tensor` to the home; None where there is nothing to write to."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give all memory back. Nothing may be in flight."""
+
+
+class UnifiedParams(ParamStore):
+    """Parameters on a machine whose compute device is the CPU."""
+
+    def __init__(
+        self, specs: Sequence[FlatSpec], swap: SwapSpace | None, budget: Budget, counters: Counters
+    ) -> None:
+        super().__init__(specs, counters)
+        self._budget = budget
+        self._swap = swap
+        self._homes: list[Extent | None] = [
+            swap.reserve(spec.nbytes) if spec.offloaded and swap is not None else None for spec in specs
+        ]
+        self._buffers = [StableBuffer(spec.nbytes) for spec in specs]
+        self._tensors = [b.tensor(s.dtype, s.numel) for b, s in zip(self._buffers, specs, strict=True)]
+        self._reads: dict[int, IoFuture] = {}
+
+    def tensor(self, unit: int) -> torch.Tensor:
+        return self._tensors[unit]
+
+    def host_tensor(self, unit: int) -> torch.Tensor:
+        return self._tensors[unit]
+
+    def _allocate(self, unit: int) -> bool:
+        spec = self.specs[unit]
+        if spec.offloaded and self._budget.used_bytes + spec.nbytes > self._budget.capacity_bytes:
+            return False
+        if spec.offloaded:
+            self._budget.take(spec.nbytes, spec.name)
+        self._buffers[unit].allocate()
+        return True
+
+    def create(self, unit: int) -> bool:
+        if not self._allocate(unit):
+            return False
+        self._move(unit, Residency.STORED, Residency.RESIDENT)
+        self.set_dirty(unit, True)
+        return True
+
+    def fetch_start(self, unit: int, priority: Priority) -> bool:
+        home = self._homes[unit]
+        if home is None or self._swap is None:
+            raise RuntimeError(f"unit {self.specs[unit].name} has no home to fetch from")
+        if not self._allocate(unit):
+            return False
+        self._move(unit, Residency.STORED, Residency.FETCHING)
+        self._reads[unit] = self._swap.read(home, self._span(unit, 0, self.specs[unit].numel), priority=priority)
+        return True
+
+    def fetch_wait(self, unit: int) -> None:
+        try:
+            nbytes = self._reads.pop(unit).result()
+        except BaseException:
+            self._move(unit, Residency.FETCHING, Residency.STORED)
+            self._free(unit)
+            raise
+        self._counters.moved("nvme_read", nbytes)
+        self._move(unit, Residency.FETCHING, Residency.RESIDENT)
+
+    def evict(self, unit: int) -> None:
+        if not self.is_evictable(unit):
+            raise RuntimeError(f"unit {self.specs[unit].name} is in use or dirty and cannot be evicted")
+        self._move(unit, Residency.RESIDENT, Residency.STORED)
+        self._free(unit)
+
+    def _free(self, unit: int) -> None:
+        self._buffers[unit].free()
+        self._budget.give(self.specs[unit].nbytes)
+
+    def host_open(self, unit: int) -> None:
+        self.pin(unit)
+
+    def host_ready(self, unit: int) -> IoFuture | None:
+        return self._reads.get(unit)
+
+    def host_close(self, unit: int) -> None:
+        self.unpin(unit)
+
+    def _span(self, unit: int, start: int, numel: int) -> Span:
+        itemsize = self.specs[unit].dtype.itemsize
+        return self._buffers[unit].span(start * itemsize, numel * itemsize)
+
+    def write_tile(self, unit: int, start: int, numel: int) -> IoFuture | None:
+        home = self._homes[unit]
+        if home is None or self._swap is None:
+            return None
+        span = self._span(unit, start, numel)
+        self._counters.moved("nvme_write", span.nbytes)
+        return self._swap.write(home, span, start * self.specs[unit].dtype.itemsize)
+
+    def close(self) -> None:
+        for buffer in self._buffers:
+            buffer.close()

@@ -1,0 +1,102 @@
+"""Optimizer states of every unit, as tiles that live in host memory or in the NVMe tier.
+
+A training step touches every tile once, so the share that fits in host memory simply stays there: for a cyclic
+scan no replacement policy hits more. The resident tiles are spread evenly among the stored ones, which
+keeps the disk's load even over the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity.io import IoFuture, Priority
+from infinity.memory import Arena, Lease
+from infinity.telemetry import Counters
+from infinity.tiers.swap import Extent, SwapSpace
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A slice of a unit's trainable shard.
+
+    Attributes:
+        unit: index of the unit.
+        index: position of the tile within the unit.
+        start, numel: range of elements within the shard.
+        nbytes: bytes of the optimizer's fields for that range.
+        home: a lease (host memory) or an extent (NVMe).
+    """
+
+    unit: int
+    index: int
+    start: int
+    numel: int
+    nbytes: int
+    home: Lease | Extent
+
+
+class StateStore:
+    """The tiles of every unit and their homes.
+
+    Args:
+        shard_numels: trainable elements of each unit, padded.
+        tile_numel: elements of a full tile.
+        bytes_per_param: bytes of the optimizer's fields for one element.
+        resident_bytes: host memory for tiles that stay; with no swap space all of them do.
+    """
+
+    def __init__(
+        self,
+        shard_numels: Sequence[int],
+        tile_numel: int,
+        bytes_per_param: int,
+        *,
+        arena: Arena,
+        resident_bytes: int,
+        swap: SwapSpace | None,
+        counters: Counters,
+    ) -> None:
+        self._swap = swap
+        self._counters = counters
+        total = sum(shard_numels) * bytes_per_param
+        resident_share = 1.0 if swap is None or not total else min(1.0, resident_bytes / total)
+        seen_bytes = held_bytes = 0
+        self._tiles: list[list[Tile]] = []
+        for unit, shard_numel in enumerate(shard_numels):
+            tiles = []
+            for index, start in enumerate(range(0, shard_numel, tile_numel)):
+                numel = min(tile_numel, shard_numel - start)
+                nbytes = numel * bytes_per_param
+                seen_bytes += nbytes
+                home: Lease | Extent
+                if swap is None or held_bytes + nbytes <= min(resident_share * seen_bytes, resident_bytes):
+                    home = arena.lease(nbytes)
+                    held_bytes += nbytes
+                else:
+                    home = swap.reserve(nbytes)
+                tiles.append(Tile(unit, index, start, numel, nbytes, home))
+            self._tiles.append(tiles)
+        self.resident_bytes = held_bytes
+
+    def tiles(self, unit: int) -> Sequence[Tile]:
+        return self._tiles[unit]
+
+    def read(self, tile: Tile, slot: Lease, priority: Priority = Priority.PREFETCH) -> IoFuture:
+        """Start reading a stored tile into `slot`."""
+        assert self._swap is not None and isinstance(tile.home, Extent)
+        self._counters.moved("nvme_read", tile.nbytes)
+        return self._swap.read(tile.home, slot.span(0, tile.nbytes), priority=priority)
+
+    def write(self, tile: Tile, slot: Lease) -> IoFuture:
+        """Start writing a stored tile from `slot`."""
+        assert self._swap is not None and isinstance(tile.home, Extent)
+        self._counters.moved("nvme_write", tile.nbytes)
+        return self._swap.write(tile.home, slot.span(0, tile.nbytes))
+
+
+def tile_buffer(lease: Lease, tile: Tile) -> torch.Tensor:
+    """The bytes of a tile within a lease that holds it."""
+    return lease.tensor(torch.uint8, tile.nbytes)

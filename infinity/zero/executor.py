@@ -1,0 +1,335 @@
+"""Carries out the plan: the only caller of fetch, evict and write back.
+
+[Note: what the compute thread waits for]
+`enter` returns when a unit may be computed on: fetched, and updated if an update was pending. Everything else is
+started and left running. What is in flight is looked at again on every event (`_settle`): finished updates give
+their gradients and pins back, and actions of the plan that had to wait for memory are tried again. The thread
+blocks for memory only when the unit that it needs now has none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from infinity.errors import CapacityError
+from infinity.io import Priority
+from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket
+from infinity.schedule import Plan, PlanStep, Trace, make_plan
+from infinity.telemetry import Counters, StallCause
+from infinity.tiers import GradLease, GradStore, ParamStore, Residency
+from infinity.zero.partition import Partition
+
+
+class Executor:
+    """Moves units and starts their updates.
+
+    Args:
+        capacity_bytes: memory for the parameters of units that are not persistent.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        partition: Partition,
+        params: ParamStore,
+        grads: GradStore,
+        pipeline: UpdatePipeline,
+        capacity_bytes: int,
+        counters: Counters,
+    ) -> None:
+        self._partition = partition
+        self._params = params
+        self._pipeline = pipeline
+        self._capacity_bytes = capacity_bytes
+        self._counters = counters
+        self._views = _ParameterViews(model, partition, params)
+        self._grads = grads
+        # The cycle that is running, and the plan that it should follow.
+        self._trace = Trace()
+        self._plan: Plan | None = None
+        self._position: int | None = None  # None: the cycle has left the plan
+        self._todo: deque[tuple[str, int]] = deque()
+        self._recency: dict[int, None] = {}  # least recently used first
+        # Updates: pending ones wait for their unit to be fetched, tickets are in the pipeline.
+        self._pending: dict[int, tuple[Segment, ...]] = {}
+        self._tickets: dict[int, tuple[UpdateTicket, GradLease]] = {}
+
+    # Uses #
+
+    def enter(self, units: tuple[int, ...]) -> None:
+        """Wait until the units may be computed on, and start what the plan says."""
+        for unit in units:
+            self._params.pin(unit)  # before anything is evicted for another of them
+        for unit in units:
+            self._settle()
+            step = self._follow(unit)
+            if step is not None and step.before is not None:
+                self._todo.extend(("evict", victim) for victim in step.before)
+                self._work_off()
+            self._bring(unit)
+            if step is not None:
+                self._todo.extend(step.actions)
+                self._work_off()
+
+    def leave(self, units: tuple[int, ...]) -> None:
+        """The units may be evicted again."""
+        for unit in units:
+            self._params.unpin(unit)
+        self._settle()
+
+    def _bring(self, unit: int) -> None:
+        """Have the unit resident and up to date."""
+        if self._params.residency(unit) is Residency.STORED:
+            self._fetch_now(unit)
+        self._start_pending(unit)
+        if self._params.residency(unit) is Residency.FETCHING:
+            with self._counters.stalled(StallCause.DISK_READ):
+                self._params.fetch_wait(unit)
+            self._views.show(unit)
+        if unit in self._tickets:
+            ticket, _ = self._tickets[unit]
+            with self._counters.stalled(StallCause.OPTIMIZER):
+                ticket.computed.result()
+        self._touch(unit)
+
+    def _touch(self, unit: int) -> None:
+        """The unit was used last."""
+        if self._params.specs[unit].offloaded:
+            self._recency.pop(unit, None)
+            self._recency[unit] = None
+
+    def _fetch_now(self, unit: int) -> None:
+        while not self._params.fetch_start(unit, Priority.DEMAND):
+            self._make_room(unit)
+
+    # The plan #
+
+    def begin_cycle(self) -> None:
+        """A forward pass begins: follow the plan from its start, and learn from the last cycle."""
+        if self._trace.uses:
+            self._replan(self._trace)
+        self._trace = Trace()
+        self._position = 0 if self._plan is not None else None
+        self._todo.clear()
+        if self._plan is not None:
+            strangers = [unit for unit in self._recency if unit not in self._plan.resident]
+            self._todo.extend(("evict", unit) for unit in strangers)
+        self._settle()
+
+    def forget_cycle(self) -> None:
+        """What ran since `begin_cycle` was no training step (an evaluation): do not learn from it."""
+        self._trace = Trace()
+
+    def _replan(self, trace: Trace) -> None:
+        if self._plan is not None and len(trace.uses) == len(self._plan.steps):
+            if all(step.unit == unit for step, unit in zip(self._plan.steps, trace.uses, strict=True)):
+                return
+        sizes = [spec.nbytes if spec.offloaded else 0 for spec in self._params.specs]
+        self._plan = make_plan(trace.uses, sizes, self._capacity_bytes)
+
+    def _follow(self, unit: int) -> PlanStep | None:
+        """The plan's step for this use; None once the cycle has left the plan."""
+        self._trace.use(unit)
+        if self._plan is None or self._position is None:
+            return None
+        steps = self._plan.steps
+        if self._position < len(steps) and steps[self._position].unit == unit:
+            self._position += 1
+            return steps[self._position - 1]
+        self._position = None  # the trace is advice; the rest of this cycle is served on demand
+        self._todo.clear()
+        return None
+
+    def _work_off(self) -> None:
+        """Do what the plan asks for, in its order, up to the first action that must wait for memory."""
+        while self._todo:
+            action, unit = self._todo[0]
+            if action == "evict" and not self._try_evict(unit):
+                return
+            if action == "prefetch" and self._params.residency(unit) is Residency.STORED:
+                if not self._params.fetch_start(unit, Priority.PREFETCH):
+                    return
+                self._start_pending(unit)
+            self._todo.popleft()
+
+    def _try_evict(self, unit: int) -> bool:
+        """Evict the unit unless it is away already; False if it is still needed or being written."""
+        if self._params.residency(unit) is not Residency.RESIDENT:
+            return True
+        if self._params.is_pinned(unit):
+            return False
+        if self._params.is_dirty(unit):
+            self._write_back(unit)
+        self._views.hide(unit)
+        self._params.evict(unit)
+        self._recency.pop(unit, None)
+        return True
+
+    def _write_back(self, unit: int) -> None:
+        """Write a dirty unit home and wait; the plan has updates write through, so this is the exception."""
+        write = self._params.write_tile(unit, 0, self._params.specs[unit].numel)
+        if write is not None:
+            with self._counters.stalled(StallCause.DISK_WRITE):
+                write.result()
+        self._params.set_dirty(unit, False)
+
+    def _make_room(self, unit: int) -> None:
+        """Free memory for a unit that is needed now: what was used longest ago first."""
+        for other in list(self._recency):
+            if self._params.residency(other) is Residency.RESIDENT and not self._params.is_pinned(other):
+                self._try_evict(other)
+                return
+        if self.finish_oldest_update():
+            return
+        for other in range(len(self._params.specs)):  # fetched ahead for a use that did not come
+            if self._params.residency(other) is Residency.FETCHING and not self._params.is_pinned(other):
+                self._params.fetch_wait(other)
+                self._views.show(other)
+                self._touch(other)
+                return
+        spec = self._params.specs[unit]
+        pinned = [s.name for i, s in enumerate(self._params.specs) if self._params.is_pinned(i) and s.offloaded]
+        raise CapacityError(
+            f"unit `{spec.name}` needs {spec.nbytes} bytes but {', '.join(pinned)} are in use together and fill the "
+            f"{self._capacity_bytes} bytes for parameters: raise tiering.host_memory (or device_memory)"
+        )
+
+    def forward_order(self, units: Sequence[int]) -> list[int]:
+        """The units in the order in which the next cycle will probably use them first."""
+        uses = self._trace.uses
+        first_use = {unit: index for index, unit in reversed(list(enumerate(uses)))}
+        return sorted(units, key=lambda unit: first_use.get(unit, len(uses)))
+
+    # Updates #
+
+    def expect_updates(self, units: Sequence[int]) -> None:
+        """Read the optimizer states of these units ahead."""
+        self._pipeline.expect(units)
+
+    def update(self, unit: int, segments: tuple[Segment, ...]) -> None:
+        """Update the unit as soon as its values are in memory: now if they are, else when they are fetched."""
+        self._pending[unit] = segments
+        if self._params.residency(unit) is not Residency.STORED:
+            self._start_pending(unit)
+
+    def _start_pending(self, unit: int) -> None:
+        segments = self._pending.pop(unit, None)
+        if segments is None:
+            return
+        if unit in self._tickets:  # last step's values are computed, but not all written yet
+            self._wait_update(unit)
+        lease = self._grads.hand_over(unit)
+        self._params.host_open(unit)
+        shard_numel = self._partition.units[unit].shard_numel
+        job = UpdateJob(
+            unit=unit,
+            param=self._params.host_tensor(unit)[:shard_numel],
+            grad=lease.tensor,
+            segments=segments,
+            ready=self._params.host_ready(unit),
+            write_back=self._params.specs[unit].offloaded and (self._plan is None or unit in self._plan.evicted),
+        )
+        self._tickets[unit] = (self._pipeline.submit(job), lease)
+
+    def finish_oldest_update(self) -> bool:
+        """Wait for the update that was submitted first; False if there is none."""
+        if not self._tickets:
+            return False
+        self._wait_update(next(iter(self._tickets)))
+        return True
+
+    def _wait_update(self, unit: int) -> None:
+        ticket, _ = self._tickets[unit]
+        with self._counters.stalled(StallCause.OPTIMIZER):
+            ticket.computed.result()
+        with self._counters.stalled(StallCause.DISK_WRITE):
+            ticket.wait()
+        self._finish_update(unit)
+
+    def _settle(self) -> None:
+        """Take note of finished updates and use the memory that they gave back."""
+        for unit in [unit for unit, (ticket, _) in self._tickets.items() if ticket.finished()]:
+            self._finish_update(unit)
+        self._work_off()
+
+    def _finish_update(self, unit: int) -> None:
+        ticket, lease = self._tickets.pop(unit)
+        lease.release()
+        self._params.host_close(unit)
+        ticket.wait()  # raises what went wrong
+        self._params.set_dirty(unit, not ticket.job.write_back)
+
+    def drain(self) -> None:
+        """Carry out every pending update and wait for all of them."""
+        for unit in list(self._pending):
+            self._params.pin(unit)
+            self._bring(unit)
+            self._params.unpin(unit)
+        while self.finish_oldest_update():
+            pass
+        self._settle()
+
+    # Values outside of a step #
+
+    @contextmanager
+    def resident(self, unit: int) -> Iterator[torch.Tensor]:
+        """The unit's flat parameters in host memory, up to date, for as long as the context lasts."""
+        self._params.pin(unit)
+        try:
+            self._bring(unit)
+            yield self._params.host_tensor(unit)
+        finally:
+            self._params.unpin(unit)
+
+    @contextmanager
+    def created(self, unit: int) -> Iterator[torch.Tensor]:
+        """Memory for a unit that has no values yet; what is written becomes its values."""
+        while not self._params.create(unit):
+            self._make_room(unit)
+        self._views.show(unit)
+        self._touch(unit)
+        self._params.pin(unit)
+        try:
+            yield self._params.host_tensor(unit)
+        finally:
+            self._params.unpin(unit)
+
+    def mark_changed(self, unit: int) -> None:
+        """The values were written from outside."""
+        self._params.set_dirty(unit, True)
+
+
+class _ParameterViews:
+    """Points the model's parameters at their unit's memory, or at a NaN of the right shape while it is away.
+
+    A parameter that is read while its unit is stored is then NaN: loud, of the right shape, and free.
+    """
+
+    def __init__(self, model: nn.Module, partition: Partition, params: ParamStore) -> None:
+        self._entries: list[list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]] = []
+        for unit in partition.units:
+            flat = params.tensor(unit.index)
+            nothing = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
+            self._entries.append(
+                [
+                    (
+                        model.get_parameter(slot.name),
+                        flat[slot.offset : slot.offset + slot.numel].view(slot.shape),
+                        nothing.expand(slot.shape),
+                    )
+                    for slot in unit.slots
+                ]
+            )
+
+    def show(self, unit: int) -> None:
+        for param, view, _ in self._entries[unit]:
+            param.data = view
+
+    def hide(self, unit: int) -> None:
+        for param, _, away in self._entries[unit]:
+            param.data = away

@@ -1,0 +1,122 @@
+"""Gradients on their way from autograd to the optimizer: held flat, accumulated, measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from infinity.errors import CapacityError
+from infinity.kernels import GradStats, grad_store
+from infinity.tiers import GradStore
+from infinity.zero.partition import Unit
+
+MakeRoom = Callable[[], bool]
+
+
+class Gradients:
+    """What the parameters' gradients of the current step are so far.
+
+    Args:
+        make_room: frees a gradient buffer that an update holds; False if no update is in flight.
+    """
+
+    def __init__(self, units: Sequence[Unit], store: GradStore, make_room: MakeRoom) -> None:
+        self._units = tuple(units)
+        self._store = store
+        self._make_room = make_room
+        self._stats: list[dict[int, GradStats]] = [{} for _ in units]  # by slot; present once it has a gradient
+        self._awaited = [sum(slot.trainable for slot in unit.slots) for unit in units]
+        self._gaps = [_gaps(unit) for unit in units]
+        self._arrived = [0] * len(units)  # slots that have arrived in the backward pass that is running
+
+    def take(self, unit_index: int, slot_index: int, param: nn.Parameter) -> bool:
+        """Move `param.grad` into the unit's buffer and free it.
+
+        Returns:
+            Whether every trainable parameter of the unit has now arrived in this backward pass.
+
+        Raises:
+            CapacityError: no buffer can be had within the budget.
+        """
+        unit = self._units[unit_index]
+        slot = unit.slots[slot_index]
+        buffer = self._store.get(unit_index)
+        if buffer is None:
+            buffer = self._open(unit)
+        grad = param.grad
+        if grad is None:
+            raise RuntimeError(f"gradient of {slot.name} is missing when its hook runs")
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        target = buffer[slot.offset : slot.offset + slot.numel]
+        seen = self._stats[unit_index]
+        seen[slot_index] = grad_store(target, grad.reshape(-1), accumulate=slot_index in seen)
+        param.grad = None
+        self._arrived[unit_index] += 1
+        return self._arrived[unit_index] == self._awaited[unit_index]
+
+    def end_backward(self) -> None:
+        """The next arrival belongs to another backward pass."""
+        self._arrived = [0] * len(self._units)
+
+    def units_with_gradients(self) -> list[int]:
+        return [index for index, stats in enumerate(self._stats) if stats]
+
+    def slots_with_gradients(self, unit: int) -> frozenset[int]:
+        return frozenset(self._stats[unit])
+
+    def is_finite(self, unit: int) -> bool:
+        return all(stats.finite for stats in self._stats[unit].values())
+
+    def sum_sq(self, unit: int) -> float:
+        """Sum of the squares of the unit's gradients."""
+        return math.fsum(stats.sum_sq for stats in self._stats[unit].values())
+
+    def norm(self) -> float:
+        """Euclidean norm over all gradients of the step; NaN if one of them is not finite."""
+        units = self.units_with_gradients()
+        if not all(self.is_finite(unit) for unit in units):
+            return math.nan
+        return math.sqrt(math.fsum(self.sum_sq(unit) for unit in units))
+
+    def forget(self, unit: int) -> None:
+        """The unit's gradients are handed over: what arrives next starts a new sum."""
+        self._stats[unit] = {}
+
+    def drop_all(self) -> None:
+        """Throw the step's gradients away."""
+        for unit in self.units_with_gradients():
+            self._store.drop(unit)
+            self.forget(unit)
+
+    def _open(self, unit: Unit) -> torch.Tensor:
+        while True:
+            buffer = self._store.try_open(unit.index)
+            if buffer is not None:
+                for start, stop in self._gaps[unit.index]:
+                    buffer[start:stop] = 0  # kernels run over the padding too
+                return buffer
+            if not self._make_room():
+                raise CapacityError(
+                    f"no host memory is left for the gradients of unit `{unit.name}` while other units wait for "
+                    "theirs (parameters without a gradient in this pass keep a unit waiting until its end): "
+                    "raise tiering.host_memory"
+                )
+
+
+def _gaps(unit: Unit) -> list[tuple[int, int]]:
+    """Ranges of the trainable shard that belong to no parameter."""
+    gaps = []
+    position = 0
+    for slot in unit.slots:
+        if not slot.trainable:
+            break
+        if slot.offset > position:
+            gaps.append((position, slot.offset))
+        position = slot.offset + slot.numel
+    if position < unit.shard_numel:
+        gaps.append((position, unit.shard_numel))
+    return gaps

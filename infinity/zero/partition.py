@@ -1,0 +1,198 @@
+"""Which parameters are gathered together, and where each lies in its unit's flat tensor. Pure layout.
+
+A unit is one transformer block by default: a module of a class that the model declares indivisible
+(transformers' `_no_split_modules`), else a child of the outermost containers (`ModuleList`, `Sequential`,
+`ModuleDict`). A module outside of them that holds parameters itself (an embedding, a head) is a unit of its
+own. Parameters up to the persistence threshold stay resident in one further unit, because moving them one by
+one costs more than holding them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError
+
+SLOT_ALIGN = 32  # elements: every parameter starts on a cache line in any dtype of two bytes or more
+PERSISTENT = "persistent"
+
+
+@dataclass(frozen=True)
+class ParamSlot:
+    """One parameter's place in its unit's flat tensor.
+
+    Attributes:
+        name: qualified name in the model (the first one, for tied parameters).
+        shape: its shape; `numel` elements starting at `offset` of the flat tensor.
+        trainable: it has a gradient, optimizer states and a parameter group.
+        group: index of its parameter group; -1 if not trainable.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    offset: int
+    trainable: bool
+    group: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are fetched, used and evicted together.
+
+    Attributes:
+        slots: trainable parameters first, by group, then frozen ones.
+        shard_numel: padded length of the trainable part, the shard that the optimizer works on.
+        numel: padded length of the flat tensor.
+        persistent: always resident.
+    """
+
+    index: int
+    name: str
+    slots: tuple[ParamSlot, ...]
+    shard_numel: int
+    numel: int
+    persistent: bool
+
+
+@dataclass(frozen=True)
+class HookPoint:
+    """A module whose forward uses the given units.
+
+    Attributes:
+        moving: one of the units may be away; otherwise the units only have updates to wait for.
+    """
+
+    module_name: str
+    units: tuple[int, ...]
+    moving: bool
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The units of a model and the modules that use them."""
+
+    units: tuple[Unit, ...]
+    hook_points: tuple[HookPoint, ...]
+
+    def find(self, param_name: str) -> tuple[Unit, ParamSlot]:
+        """The unit and slot of a parameter.
+
+        Raises:
+            KeyError: no unit holds a parameter of this name.
+        """
+        for unit in self.units:
+            for slot in unit.slots:
+                if slot.name == param_name:
+                    return unit, slot
+        raise KeyError(param_name)
+
+
+def make_partition(
+    model: nn.Module,
+    groups: Mapping[str, int],
+    *,
+    shard_align: int,
+    persistence_threshold: int,
+    offloaded: bool,
+) -> Partition:
+    """Partition a model's floating-point parameters.
+
+    Args:
+        groups: parameter group of every parameter that is trained, by name.
+        shard_align: shards are padded to a multiple of this many elements.
+        persistence_threshold: parameters of at most this many elements outside of blocks stay resident.
+        offloaded: parameters have a home below; otherwise every unit is persistent.
+
+    Raises:
+        ConfigError: the model has no floating-point parameters.
+    """
+    names = _canonical_names(model)
+    if not names:
+        raise ConfigError("the model has no floating-point parameters to train or place")
+    members: dict[str, list[str]] = {}  # unit name -> its parameters
+    unit_of: dict[str, str] = {}  # parameter -> unit name
+    uses: list[tuple[str, list[str]]] = []  # module -> the parameters that its forward uses
+    for module_name, module, is_block in _unit_modules(model):
+        used = list(dict.fromkeys(names[id(p)] for p in module.parameters(is_block) if id(p) in names))
+        for name in used:
+            if name in unit_of:
+                continue  # tied to a parameter of an earlier module
+            is_small = not is_block and model.get_parameter(name).numel() <= persistence_threshold
+            unit_of[name] = PERSISTENT if is_small else module_name
+            members.setdefault(unit_of[name], []).append(name)
+        uses.append((module_name, used))
+    order = sorted(members, key=lambda unit_name: unit_name == PERSISTENT)  # stable; the persistent one last
+    units = tuple(
+        _layout_unit(index, name, members[name], model, groups, shard_align, persistent=not offloaded or name == PERSISTENT)
+        for index, name in enumerate(order)
+    )
+    by_name = {unit.name: unit for unit in units}
+    hook_points = []
+    for module_name, used in uses:
+        if used:
+            needed = tuple(sorted({by_name[unit_of[name]].index for name in used}))
+            hook_points.append(HookPoint(module_name, needed, any(not units[i].persistent for i in needed)))
+    return Partition(units, tuple(hook_points))
+
+
+def _canonical_names(model: nn.Module) -> dict[int, str]:
+    """First qualified name of every distinct floating-point parameter, by identity."""
+    return {id(p): name for name, p in model.named_parameters() if p.is_floating_point()}
+
+
+def _unit_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Modules that own or use units, in definition order: (name, module, is a block with its whole subtree)."""
+    indivisible = frozenset(getattr(model, "_no_split_modules", None) or ())
+    if not any(type(module).__name__ in indivisible for module in model.modules()):
+        indivisible = frozenset()
+    stack: list[tuple[str, nn.Module, bool]] = [("", model, False)]
+    while stack:
+        name, module, in_container = stack.pop()
+        is_block = type(module).__name__ in indivisible if indivisible else in_container
+        container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        if is_block and not container and any(True for _ in module.parameters()):
+            yield name, module, True
+            continue
+        yield name, module, False
+        prefix = f"{name}." if name else ""
+        children = [(prefix + child_name, child, container) for child_name, child in module.named_children()]
+        stack.extend(reversed(children))
+
+
+def _layout_unit(
+    index: int,
+    name: str,
+    members: Sequence[str],
+    model: nn.Module,
+    groups: Mapping[str, int],
+    shard_align: int,
+    *,
+    persistent: bool,
+) -> Unit:
+    order = sorted(members, key=lambda member: groups.get(member, 1 << 30))  # stable: definition order in a group
+    slots: list[ParamSlot] = []
+    offset = 0
+    shard_numel = 0
+    for member in order:
+        param = model.get_parameter(member)
+        trainable = member in groups
+        if not trainable and (not slots or slots[-1].trainable):
+            shard_numel = offset = _round_up(offset, shard_align)
+        slots.append(
+            ParamSlot(member, tuple(param.shape), param.numel(), offset, trainable, groups.get(member, -1))
+        )
+        offset += _round_up(param.numel(), SLOT_ALIGN)
+    numel = _round_up(offset, shard_align)
+    if all(slot.trainable for slot in slots):
+        shard_numel = numel
+    return Unit(index, name, tuple(slots), shard_numel, numel, persistent)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+

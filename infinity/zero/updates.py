@@ -1,0 +1,148 @@
+"""When a unit is updated, and with which numbers.
+
+[Note: update schedules]
+`backward`: a unit is updated as soon as its gradients are final, under the rest of the backward pass.
+`deferred`: once the global norm is known, unit by unit as the next forward pass fetches them.
+`barrier`: all of them inside `step()`.
+The numbers are the same. `backward` cannot wait for the global norm, so it serves training without clipping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from infinity.errors import NonFiniteError
+from infinity.kernels import Hyper
+from infinity.optim.pipeline import Segment
+from infinity.zero.executor import Executor
+from infinity.zero.gradients import Gradients
+from infinity.zero.partition import Partition, Unit
+
+HyperOf = Callable[[int, int, float], Hyper]  # (parameter group, step, gradient scale)
+
+
+class UpdateSchedule(str, Enum):
+    """See [Note: update schedules]."""
+
+    BACKWARD = "backward"
+    DEFERRED = "deferred"
+    BARRIER = "barrier"
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What `finish_step` did.
+
+    Attributes:
+        grad_norm: global norm of the gradients before clipping.
+        skipped: the gradients were not finite and nothing was updated.
+    """
+
+    grad_norm: float
+    skipped: bool
+
+
+class Updates:
+    """Turns final gradients into updates of the units.
+
+    Args:
+        hyper_of: the hyper-parameters of a group now.
+        max_norm: clip the global norm to this; 0 for no clipping.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        executor: Executor,
+        gradients: Gradients,
+        hyper_of: HyperOf,
+        schedule: UpdateSchedule,
+        max_norm: float,
+    ) -> None:
+        self._partition = partition
+        self._executor = executor
+        self._gradients = gradients
+        self._hyper_of = hyper_of
+        self._schedule = schedule
+        self._max_norm = max_norm
+        self._sum_sq = 0.0  # of the units that `backward` has handed over in this step
+        self._finals: list[int] = []
+        self.steps: dict[str, int] = {}  # updates that each parameter has had, by name
+
+    def begin_backward(self, *, last: bool) -> None:
+        """A backward pass begins; after the `last` one of a step the gradients are final."""
+        if last and self._schedule is UpdateSchedule.BACKWARD and self._finals:
+            self._executor.expect_updates(self._finals)
+            self._finals = []
+
+    def final(self, unit: int) -> None:
+        """The unit's gradients of this step are complete.
+
+        Raises:
+            NonFiniteError: under the `backward` schedule, a gradient is not finite.
+        """
+        if self._schedule is not UpdateSchedule.BACKWARD:
+            return
+        if not self._gradients.is_finite(unit):
+            raise NonFiniteError(
+                f"a gradient of unit `{self._partition.units[unit].name}` is not finite; parameters of later units "
+                "are already updated. Resume from the last checkpoint with a lower learning rate, or set "
+                "tiering.update_schedule to deferred, which skips such a step"
+            )
+        self._finals.append(unit)
+        self._sum_sq += self._gradients.sum_sq(unit)
+        self._update(unit, 1.0)
+
+    def finish_step(self) -> StepOutcome:
+        """All gradients of the step are there: update what was not updated yet, now or later."""
+        if self._schedule is UpdateSchedule.BACKWARD:
+            for unit in self._gradients.units_with_gradients():
+                self.final(unit)
+            norm, self._sum_sq = self._sum_sq**0.5, 0.0
+            return StepOutcome(norm, skipped=False)
+        norm = self._gradients.norm()
+        if norm != norm:
+            self._gradients.drop_all()
+            return StepOutcome(norm, skipped=True)
+        scale = 1.0
+        if self._max_norm > 0:  # as torch.nn.utils.clip_grad_norm_ does
+            scale = min(1.0, self._max_norm / (norm + 1e-6))
+        units = self._executor.forward_order(self._gradients.units_with_gradients())
+        if self._schedule is UpdateSchedule.DEFERRED:
+            self._executor.expect_updates(units)
+        for unit in units:
+            self._update(unit, scale)
+        if self._schedule is UpdateSchedule.BARRIER:
+            self._executor.drain()
+        return StepOutcome(norm, skipped=False)
+
+    def _update(self, unit: int, scale: float) -> None:
+        segments = self._segments(self._partition.units[unit], scale)
+        self._gradients.forget(unit)
+        self._executor.update(unit, segments)
+
+    def _segments(self, unit: Unit, scale: float) -> tuple[Segment, ...]:
+        """Runs of neighbouring parameters that have a gradient, the same group and the same step count.
+
+        A parameter without a gradient in this step is left alone, as torch does: no decay, no step.
+        """
+        present = self._gradients.slots_with_gradients(unit.index)
+        runs: list[tuple[int, int, int, int]] = []  # start, stop, group, step
+        joinable = False
+        for index, slot in enumerate(unit.slots):
+            if index not in present:
+                joinable = False
+                continue
+            step = self.steps.get(slot.name, 0) + 1
+            self.steps[slot.name] = step
+            stop = slot.offset + slot.numel
+            if joinable and runs[-1][2:] == (slot.group, step):
+                runs[-1] = (runs[-1][0], stop, slot.group, step)
+            else:
+                runs.append((slot.offset, stop, slot.group, step))
+            joinable = True
+        return tuple(
+            Segment(start, stop, self._hyper_of(group, step, scale)) for start, stop, group, step in runs
+        )
