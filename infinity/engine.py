@@ -17,6 +17,8 @@ from infinity.telemetry import StepStats
 from infinity.zero.build import Runtime, build_runtime, compute_dtype
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import Hooks
+from infinity.optim.lr_schedules import make_scheduler
+from infinity.zero.meta import init_function as meta_init_function
 from infinity.zero.materialize import InitialValues, InitFunction, materialize
 from infinity.zero.updates import Updates, UpdateSchedule
 

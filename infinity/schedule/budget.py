@@ -75,7 +75,7 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySpl
             f"{needs.least_bytes / GIB:.3f} GiB: parameters {needs.params_min_bytes / GIB:.3f} "
             f"(largest unit `{needs.largest_unit}`), gradients {needs.grads_min_bytes / GIB:.3f}, "
             f"optimizer tiles {needs.ring_bytes / GIB:.3f}, always held {needs.always_bytes / GIB:.3f}. "
-            f"Raise {key} to {-(-needs.least_bytes // (1 << 20))}MiB, lower tiering.tile_size, "
+            f"Raise {key} to {needs.least_bytes} bytes or more, lower tiering.tile_size, "
             "or move a section to nvme."
         )
     params = min(needs.params_bytes, needs.params_min_bytes + spare)

@@ -149,6 +149,8 @@ def make_plan(uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int) ->
     largest = max((sizes[unit] for unit in uses), default=0)
     if largest > capacity_bytes:
         raise ValueError(f"capacity of {capacity_bytes} bytes cannot hold a unit of {largest} bytes")
+    if not uses:
+        return Plan((), frozenset(), frozenset(), 0, is_steady=True)
     replacement = _Replacement(uses, sizes, capacity_bytes)
     length = len(uses)
     seen: list[frozenset[int]] = []

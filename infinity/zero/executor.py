@@ -126,16 +126,15 @@ class Executor:
         self._trace = Trace()
 
     def _replan(self, trace: Trace) -> None:
-        if self._plan is not None and len(trace.uses) == len(self._plan.steps):
-            if all(step.unit == unit for step, unit in zip(self._plan.steps, trace.uses, strict=True)):
-                return
-        sizes = [spec.nbytes if spec.offloaded else 0 for spec in self._params.specs]
-        self._plan = make_plan(trace.uses, sizes, self._capacity_bytes)
+        specs = self._params.specs
+        uses = [unit for unit in trace.uses if specs[unit].offloaded]
+        if self._plan is None or [step.unit for step in self._plan.steps] != uses:
+            self._plan = make_plan(uses, [spec.nbytes for spec in specs], self._capacity_bytes)
 
     def _follow(self, unit: int) -> PlanStep | None:
         """The plan's step for this use; None once the cycle has left the plan."""
         self._trace.use(unit)
-        if self._plan is None or self._position is None:
+        if self._plan is None or self._position is None or not self._params.specs[unit].offloaded:
             return None
         steps = self._plan.steps
         if self._position < len(steps) and steps[self._position].unit == unit:

@@ -1,0 +1,160 @@
+"""Small real architectures, and the plain PyTorch loop that every placement is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import infinity
+
+VOCAB, SEQ, BATCH = 128, 32, 2
+LR, WEIGHT_DECAY = 1e-3, 0.1
+
+
+def tiny_gpt2(seed: int = 0) -> nn.Module:
+    """Three blocks, tied embeddings."""
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        n_layer=3,
+        n_embd=64,
+        n_head=4,
+        vocab_size=VOCAB,
+        n_positions=SEQ,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def tiny_llama(seed: int = 0) -> nn.Module:
+    """Three blocks, separate head, grouped-query attention, rotary frequencies in a buffer."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=SEQ,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {"gpt2": tiny_gpt2, "llama": tiny_llama}
+
+
+def batches(count: int, seed: int = 1) -> list[torch.Tensor]:
+    """Arithmetic progressions: something that a few steps learn from."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, VOCAB, (count, BATCH, 1), generator=generator)
+    strides = torch.randint(1, 4, (count, BATCH, 1), generator=generator)
+    return list((starts + strides * torch.arange(SEQ)) % VOCAB)
+
+
+def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, labels=ids).loss
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, without saying where its states live."""
+
+    precision: str = "fp32"
+    accumulation: int = 1
+    clipping: float = 0.0
+    steps: int = 20
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, placement: Placement) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": BATCH,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clipping,
+            "bf16": {"enabled": self.precision == "bf16"},
+            "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
+            "zero_optimization": {
+                "stage": 3,
+                # small enough that the embeddings of the test models move too
+                "stage3_param_persistence_threshold": 1000,
+                "offload_param": {"device": placement.params},
+                "offload_optimizer": {"device": placement.optimizer},
+            },
+            "tiering": {"tile_size": placement.tile_size, "update_schedule": placement.schedule},
+        }
+        if "nvme" in (placement.params, placement.optimizer):
+            config["tiering"]["nvme"] = [{"path": str(placement.path)}]
+        if placement.host_memory is not None:
+            config["tiering"]["host_memory"] = placement.host_memory
+        return config | self.extra
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the states live."""
+
+    params: str = "none"
+    optimizer: str = "none"
+    path: Path | None = None
+    tile_size: str | int = "256KiB"
+    host_memory: str | int | None = None
+    schedule: str = "auto"
+
+
+@dataclass
+class Result:
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def train(model: nn.Module, recipe: Recipe, placement: Placement) -> Result:
+    """Train with infinity."""
+    with infinity.initialize(model=model, config=recipe.config(placement))[0] as engine:
+        losses = []
+        for ids in batches(recipe.steps * recipe.accumulation):
+            loss = loss_of(engine, ids)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return Result(losses, dict(engine.named_parameters()))
+
+
+def train_plainly(model: nn.Module, recipe: Recipe) -> Result:
+    """Train with a plain loop: torch's AdamW on fp32 weights, or on the fp32 masters of bf16 ones."""
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    params = list(model.parameters())
+    if recipe.precision == "bf16":
+        for param in params:
+            param.data = param.data.bfloat16()
+    trained = [(m, p) for m, p in zip(masters, params, strict=True) if p.requires_grad]
+    optimizer = torch.optim.AdamW([m for m, _ in trained], lr=LR, weight_decay=WEIGHT_DECAY)
+    losses = []
+    for index, ids in enumerate(batches(recipe.steps * recipe.accumulation)):
+        loss = loss_of(model, ids)
+        (loss / recipe.accumulation).backward()
+        losses.append(loss.item())
+        for master, param in trained:
+            if param.grad is not None:
+                grad = param.grad.float()
+                master.grad = grad if master.grad is None else master.grad + grad
+                param.grad = None
+        if (index + 1) % recipe.accumulation:
+            continue
+        if recipe.clipping:
+            torch.nn.utils.clip_grad_norm_([m for m, _ in trained], recipe.clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for master, param in trained:
+                param.copy_(master)
+    return Result(losses, {name: p.detach().clone() for name, p in model.named_parameters()})

@@ -1,0 +1,94 @@
+"""Every placement gives the same bits as the in-memory one, and that one follows plain PyTorch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, Result, train, train_plainly
+
+RECIPES = [
+    pytest.param(precision, accumulation, clipping, id=f"{precision}-accumulate{accumulation}-clip{clipping:g}")
+    for precision in ("fp32", "bf16")
+    for accumulation in (1, 4)
+    for clipping in (0.0, 0.5)
+]
+RELATIVE = {"fp32": 1e-5, "bf16": 1e-3}
+
+
+@lru_cache(maxsize=None)
+def in_memory(architecture: str, precision: str, accumulation: int, clipping: float) -> Result:
+    return train(ARCHITECTURES[architecture](), Recipe(precision, accumulation, clipping), Placement())
+
+
+def assert_same_bits(left: Result, right: Result) -> None:
+    assert left.losses == right.losses
+    assert left.weights.keys() == right.weights.keys()
+    for name, weight in left.weights.items():
+        assert torch.equal(weight, right.weights[name]), name
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("precision", "accumulation", "clipping"), RECIPES)
+def test_in_memory_training_follows_plain_torch(architecture, precision, accumulation, clipping) -> None:
+    recipe = Recipe(precision, accumulation, clipping)
+    plain = train_plainly(ARCHITECTURES[architecture](), recipe)
+    ours = in_memory(architecture, precision, accumulation, clipping)
+    assert ours.losses == pytest.approx(plain.losses, rel=RELATIVE[precision])
+    assert ours.losses[-1] < ours.losses[0]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("precision", "accumulation", "clipping"), RECIPES)
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_placement_gives_the_bits_of_in_memory(
+    architecture, precision, accumulation, clipping, device, tmp_path: Path
+) -> None:
+    recipe = Recipe(precision, accumulation, clipping)
+    placed = train(ARCHITECTURES[architecture](), recipe, Placement(device, device, tmp_path))
+    assert_same_bits(placed, in_memory(architecture, precision, accumulation, clipping))
+    assert not list(tmp_path.iterdir()), "a swap file is left behind"
+
+
+@pytest.mark.parametrize(("params", "optimizer"), [("none", "nvme"), ("nvme", "none"), ("cpu", "nvme"), ("nvme", "cpu")])
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_mixed_placements_give_the_same_bits(params, optimizer, clipping, tmp_path: Path) -> None:
+    placed = train(ARCHITECTURES["gpt2"](), Recipe("bf16", 1, clipping), Placement(params, optimizer, tmp_path))
+    assert_same_bits(placed, in_memory("gpt2", "bf16", 1, clipping))
+
+
+@pytest.mark.parametrize("tile_size", [20480, "64KiB", "16MiB"])
+@pytest.mark.parametrize("host_memory", ["tightest", "tight", "1GiB"])
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_budgets_and_tile_sizes_give_the_same_bits(tile_size, host_memory, clipping, tmp_path: Path) -> None:
+    recipe = Recipe("bf16", 1, clipping)
+    if host_memory != "1GiB":
+        least = least_host_memory(recipe, Placement("nvme", "nvme", tmp_path, tile_size))
+        host_memory = least if host_memory == "tightest" else least + 100_000
+    placement = Placement("nvme", "nvme", tmp_path, tile_size, host_memory)
+    assert_same_bits(train(ARCHITECTURES["llama"](), recipe, placement), in_memory("llama", "bf16", 1, clipping))
+
+
+@pytest.mark.parametrize("schedule", ["backward", "deferred", "barrier"])
+@pytest.mark.parametrize("device", ["none", "nvme"])
+def test_update_schedules_give_the_same_bits(schedule, device, tmp_path: Path) -> None:
+    placement = Placement(device, device, tmp_path, schedule=schedule)
+    assert_same_bits(train(ARCHITECTURES["gpt2"](), Recipe("bf16"), placement), in_memory("gpt2", "bf16", 1, 0.0))
+
+
+def least_host_memory(recipe: Recipe, placement: Placement) -> int:
+    """The least budget that this recipe runs in, as the error for too small a one states it."""
+    import dataclasses
+    import re
+
+    import infinity
+
+    config = recipe.config(dataclasses.replace(placement, host_memory=1))
+    with pytest.raises(infinity.CapacityError, match="needs at least") as refused:
+        infinity.initialize(model=ARCHITECTURES["llama"](), config=config)
+    found = re.search(r"Raise tiering.host_memory to (\d+) bytes", str(refused.value))
+    assert found is not None, refused.value
+    return int(found.group(1))
