@@ -20,7 +20,7 @@ from infinity.zero.hooks import Hooks
 from infinity.optim.lr_schedules import make_scheduler
 from infinity.zero.meta import init_function as meta_init_function
 from infinity.zero.materialize import InitialValues, InitFunction, materialize
-from infinity.zero.updates import Updates, UpdateSchedule
+from infinity.zero.updates import StepOutcome, Updates, UpdateSchedule
 
 _log = logging.getLogger(__name__)
 
@@ -72,10 +72,11 @@ class Engine:
             runtime.schedule,
             config.gradient_clipping,
         )
+        optimizer.run_step = self._updates.finish_step
         self._hooks = Hooks(model, runtime.partition, self)
         self._in_cycle = False  # a forward pass has run whose backward has not
         self._stats = StepStats()
-        self._grad_norm: float | None = None
+        self._outcome: StepOutcome | None = None
         self._closed = False
 
     # Training loop #
@@ -134,23 +135,16 @@ class Engine:
             return
         with self._counters.phase("step"):
             self.optimizer.step()
-            if self.lr_scheduler is not None and not self._stats_skipped:
+            outcome = self._outcome = self._updates.outcome
+            if outcome.skipped:
+                self.skipped_steps += 1
+                _log.warning("step %d is skipped: its gradients are not finite", self.global_steps)
+            elif self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         self.global_steps += 1
         self._stats = self._counters.end_step(
-            self._runtime.peak_bytes(), grad_norm=self._grad_norm, skipped=self._stats_skipped
+            self._runtime.peak_bytes(), grad_norm=outcome.grad_norm, skipped=outcome.skipped
         )
-
-    _stats_skipped = False
-
-    def _run_updates(self) -> None:
-        """What `optimizer.step()` does."""
-        outcome = self._updates.finish_step()
-        self._grad_norm = outcome.grad_norm
-        self._stats_skipped = outcome.skipped
-        if outcome.skipped:
-            self.skipped_steps += 1
-            _log.warning("step %d is skipped: its gradients are not finite", self.global_steps)
 
     def synchronize(self) -> None:
         """Carry out every pending update and wait for it and its writes.
@@ -187,7 +181,7 @@ class Engine:
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last step's gradients before clipping."""
-        return self._grad_norm
+        return None if self._outcome is None else self._outcome.grad_norm
 
     def get_lr(self) -> list[float]:
         """Learning rate of every parameter group."""
@@ -261,7 +255,7 @@ def initialize(
     resolved = config if isinstance(config, Config) else load_config(config)
     _refuse_unbuilt(resolved)
     params, defaults = _parameters(model, resolved, model_parameters, optimizer)
-    tiered = TieredOptimizer(params, defaults, lambda: engine._run_updates())
+    tiered = TieredOptimizer(params, defaults)
     groups = _group_of_each(model, tiered)
     dtype = compute_dtype(resolved)
     values = InitialValues(model, init_function or _default_init_function(model))

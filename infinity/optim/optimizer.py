@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.kernels import Hyper
 
 _DEFAULTS: dict[str, Any] = {
@@ -28,19 +28,21 @@ class TieredOptimizer(torch.optim.Optimizer):
     Every group has `lr`, `betas`, `eps`, `weight_decay` and `decoupled` (AdamW's weight decay, else Adam's), and
     may be changed between steps, by hand or by any torch LR scheduler.
 
-    Args:
-        step: what `step()` does.
+    Attributes:
+        run_step: what `step()` does; the engine that owns the states sets it.
     """
 
-    def __init__(self, params: ParamsOrGroups, defaults: Mapping[str, Any], step: Callable[[], None]) -> None:
+    def __init__(self, params: ParamsOrGroups, defaults: Mapping[str, Any]) -> None:
         super().__init__(params, {**_DEFAULTS, **defaults})  # type: ignore[arg-type]
-        self._run_step = step
+        self.run_step: Callable[[], None] | None = None
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; the engine's `step()` calls this."""
         if closure is not None:
             raise ConfigError("closures need several backward passes a step; call engine.backward() and engine.step()")
-        self._run_step()
+        if self.run_step is None:
+            raise InfinityError("this optimizer belongs to no engine; infinity.initialize makes one that does")
+        self.run_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients leave the parameters as backward produces them."""

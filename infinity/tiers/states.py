@@ -86,15 +86,20 @@ class StateStore:
 
     def read(self, tile: Tile, slot: Lease, priority: Priority = Priority.PREFETCH) -> IoFuture:
         """Start reading a stored tile into `slot`."""
-        assert self._swap is not None and isinstance(tile.home, Extent)
+        swap, extent = self._stored(tile)
         self._counters.moved("nvme_read", tile.nbytes)
-        return self._swap.read(tile.home, slot.span(0, tile.nbytes), priority=priority)
+        return swap.read(extent, slot.span(0, tile.nbytes), priority=priority)
 
     def write(self, tile: Tile, slot: Lease) -> IoFuture:
         """Start writing a stored tile from `slot`."""
-        assert self._swap is not None and isinstance(tile.home, Extent)
+        swap, extent = self._stored(tile)
         self._counters.moved("nvme_write", tile.nbytes)
-        return self._swap.write(tile.home, slot.span(0, tile.nbytes))
+        return swap.write(extent, slot.span(0, tile.nbytes))
+
+    def _stored(self, tile: Tile) -> tuple[SwapSpace, Extent]:
+        if self._swap is None or not isinstance(tile.home, Extent):
+            raise RuntimeError(f"tile {tile.index} of unit {tile.unit} lives in host memory")
+        return self._swap, tile.home
 
 
 def tile_buffer(lease: Lease, tile: Tile) -> torch.Tensor:

@@ -70,6 +70,7 @@ class Updates:
         self._sum_sq = 0.0  # of the units that `backward` has handed over in this step
         self._finals: list[int] = []
         self.steps: dict[str, int] = {}  # updates that each parameter has had, by name
+        self.outcome = StepOutcome(0.0, skipped=False)  # of the last step
 
     def begin_backward(self, *, last: bool) -> None:
         """A backward pass begins; after the `last` one of a step the gradients are final."""
@@ -95,8 +96,11 @@ class Updates:
         self._sum_sq += self._gradients.sum_sq(unit)
         self._update(unit, 1.0)
 
-    def finish_step(self) -> StepOutcome:
+    def finish_step(self) -> None:
         """All gradients of the step are there: update what was not updated yet, now or later."""
+        self.outcome = self._finish_step()
+
+    def _finish_step(self) -> StepOutcome:
         if self._schedule is UpdateSchedule.BACKWARD:
             for unit in self._gradients.units_with_gradients():
                 self.final(unit)
