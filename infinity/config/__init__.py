@@ -1,0 +1,28 @@
+"""The typed schema of the JSON file."""
+
+from infinity.config.load import load_config
+from infinity.config.resolved import (
+    AioConfig,
+    Config,
+    NvmeConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    TieringConfig,
+    ZeroConfig,
+)
+from infinity.config.sizes import format_size, parse_size
+
+__all__ = [
+    "AioConfig",
+    "Config",
+    "NvmeConfig",
+    "OffloadConfig",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "TieringConfig",
+    "ZeroConfig",
+    "format_size",
+    "load_config",
+    "parse_size",
+]

@@ -1,0 +1,232 @@
+"""Read a configuration: a JSON file or a mapping in, a frozen `Config` out."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from infinity.config.keys import NO_EFFECT, REFUSED
+from infinity.config.resolved import (
+    AioConfig,
+    Config,
+    NvmeConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    TieringConfig,
+    ZeroConfig,
+)
+from infinity.config.schema import OffloadSection, RootSection, TieringSection
+from infinity.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+def load_config(source: str | Path | Mapping[str, Any], *, world_size: int = 1) -> Config:
+    """Parse, check and resolve a configuration.
+
+    Args:
+        source: path of a JSON file, or its content as a mapping. Dotted keys stand for nested ones.
+        world_size: ranks that share the global batch.
+
+    Raises:
+        ConfigError: a key that is unknown or refused, a value of the wrong kind, or sizes that contradict one
+            another. The message names the key and says what to do.
+    """
+    values = _nest(_read(source))
+    known = dict(_known_keys(RootSection))
+    for path in list(_leaves(values, known)):
+        if path in REFUSED:
+            raise ConfigError(f"{path}: {REFUSED[path]}; remove the key")
+        if path in NO_EFFECT:
+            _log.info("configuration key %s has no effect here: %s", path, NO_EFFECT[path])
+            _remove(values, path)
+        elif path not in known:
+            raise ConfigError(_unknown(path, known))
+    try:
+        root = RootSection.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_first_problem(error)) from None
+    return _resolve(root, world_size)
+
+
+# Reading #
+
+
+def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(source, Mapping):
+        return dict(source)
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not {type(values).__name__}")
+    return values
+
+
+def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy `values` with dotted keys (`zero_optimization.stage`) turned into nested ones."""
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        head, _, rest = key.partition(".")
+        if rest:
+            value = {rest: value}
+        if isinstance(value, Mapping):
+            value = _nest(value)
+            if isinstance(nested.get(head), dict):
+                value = {**nested[head], **value}
+        nested[head] = value
+    return nested
+
+
+# Keys #
+
+
+def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel] | None]]:
+    """Dotted paths of a section's fields, with the sub-section that a path stands for, if any."""
+    for name, field in section.model_fields.items():
+        candidates = (field.annotation, *get_args(field.annotation))
+        inner = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        for spelling in filter(None, (name, field.alias)):
+            yield prefix + spelling, inner
+            if inner is not None:
+                yield from _known_keys(inner, f"{prefix}{spelling}.")
+
+
+def _leaves(values: Mapping[str, Any], known: Mapping[str, type[BaseModel] | None], prefix: str = "") -> Iterator[str]:
+    """Dotted paths of the keys of a mapping, down to where the schema has no sub-section."""
+    for key, value in values.items():
+        path = prefix + key
+        yield path
+        if isinstance(value, Mapping) and known.get(path) is not None:
+            yield from _leaves(value, known, path + ".")
+
+
+def _remove(values: dict[str, Any], path: str) -> None:
+    *parents, last = path.split(".")
+    for parent in parents:
+        values = values[parent]
+    values.pop(last, None)
+
+
+def _unknown(path: str, known: Mapping[str, object]) -> str:
+    everything = [*known, *NO_EFFECT, *REFUSED]
+    parent, _, name = path.rpartition(".")
+    siblings = [key for key in everything if key.rpartition(".")[0] == parent]
+    nearest = difflib.get_close_matches(path, siblings, 1, 0.6) or difflib.get_close_matches(path, everything, 1, 0.6)
+    hint = f"did you mean `{nearest[0]}`?" if nearest else "docs/configuration.md lists the known keys"
+    return f"unknown configuration key `{path}`: {hint}"
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    path = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("literal", "function", "int", "bool")))
+    return f"{path} is {problem['input']!r}: {problem['msg']}"
+
+
+# Resolving #
+
+
+def _resolve(root: RootSection, world_size: int) -> Config:
+    micro, accumulation, total = _batch_sizes(root, world_size)
+    fp16 = root.fp16.enabled is True
+    bf16 = root.bf16.enabled is True
+    if fp16 and bf16:
+        raise ConfigError("fp16.enabled and bf16.enabled are both true; enable one")
+    zero = root.zero_optimization
+    threshold = zero.stage3_param_persistence_threshold
+    default_threshold = type(zero)().stage3_param_persistence_threshold
+    return Config(
+        train_batch_size=total,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        gradient_clipping=1.0 if root.gradient_clipping == "auto" else float(root.gradient_clipping),
+        precision="fp16" if fp16 else "bf16" if bf16 else "fp32",
+        optimizer=OptimizerConfig(**_without_auto(root.optimizer)) if root.optimizer else None,
+        scheduler=SchedulerConfig(**_without_auto(root.scheduler)) if root.scheduler else None,
+        zero=ZeroConfig(
+            stage=zero.stage,
+            offload_param=_offload(zero.offload_param),
+            offload_optimizer=_offload(zero.offload_optimizer),
+            param_persistence_threshold=int(default_threshold if threshold == "auto" else threshold),
+        ),
+        tiering=_tiering(root.tiering, zero.offload_param, zero.offload_optimizer),
+        aio=AioConfig(root.aio.block_size, root.aio.queue_depth, root.aio.intra_op_parallelism),
+    )
+
+
+def _batch_sizes(root: RootSection, world_size: int) -> tuple[int, int, int]:
+    """(micro batch, accumulation steps, global batch), any two of which fix the third."""
+    given = {
+        "train_micro_batch_size_per_gpu": root.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": root.gradient_accumulation_steps,
+        "train_batch_size": root.train_batch_size,
+    }
+    numbers = {name: None if value == "auto" else value for name, value in given.items()}
+    for name, value in numbers.items():
+        if value is not None and int(value) < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
+    micro, accumulation, total = (None if value is None else int(value) for value in numbers.values())
+    if total is not None and (micro is None or accumulation is None):
+        known = (micro or accumulation or 1) * world_size
+        if total % known:
+            raise ConfigError(_triangle(micro, accumulation, total, world_size))
+        if micro is None:
+            accumulation = accumulation or 1
+            micro = total // (accumulation * world_size)
+        else:
+            accumulation = total // known
+    micro, accumulation = micro or 1, accumulation or 1
+    if total is not None and micro * accumulation * world_size != total:
+        raise ConfigError(_triangle(micro, accumulation, total, world_size))
+    return micro, accumulation, micro * accumulation * world_size
+
+
+def _triangle(micro: int | None, accumulation: int | None, total: int, world_size: int) -> str:
+    return (
+        f"train_batch_size is {total}, but train_micro_batch_size_per_gpu ({micro}) x gradient_accumulation_steps "
+        f"({accumulation}) x world size ({world_size}) must equal it; change or leave out one of the three"
+    )
+
+
+def _without_auto(section: BaseModel) -> dict[str, Any]:
+    """An optimizer or scheduler section, with "auto" parameters left to their defaults."""
+    values = section.model_dump()
+    return {"type": values["type"], "params": {k: v for k, v in values["params"].items() if v != "auto"}}
+
+
+def _offload(section: OffloadSection) -> OffloadConfig:
+    return OffloadConfig(section.device, None if section.nvme_path is None else Path(section.nvme_path))
+
+
+def _tiering(tiering: TieringSection, *offloads: OffloadSection) -> TieringConfig:
+    nvme = [NvmeConfig(Path(n.path), None if n.capacity == "auto" else int(n.capacity)) for n in tiering.nvme]
+    if not nvme:
+        paths = dict.fromkeys(o.nvme_path for o in offloads if o.device == "nvme" and o.nvme_path is not None)
+        nvme = [NvmeConfig(Path(path), None) for path in paths]
+    if not nvme and any(offload.device == "nvme" for offload in offloads):
+        raise ConfigError(
+            "an offload section has device nvme but no path is given: set tiering.nvme to "
+            '[{"path": "/a/directory/on/the/drive"}], or nvme_path in the section'
+        )
+    return TieringConfig(
+        device_memory_bytes=None if tiering.device_memory == "auto" else int(tiering.device_memory),
+        host_memory_bytes=None if tiering.host_memory == "auto" else int(tiering.host_memory),
+        nvme=tuple(nvme),
+        state_format=tiering.state_format,
+        update_schedule=tiering.update_schedule,
+        io_backend=tiering.io_backend,
+        tile_size_bytes=tiering.tile_size,
+    )

@@ -1,0 +1,101 @@
+"""The resolved configuration: plain frozen facts, no "auto" left that the file alone can decide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Device = Literal["none", "cpu", "nvme"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer by name, and its hyper-parameters."""
+
+    type: str
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """A learning-rate schedule by name, and its parameters."""
+
+    type: str
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Which tier is home for a kind of state."""
+
+    device: Device
+    nvme_path: Path | None
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """Stage and placement.
+
+    Attributes:
+        param_persistence_threshold: parameters of at most this many elements outside of blocks stay resident.
+    """
+
+    stage: int
+    offload_param: OffloadConfig
+    offload_optimizer: OffloadConfig
+    param_persistence_threshold: int
+
+
+@dataclass(frozen=True)
+class NvmeConfig:
+    """A directory on a drive; capacity None means what is free."""
+
+    path: Path
+    capacity_bytes: int | None
+
+
+@dataclass(frozen=True)
+class TieringConfig:
+    """Budgets and policies of the tiers; None means chosen at initialize."""
+
+    device_memory_bytes: int | None
+    host_memory_bytes: int | None
+    nvme: tuple[NvmeConfig, ...]
+    state_format: str
+    update_schedule: str
+    io_backend: str
+    tile_size_bytes: int
+
+
+@dataclass(frozen=True)
+class AioConfig:
+    """How the I/O engine cuts and queues requests."""
+
+    block_size_bytes: int
+    queue_depth: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that `initialize` needs to know.
+
+    Attributes:
+        train_batch_size: samples per update over all ranks.
+        micro_batch_size: samples per forward on one rank.
+        gradient_clipping: global norm to clip to; 0 for none.
+    """
+
+    train_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    gradient_clipping: float
+    precision: Precision
+    optimizer: OptimizerConfig | None
+    scheduler: SchedulerConfig | None
+    zero: ZeroConfig
+    tiering: TieringConfig
+    aio: AioConfig

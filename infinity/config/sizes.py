@@ -1,0 +1,46 @@
+"""Byte sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 10**3,
+    "kb": 10**3,
+    "m": 10**6,
+    "mb": 10**6,
+    "g": 10**9,
+    "gb": 10**9,
+    "t": 10**12,
+    "tb": 10**12,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_size(value: int | float | str) -> int:
+    """Bytes of `16MiB`, `2GB`, `5e8` or a plain number.
+
+    Raises:
+        ValueError: not a size; the message shows forms that are.
+    """
+    if isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a size")
+    match = _PATTERN.fullmatch(str(value))
+    if match is None or match.group(2).lower() not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write bytes, or a number with a unit such as 16MiB or 2GB")
+    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+
+
+def format_size(nbytes: float) -> str:
+    """`nbytes` in the binary unit that suits it: `1.50 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"

@@ -1,0 +1,151 @@
+"""A configuration is honoured, or refused with a message that says what to do."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from infinity.config import format_size, load_config, parse_size
+from infinity.config.keys import NO_EFFECT, REFUSED
+from infinity.errors import ConfigError
+
+NVME = {"offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("16MiB", 16 << 20), ("2GB", 2 * 10**9), ("1.5 GiB", 3 << 29), (4096, 4096), ("5e8", 5 * 10**8), (2e9, 2 * 10**9)],
+)
+def test_sizes(text, nbytes) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["16 miles", "", "-1", True, "MiB"])
+def test_what_is_no_size_is_refused(text) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size(text)
+
+
+def test_sizes_are_printed_in_the_unit_that_suits() -> None:
+    assert [format_size(n) for n in (5, 1536, 3 << 29)] == ["5 B", "1.50 KiB", "1.50 GiB"]
+
+
+def test_defaults_are_deepspeeds() -> None:
+    config = load_config({})
+    assert config.gradient_clipping == 1.0
+    assert config.zero.stage == 0
+    assert config.precision == "fp32"
+    assert (config.micro_batch_size, config.gradient_accumulation_steps, config.train_batch_size) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "expected"),
+    [
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, 2, (4, 4, 32)),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, 2, (8, 2, 32)),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}, 1, (4, 8, 32)),
+        ({"train_batch_size": 6}, 3, (2, 1, 6)),
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2}, 1, (2, 1, 2)),
+    ],
+)
+def test_batch_sizes_complete_one_another(given, world, expected) -> None:
+    config = load_config(given, world_size=world)
+    assert (config.micro_batch_size, config.gradient_accumulation_steps, config.train_batch_size) == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"train_batch_size": 33, "train_micro_batch_size_per_gpu": 4},
+        {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4},
+    ],
+)
+def test_batch_sizes_that_contradict_one_another_are_refused_with_the_numbers(given) -> None:
+    with pytest.raises(ConfigError, match=r"train_batch_size is \d+.* \(4\).*must equal"):
+        load_config(given)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"zero_optimisation": {}}, "did you mean `zero_optimization`"),
+        ({"zero_optimization": {"stage": 3, "offload_params": {}}}, "did you mean `zero_optimization.offload_param`"),
+        ({"tiering": {"host_mem": "1GiB"}}, "did you mean `tiering.host_memory`"),
+        ({"xyzzy": 1}, "docs/configuration.md"),
+    ],
+)
+def test_an_unknown_key_is_an_error_with_the_nearest_name(values, message) -> None:
+    with pytest.raises(ConfigError, match="unknown configuration key") as refused:
+        load_config(values)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("path", sorted(REFUSED))
+def test_every_refused_key_says_why(path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config({path: 1})
+    assert str(refused.value).startswith(path) and REFUSED[path] in str(refused.value)
+
+
+@pytest.mark.parametrize("path", sorted(NO_EFFECT))
+def test_every_key_without_effect_is_accepted_with_a_log_line(path, caplog) -> None:
+    with caplog.at_level(logging.INFO):
+        load_config({path: 1})
+    assert path in caplog.text and NO_EFFECT[path] in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4"),
+        ({"bf16": {"enabled": "perhaps"}}, "bf16.enabled is 'perhaps'"),
+        ({"tiering": {"tile_size": "big"}}, "tiering.tile_size is 'big'"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true"),
+        ({"zero_optimization": NVME}, "no path is given"),
+        ({"gradient_accumulation_steps": 0}, "at least 1"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_by_name(values, message) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(values)
+    assert message in str(refused.value)
+
+
+def test_common_spellings_are_understood() -> None:
+    config = load_config(
+        {
+            "bfloat16": {"enabled": "true"},
+            "zero_optimization.stage": 3,
+            "zero_optimization": {"stage3_param_persistence_threshold": 1e4, "reduce_bucket_size": 2e8},
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95]}},
+        }
+    )
+    assert config.precision == "bf16"
+    assert config.zero.stage == 3
+    assert config.zero.param_persistence_threshold == 10_000
+    assert config.optimizer is not None and dict(config.optimizer.params) == {"betas": [0.9, 0.95]}
+
+
+def test_nvme_paths_come_from_tiering_or_from_the_offload_sections() -> None:
+    section = {"device": "nvme", "nvme_path": "/a"}
+    config = load_config({"zero_optimization": {"offload_param": section, "offload_optimizer": section}})
+    assert [nvme.path for nvme in config.tiering.nvme] == [Path("/a")]
+    config = load_config({"zero_optimization": NVME, "tiering": {"nvme": [{"path": "/b", "capacity": "2GiB"}]}})
+    assert [(nvme.path, nvme.capacity_bytes) for nvme in config.tiering.nvme] == [(Path("/b"), 2 << 30)]
+
+
+def test_a_file_that_is_missing_or_broken_is_named(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the configuration .*missing\.json"):
+        load_config(tmp_path / "missing.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"a": }')
+    with pytest.raises(ConfigError, match=r"broken\.json is not valid JSON: line 1"):
+        load_config(broken)
+    broken.write_text("[]")
+    with pytest.raises(ConfigError, match="must hold a JSON object"):
+        load_config(broken)
+    broken.write_text(json.dumps({"gradient_clipping": 0.5}))
+    assert load_config(broken).gradient_clipping == 0.5
