@@ -1,0 +1,166 @@
+// infinity._aio: the native I/O engines and address ranges.
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include <pybind11/pybind11.h>
+
+#include "engine.h"
+#include "memory.h"
+
+namespace py = pybind11;
+
+namespace infinity::aio {
+
+namespace {
+
+// A Python object that lives as long as a request. The engine's threads never hold the GIL, so they only hand the
+// reference over; the next call from Python drops it.
+class PythonOwner final : public Owner {
+  public:
+    explicit PythonOwner(py::object object) : object_(object.release()) {}
+
+    ~PythonOwner() override {
+        const std::lock_guard lock(mutex());
+        dropped().push_back(object_);
+    }
+
+    static void collect() {
+        std::vector<py::handle> batch;
+        {
+            const std::lock_guard lock(mutex());
+            batch.swap(dropped());
+        }
+        for (const py::handle object : batch) {
+            object.dec_ref();
+        }
+    }
+
+  private:
+    static std::mutex& mutex() {
+        static auto* const instance = new std::mutex; // outlives every engine thread
+        return *instance;
+    }
+    static std::vector<py::handle>& dropped() {
+        static auto* const instance = new std::vector<py::handle>;
+        return *instance;
+    }
+
+    py::handle object_;
+};
+
+std::shared_ptr<Request> submit(Engine& engine, bool write, std::shared_ptr<File> file, std::uint64_t offset,
+                                std::uintptr_t address, std::size_t nbytes, int priority, py::object owner) {
+    PythonOwner::collect();
+    auto request = std::make_shared<Request>(write ? Op::write : Op::read, std::move(file), offset, address, nbytes,
+                                             static_cast<Priority>(priority),
+                                             std::make_unique<PythonOwner>(std::move(owner)));
+    engine.submit(request);
+    return request;
+}
+
+std::unique_ptr<Engine> make_engine(const std::string& backend, std::size_t block_nbytes, int depth, int threads,
+                                    bool sqpoll, bool iopoll, const py::dict& faults) {
+    Options options;
+    options.block_nbytes = block_nbytes;
+    options.depth = depth;
+    options.threads = threads;
+    options.sqpoll = sqpoll;
+    options.iopoll = iopoll;
+    for (const auto& [key, value] : faults) {
+        const auto name = key.cast<std::string>();
+        if (name == "max_transfer") {
+            options.faults.max_transfer = value.cast<std::size_t>();
+        } else if (name == "error") {
+            options.faults.error = value.cast<int>();
+        } else if (name == "error_at") {
+            options.faults.error_at = value.cast<long>();
+        } else if (name == "interrupt_every") {
+            options.faults.interrupt_every = value.cast<int>();
+        } else if (name == "again_every") {
+            options.faults.again_every = value.cast<int>();
+        } else {
+            throw std::invalid_argument("unknown fault " + name);
+        }
+    }
+    if (backend == "io_uring") {
+        return make_uring_engine(options);
+    }
+    if (backend == "threads") {
+        return make_thread_engine(options);
+    }
+    throw std::invalid_argument("unknown backend " + backend);
+}
+
+void register_requests(py::module_& m) {
+    py::class_<File, std::shared_ptr<File>>(m, "File")
+        .def(py::init<std::string, bool>(), py::arg("path"), py::arg("read_only"))
+        .def("close", &File::close)
+        .def_property_readonly("direct", &File::direct)
+        .def_property_readonly("alignment", &File::alignment)
+        .def_property_readonly("path", &File::path);
+
+    py::class_<Request, std::shared_ptr<Request>>(m, "Request")
+        .def("done", &Request::done)
+        .def("wait", &Request::wait, py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
+        .def("outcome", [](const Request& request) {
+            const Outcome outcome = request.outcome();
+            return py::make_tuple(outcome.nbytes, outcome.error, outcome.offset);
+        });
+}
+
+void register_engines(py::module_& m) {
+    py::class_<Engine>(m, "Engine")
+        .def(py::init(&make_engine), py::arg("backend"), py::arg("block_nbytes"), py::arg("depth"),
+             py::arg("threads"), py::arg("sqpoll") = false, py::arg("iopoll") = false,
+             py::arg("faults") = py::dict())
+        .def_property_readonly("name", &Engine::name)
+        .def("submit", &submit, py::arg("write"), py::arg("file"), py::arg("offset"), py::arg("address"),
+             py::arg("nbytes"), py::arg("priority"), py::arg("owner"))
+        .def("register_buffer", &Engine::register_buffer, py::arg("address"), py::arg("nbytes"),
+             py::call_guard<py::gil_scoped_release>())
+        .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
+        .def("stats", [](const Engine& engine) {
+            const Stats stats = engine.stats();
+            return py::make_tuple(stats.bytes_read, stats.bytes_written, stats.blocks, stats.fixed_blocks);
+        });
+    m.def("has_uring", &has_uring);
+}
+
+void register_memory(py::module_& m) {
+    py::class_<Mapping>(m, "Mapping")
+        .def(py::init<std::size_t, std::size_t>(), py::arg("nbytes"), py::arg("alignment"))
+        .def_property_readonly("address", &Mapping::address)
+        .def_property_readonly("nbytes", &Mapping::nbytes)
+        .def("open", &Mapping::open, py::call_guard<py::gil_scoped_release>())
+        .def("shut", &Mapping::shut, py::call_guard<py::gil_scoped_release>());
+}
+
+// A failed system call becomes an OSError with its errno.
+void register_errors() {
+    py::register_exception_translator([](std::exception_ptr raised) {
+        try {
+            std::rethrow_exception(std::move(raised));
+        } catch (const std::system_error& error) {
+            const py::tuple arguments = py::make_tuple(error.code().value(), error.what());
+            PyErr_SetObject(PyExc_OSError, arguments.ptr());
+        }
+    });
+}
+
+} // namespace
+
+PYBIND11_MODULE(_aio, m) {
+    m.doc() = "Native I/O engines and address ranges.";
+    register_errors();
+    register_requests(m);
+    register_engines(m);
+    register_memory(m);
+}
+
+} // namespace infinity::aio

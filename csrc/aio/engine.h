@@ -1,0 +1,84 @@
+// The interface that both engines implement, and what they share.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <sys/types.h>
+
+#include "faults.h"
+#include "queue.h"
+#include "request.h"
+
+namespace infinity::aio {
+
+struct Options {
+    std::size_t block_nbytes = 1 << 20;
+    int depth = 32;
+    int threads = 8; // of the thread engine
+    bool sqpoll = false;
+    bool iopoll = false;
+    Faults::Plan faults;
+};
+
+struct Stats {
+    std::uint64_t bytes_read = 0;
+    std::uint64_t bytes_written = 0;
+    std::uint64_t blocks = 0;
+    std::uint64_t fixed_blocks = 0; // that used a registered buffer
+};
+
+class Engine {
+  public:
+    explicit Engine(const Options& options);
+    virtual ~Engine() = default;
+    Engine(const Engine&) = delete;
+    Engine& operator=(const Engine&) = delete;
+
+    virtual const char* name() const = 0;
+
+    // Queues a request. Throws std::logic_error when closed, or in a forked child, which has no engine threads.
+    void submit(std::shared_ptr<Request> request);
+
+    // Registers a buffer with the kernel; returns 0, or the errno of the refusal.
+    virtual int register_buffer(std::uintptr_t address, std::size_t nbytes) = 0;
+
+    // Finishes everything that was submitted, then stops.
+    virtual void close() = 0;
+
+    Stats stats() const;
+
+  protected:
+    // What a system call's result (bytes, or a negative errno) means for its block.
+    enum class Verdict { finished, failed, again };
+    Verdict judge(Block& block, long result, int& error);
+
+    // Accounts for a block and completes it.
+    void finish(const Block& block, int error, bool fixed);
+
+    virtual void wake() {}
+    bool forked() const;
+
+    const Options options_;
+    Faults faults_;
+    BlockQueue queue_;
+
+  private:
+    const pid_t owner_;
+    std::atomic<std::uint64_t> bytes_read_{0};
+    std::atomic<std::uint64_t> bytes_written_{0};
+    std::atomic<std::uint64_t> blocks_{0};
+    std::atomic<std::uint64_t> fixed_blocks_{0};
+};
+
+std::unique_ptr<Engine> make_thread_engine(const Options& options);
+
+// Throws std::system_error if the kernel refuses.
+std::unique_ptr<Engine> make_uring_engine(const Options& options);
+
+// Built with liburing?
+bool has_uring();
+
+} // namespace infinity::aio

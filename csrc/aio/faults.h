@@ -1,0 +1,34 @@
+// The seam through which tests make I/O go wrong. An engine that is given none behaves as the system does.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+
+namespace infinity::aio {
+
+class Faults {
+  public:
+    struct Plan {
+        std::size_t max_transfer = 0; // no system call moves more than this; 0 for no limit
+        int error = 0;                // errno that system call number `error_at` (from 1) ends with
+        long error_at = 0;
+        int interrupt_every = 0; // every n-th system call ends with EINTR
+        int again_every = 0;     // every n-th system call ends with EAGAIN
+    };
+
+    explicit Faults(Plan plan) : plan_(plan) {}
+
+    std::size_t limit(std::size_t nbytes) const {
+        return plan_.max_transfer == 0 ? nbytes : std::min(nbytes, plan_.max_transfer);
+    }
+
+    // The errno that the next system call is to end with instead of being made; 0 for none.
+    int next();
+
+  private:
+    const Plan plan_;
+    std::atomic<long> calls_{0};
+};
+
+} // namespace infinity::aio

@@ -1,0 +1,32 @@
+// An open file: descriptor, and the alignment that direct I/O asks for.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace infinity::aio {
+
+// Move-only owner of a descriptor.
+class File {
+  public:
+    // Opens an existing file, past the page cache where the filesystem allows it. Throws std::system_error.
+    File(std::string path, bool read_only);
+    ~File();
+    File(const File&) = delete;
+    File& operator=(const File&) = delete;
+
+    void close();
+
+    int fd() const { return fd_; }
+    bool direct() const { return direct_; }
+    std::size_t alignment() const { return alignment_; }
+    const std::string& path() const { return path_; }
+
+  private:
+    std::string path_;
+    int fd_ = -1;
+    bool direct_ = false;
+    std::size_t alignment_ = 1;
+};
+
+} // namespace infinity::aio

@@ -1,0 +1,53 @@
+#include "memory.h"
+
+#include <cerrno>
+#include <system_error>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace infinity::aio {
+
+namespace {
+
+[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+
+void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+} // namespace
+
+Mapping::Mapping(std::size_t nbytes, std::size_t alignment) {
+    const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    nbytes_ = (nbytes + page - 1) / page * page;
+    if (nbytes_ == 0) {
+        nbytes_ = page;
+    }
+    base_nbytes_ = nbytes_ + alignment;
+    void* base = mmap(nullptr, base_nbytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) {
+        fail("mmap");
+    }
+    base_ = reinterpret_cast<std::uintptr_t>(base);
+    address_ = (base_ + alignment - 1) / alignment * alignment;
+}
+
+Mapping::~Mapping() { munmap(pointer(base_), base_nbytes_); }
+
+void Mapping::open() {
+    if (mprotect(pointer(address_), nbytes_, PROT_READ | PROT_WRITE) != 0) {
+        fail("mprotect");
+    }
+    // Without huge pages everything still works, only with more page faults; so a refusal is no error.
+    (void)madvise(pointer(address_), nbytes_, MADV_HUGEPAGE);
+}
+
+void Mapping::shut() {
+    if (madvise(pointer(address_), nbytes_, MADV_DONTNEED) != 0) {
+        fail("madvise");
+    }
+    if (mprotect(pointer(address_), nbytes_, PROT_NONE) != 0) {
+        fail("mprotect");
+    }
+}
+
+} // namespace infinity::aio

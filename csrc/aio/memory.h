@@ -1,0 +1,35 @@
+// Address ranges: reserved once, backed by physical pages while they are needed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace infinity::aio {
+
+// An anonymous mapping. Move-only; unmapped when it goes.
+class Mapping {
+  public:
+    // Maps `nbytes`, rounded up to whole pages, aligned to `alignment` (a power of two of at least a page).
+    // Throws std::system_error. The pages are zero, and take memory when they are first touched.
+    Mapping(std::size_t nbytes, std::size_t alignment);
+    ~Mapping();
+    Mapping(const Mapping&) = delete;
+    Mapping& operator=(const Mapping&) = delete;
+
+    std::uintptr_t address() const { return address_; }
+    std::size_t nbytes() const { return nbytes_; }
+
+    // Makes the range readable and writable, with huge pages where the system gives them.
+    void open();
+
+    // Gives the physical pages back and forbids access: a stale pointer faults instead of reading other bytes.
+    void shut();
+
+  private:
+    std::uintptr_t base_ = 0;
+    std::size_t base_nbytes_ = 0;
+    std::uintptr_t address_ = 0;
+    std::size_t nbytes_ = 0;
+};
+
+} // namespace infinity::aio

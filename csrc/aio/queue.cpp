@@ -1,0 +1,157 @@
+#include "queue.h"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+#include <utility>
+
+namespace infinity::aio {
+
+namespace {
+constexpr int kDemand = static_cast<int>(Priority::demand);
+constexpr int kPrefetch = static_cast<int>(Priority::prefetch);
+constexpr int kWriteBack = static_cast<int>(Priority::write_back);
+constexpr int kNone = -1;
+} // namespace
+
+bool Request::wait(double timeout_s) {
+    std::unique_lock lock(mutex_);
+    const auto is_done = [this] { return done(); };
+    if (timeout_s < 0) {
+        changed_.wait(lock, is_done);
+        return true;
+    }
+    return changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), is_done);
+}
+
+void Request::complete() {
+    owner_.reset();
+    {
+        const std::lock_guard lock(mutex_);
+        done_.store(true, std::memory_order_release);
+    }
+    changed_.notify_all();
+}
+
+BlockQueue::BlockQueue(std::size_t block_nbytes, int depth)
+    : block_nbytes_(block_nbytes), depth_(depth), bulk_depth_(std::max(1, depth - depth / 4)) {}
+
+void BlockQueue::push(std::shared_ptr<Request> request) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (closed_) {
+            throw std::logic_error("the I/O engine is closed");
+        }
+        if (request->nbytes == 0) {
+            request->complete();
+            return;
+        }
+        waiting_[static_cast<int>(request->priority)].push_back(std::move(request));
+    }
+    changed_.notify_one();
+}
+
+int BlockQueue::choose() const {
+    if (in_flight_ >= depth_) {
+        return kNone;
+    }
+    if (!waiting_[kDemand].empty()) {
+        return kDemand;
+    }
+    if (bulk_in_flight_ >= bulk_depth_) {
+        return kNone;
+    }
+    const bool reads = !waiting_[kPrefetch].empty();
+    const bool writes = !waiting_[kWriteBack].empty();
+    if (reads && !(writes && bulk_turn_ % kWriteBackShare == 0)) {
+        return kPrefetch;
+    }
+    return writes ? kWriteBack : kNone;
+}
+
+bool BlockQueue::take(Block& block) {
+    const int priority = choose();
+    if (priority == kNone) {
+        return false;
+    }
+    auto& line = waiting_[priority];
+    const std::shared_ptr<Request> request = line.front();
+    const std::size_t nbytes = std::min(block_nbytes_, request->nbytes - request->cut_);
+    block = Block{request, request->offset + request->cut_, request->address + request->cut_, nbytes, 0, 0};
+    request->cut_ += nbytes;
+    request->in_flight_ += 1;
+    if (request->cut_ == request->nbytes) {
+        line.pop_front();
+    }
+    in_flight_ += 1;
+    if (priority != kDemand) {
+        bulk_in_flight_ += 1;
+        bulk_turn_ += 1;
+    }
+    return true;
+}
+
+bool BlockQueue::try_pop(Block& block) {
+    const std::lock_guard lock(mutex_);
+    return take(block);
+}
+
+bool BlockQueue::pop(Block& block) {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        if (take(block)) {
+            return true;
+        }
+        const bool empty =
+            waiting_[kDemand].empty() && waiting_[kPrefetch].empty() && waiting_[kWriteBack].empty();
+        if (closed_ && empty) {
+            return false;
+        }
+        changed_.wait(lock);
+    }
+}
+
+void BlockQueue::finish(const Block& block, int error) {
+    {
+        const std::lock_guard lock(mutex_);
+        const auto& request = block.request;
+        in_flight_ -= 1;
+        if (request->priority != Priority::demand) {
+            bulk_in_flight_ -= 1;
+        }
+        request->in_flight_ -= 1;
+        request->outcome_.nbytes += block.moved;
+        if (error != 0 && request->outcome_.error == 0) {
+            request->outcome_.error = error;
+            request->outcome_.offset = block.offset + block.moved;
+            if (request->cut_ < request->nbytes) { // the rest of a failed request is not worth starting
+                auto& line = waiting_[static_cast<int>(request->priority)];
+                line.erase(std::find(line.begin(), line.end(), request));
+                request->cut_ = request->nbytes;
+            }
+        }
+        complete_if_over(request);
+    }
+    changed_.notify_all();
+}
+
+void BlockQueue::complete_if_over(const std::shared_ptr<Request>& request) {
+    if (request->in_flight_ == 0 && request->cut_ == request->nbytes) {
+        request->complete();
+    }
+}
+
+void BlockQueue::close() {
+    {
+        const std::lock_guard lock(mutex_);
+        closed_ = true;
+    }
+    changed_.notify_all();
+}
+
+bool BlockQueue::closed() const {
+    const std::lock_guard lock(mutex_);
+    return closed_;
+}
+
+} // namespace infinity::aio

@@ -1,0 +1,58 @@
+// Requests waiting for their turn, cut into blocks in the order of their priorities.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <mutex>
+
+#include "request.h"
+
+namespace infinity::aio {
+
+// Thread-safe.
+//
+// A demand read comes first, always. Reads ahead go before write-back, but one block in `kWriteBackShare` is
+// write-back if any waits, so that neither starves. A part of the depth is kept free of bulk traffic: a demand
+// read that arrives behind gigabytes of write-back is submitted at once, and waits only for what the drive
+// already holds.
+class BlockQueue {
+  public:
+    BlockQueue(std::size_t block_nbytes, int depth);
+
+    // Throws std::logic_error once closed.
+    void push(std::shared_ptr<Request> request);
+
+    // The next block, if there is one that may be started now.
+    bool try_pop(Block& block);
+
+    // Waits for a block; false when the queue is closed and empty.
+    bool pop(Block& block);
+
+    // The block is over; `error` is 0 or an errno. Completes the request with its last block.
+    void finish(const Block& block, int error);
+
+    void close();
+    bool closed() const;
+
+  private:
+    static constexpr int kWriteBackShare = 4;
+
+    bool take(Block& block);
+    int choose() const;
+    void complete_if_over(const std::shared_ptr<Request>& request);
+
+    const std::size_t block_nbytes_;
+    const int depth_;
+    const int bulk_depth_;
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;
+    std::deque<std::shared_ptr<Request>> waiting_[kPriorities];
+    int in_flight_ = 0;
+    int bulk_in_flight_ = 0;
+    unsigned bulk_turn_ = 0;
+    bool closed_ = false;
+};
+
+} // namespace infinity::aio

@@ -1,0 +1,84 @@
+// A read or write that somebody waits for, and the blocks that it is cut into.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "file.h"
+
+namespace infinity::aio {
+
+enum class Op : std::uint8_t { read, write };
+
+// Who is served first: a read that somebody waits for now, reads ahead, then write-back.
+enum class Priority : std::uint8_t { demand, prefetch, write_back };
+constexpr int kPriorities = 3;
+
+// How a request ended. `error` is 0 or an errno; `offset` is then where in the file it happened.
+struct Outcome {
+    std::size_t nbytes = 0;
+    int error = 0;
+    std::uint64_t offset = 0;
+};
+
+// [Note: who keeps the buffer alive]
+// The kernel may write into a request's buffer until the last of its blocks has completed, whether or not anybody
+// still holds the future. The engine therefore keeps the request, and the request its `Owner`, until then.
+class Owner {
+  public:
+    virtual ~Owner() = default;
+};
+
+class Request {
+  public:
+    Request(Op op, std::shared_ptr<File> file, std::uint64_t offset, std::uintptr_t address, std::size_t nbytes,
+            Priority priority, std::unique_ptr<Owner> owner)
+        : op(op), priority(priority), file(std::move(file)), offset(offset), address(address), nbytes(nbytes),
+          owner_(std::move(owner)) {}
+
+    const Op op;
+    const Priority priority;
+    const std::shared_ptr<File> file;
+    const std::uint64_t offset;
+    const std::uintptr_t address;
+    const std::size_t nbytes;
+
+    bool done() const { return done_.load(std::memory_order_acquire); }
+
+    // Blocks until the request is done, at most `timeout_s` seconds if that is not negative; false on timeout.
+    bool wait(double timeout_s);
+
+    // Valid once the request is done.
+    Outcome outcome() const { return outcome_; }
+
+  private:
+    friend class BlockQueue;
+
+    void complete();
+
+    // Guarded by the queue's mutex.
+    std::size_t cut_ = 0; // bytes that were cut into blocks so far
+    int in_flight_ = 0;
+    Outcome outcome_;
+
+    std::unique_ptr<Owner> owner_;
+    std::atomic<bool> done_{false};
+    std::mutex mutex_;
+    std::condition_variable changed_;
+};
+
+// A piece of a request that is one system call, or a few where transfers come up short.
+struct Block {
+    std::shared_ptr<Request> request;
+    std::uint64_t offset = 0;
+    std::uintptr_t address = 0;
+    std::size_t nbytes = 0;
+    std::size_t moved = 0;
+    int retries = 0;
+};
+
+} // namespace infinity::aio

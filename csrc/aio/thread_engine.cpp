@@ -1,0 +1,77 @@
+// Blocking system calls on a few threads: works wherever files do.
+#include "engine.h"
+
+#include <cerrno>
+#include <thread>
+#include <vector>
+
+#include <unistd.h>
+
+namespace infinity::aio {
+
+namespace {
+
+class ThreadEngine final : public Engine {
+  public:
+    explicit ThreadEngine(const Options& options) : Engine(options) {
+        for (int i = 0; i < options.threads; ++i) {
+            threads_.emplace_back([this] { run(); });
+        }
+    }
+
+    ~ThreadEngine() override { close(); }
+
+    const char* name() const override { return "threads"; }
+
+    int register_buffer(std::uintptr_t, std::size_t) override { return ENOTSUP; }
+
+    void close() override {
+        if (forked()) { // the threads exist in the parent only
+            for (auto& thread : threads_) {
+                thread.detach();
+            }
+            threads_.clear();
+            return;
+        }
+        queue_.close();
+        for (auto& thread : threads_) {
+            thread.join();
+        }
+        threads_.clear();
+    }
+
+  private:
+    void run() {
+        Block block;
+        while (queue_.pop(block)) {
+            int error = 0;
+            while (judge(block, transfer(block), error) == Verdict::again) {
+            }
+            finish(block, error, false);
+            block.request.reset();
+        }
+    }
+
+    long transfer(const Block& block) {
+        if (const int injected = faults_.next()) {
+            return -injected;
+        }
+        void* const buffer = reinterpret_cast<void*>(block.address + block.moved);
+        const std::size_t nbytes = faults_.limit(block.nbytes - block.moved);
+        const auto offset = static_cast<off_t>(block.offset + block.moved);
+        const int fd = block.request->file->fd();
+        const ssize_t result = block.request->op == Op::read ? pread(fd, buffer, nbytes, offset)
+                                                             : pwrite(fd, buffer, nbytes, offset);
+        return result < 0 ? -errno : result;
+    }
+
+    std::vector<std::thread> threads_;
+};
+
+} // namespace
+
+std::unique_ptr<Engine> make_thread_engine(const Options& options) {
+    return std::make_unique<ThreadEngine>(options);
+}
+
+} // namespace infinity::aio

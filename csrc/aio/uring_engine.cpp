@@ -1,0 +1,351 @@
+// io_uring: one thread owns the ring, submits in batches and reaps every completion.
+//
+// The protocol of a completion follows liburing's examples/io_uring-cp.c: its result is read always, EAGAIN and EINTR
+// are submitted again, a short transfer continues where it stopped, and anything else fails the request.
+#include "engine.h"
+
+#include <cerrno>
+#include <system_error>
+
+#ifdef INFINITY_HAVE_URING
+
+#include <algorithm>
+#include <deque>
+#include <future>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <liburing.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+namespace infinity::aio {
+
+namespace {
+
+constexpr unsigned kMaxRegions = 64;
+constexpr std::size_t kMaxRegionNbytes = std::size_t{1} << 30; // the kernel's limit for one registered buffer
+
+struct Region {
+    std::uintptr_t address;
+    std::size_t nbytes;
+    int index;
+};
+
+// A region to register, handed to the ring's thread, which alone may touch the ring.
+struct Registration {
+    std::uintptr_t address;
+    std::size_t nbytes;
+    std::promise<int> result;
+};
+
+struct Slot {
+    Block block;
+    bool fixed = false;
+};
+
+class UringEngine final : public Engine {
+  public:
+    explicit UringEngine(const Options& options) : Engine(options), slots_(static_cast<std::size_t>(options.depth)) {
+        wake_fd_ = eventfd(0, EFD_CLOEXEC);
+        if (wake_fd_ < 0) {
+            throw std::system_error(errno, std::generic_category(), "eventfd");
+        }
+        for (Slot& slot : slots_) {
+            free_.push_back(&slot);
+        }
+        std::promise<int> started;
+        auto start = started.get_future();
+        // The ring is made by the thread that will use it: IORING_SETUP_SINGLE_ISSUER binds it to that one.
+        thread_ = std::thread([this, &started] { run(started); });
+        if (const int error = start.get()) {
+            thread_.join();
+            ::close(wake_fd_);
+            throw std::system_error(error, std::generic_category(), "io_uring_setup");
+        }
+    }
+
+    ~UringEngine() override {
+        close();
+        if (wake_fd_ >= 0) {
+            ::close(wake_fd_);
+        }
+    }
+
+    const char* name() const override { return "io_uring"; }
+
+    int register_buffer(std::uintptr_t address, std::size_t nbytes) override {
+        for (std::size_t done = 0; done < nbytes; done += kMaxRegionNbytes) {
+            Registration registration{address + done, std::min(kMaxRegionNbytes, nbytes - done), {}};
+            auto result = registration.result.get_future();
+            {
+                const std::lock_guard lock(registrations_mutex_);
+                if (stopped_) {
+                    return ECANCELED;
+                }
+                registrations_.push_back(std::move(registration));
+            }
+            wake();
+            if (const int error = result.get()) {
+                return error;
+            }
+        }
+        return 0;
+    }
+
+    void close() override {
+        if (!thread_.joinable()) {
+            return;
+        }
+        if (forked()) { // the thread exists in the parent only
+            thread_.detach();
+            return;
+        }
+        queue_.close();
+        wake();
+        thread_.join();
+    }
+
+  private:
+    void wake() override {
+        const std::uint64_t one = 1;
+        while (write(wake_fd_, &one, sizeof one) < 0 && errno == EINTR) {
+        }
+    }
+
+    // The ring's thread #
+
+    void run(std::promise<int>& started) {
+        const int error = set_up();
+        started.set_value(error);
+        if (error != 0) {
+            return;
+        }
+        arm_wake();
+        for (;;) {
+            register_pending();
+            start_blocks();
+            if (in_flight_ == 0 && queue_.closed() && !more_waits_) {
+                break;
+            }
+            io_uring_submit_and_wait(&ring_, 1);
+            reap();
+        }
+        refuse_registrations();
+        io_uring_queue_exit(&ring_);
+    }
+
+    int set_up() {
+        const auto entries = static_cast<unsigned>(options_.depth) + 1; // one for the wake-up
+        io_uring_params params{};
+        unsigned flags = 0;
+        if (options_.sqpoll) {
+            flags |= IORING_SETUP_SQPOLL;
+        }
+        if (options_.iopoll) {
+            flags |= IORING_SETUP_IOPOLL;
+        }
+#if defined(IORING_SETUP_SINGLE_ISSUER) && defined(IORING_SETUP_DEFER_TASKRUN)
+        if (flags == 0) { // completions are handled when this thread asks for them, not by interrupting it
+            params.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
+            if (io_uring_queue_init_params(entries, &ring_, &params) == 0) {
+                return make_table();
+            }
+            params = io_uring_params{};
+        }
+#endif
+        params.flags = flags;
+        const int result = io_uring_queue_init_params(entries, &ring_, &params);
+        return result < 0 ? -result : make_table();
+    }
+
+    // An empty table that regions are put into later; without it every buffer is used unregistered.
+    int make_table() {
+        has_table_ = io_uring_register_buffers_sparse(&ring_, kMaxRegions) == 0;
+        return 0;
+    }
+
+    void register_pending() {
+        std::deque<Registration> pending;
+        {
+            const std::lock_guard lock(registrations_mutex_);
+            pending.swap(registrations_);
+        }
+        for (Registration& registration : pending) {
+            registration.result.set_value(register_region(registration.address, registration.nbytes));
+        }
+    }
+
+    void refuse_registrations() {
+        const std::lock_guard lock(registrations_mutex_);
+        stopped_ = true;
+        for (Registration& registration : registrations_) {
+            registration.result.set_value(ECANCELED);
+        }
+        registrations_.clear();
+    }
+
+    int register_region(std::uintptr_t address, std::size_t nbytes) {
+        if (!has_table_ || regions_.size() == kMaxRegions) {
+            return ENOBUFS;
+        }
+        const auto index = static_cast<unsigned>(regions_.size());
+        const iovec range{reinterpret_cast<void*>(address), nbytes};
+        const __u64 tag = 0;
+        const int result = io_uring_register_buffers_update_tag(&ring_, index, &range, &tag, 1);
+        if (result < 0) {
+            return -result;
+        }
+        regions_.push_back(Region{address, nbytes, static_cast<int>(index)});
+        return 0;
+    }
+
+    int region_of(const Block& block) const {
+        for (const Region& region : regions_) {
+            if (block.address >= region.address && block.address + block.nbytes <= region.address + region.nbytes) {
+                return region.index;
+            }
+        }
+        return -1;
+    }
+
+    void start_blocks() {
+        more_waits_ = false;
+        while (!free_.empty()) {
+            Block block;
+            if (!queue_.try_pop(block)) {
+                return;
+            }
+            Slot* const slot = free_.back();
+            free_.pop_back();
+            in_flight_ += 1;
+            slot->block = std::move(block);
+            start(*slot);
+        }
+        more_waits_ = true; // the queue may hold more than the ring has room for
+    }
+
+    void start(Slot& slot) {
+        Block& block = slot.block;
+        int error = 0;
+        while (const int injected = faults_.next()) {
+            if (judge(block, -injected, error) == Verdict::failed) {
+                release(slot, error);
+                return;
+            }
+        }
+        io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+        while (sqe == nullptr) { // full of entries that were prepared but not submitted yet
+            io_uring_submit(&ring_);
+            sqe = io_uring_get_sqe(&ring_);
+        }
+        void* const buffer = reinterpret_cast<void*>(block.address + block.moved);
+        const auto nbytes = static_cast<unsigned>(faults_.limit(block.nbytes - block.moved));
+        const std::uint64_t offset = block.offset + block.moved;
+        const int fd = block.request->file->fd();
+        const int region = region_of(block);
+        slot.fixed = region >= 0;
+        if (block.request->op == Op::read) {
+            slot.fixed ? io_uring_prep_read_fixed(sqe, fd, buffer, nbytes, offset, region)
+                       : io_uring_prep_read(sqe, fd, buffer, nbytes, offset);
+        } else {
+            slot.fixed ? io_uring_prep_write_fixed(sqe, fd, buffer, nbytes, offset, region)
+                       : io_uring_prep_write(sqe, fd, buffer, nbytes, offset);
+        }
+        io_uring_sqe_set_data(sqe, &slot);
+    }
+
+    void reap() {
+        io_uring_cqe* cqe = nullptr;
+        unsigned head = 0;
+        unsigned seen = 0;
+        again_.clear();
+        bool woken = false;
+        io_uring_for_each_cqe(&ring_, head, cqe) {
+            seen += 1;
+            auto* const slot = static_cast<Slot*>(io_uring_cqe_get_data(cqe));
+            if (slot == nullptr) {
+                woken = true;
+                continue;
+            }
+            int error = 0;
+            switch (judge(slot->block, cqe->res, error)) {
+            case Verdict::again:
+                again_.push_back(slot);
+                break;
+            case Verdict::finished:
+            case Verdict::failed:
+                release(*slot, error);
+                break;
+            }
+        }
+        io_uring_cq_advance(&ring_, seen);
+        if (woken) {
+            arm_wake();
+        }
+        for (Slot* const slot : again_) {
+            start(*slot);
+        }
+    }
+
+    void release(Slot& slot, int error) {
+        finish(slot.block, error, slot.fixed);
+        slot.block.request.reset();
+        free_.push_back(&slot);
+        in_flight_ -= 1;
+    }
+
+    // A read of the wake-up counter in the ring itself: a new request ends the wait for completions.
+    void arm_wake() {
+        io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+        while (sqe == nullptr) {
+            io_uring_submit(&ring_);
+            sqe = io_uring_get_sqe(&ring_);
+        }
+        io_uring_prep_read(sqe, wake_fd_, &wake_count_, sizeof wake_count_, 0);
+        io_uring_sqe_set_data(sqe, nullptr);
+    }
+
+    io_uring ring_{};
+    bool has_table_ = false;
+    std::vector<Region> regions_;
+    std::vector<Slot> slots_;
+    std::vector<Slot*> free_;
+    std::vector<Slot*> again_;
+    int in_flight_ = 0;
+    bool more_waits_ = false;
+    int wake_fd_ = -1;
+    std::uint64_t wake_count_ = 0;
+
+    std::mutex registrations_mutex_;
+    std::deque<Registration> registrations_;
+    bool stopped_ = false;
+
+    std::thread thread_;
+};
+
+} // namespace
+
+std::unique_ptr<Engine> make_uring_engine(const Options& options) {
+    return std::make_unique<UringEngine>(options);
+}
+
+bool has_uring() { return true; }
+
+} // namespace infinity::aio
+
+#else
+
+namespace infinity::aio {
+
+std::unique_ptr<Engine> make_uring_engine(const Options&) {
+    throw std::system_error(ENOSYS, std::generic_category(), "built without liburing");
+}
+
+bool has_uring() { return false; }
+
+} // namespace infinity::aio
+
+#endif
