@@ -12,14 +12,15 @@ from torch import nn
 
 from infinity.config import Config, load_config
 from infinity.errors import ConfigError, InfinityError, NonFiniteError
+from infinity.optim.lr_schedules import make_scheduler
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer, defaults_from_config, groups_of
 from infinity.telemetry import StepStats
 from infinity.zero.build import Runtime, build_runtime, compute_dtype
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import Hooks
-from infinity.optim.lr_schedules import make_scheduler
+from infinity.zero.materialize import InitialValues, materialize
+from infinity.zero.meta import InitFunction
 from infinity.zero.meta import init_function as meta_init_function
-from infinity.zero.materialize import InitialValues, InitFunction, materialize
 from infinity.zero.updates import StepOutcome, Updates, UpdateSchedule
 
 _log = logging.getLogger(__name__)

@@ -55,6 +55,7 @@ class Runtime:
 
     def close(self) -> None:
         """Stop the worker, give memory back, remove the swap files."""
+        self.executor.detach()
         self.pipeline.close()
         if self.io is not None:
             self.io.close()
@@ -102,7 +103,7 @@ def build_runtime(model: nn.Module, groups: Mapping[str, int], config: Config) -
     params_on_nvme = config.zero.offload_param.device == "nvme"
     states_on_nvme = config.zero.offload_optimizer.device == "nvme"
     dtype = compute_dtype(config)
-    layout = state_layout(_format(config), "adamw")
+    layout = state_layout(_format(config))
     partition = make_partition(
         model,
         groups,

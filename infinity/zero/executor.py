@@ -298,6 +298,10 @@ class Executor:
         finally:
             self._params.unpin(unit)
 
+    def detach(self) -> None:
+        """Leave the model's parameters without memory, before the memory goes."""
+        self._views.hide_all()
+
     def mark_changed(self, unit: int) -> None:
         """The values were written from outside."""
         self._params.set_dirty(unit, True)
@@ -324,6 +328,10 @@ class _ParameterViews:
                     for slot in unit.slots
                 ]
             )
+
+    def hide_all(self) -> None:
+        for unit in range(len(self._entries)):
+            self.hide(unit)
 
     def show(self, unit: int) -> None:
         for param, view, _ in self._entries[unit]:

@@ -7,7 +7,7 @@ model never exists outside of the tiers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -16,16 +16,14 @@ from infinity.errors import ConfigError
 from infinity.optim.formats import StateLayout, init_states
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.zero.executor import Executor
+from infinity.zero.meta import InitFunction
 from infinity.zero.partition import Partition, Unit
-
-InitFunction = Callable[[nn.Module], None]
-
 
 class InitialValues:
     """The values that the model came with, or how to make them.
 
     Constructing it takes the values out of the model: meta parameters are replaced by real ones of the same
-    shape (tied ones stay tied), and the others are left without memory of their own once `pop` gave them away.
+    shape (tied ones stay tied), and the others are left without memory of their own once `take` gave them away.
     """
 
     def __init__(self, model: nn.Module, init_function: InitFunction | None) -> None:
@@ -41,33 +39,53 @@ class InitialValues:
                 self._values[name] = param.data
                 param.data = _placeholder(param)
 
-    def pop(self, name: str) -> torch.Tensor:
-        """The initial value of a parameter, flat, in the dtype it came in; it is forgotten here.
+    def take(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """The initial values of a unit's parameters by name, flat, in the dtype they came in; forgotten here.
 
         Raises:
             ConfigError: a meta parameter that nothing initialises.
         """
-        if name not in self._values:
-            self._initialise(name.rpartition(".")[0])
-        return self._values.pop(name).detach().to("cpu").reshape(-1)
+        if any(slot.name not in self._values for slot in unit.slots):
+            self._initialise(unit)
+        return {slot.name: self._values.pop(slot.name).detach().cpu().reshape(-1) for slot in unit.slots}
 
-    def _initialise(self, module_name: str) -> None:
-        """Give the module's own parameters memory, have it initialise them, and keep the values."""
+    def _initialise(self, unit: Unit) -> None:
+        """Give the modules that own the unit's parameters memory, have them initialised, and keep the values."""
         if self._init_function is None:
-            raise ConfigError(f"parameters of `{module_name}` are on the meta device and nothing initialises them")
-        module = self._model.get_submodule(module_name)
-        own = [(name, param) for name, param in module.named_parameters(recurse=False) if param.is_floating_point()]
-        for _, param in own:
-            param.data = torch.full(param.shape, float("nan"), dtype=torch.float32)
-        self._init_function(module)
-        for name, param in own:
+            raise ConfigError(f"parameters of `{unit.name}` are on the meta device and nothing initialises them")
+        owners = dict.fromkeys(slot.name.rpartition(".")[0] for slot in unit.slots if slot.name not in self._values)
+        given: dict[str, nn.Parameter] = {}
+        for owner in owners:
+            for name, param in self._model.get_submodule(owner).named_parameters(owner, recurse=False):
+                if param.is_floating_point() and name not in self._values:
+                    param.data = torch.full(param.shape, float("nan"), dtype=torch.float32)
+                    given[name] = param
+        for module_name in _children_first(owners, unit.name):
+            self._init_function(self._model.get_submodule(module_name))
+        for name, param in given.items():
             if param.data.isnan().any():
                 raise ConfigError(
-                    f"parameter `{module_name}.{name}` is on the meta device and initialising its module left it "
-                    "without values: give the module a reset_parameters() method, or build the model in memory"
+                    f"parameter `{name}` is on the meta device and initialising its module left it without values: "
+                    "give the module a reset_parameters() method, or build the model in memory"
                 )
-            self._values[f"{module_name}.{name}" if module_name else name] = param.data
+            self._values[name] = param.data
             param.data = _placeholder(param)
+
+
+def _children_first(owners: Iterable[str], unit_name: str) -> list[str]:
+    """The owners and the modules around them within the unit, inner ones first.
+
+    The outer ones count because an architecture's rule may be written for them (GPT-2 scales the output projections
+    of a block by name, in the module that holds them).
+    """
+    names: dict[str, None] = {}
+    for owner in owners:
+        name = owner
+        names[name] = None
+        while name != unit_name and name.startswith(f"{unit_name}."):
+            name = name.rpartition(".")[0]
+            names[name] = None
+    return sorted(names, key=lambda name: -name.count("."))
 
 
 def _placeholder(param: torch.Tensor) -> torch.Tensor:
@@ -96,7 +114,7 @@ def materialize(
 def _fill_unit(
     unit: Unit, flat: torch.Tensor, values: InitialValues, pipeline: UpdatePipeline, layout: StateLayout
 ) -> None:
-    initial = {slot.name: values.pop(slot.name) for slot in unit.slots}
+    initial = values.take(unit)
     for slot in unit.slots:
         if not slot.trainable:
             flat[slot.offset : slot.offset + slot.numel].copy_(initial[slot.name])

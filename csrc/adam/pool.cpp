@@ -1,0 +1,151 @@
+#include "pool.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#ifdef __linux__
+#include <sched.h>
+#endif
+#include <unistd.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace infinity::adam {
+namespace {
+
+// Default rounding and no flushing of denormals while a task runs, whatever the calling thread has set (torch's
+// set_flush_denormal changes its own thread only): the numbers must not depend on which thread took a task.
+class DefaultFloatMode {
+  public:
+#if defined(__x86_64__)
+    DefaultFloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+    ~DefaultFloatMode() { _mm_setcsr(saved_); }
+
+  private:
+    unsigned saved_;
+#else
+    DefaultFloatMode() {}
+    ~DefaultFloatMode() {}
+#endif
+};
+
+struct Job {
+    size_t count;
+    const std::function<void(size_t)>* task;
+    std::atomic<size_t> next{0};
+
+    void work() {
+        DefaultFloatMode mode;
+        for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;)
+            (*task)(i);
+    }
+};
+
+class Pool {
+  public:
+    explicit Pool(int workers) : owner_(getpid()) {
+        for (int i = 0; i < workers; ++i)
+            threads_.emplace_back([this] { serve(); });
+    }
+
+    ~Pool() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            stop_ = true;
+        }
+        wake_.notify_all();
+        for (std::thread& thread : threads_)
+            thread.join();
+    }
+
+    int workers() const { return static_cast<int>(threads_.size()); }
+    bool survived_fork() const { return owner_ == getpid(); }
+
+    void run(Job& job) {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            job_ = &job;
+            ++generation_;
+        }
+        wake_.notify_all();
+        job.work();
+        std::unique_lock<std::mutex> lock(mutex_);
+        job_ = nullptr; // a worker that wakes only now finds nothing to do
+        idle_.wait(lock, [this] { return busy_ == 0; });
+    }
+
+  private:
+    void serve() {
+        size_t seen = 0;
+        std::unique_lock<std::mutex> lock(mutex_);
+        for (;;) {
+            wake_.wait(lock, [&] { return stop_ || (job_ != nullptr && generation_ != seen); });
+            if (stop_)
+                return;
+            seen = generation_;
+            Job* job = job_;
+            ++busy_;
+            lock.unlock();
+            job->work();
+            lock.lock();
+            if (--busy_ == 0)
+                idle_.notify_one();
+        }
+    }
+
+    const pid_t owner_;
+    std::mutex mutex_;
+    std::condition_variable wake_, idle_;
+    Job* job_ = nullptr;
+    size_t generation_ = 0;
+    int busy_ = 0;
+    bool stop_ = false;
+    std::vector<std::thread> threads_;
+};
+
+int available_cpus() {
+#ifdef __linux__
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0)
+        return std::max(1, CPU_COUNT(&set));
+#endif
+    return std::max(1u, std::thread::hardware_concurrency());
+}
+
+std::atomic<int> wanted_threads{0}; // 0: not asked for yet
+std::mutex pool_mutex;              // held by the caller that has the pool
+Pool* pool = nullptr;               // never destroyed at exit: no order among static destructors to get wrong
+
+} // namespace
+
+int thread_count() {
+    const int wanted = wanted_threads.load();
+    return wanted > 0 ? wanted : available_cpus();
+}
+
+void set_thread_count(int count) { wanted_threads.store(count); }
+
+void parallel_for(size_t count, const std::function<void(size_t)>& task) {
+    Job job{count, &task};
+    const int workers = thread_count() - 1;
+    std::unique_lock<std::mutex> lock(pool_mutex, std::defer_lock);
+    if (count < 2 || workers < 1 || !lock.try_lock()) {
+        job.work();
+        return;
+    }
+    if (pool != nullptr && !pool->survived_fork())
+        pool = nullptr; // the parent's threads do not exist here and cannot be joined
+    if (pool == nullptr || pool->workers() != workers) {
+        delete pool;
+        pool = nullptr;
+        pool = new Pool(workers);
+    }
+    pool->run(job);
+}
+
+} // namespace infinity::adam

@@ -1,0 +1,59 @@
+#include "run.h"
+
+#include "dispatch.h"
+#include "pool.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+namespace infinity::adam {
+namespace {
+
+// Calls body(chunk, begin, end) for the fixed chunks of [0, n).
+template <class Body> void for_chunks(size_t n, const Body& body) {
+    parallel_for((n + kChunk - 1) / kChunk, [&](size_t chunk) {
+        const size_t begin = chunk * kChunk;
+        body(chunk, begin, std::min(n, begin + kChunk));
+    });
+}
+
+} // namespace
+
+void run_update(const UpdateArgs& args, size_t n) {
+    const Kernels& kernels = active_kernels();
+    for_chunks(n, [&](size_t, size_t begin, size_t end) { kernels.update(args, begin, end); });
+}
+
+GradStats run_grad_store(const GradArgs& args, size_t n) {
+    const Kernels& kernels = active_kernels();
+    std::vector<double> sums((n + kChunk - 1) / kChunk);
+    for_chunks(n, [&](size_t chunk, size_t begin, size_t end) { sums[chunk] = kernels.grad_store(args, begin, end); });
+    double total = 0.0;
+    for (const double sum : sums)
+        total += sum;
+    return {total, std::isfinite(total)}; // squares of finite floats cannot overflow a double
+}
+
+void run_split(const float* master, uint16_t* param, int16_t* low_bits, size_t n) {
+    const Kernels& kernels = active_kernels();
+    for_chunks(n, [&](size_t, size_t begin, size_t end) {
+        kernels.split(master + begin, param + begin, low_bits + begin, end - begin);
+    });
+}
+
+void run_join(const uint16_t* param, const int16_t* low_bits, float* master, size_t n) {
+    const Kernels& kernels = active_kernels();
+    for_chunks(n, [&](size_t, size_t begin, size_t end) {
+        kernels.join(param + begin, low_bits + begin, master + begin, end - begin);
+    });
+}
+
+void run_bare(float* param, float* exp_avg, float* exp_avg_sq, const float* grad, size_t n) {
+    const Kernels& kernels = active_kernels();
+    for_chunks(n, [&](size_t, size_t begin, size_t end) {
+        kernels.bare(param + begin, exp_avg + begin, exp_avg_sq + begin, grad + begin, end - begin);
+    });
+}
+
+} // namespace infinity::adam

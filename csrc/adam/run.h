@@ -1,0 +1,19 @@
+// The kernels over whole tensors, on all threads.
+#pragma once
+
+#include "kernels.h"
+
+namespace infinity::adam {
+
+struct GradStats {
+    double sum_sq;
+    bool finite;
+};
+
+void run_update(const UpdateArgs& args, size_t n);
+GradStats run_grad_store(const GradArgs& args, size_t n);
+void run_split(const float* master, uint16_t* param, int16_t* low_bits, size_t n);
+void run_join(const uint16_t* param, const int16_t* low_bits, float* master, size_t n);
+void run_bare(float* param, float* exp_avg, float* exp_avg_sq, const float* grad, size_t n);
+
+} // namespace infinity::adam

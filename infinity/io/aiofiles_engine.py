@@ -1,0 +1,120 @@
+"""The backend of last resort: plain Python, for a machine where the native extension is not built."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import os
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+
+import aiofiles
+
+from infinity.errors import InfinityError
+from infinity.io.interface import IoEngine, IoFile, IoFuture, IoOptions, IoStats, Priority, Span, failure
+
+
+class _PlainFile(IoFile):
+    """Goes through the page cache, so nothing needs to be aligned."""
+
+    def __init__(self, path: Path, read_only: bool) -> None:
+        os.close(os.open(path, os.O_RDONLY if read_only else os.O_RDWR))  # raises what opening would
+        self.path = path
+        self.mode = "rb" if read_only else "r+b"
+        self.direct = False
+        self.alignment = 1
+
+    def close(self) -> None:
+        return None
+
+
+class _PlainFuture(IoFuture):
+    def __init__(self, future: Future[int]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> int:
+        try:
+            return self._future.result(timeout)
+        except FutureTimeoutError as error:
+            raise TimeoutError(f"the request is not over after {timeout} s") from error
+
+
+class AiofilesEngine(IoEngine):
+    """Runs requests on an event loop of its own, `queue_depth` at a time."""
+
+    backend = "aiofiles"
+
+    def __init__(self, options: IoOptions) -> None:
+        self._owner = os.getpid()
+        self._stats_lock = threading.Lock()
+        self._moved = {"read": 0, "write": 0}
+        self._requests = 0
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._slots = asyncio.Semaphore(options.threads)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="infinity-aiofiles", daemon=True)
+        self._thread.start()
+
+    def _open(self, path: Path, read_only: bool) -> IoFile:
+        return _PlainFile(path, read_only)
+
+    def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
+        return self._submit("read", file, offset, span)
+
+    def write(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.WRITE_BACK) -> IoFuture:
+        return self._submit("write", file, offset, span)
+
+    def _submit(self, operation: str, file: IoFile, offset: int, span: Span) -> IoFuture:
+        if not isinstance(file, _PlainFile):
+            raise TypeError(f"{file.path} was opened by another engine")
+        if os.getpid() != self._owner:
+            raise InfinityError("this I/O engine belongs to the parent process; open one in the child")
+        if self._closed:
+            raise InfinityError("the I/O engine is closed")
+        return _PlainFuture(asyncio.run_coroutine_threadsafe(self._move(operation, file, offset, span), self._loop))
+
+    async def _move(self, operation: str, file: _PlainFile, offset: int, span: Span) -> int:
+        view = memoryview((ctypes.c_char * span.nbytes).from_address(span.address)).cast("B")
+        moved = 0
+        try:
+            async with self._slots, aiofiles.open(file.path, file.mode, buffering=0) as stream:
+                await stream.seek(offset)
+                while moved < span.nbytes:
+                    part = view[moved:]
+                    count = await (stream.readinto(part) if operation == "read" else stream.write(part))
+                    if not count:
+                        raise OSError(errno.ENODATA, "end of file")
+                    moved += count
+        except OSError as error:
+            raise failure(error.errno or errno.EIO, operation, file.path, offset + moved) from error
+        with self._stats_lock:
+            self._moved[operation] += moved
+            self._requests += 1
+        return moved
+
+    def stats(self) -> IoStats:
+        with self._stats_lock:
+            return IoStats(self._moved["read"], self._moved["write"], self._requests, 0)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._owner:
+            return
+        asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    @staticmethod
+    async def _finish() -> None:
+        """Wait for every request that is under way."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,205 @@
+"""What every backend offers: request in, future out."""
+
+from __future__ import annotations
+
+import errno
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from infinity.errors import StorageError
+
+
+class Priority(IntEnum):
+    """Who is served first."""
+
+    DEMAND = 0
+    PREFETCH = 1
+    WRITE_BACK = 2
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of memory.
+
+    Attributes:
+        address, nbytes: the range.
+        owner: what keeps the memory alive; a request holds it until its last byte has moved.
+    """
+
+    address: int
+    nbytes: int
+    owner: object
+
+
+@dataclass(frozen=True)
+class IoOptions:
+    """How requests are cut and queued.
+
+    Attributes:
+        block_size_bytes: a request is cut into pieces of this size.
+        queue_depth: most pieces in flight.
+        threads: of the thread and aiofiles backends.
+        sqpoll, iopoll: io_uring's polling modes.
+    """
+
+    block_size_bytes: int = 1 << 20
+    queue_depth: int = 32
+    threads: int = 8
+    sqpoll: bool = False
+    iopoll: bool = False
+
+
+@dataclass(frozen=True)
+class IoStats:
+    """Totals since the engine was opened; `registered_blocks` used a buffer registered with the kernel."""
+
+    bytes_read: int
+    bytes_written: int
+    blocks: int
+    registered_blocks: int
+
+
+class IoFuture(ABC):
+    """A request under way. Thread-safe; `result` may be called any number of times."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """The request is over, well or not."""
+
+    @abstractmethod
+    def result(self, timeout: float | None = None) -> int:
+        """Wait, and return the bytes moved.
+
+        Raises:
+            StorageError: the request failed.
+            TimeoutError: it is not over after `timeout` seconds; it goes on.
+        """
+
+
+class IoFile(ABC):
+    """An open file.
+
+    Attributes:
+        path: where it is.
+        direct: it bypasses the page cache.
+        alignment: what offsets, sizes and addresses must be multiples of.
+    """
+
+    path: Path
+    direct: bool
+    alignment: int
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close it; no request may be in flight."""
+
+
+class IoEngine(ABC):
+    """Moves bytes between files and memory. Thread-safe."""
+
+    backend: str
+
+    def open(
+        self, path: str | Path, *, create: bool = False, read_only: bool = False, size_bytes: int | None = None
+    ) -> IoFile:
+        """Open a file, with O_DIRECT where the filesystem has it.
+
+        Args:
+            create: make the file, with mode 0600; it must not exist.
+            size_bytes: reserve this much space.
+
+        Raises:
+            StorageError: it cannot be opened, created or reserved; a file that was created is removed.
+        """
+        path = Path(path)
+        if create:
+            create_file(path, size_bytes or 0)
+        elif size_bytes is not None:
+            _reserve(path, size_bytes)
+        try:
+            return self._open(path, read_only)
+        except OSError as error:
+            raise StorageError(error.errno or errno.EIO, "cannot open", str(path), 0) from error
+
+    @abstractmethod
+    def _open(self, path: Path, read_only: bool) -> IoFile:
+        """Open an existing file; raises OSError."""
+
+    @abstractmethod
+    def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
+        """Start filling `span` from `offset`.
+
+        Raises:
+            StorageError: the request is not aligned as the file asks for.
+            InfinityError: the engine is closed, or belongs to the parent process.
+        """
+
+    @abstractmethod
+    def write(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.WRITE_BACK) -> IoFuture:
+        """Start writing `span` at `offset`; raises as `read` does."""
+
+    def register(self, span: Span) -> bool:
+        """Have the kernel keep `span` pinned, which spares work per request; False if it will not."""
+        return False
+
+    @abstractmethod
+    def stats(self) -> IoStats:
+        """Totals since the engine was opened."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish everything that was submitted, then stop."""
+
+
+def check_aligned(file: IoFile, offset: int, span: Span) -> None:
+    """Refuse what direct I/O would refuse, by name.
+
+    Raises:
+        StorageError: EINVAL, saying which of offset, size and address is off.
+    """
+    for name, value in (("offset", offset), ("size", span.nbytes), ("buffer address", span.address)):
+        if value % file.alignment:
+            raise StorageError(
+                errno.EINVAL,
+                f"{name} {value} is not a multiple of {file.alignment}, which direct I/O on this file needs",
+                str(file.path),
+                offset,
+            )
+
+
+def create_file(path: Path, size_bytes: int) -> None:
+    """Create a file of reserved space, readable by its owner only."""
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, "cannot create", str(path), 0) from error
+    os.close(descriptor)
+    if size_bytes:
+        try:
+            _reserve(path, size_bytes)
+        except StorageError:
+            path.unlink(missing_ok=True)
+            raise
+
+
+def _reserve(path: Path, size_bytes: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageError(
+            error.errno or errno.EIO, f"cannot reserve {size_bytes} bytes", str(path), 0
+        ) from error
+
+
+def failure(error: int, operation: str, path: Path, offset: int) -> StorageError:
+    """The error that a request ends with."""
+    if error == errno.ENODATA:
+        return StorageError(error, f"{operation} reached the end of the file", str(path), offset)
+    return StorageError(error, f"{operation} failed: {os.strerror(error)}", str(path), offset)

@@ -1,0 +1,132 @@
+"""The native backends, io_uring and threads: thin wrappers around infinity._aio."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from infinity import _aio
+from infinity.errors import InfinityError
+from infinity.io.interface import (
+    IoEngine,
+    IoFile,
+    IoFuture,
+    IoOptions,
+    IoStats,
+    Priority,
+    Span,
+    check_aligned,
+    failure,
+)
+
+_log = logging.getLogger(__name__)
+_WITHOUT_TIMEOUT = -1.0
+
+
+class _NativeFile(IoFile):
+    def __init__(self, path: Path, read_only: bool) -> None:
+        self.native = _aio.File(str(path), read_only)
+        self.path = path
+        self.direct = self.native.direct
+        self.alignment = self.native.alignment
+
+    def close(self) -> None:
+        self.native.close()
+
+
+class _NativeFuture(IoFuture):
+    def __init__(self, request: _aio.Request, operation: str, path: Path) -> None:
+        self._request = request
+        self._operation = operation
+        self._path = path
+
+    def done(self) -> bool:
+        return self._request.done()
+
+    def result(self, timeout: float | None = None) -> int:
+        if not self._request.wait(_WITHOUT_TIMEOUT if timeout is None else timeout):
+            raise TimeoutError(f"{self._operation} of {self._path} is not over after {timeout} s")
+        nbytes, error, offset = self._request.outcome()
+        if error:
+            raise failure(error, self._operation, self._path, offset)
+        return nbytes
+
+
+class NativeEngine(IoEngine):
+    """An engine of infinity._aio.
+
+    Args:
+        faults: what to make go wrong, for tests; see csrc/aio/faults.h.
+    """
+
+    def __init__(self, backend: str, options: IoOptions, faults: Mapping[str, int] | None = None) -> None:
+        self.backend = backend
+        self._engine = _aio.Engine(
+            backend=backend,
+            block_nbytes=options.block_size_bytes,
+            depth=options.queue_depth,
+            threads=options.threads,
+            sqpoll=options.sqpoll,
+            iopoll=options.iopoll,
+            faults=dict(faults or {}),
+        )
+
+    def _open(self, path: Path, read_only: bool) -> IoFile:
+        file = _NativeFile(path, read_only)
+        if not file.direct:
+            _log.warning("%s: no direct I/O on this filesystem; reads and writes go through the page cache", path)
+        return file
+
+    def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
+        return self._submit(False, file, offset, span, priority)
+
+    def write(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.WRITE_BACK) -> IoFuture:
+        return self._submit(True, file, offset, span, priority)
+
+    def _submit(self, write: bool, file: IoFile, offset: int, span: Span, priority: Priority) -> IoFuture:
+        if not isinstance(file, _NativeFile):
+            raise TypeError(f"{file.path} was opened by another engine")
+        check_aligned(file, offset, span)
+        try:
+            request = self._engine.submit(
+                write, file.native, offset, span.address, span.nbytes, int(priority), span.owner
+            )
+        except RuntimeError as error:  # closed, or forked
+            raise InfinityError(str(error)) from error
+        return _NativeFuture(request, "write" if write else "read", file.path)
+
+    def register(self, span: Span) -> bool:
+        refusal = self._engine.register_buffer(span.address, span.nbytes)
+        if refusal:
+            _log.info("buffers are used unregistered: %s", os.strerror(refusal))
+        return refusal == 0
+
+    def stats(self) -> IoStats:
+        return IoStats(*self._engine.stats())
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def uring_problem() -> str:
+    """Why io_uring does not work here; empty if it does."""
+    if not _aio.has_uring():
+        return "the extension was built without liburing (install liburing-dev and build again)"
+    try:
+        NativeEngine("io_uring", IoOptions(queue_depth=2)).close()
+    except OSError as error:
+        return f"the kernel refuses it ({os.strerror(error.errno or 0)}){_refusal_hint()}"
+    return ""
+
+
+def _refusal_hint() -> str:
+    switch = Path("/proc/sys/kernel/io_uring_disabled")
+    try:
+        value = switch.read_text().strip()
+    except OSError:
+        return ""
+    if value == "2" or (value == "1" and os.geteuid() != 0):
+        return f": kernel.io_uring_disabled is {value}"
+    return ": probably a container's seccomp profile; allow io_uring_setup, io_uring_enter and io_uring_register"

@@ -1,0 +1,72 @@
+"""Which backends work here, and the choice among them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+
+from infinity.errors import ConfigError
+from infinity.io.aiofiles_engine import AiofilesEngine
+from infinity.io.interface import IoEngine, IoOptions
+
+try:
+    from infinity.io.native import NativeEngine, uring_problem
+
+    _NATIVE_PROBLEM = ""
+except ImportError as error:  # the extension is not built
+    _NATIVE_PROBLEM = f"the native extension is missing ({error})"
+
+_log = logging.getLogger(__name__)
+BACKENDS = ("io_uring", "threads", "aiofiles")
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """Whether a backend works in this process, and why not."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+@lru_cache(maxsize=1)
+def probe_backends() -> tuple[BackendStatus, ...]:
+    """Try every backend, best first. The answer is kept for the life of the process."""
+    problem = _NATIVE_PROBLEM or uring_problem()
+    return (
+        BackendStatus("io_uring", not problem, problem or "the kernel accepts rings"),
+        BackendStatus("threads", not _NATIVE_PROBLEM, _NATIVE_PROBLEM or "pread and pwrite work anywhere"),
+        BackendStatus("aiofiles", True, "plain Python works anywhere"),
+    )
+
+
+def open_engine(options: IoOptions, backend: str = "auto") -> IoEngine:
+    """Open an engine.
+
+    Args:
+        backend: `auto` takes the best that works and logs which; a name takes that one or fails.
+
+    Raises:
+        ConfigError: the backend does not exist, or does not work here; the message says why.
+    """
+    statuses = {status.name: status for status in probe_backends()}
+    if backend == "auto":
+        chosen = next(status for status in statuses.values() if status.available)
+        passed = [f"{s.name} not: {s.reason}" for s in statuses.values() if not s.available]
+        _log.info("I/O backend %s (%s)", chosen.name, "; ".join([chosen.reason, *passed]))
+        return _open(chosen.name, options)
+    if backend not in statuses:
+        raise ConfigError(f"I/O backend {backend!r} does not exist; choose auto, {', '.join(BACKENDS)}")
+    if not statuses[backend].available:
+        raise ConfigError(f"I/O backend {backend} does not work here: {statuses[backend].reason}; use auto")
+    return _open(backend, options)
+
+
+def _open(backend: str, options: IoOptions) -> IoEngine:
+    if backend == "aiofiles":
+        return AiofilesEngine(options)
+    try:
+        return NativeEngine(backend, options)
+    except OSError as error:
+        raise ConfigError(f"I/O backend {backend} cannot start with {options}: {error.strerror}") from error

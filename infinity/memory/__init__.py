@@ -1,0 +1,7 @@
+"""Aligned memory: one arena, leases on it, stable ranges, and the ledger of a budget."""
+
+from infinity.memory.arena import Arena, Lease
+from infinity.memory.budget import Budget
+from infinity.memory.stable import StableBuffer
+
+__all__ = ["Arena", "Budget", "Lease", "StableBuffer"]

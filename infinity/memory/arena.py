@@ -1,0 +1,168 @@
+"""One aligned allocation, handed out in leases."""
+
+from __future__ import annotations
+
+import bisect
+from types import TracebackType
+
+import torch
+
+from infinity.errors import CapacityError, InfinityError
+from infinity.io import Span
+from infinity.memory.mapping import HUGE_PAGE_BYTES, make_mapping, tensor_at
+
+LEASE_ALIGN_BYTES = 4096
+
+
+class FreeList:
+    """Which ranges of `[0, capacity)` are free: best fit, neighbours coalesce. Pure."""
+
+    def __init__(self, capacity: int) -> None:
+        self._starts: list[int] = [0] if capacity else []
+        self._sizes: list[int] = [capacity] if capacity else []
+
+    def take(self, size: int) -> int | None:
+        """Offset of a range of `size` in the smallest hole that holds it; None if there is none."""
+        best = None
+        for index, hole in enumerate(self._sizes):
+            if hole >= size and (best is None or hole < self._sizes[best]):
+                best = index
+        if best is None:
+            return None
+        start = self._starts[best]
+        if self._sizes[best] == size:
+            del self._starts[best], self._sizes[best]
+        else:
+            self._starts[best] += size
+            self._sizes[best] -= size
+        return start
+
+    def give(self, start: int, size: int) -> None:
+        """Return a range that `take` handed out."""
+        index = bisect.bisect_left(self._starts, start)
+        if index < len(self._starts) and start + size == self._starts[index]:
+            size += self._sizes[index]
+            del self._starts[index], self._sizes[index]
+        if index and self._starts[index - 1] + self._sizes[index - 1] == start:
+            self._sizes[index - 1] += size
+        else:
+            self._starts.insert(index, start)
+            self._sizes.insert(index, size)
+
+    @property
+    def largest(self) -> int:
+        return max(self._sizes, default=0)
+
+
+class Arena:
+    """Memory that is mapped once and leased out.
+
+    Args:
+        capacity_bytes: rounded up to whole pages. Physical memory is taken when it is first touched.
+        pin: also register it with CUDA, so that a GPU copies from and to it directly.
+
+    Attributes:
+        used_bytes, peak_bytes: leased now, and at most so far.
+    """
+
+    def __init__(self, capacity_bytes: int, *, pin: bool = False) -> None:
+        self.capacity_bytes = _round_up(capacity_bytes)
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self._mapping = make_mapping(max(self.capacity_bytes, LEASE_ALIGN_BYTES), HUGE_PAGE_BYTES)
+        self._mapping.open()
+        self._free = FreeList(self.capacity_bytes)
+        self._pinned = pin and _cuda_register(self._mapping.address, self._mapping.nbytes)
+
+    def lease(self, nbytes: int) -> Lease:
+        """Lease `nbytes`, aligned to a page, with undefined content.
+
+        Raises:
+            CapacityError: no hole is large enough.
+        """
+        lease = self.try_lease(nbytes)
+        if lease is None:
+            raise CapacityError(
+                f"no {nbytes} bytes in one piece are left in the arena: {self.used_bytes} of "
+                f"{self.capacity_bytes} are in use and the largest hole has {self._free.largest}"
+            )
+        return lease
+
+    def try_lease(self, nbytes: int) -> Lease | None:
+        """As `lease`; None where there is no room."""
+        size = _round_up(nbytes)
+        offset = self._free.take(size)
+        if offset is None:
+            return None
+        self.used_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return Lease(self, self._mapping.address + offset, nbytes)
+
+    def _give_back(self, address: int, nbytes: int) -> None:
+        size = _round_up(nbytes)
+        self._free.give(address - self._mapping.address, size)
+        self.used_bytes -= size
+
+    def close(self) -> None:
+        """Give the physical memory back. Nothing may use a lease any more."""
+        if self._pinned:
+            _cuda_unregister(self._mapping.address)
+            self._pinned = False
+        self._mapping.shut()
+
+
+class Lease:
+    """A piece of an arena; a context manager that releases it."""
+
+    def __init__(self, arena: Arena, address: int, nbytes: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self._arena: Arena | None = arena
+        self._bytes = tensor_at(address, nbytes, arena)
+
+    def tensor(self, dtype: torch.dtype, numel: int | None = None, offset_bytes: int = 0) -> torch.Tensor:
+        """A 1-D tensor over the lease, from `offset_bytes` on."""
+        stop = None if numel is None else offset_bytes + numel * dtype.itemsize
+        return self._bytes[offset_bytes:stop].view(dtype)
+
+    def span(self, offset_bytes: int = 0, nbytes: int | None = None) -> Span:
+        """A range for I/O."""
+        length = self.nbytes - offset_bytes if nbytes is None else nbytes
+        return Span(self.address + offset_bytes, length, self)
+
+    def release(self) -> None:
+        """Give the memory back; once."""
+        if self._arena is None:
+            raise InfinityError("this lease was released before")
+        arena, self._arena = self._arena, None
+        arena._give_back(self.address, self.nbytes)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // LEASE_ALIGN_BYTES) * LEASE_ALIGN_BYTES
+
+
+def _cuda_register(address: int, nbytes: int) -> bool:
+    """Page-lock a range for CUDA.
+
+    Raises:
+        CapacityError: the driver refuses.
+    """
+    status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+    if int(status) != 0:
+        raise CapacityError(
+            f"CUDA cannot pin {nbytes} bytes of host memory (error {int(status)}): lower tiering.host_memory"
+        )
+    return True
+
+
+def _cuda_unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,64 @@
+"""Anonymous address ranges, native where the extension is built."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Protocol
+
+import torch
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+class Mapping(Protocol):
+    """A range of memory that is unmapped when it is collected."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def open(self) -> None:
+        """Make it readable and writable."""
+
+    def shut(self) -> None:
+        """Give the physical pages back; what is read after the next `open` is zero."""
+
+
+class _PlainMapping:
+    """Python's own mmap: cannot forbid access while shut, and is aligned to the alignment asked for by hand."""
+
+    def __init__(self, nbytes: int, alignment: int) -> None:
+        self._map = mmap.mmap(-1, nbytes + alignment)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address = -(-base // alignment) * alignment
+        self.nbytes = nbytes
+
+    def open(self) -> None:
+        return None
+
+    def shut(self) -> None:
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
+try:
+    from infinity import _aio
+
+    def make_mapping(nbytes: int, alignment: int) -> Mapping:
+        """Reserve `nbytes` at a multiple of `alignment`; no access until `open`."""
+        return _aio.Mapping(nbytes, alignment)
+
+except ImportError:  # the extension is not built
+
+    def make_mapping(nbytes: int, alignment: int) -> Mapping:
+        """Reserve `nbytes` at a multiple of `alignment`."""
+        return _PlainMapping(nbytes, alignment)
+
+
+def tensor_at(address: int, nbytes: int, owner: object) -> torch.Tensor:
+    """A uint8 tensor over memory that `owner` keeps alive; the tensor's storage holds `owner`."""
+    buffer = (ctypes.c_char * nbytes).from_address(address)
+    buffer.owner = owner  # type: ignore[attr-defined]
+    return torch.frombuffer(buffer, dtype=torch.uint8)

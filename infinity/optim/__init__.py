@@ -1,0 +1,1 @@
+"""Optimizer states and their formats, the tile pipeline, and learning-rate schedules."""
