@@ -290,11 +290,11 @@ class Executor:
         """Memory for a unit that has no values yet; what is written becomes its values."""
         while not self._params.create(unit):
             self._make_room(unit)
-        self._views.show(unit)
         self._touch(unit)
         self._params.pin(unit)
         try:
             yield self._params.host_tensor(unit)
+            self._views.show(unit)
         finally:
             self._params.unpin(unit)
 
