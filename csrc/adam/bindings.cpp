@@ -12,7 +12,9 @@ using namespace infinity::adam;
 
 namespace {
 
-template <class T> T* at(uintptr_t address) { return reinterpret_cast<T*>(address); }
+template <class T> T* at(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
 
 AdamScalars adam_scalars(double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step,
                          bool decoupled, double grad_scale) {

@@ -18,9 +18,13 @@ inline float float_of(uint32_t u) {
 
 constexpr uint32_t kInf = 0x7f800000u;
 
-inline bool is_nan(uint32_t u) { return (u & 0x7fffffffu) > kInf; }
+inline bool is_nan(uint32_t u) {
+    return (u & 0x7fffffffu) > kInf;
+}
 
-inline float bf16_to_f32(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
+inline float bf16_to_f32(uint16_t h) {
+    return float_of(static_cast<uint32_t>(h) << 16);
+}
 
 // Round to nearest even; NaN stays NaN.
 inline uint16_t f32_to_bf16(float x) {
@@ -65,8 +69,12 @@ inline uint32_t split_bits(float master) {
     return is_nan(u) ? (u & 0x80000000u) | 0x7fc00000u : u;
 }
 
-inline uint16_t split_hi(uint32_t u) { return static_cast<uint16_t>((u + 0x8000u) >> 16); }
-inline int16_t split_lo(uint32_t u) { return static_cast<int16_t>(static_cast<uint16_t>(u)); }
+inline uint16_t split_hi(uint32_t u) {
+    return static_cast<uint16_t>((u + 0x8000u) >> 16);
+}
+inline int16_t split_lo(uint32_t u) {
+    return static_cast<int16_t>(static_cast<uint16_t>(u));
+}
 
 inline float join_master(uint16_t hi, int16_t lo) {
     return float_of((static_cast<uint32_t>(hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(lo)));

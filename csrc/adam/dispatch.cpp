@@ -13,8 +13,8 @@ std::vector<const Kernels*> runnable() {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2"))
         sets.push_back(&avx2::kernels);
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
         sets.push_back(&avx512::kernels);
 #endif
     return sets;
@@ -27,7 +27,8 @@ const Kernels& find(const std::string& name) {
             return *set;
         known += (known.empty() ? "" : ", ") + std::string(set->name);
     }
-    throw std::invalid_argument("instruction set '" + name + "' cannot run here; this machine and build have: " + known);
+    throw std::invalid_argument("instruction set '" + name +
+                                "' cannot run here; this machine and build have: " + known);
 }
 
 std::atomic<const Kernels*> active{nullptr};
@@ -51,6 +52,8 @@ const Kernels& active_kernels() {
     return *set;
 }
 
-void use_instruction_set(const std::string& name) { active.store(&find(name), std::memory_order_release); }
+void use_instruction_set(const std::string& name) {
+    active.store(&find(name), std::memory_order_release);
+}
 
 } // namespace infinity::adam

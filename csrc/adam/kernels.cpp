@@ -14,7 +14,9 @@ namespace {
 
 #include "convert.h"
 
-inline size_t block_end(size_t begin, size_t end) { return end - begin < kBlock ? end : begin + kBlock; }
+inline size_t block_end(size_t begin, size_t end) {
+    return end - begin < kBlock ? end : begin + kBlock;
+}
 
 // --- loads and stores of one block ----------------------------------------------------------------------------------
 
@@ -175,8 +177,8 @@ double grad_store(const GradArgs& args, size_t begin, size_t end) {
 
 // --- the roofline ---------------------------------------------------------------------------------------------------
 
-void bare(float* __restrict param, float* __restrict exp_avg, float* __restrict exp_avg_sq, const float* __restrict grad,
-          size_t n) {
+void bare(float* __restrict param, float* __restrict exp_avg, float* __restrict exp_avg_sq,
+          const float* __restrict grad, size_t n) {
     for (size_t i = 0; i < n; ++i) {
         const float g = grad[i];
         param[i] += g;

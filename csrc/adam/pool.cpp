@@ -128,7 +128,9 @@ int thread_count() {
     return wanted > 0 ? wanted : available_cpus();
 }
 
-void set_thread_count(int count) { wanted_threads.store(count); }
+void set_thread_count(int count) {
+    wanted_threads.store(count);
+}
 
 void parallel_for(size_t count, const std::function<void(size_t)>& task) {
     Job job{count, &task};

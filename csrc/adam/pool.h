@@ -1,4 +1,5 @@
-// The kernels' own threads. Not OpenMP: torch brings one OpenMP runtime, and a second in the process fights it for cores.
+// The kernels' own threads. Not OpenMP: torch brings one OpenMP runtime, and a second in the process fights it for
+// cores.
 #pragma once
 
 #include <cstddef>

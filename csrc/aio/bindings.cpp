@@ -57,9 +57,9 @@ class PythonOwner final : public Owner {
 std::shared_ptr<Request> submit(Engine& engine, bool write, std::shared_ptr<File> file, std::uint64_t offset,
                                 std::uintptr_t address, std::size_t nbytes, int priority, py::object owner) {
     PythonOwner::collect();
-    auto request = std::make_shared<Request>(write ? Op::write : Op::read, std::move(file), offset, address, nbytes,
-                                             static_cast<Priority>(priority),
-                                             std::make_unique<PythonOwner>(std::move(owner)));
+    auto request =
+        std::make_shared<Request>(write ? Op::write : Op::read, std::move(file), offset, address, nbytes,
+                                  static_cast<Priority>(priority), std::make_unique<PythonOwner>(std::move(owner)));
     engine.submit(request);
     return request;
 }
@@ -116,9 +116,8 @@ void register_requests(py::module_& m) {
 
 void register_engines(py::module_& m) {
     py::class_<Engine>(m, "Engine")
-        .def(py::init(&make_engine), py::arg("backend"), py::arg("block_nbytes"), py::arg("depth"),
-             py::arg("threads"), py::arg("sqpoll") = false, py::arg("iopoll") = false,
-             py::arg("faults") = py::dict())
+        .def(py::init(&make_engine), py::arg("backend"), py::arg("block_nbytes"), py::arg("depth"), py::arg("threads"),
+             py::arg("sqpoll") = false, py::arg("iopoll") = false, py::arg("faults") = py::dict())
         .def_property_readonly("name", &Engine::name)
         .def("submit", &submit, py::arg("write"), py::arg("file"), py::arg("offset"), py::arg("address"),
              py::arg("nbytes"), py::arg("priority"), py::arg("owner"))

@@ -35,7 +35,9 @@ int Faults::next() {
 Engine::Engine(const Options& options)
     : options_(options), faults_(options.faults), queue_(options.block_nbytes, options.depth), owner_(getpid()) {}
 
-bool Engine::forked() const { return getpid() != owner_; }
+bool Engine::forked() const {
+    return getpid() != owner_;
+}
 
 void Engine::submit(std::shared_ptr<Request> request) {
     if (forked()) {
@@ -86,6 +88,8 @@ void Engine::finish(const Block& block, int error, bool fixed) {
     queue_.finish(block, error);
 }
 
-Stats Engine::stats() const { return Stats{bytes_read_, bytes_written_, blocks_, fixed_blocks_}; }
+Stats Engine::stats() const {
+    return Stats{bytes_read_, bytes_written_, blocks_, fixed_blocks_};
+}
 
 } // namespace infinity::aio

@@ -18,7 +18,7 @@ constexpr std::size_t kFallbackAlignment = 4096;
 // The alignment of direct I/O as the filesystem reports it (Linux 6.1); a page where it does not.
 std::size_t direct_alignment([[maybe_unused]] int fd) {
 #ifdef STATX_DIOALIGN
-    struct statx stx {};
+    struct statx stx{};
     if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &stx) == 0 && (stx.stx_mask & STATX_DIOALIGN) != 0 &&
         stx.stx_dio_offset_align != 0) {
         return std::max<std::size_t>(stx.stx_dio_mem_align, stx.stx_dio_offset_align);
@@ -42,7 +42,9 @@ File::File(std::string path, bool read_only) : path_(std::move(path)) {
     alignment_ = direct_ ? direct_alignment(fd_) : 1;
 }
 
-File::~File() { close(); }
+File::~File() {
+    close();
+}
 
 void File::close() {
     if (fd_ >= 0) {

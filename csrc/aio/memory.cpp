@@ -10,9 +10,13 @@ namespace infinity::aio {
 
 namespace {
 
-[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+[[noreturn]] void fail(const char* what) {
+    throw std::system_error(errno, std::generic_category(), what);
+}
 
-void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+void* pointer(std::uintptr_t address) {
+    return reinterpret_cast<void*>(address);
+}
 
 } // namespace
 
@@ -31,7 +35,9 @@ Mapping::Mapping(std::size_t nbytes, std::size_t alignment) {
     address_ = (base_ + alignment - 1) / alignment * alignment;
 }
 
-Mapping::~Mapping() { munmap(pointer(base_), base_nbytes_); }
+Mapping::~Mapping() {
+    munmap(pointer(base_), base_nbytes_);
+}
 
 void Mapping::open() {
     if (mprotect(pointer(address_), nbytes_, PROT_READ | PROT_WRITE) != 0) {

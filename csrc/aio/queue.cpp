@@ -102,8 +102,7 @@ bool BlockQueue::pop(Block& block) {
         if (take(block)) {
             return true;
         }
-        const bool empty =
-            waiting_[kDemand].empty() && waiting_[kPrefetch].empty() && waiting_[kWriteBack].empty();
+        const bool empty = waiting_[kDemand].empty() && waiting_[kPrefetch].empty() && waiting_[kWriteBack].empty();
         if (closed_ && empty) {
             return false;
         }

@@ -60,8 +60,8 @@ class ThreadEngine final : public Engine {
         const std::size_t nbytes = faults_.limit(block.nbytes - block.moved);
         const auto offset = static_cast<off_t>(block.offset + block.moved);
         const int fd = block.request->file->fd();
-        const ssize_t result = block.request->op == Op::read ? pread(fd, buffer, nbytes, offset)
-                                                             : pwrite(fd, buffer, nbytes, offset);
+        const ssize_t result =
+            block.request->op == Op::read ? pread(fd, buffer, nbytes, offset) : pwrite(fd, buffer, nbytes, offset);
         return result < 0 ? -errno : result;
     }
 

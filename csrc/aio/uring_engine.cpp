@@ -332,7 +332,9 @@ std::unique_ptr<Engine> make_uring_engine(const Options& options) {
     return std::make_unique<UringEngine>(options);
 }
 
-bool has_uring() { return true; }
+bool has_uring() {
+    return true;
+}
 
 } // namespace infinity::aio
 
@@ -344,7 +346,9 @@ std::unique_ptr<Engine> make_uring_engine(const Options&) {
     throw std::system_error(ENOSYS, std::generic_category(), "built without liburing");
 }
 
-bool has_uring() { return false; }
+bool has_uring() {
+    return false;
+}
 
 } // namespace infinity::aio
 

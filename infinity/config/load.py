@@ -70,7 +70,9 @@ def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
+        raise ConfigError(
+            f"{path} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a JSON object, not {type(values).__name__}")
     return values
@@ -123,7 +125,7 @@ def _remove(values: dict[str, Any], path: str) -> None:
 
 def _unknown(path: str, known: Mapping[str, object]) -> str:
     everything = [*known, *NO_EFFECT, *REFUSED]
-    parent, _, name = path.rpartition(".")
+    parent = path.rpartition(".")[0]
     siblings = [key for key in everything if key.rpartition(".")[0] == parent]
     nearest = difflib.get_close_matches(path, siblings, 1, 0.6) or difflib.get_close_matches(path, everything, 1, 0.6)
     hint = f"did you mean `{nearest[0]}`?" if nearest else "docs/configuration.md lists the known keys"
@@ -132,7 +134,9 @@ def _unknown(path: str, known: Mapping[str, object]) -> str:
 
 def _first_problem(error: ValidationError) -> str:
     problem = error.errors()[0]
-    path = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("literal", "function", "int", "bool")))
+    path = ".".join(
+        str(part) for part in problem["loc"] if not str(part).startswith(("literal", "function", "int", "bool"))
+    )
     return f"{path} is {problem['input']!r}: {problem['msg']}"
 
 

@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
+from typing import Literal
 
 import aiofiles
 
@@ -23,7 +24,7 @@ class _PlainFile(IoFile):
     def __init__(self, path: Path, read_only: bool) -> None:
         os.close(os.open(path, os.O_RDONLY if read_only else os.O_RDWR))  # raises what opening would
         self.path = path
-        self.mode = "rb" if read_only else "r+b"
+        self.mode: Literal["rb", "r+b"] = "rb" if read_only else "r+b"
         self.direct = False
         self.alignment = 1
 

@@ -103,7 +103,12 @@ class IoEngine(ABC):
     backend: str
 
     def open(
-        self, path: str | Path, *, create: bool = False, read_only: bool = False, size_bytes: int | None = None
+        self,
+        path: str | Path,
+        *,
+        create: bool = False,
+        read_only: bool = False,
+        size_bytes: int | None = None,
     ) -> IoFile:
         """Open a file, with O_DIRECT where the filesystem has it.
 
@@ -193,9 +198,7 @@ def _reserve(path: Path, size_bytes: int) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise StorageError(
-            error.errno or errno.EIO, f"cannot reserve {size_bytes} bytes", str(path), 0
-        ) from error
+        raise StorageError(error.errno or errno.EIO, f"cannot reserve {size_bytes} bytes", str(path), 0) from error
 
 
 def failure(error: int, operation: str, path: Path, offset: int) -> StorageError:

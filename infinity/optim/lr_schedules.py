@@ -7,7 +7,7 @@ the first step therefore runs with the value at -1 and step `k` with the value a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 

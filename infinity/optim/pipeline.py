@@ -8,6 +8,7 @@ are expected next, so that the disk is busy before their gradients are there.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -130,7 +131,9 @@ class UpdatePipeline:
             self._wake.notify()
         return ticket
 
-    def tiles(self, unit: int, *, writable: bool, fresh: bool = False) -> Iterator[tuple[Tile, dict[str, torch.Tensor]]]:
+    def tiles(
+        self, unit: int, *, writable: bool, fresh: bool = False
+    ) -> Iterator[tuple[Tile, dict[str, torch.Tensor]]]:
         """Visit a unit's optimizer states tile by tile while no job is queued.
 
         Args:
@@ -215,10 +218,7 @@ class UpdatePipeline:
         tiles = self._states.tiles(job.unit)
         for position, tile in enumerate(tiles):
             self._read_ahead(ticket, position)
-            if isinstance(tile.home, Lease):
-                slot = tile.home
-            else:
-                slot = self._tile_in_memory(tile)
+            slot = tile.home if isinstance(tile.home, Lease) else self._tile_in_memory(tile)
             if position == 0 and job.ready is not None:
                 job.ready.result()
             start_s = time.perf_counter()
@@ -340,7 +340,5 @@ class UpdatePipeline:
 
 def _quietly(future: IoFuture) -> None:
     """Wait for a request whose outcome no longer matters."""
-    try:
+    with contextlib.suppress(OSError):
         future.result()
-    except OSError:
-        pass

@@ -117,9 +117,7 @@ class _Replacement:
         return self._free_bytes + others
 
     def _fetch(self, unit: int, time: int, keep: set[int], on_the_spot: bool) -> None:
-        candidates = sorted(
-            self.resident - keep, key=lambda other: (-self._next_use.after(other, time), other)
-        )
+        candidates = sorted(self.resident - keep, key=lambda other: (-self._next_use.after(other, time), other))
         victims = []
         start = time if on_the_spot else self._last_start
         for victim in candidates:
@@ -190,7 +188,5 @@ def _second_pass(uses: Sequence[int], sizes: Sequence[int], fetches: Sequence[_F
         else:
             actions[position] += [("evict", victim) for victim in fetch.victims] + [("prefetch", fetch.unit)]
     start = frozenset(resident) if start is None else start
-    steps = tuple(
-        PlanStep(unit, before.get(position), tuple(actions[position])) for position, unit in enumerate(uses)
-    )
+    steps = tuple(PlanStep(unit, before.get(position), tuple(actions[position])) for position, unit in enumerate(uses))
     return Plan(steps, start, frozenset(evicted), fetched_bytes, frozenset(resident) == start)

@@ -88,9 +88,7 @@ class Counters:
             with self._lock:
                 self._stall_s[cause.value] += time.perf_counter() - start
 
-    def end_step(
-        self, peak_bytes: dict[str, int], grad_norm: float | None = None, skipped: bool = False
-    ) -> StepStats:
+    def end_step(self, peak_bytes: dict[str, int], grad_norm: float | None = None, skipped: bool = False) -> StepStats:
         """Return what was counted since the last call, and start from zero."""
         with self._lock:
             stats = StepStats(

@@ -165,9 +165,7 @@ class ParamStore(ABC):
 class UnifiedParams(ParamStore):
     """Parameters on a machine whose compute device is the CPU."""
 
-    def __init__(
-        self, specs: Sequence[FlatSpec], swap: SwapSpace | None, budget: Budget, counters: Counters
-    ) -> None:
+    def __init__(self, specs: Sequence[FlatSpec], swap: SwapSpace | None, budget: Budget, counters: Counters) -> None:
         super().__init__(specs, counters)
         self._budget = budget
         self._swap = swap

@@ -109,8 +109,7 @@ class SwapSpace:
         names = ", ".join(f"{p.path} ({p.capacity_bytes} bytes)" for p in self._paths) or "no path is given"
         raise StorageError(
             errno.ENOSPC,
-            f"the model's states do not fit the NVMe capacities: {names}; raise tiering.nvme[].capacity "
-            "or add a path",
+            f"the model's states do not fit the NVMe capacities: {names}; raise tiering.nvme[].capacity or add a path",
             str(self._paths[0].path) if self._paths else "tiering.nvme",
             sum(self._sizes),
         )
@@ -187,9 +186,7 @@ def _create_owned(directory: Path, rank: int, nbytes: int) -> _OwnedFile:
         owned = _OwnedFile(path, fd)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise StorageError(
-            error.errno or errno.EIO, "cannot create a swap file here", str(directory), 0
-        ) from error
+        raise StorageError(error.errno or errno.EIO, "cannot create a swap file here", str(directory), 0) from error
     finally:
         os.close(directory_fd)
     try:

@@ -111,9 +111,7 @@ def build_runtime(model: nn.Module, groups: Mapping[str, int], config: Config) -
         persistence_threshold=config.zero.param_persistence_threshold,
         offloaded=params_on_nvme,
     )
-    specs = [
-        FlatSpec(unit.name, unit.numel, unit.shard_numel, dtype, not unit.persistent) for unit in partition.units
-    ]
+    specs = [FlatSpec(unit.name, unit.numel, unit.shard_numel, dtype, not unit.persistent) for unit in partition.units]
     schedule = choose_schedule(config)
     grad_dtype = torch.float32 if config.gradient_accumulation_steps > 1 else dtype
     tile_numel = _tile_numel(partition, layout, config.tiering.tile_size_bytes)
@@ -157,7 +155,19 @@ def build_runtime(model: nn.Module, groups: Mapping[str, int], config: Config) -
     executor = Executor(model, partition, params, grads, pipeline, split.params_bytes, counters)
     always = sum(spec.nbytes for spec in specs if not spec.offloaded)
     return Runtime(
-        partition, layout, schedule, executor, params, grads, pipeline, arena, budget, always, swap, io, counters
+        partition,
+        layout,
+        schedule,
+        executor,
+        params,
+        grads,
+        pipeline,
+        arena,
+        budget,
+        always,
+        swap,
+        io,
+        counters,
     )
 
 

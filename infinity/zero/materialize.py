@@ -19,6 +19,7 @@ from infinity.zero.executor import Executor
 from infinity.zero.meta import InitFunction
 from infinity.zero.partition import Partition, Unit
 
+
 class InitialValues:
     """The values that the model came with, or how to make them.
 
@@ -103,7 +104,11 @@ def _replace_everywhere(model: nn.Module, old: nn.Parameter) -> None:
 
 
 def materialize(
-    partition: Partition, values: InitialValues, executor: Executor, pipeline: UpdatePipeline, layout: StateLayout
+    partition: Partition,
+    values: InitialValues,
+    executor: Executor,
+    pipeline: UpdatePipeline,
+    layout: StateLayout,
 ) -> None:
     """Write every unit's parameters and fresh optimizer states to their tiers."""
     for unit in partition.units:

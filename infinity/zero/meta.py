@@ -29,7 +29,7 @@ def construct_on_meta() -> Iterator[None]:
             return None
         return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 
-    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[no-untyped-call]
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from infinity.errors import ConfigError
@@ -128,7 +127,15 @@ def make_partition(
         uses.append((module_name, used))
     order = sorted(members, key=lambda unit_name: unit_name == PERSISTENT)  # stable; the persistent one last
     units = tuple(
-        _layout_unit(index, name, members[name], model, groups, shard_align, persistent=not offloaded or name == PERSISTENT)
+        _layout_unit(
+            index,
+            name,
+            members[name],
+            model,
+            groups,
+            shard_align,
+            persistent=not offloaded or name == PERSISTENT,
+        )
         for index, name in enumerate(order)
     )
     by_name = {unit.name: unit for unit in units}
@@ -183,9 +190,7 @@ def _layout_unit(
         trainable = member in groups
         if not trainable and (not slots or slots[-1].trainable):
             shard_numel = offset = _round_up(offset, shard_align)
-        slots.append(
-            ParamSlot(member, tuple(param.shape), param.numel(), offset, trainable, groups.get(member, -1))
-        )
+        slots.append(ParamSlot(member, tuple(param.shape), param.numel(), offset, trainable, groups.get(member, -1)))
         offset += _round_up(param.numel(), SLOT_ALIGN)
     numel = _round_up(offset, shard_align)
     if all(slot.trainable for slot in slots):
@@ -195,4 +200,3 @@ def _layout_unit(
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-

@@ -147,6 +147,4 @@ class Updates:
             else:
                 runs.append((slot.offset, stop, slot.group, step))
             joinable = True
-        return tuple(
-            Segment(start, stop, self._hyper_of(group, step, scale)) for start, stop, group, step in runs
-        )
+        return tuple(Segment(start, stop, self._hyper_of(group, step, scale)) for start, stop, group, step in runs)

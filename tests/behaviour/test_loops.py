@@ -254,6 +254,7 @@ def test_hooks_are_gone_after_close(tight) -> None:
     engine, *_ = infinity.initialize(model=model, config=RECIPE.config(tight))
     engine.close()
     for module in model.modules():
-        assert not module._forward_pre_hooks and not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
     for param in model.parameters():
         assert not param._post_accumulate_grad_hooks

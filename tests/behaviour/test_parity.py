@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ RECIPES = [
 RELATIVE = {"fp32": 1e-5, "bf16": 1e-3}
 
 
-@lru_cache(maxsize=None)
+@cache
 def in_memory(architecture: str, precision: str, accumulation: int, clipping: float) -> Result:
     return train(ARCHITECTURES[architecture](), Recipe(precision, accumulation, clipping), Placement())
 
@@ -53,7 +53,9 @@ def test_placement_gives_the_bits_of_in_memory(
     assert not list(tmp_path.iterdir()), "a swap file is left behind"
 
 
-@pytest.mark.parametrize(("params", "optimizer"), [("none", "nvme"), ("nvme", "none"), ("cpu", "nvme"), ("nvme", "cpu")])
+@pytest.mark.parametrize(
+    ("params", "optimizer"), [("none", "nvme"), ("nvme", "none"), ("cpu", "nvme"), ("nvme", "cpu")]
+)
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 def test_mixed_placements_give_the_same_bits(params, optimizer, clipping, tmp_path: Path) -> None:
     placed = train(ARCHITECTURES["gpt2"](), Recipe("bf16", 1, clipping), Placement(params, optimizer, tmp_path))
@@ -81,11 +83,6 @@ def test_update_schedules_give_the_same_bits(schedule, device, tmp_path: Path) -
 
 def least_host_memory(recipe: Recipe, placement: Placement) -> int:
     """The least budget that this recipe runs in, as the error for too small a one states it."""
-    import dataclasses
-    import re
-
-    import infinity
-
     config = recipe.config(dataclasses.replace(placement, host_memory=1))
     with pytest.raises(infinity.CapacityError, match="needs at least") as refused:
         infinity.initialize(model=ARCHITECTURES["llama"](), config=config)

@@ -17,7 +17,14 @@ NVME = {"offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nv
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("16MiB", 16 << 20), ("2GB", 2 * 10**9), ("1.5 GiB", 3 << 29), (4096, 4096), ("5e8", 5 * 10**8), (2e9, 2 * 10**9)],
+    [
+        ("16MiB", 16 << 20),
+        ("2GB", 2 * 10**9),
+        ("1.5 GiB", 3 << 29),
+        (4096, 4096),
+        ("5e8", 5 * 10**8),
+        (2e9, 2 * 10**9),
+    ],
 )
 def test_sizes(text, nbytes) -> None:
     assert parse_size(text) == nbytes
@@ -72,7 +79,10 @@ def test_batch_sizes_that_contradict_one_another_are_refused_with_the_numbers(gi
     ("values", "message"),
     [
         ({"zero_optimisation": {}}, "did you mean `zero_optimization`"),
-        ({"zero_optimization": {"stage": 3, "offload_params": {}}}, "did you mean `zero_optimization.offload_param`"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_params": {}}},
+            "did you mean `zero_optimization.offload_param`",
+        ),
         ({"tiering": {"host_mem": "1GiB"}}, "did you mean `tiering.host_memory`"),
         ({"xyzzy": 1}, "docs/configuration.md"),
     ],
@@ -87,14 +97,16 @@ def test_an_unknown_key_is_an_error_with_the_nearest_name(values, message) -> No
 def test_every_refused_key_says_why(path) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config({path: 1})
-    assert str(refused.value).startswith(path) and REFUSED[path] in str(refused.value)
+    assert str(refused.value).startswith(path)
+    assert REFUSED[path] in str(refused.value)
 
 
 @pytest.mark.parametrize("path", sorted(NO_EFFECT))
 def test_every_key_without_effect_is_accepted_with_a_log_line(path, caplog) -> None:
     with caplog.at_level(logging.INFO):
         load_config({path: 1})
-    assert path in caplog.text and NO_EFFECT[path] in caplog.text
+    assert path in caplog.text
+    assert NO_EFFECT[path] in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -126,7 +138,8 @@ def test_common_spellings_are_understood() -> None:
     assert config.precision == "bf16"
     assert config.zero.stage == 3
     assert config.zero.param_persistence_threshold == 10_000
-    assert config.optimizer is not None and dict(config.optimizer.params) == {"betas": [0.9, 0.95]}
+    assert config.optimizer is not None
+    assert dict(config.optimizer.params) == {"betas": [0.9, 0.95]}
 
 
 def test_nvme_paths_come_from_tiering_or_from_the_offload_sections() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +26,8 @@ def replay(plan: Plan, sizes: list[int], capacity: int) -> int:
     fetched = 0
 
     def evict(unit: int, in_use: int) -> None:
-        assert unit in resident and unit != in_use
+        assert unit in resident
+        assert unit != in_use
         resident.remove(unit)
 
     def fetch(unit: int) -> int:
@@ -75,7 +76,7 @@ def optimal_bytes(uses: list[int], sizes: list[int], capacity: int, cycles: int)
     """
     long_uses = tuple(uses) * cycles
 
-    @lru_cache(maxsize=None)
+    @cache
     def fewest(time: int, resident: frozenset[int]) -> int:
         if time == len(long_uses):
             return 0

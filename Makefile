@@ -1,0 +1,56 @@
+# make demo   train GPT-2 124M on real text with its states on disk
+# make test   pass the tests
+# make lint   what CI checks beside them
+# Each sets up what it needs, once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
+DEMO_STEPS ?= 50
+
+.PHONY: demo test lint format sanitize clean
+
+demo: $(VENV)/.built
+	$(BIN)/infinity train --model gpt2 --config configs/nvme.json --steps $(DEMO_STEPS)
+
+test: $(VENV)/.built
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.built
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.cpp' -o -name '*.h')
+	PATH="$(abspath $(BIN)):$$PATH" tools/check_warnings.sh
+
+format: $(VENV)/.built
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(find csrc tests -name '*.cpp' -o -name '*.h')
+
+# The I/O engines under AddressSanitizer with UBSan, then under ThreadSanitizer.
+sanitize:
+	tools/sanitize.sh
+
+clean:
+	rm -rf $(VENV) build infinity/*.so
+
+# Set-up #
+
+$(VENV)/.created: tools/install_system_packages.sh
+	tools/install_system_packages.sh
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# torch first and by its exact version, so that nothing pulls another build of it.
+$(VENV)/.dependencies: pyproject.toml constraints-dev.txt $(VENV)/.created
+	$(PIP) install -c constraints-dev.txt torch==2.13.0
+	$(PIP) install -c constraints-dev.txt scikit-build-core pybind11 cmake ninja
+	touch $@
+
+$(VENV)/.built: $(VENV)/.dependencies $(SOURCES)
+	$(PIP) install --no-build-isolation -c constraints-dev.txt -e ".[train,plot,dev]"
+	touch $@
