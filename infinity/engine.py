@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint import load_checkpoint, save_checkpoint
 from infinity.config import Config, load_config
 from infinity.errors import ConfigError, InfinityError, NonFiniteError
 from infinity.optim.lr_schedules import make_scheduler
@@ -203,6 +204,80 @@ class Engine:
                 for slot in unit.slots:
                     yield slot.name, flat[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
 
+    # Checkpoints #
+
+    def save_checkpoint(
+        self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Save everything that training needs to go on, in memory bounded by one unit.
+
+        Args:
+            tag: name of the checkpoint; `global_step<N>` by default.
+            client_state: tensors and plain values, given back by `load_checkpoint`.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            StorageError: writing failed; nothing half-written is visible.
+            CheckpointError: `client_state` has something that could not be loaded safely.
+        """
+        self._check_at_step_boundary("save_checkpoint")
+        self.synchronize()
+        return save_checkpoint(
+            Path(save_dir),
+            tag or f"global_step{self.global_steps}",
+            self._runtime,
+            steps=self._updates.steps,
+            counters={
+                "global_steps": self.global_steps,
+                "micro_steps": self.micro_steps,
+                "skipped_steps": self.skipped_steps,
+            },
+            extra={
+                "optimizer": self.optimizer.state_dict(),
+                "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
+                "rng": _rng_states(),
+                "buffers": _persistent_buffers(self.module),
+                "client_state": dict(client_state or {}),
+            },
+        )
+
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | None = None
+    ) -> tuple[Path | None, dict[str, Any] | None]:
+        """Go on from a checkpoint: parameters, optimizer and schedule states, counters and random states.
+
+        Args:
+            tag: the checkpoint that was saved last by default.
+
+        Returns:
+            (its directory, the client's state), or (None, None) if there is no checkpoint and `tag` is None.
+
+        Raises:
+            CheckpointError: it is damaged or of another model. The engine is unchanged.
+        """
+        self._check_at_step_boundary("load_checkpoint")
+        self.synchronize()
+        loaded = load_checkpoint(Path(load_dir), tag, self._runtime)
+        if loaded is None:
+            return None, None
+        self._updates.steps = loaded.steps
+        self.global_steps = loaded.counters["global_steps"]
+        self.micro_steps = loaded.counters["micro_steps"]
+        self.skipped_steps = loaded.counters["skipped_steps"]
+        self.optimizer.load_state_dict(loaded.extra["optimizer"])
+        if self.lr_scheduler is not None and loaded.extra["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(loaded.extra["lr_scheduler"])
+        for name, value in loaded.extra["buffers"].items():
+            self.module.get_buffer(name).copy_(value)
+        _set_rng_states(loaded.extra["rng"])
+        return loaded.path, loaded.extra["client_state"]
+
+    def _check_at_step_boundary(self, what: str) -> None:
+        if self.micro_steps % self.config.gradient_accumulation_steps or self._in_cycle:
+            raise InfinityError(f"{what} in the middle of a step: call it after the step() that updates the parameters")
+
     # End #
 
     def close(self) -> None:
@@ -271,6 +346,29 @@ def initialize(
         runtime.close()
         raise
     return engine, tiered, _dataloader(training_data, resolved), scheduler
+
+
+def _rng_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _set_rng_states(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that are part of the state, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def _refuse_unbuilt(config: Config) -> None:

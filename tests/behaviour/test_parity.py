@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+import infinity
 from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, Result, train, train_plainly
 
 RECIPES = [
