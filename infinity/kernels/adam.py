@@ -106,7 +106,8 @@ def adam_split(
 ) -> None:
     """One update of fp32 masters that are kept as a bfloat16 parameter and the 16 bits that complete it.
 
-    The result equals `adam_fp32` on the joined master bit for bit, and `param` is that master rounded to nearest.
+    The result equals `adam_fp32` on the joined master bit for bit, and `param` is that master rounded to nearest
+    (ties away from zero: 16 bits cannot say which of two equally near neighbours is meant).
 
     Args:
         param: bfloat16; low_bits: int16; exp_avg, exp_avg_sq: float32; all updated in place.
