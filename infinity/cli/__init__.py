@@ -1,0 +1,1 @@
+"""The `infinity` command: one file a sub-command."""

@@ -1,0 +1,41 @@
+"""Entry point: parse, run a sub-command, turn infinity's errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from infinity import __version__
+from infinity.cli import bench_io, env, train
+from infinity.errors import InfinityError
+
+COMMANDS = (train, bench_io, env)
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="infinity", description="Train models that do not fit the GPUs at hand.")
+    parser.add_argument("--version", action="version", version=f"infinity {__version__}")
+    parser.add_argument("--verbose", action="store_true", help="log what is chosen and why")
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    parsed = parser.parse_args(arguments)
+    level = logging.INFO if parsed.verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        code: int = parsed.run(parsed)
+    except InfinityError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

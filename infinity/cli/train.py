@@ -1,0 +1,55 @@
+"""`infinity train`: train a causal language model on text."""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+from pathlib import Path
+
+from infinity.errors import InfinityError
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("train", help="train a language model with its states in the tiers")
+    parser.add_argument("--model", default="gpt2", help="a size such as gpt2-xl or llama:1.3b, or a model directory")
+    parser.add_argument(
+        "--data", type=Path, nargs="+", help="text files or directories (default: Python's own library)"
+    )
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer directory (default: bytes)")
+    parser.add_argument("--config", type=Path, required=True, help="a DeepSpeed-style JSON file")
+    parser.add_argument("--steps", type=int, default=100, help="updates to train for, those before --resume included")
+    parser.add_argument("--seq-len", type=int, default=256, help="tokens in a sample")
+    parser.add_argument("--lr", type=float, help="learning rate, instead of the configuration's")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the data")
+    parser.add_argument("--save-dir", type=Path, default=Path("checkpoints"), help="where checkpoints go")
+    parser.add_argument("--save-every", type=int, metavar="N", help="save a checkpoint every N steps")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --save-dir")
+    parser.add_argument("--json", action="store_true", help="one JSON line a step on standard output")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; returns the exit code."""
+    try:
+        from infinity.cli.training.loop import Settings, train  # noqa: PLC0415  (torch and transformers take seconds)
+    except ModuleNotFoundError as error:
+        raise InfinityError(
+            f"infinity train needs {error.name}: python -m pip install 'infinity-tiering[train]'"
+        ) from error
+    return train(
+        Settings(
+            model=args.model,
+            data=tuple(args.data or [Path(sysconfig.get_path("stdlib"))]),
+            tokenizer=args.tokenizer,
+            config=args.config,
+            steps=args.steps,
+            seq_len=args.seq_len,
+            lr=args.lr,
+            seed=args.seed,
+            save_dir=args.save_dir,
+            save_every=args.save_every,
+            resume=args.resume,
+            json=args.json,
+        )
+    )

@@ -1,0 +1,103 @@
+"""Models by name, built without a download and without memory for their weights."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config
+
+from infinity.errors import ConfigError
+from infinity.zero.meta import construct_on_meta
+
+
+def _gpt2(layers: int, hidden: int, heads: int, **more: Any) -> PretrainedConfig:
+    return GPT2Config(
+        n_layer=layers, n_embd=hidden, n_head=heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **more
+    )
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int | None = None, vocab: int = 32000) -> Any:
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads or heads,
+        vocab_size=vocab,
+        max_position_embeddings=4096,
+    )
+
+
+def _qwen(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool) -> PretrainedConfig:
+    return Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=151936,
+        tie_word_embeddings=tied,
+    )
+
+
+# Shapes as published; the llama ones below 7b are those of TinyLlama, Sheared-LLaMA and OpenLLaMA.
+_SHAPES: dict[str, Any] = {
+    "gpt2:tiny": lambda: _gpt2(2, 64, 2, vocab_size=256, n_positions=256, bos_token_id=0, eos_token_id=0),
+    "gpt2": lambda: _gpt2(12, 768, 12),
+    "gpt2-medium": lambda: _gpt2(24, 1024, 16),
+    "gpt2-large": lambda: _gpt2(36, 1280, 20),
+    "gpt2-xl": lambda: _gpt2(48, 1600, 25),
+    "llama:160m": lambda: _llama(768, 3072, 12, 12),
+    "llama:1.1b": lambda: _llama(2048, 5632, 22, 32, 4),
+    "llama:1.3b": lambda: _llama(2048, 5504, 24, 16),
+    "llama:2.7b": lambda: _llama(2560, 6912, 32, 20),
+    "llama:3b": lambda: _llama(3200, 8640, 26, 32),
+    "llama:7b": lambda: _llama(4096, 11008, 32, 32),
+    "llama:8b": lambda: _llama(4096, 14336, 32, 32, 8, 128256),
+    "llama:13b": lambda: _llama(5120, 13824, 40, 40),
+    "llama:70b": lambda: _llama(8192, 28672, 80, 64, 8, 128256),
+    "qwen:0.5b": lambda: _qwen(896, 4864, 24, 14, 2, True),
+    "qwen:1.5b": lambda: _qwen(1536, 8960, 28, 12, 2, True),
+    "qwen:3b": lambda: _qwen(2048, 11008, 36, 16, 2, True),
+    "qwen:7b": lambda: _qwen(3584, 18944, 28, 28, 4, False),
+    "qwen:14b": lambda: _qwen(5120, 13824, 48, 40, 8, False),
+    "qwen:32b": lambda: _qwen(5120, 27648, 64, 40, 8, False),
+}
+
+
+def build_model(name: str) -> nn.Module:
+    """A causal language model.
+
+    Args:
+        name: a key of the table above, built on the meta device with fresh weights to come; or a directory in
+            transformers' format, whose weights are loaded.
+
+    Raises:
+        ConfigError: neither; the message lists what there is.
+    """
+    if name in _SHAPES:
+        with construct_on_meta():
+            model: nn.Module = AutoModelForCausalLM.from_config(_SHAPES[name]())
+        return model
+    path = Path(name)
+    if (path / "config.json").is_file():
+        try:
+            loaded: nn.Module = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--model {name} cannot be loaded: {error}") from error
+        return loaded
+    nearest = difflib.get_close_matches(name, _SHAPES, 1)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    raise ConfigError(
+        f"--model {name} is no model directory and no known size: {hint}choose one of {', '.join(_SHAPES)}"
+    )
+
+
+def max_tokens(model: nn.Module) -> int | None:
+    """Longest sample that the architecture takes; None if it does not say."""
+    limit: int | None = getattr(model.config, "max_position_embeddings", None)
+    return limit
