@@ -10,7 +10,7 @@ namespace infinity::aio {
 class Faults {
   public:
     struct Plan {
-        std::size_t max_transfer = 0; // no system call moves more than this; 0 for no limit
+        std::size_t max_transfer = 0; // no system call is seen to move more than this; 0 for no limit
         int error = 0;                // errno that system call number `error_at` (from 1) ends with
         long error_at = 0;
         int interrupt_every = 0; // every n-th system call ends with EINTR
@@ -19,8 +19,9 @@ class Faults {
 
     explicit Faults(Plan plan) : plan_(plan) {}
 
-    std::size_t limit(std::size_t nbytes) const {
-        return plan_.max_transfer == 0 ? nbytes : std::min(nbytes, plan_.max_transfer);
+    // What the engine gets to see of a system call's result (bytes, or a negative errno).
+    long shorten(long result) const {
+        return plan_.max_transfer == 0 ? result : std::min(result, static_cast<long>(plan_.max_transfer));
     }
 
     // The errno that the next system call is to end with instead of being made; 0 for none.

@@ -242,7 +242,7 @@ class UringEngine final : public Engine {
             sqe = io_uring_get_sqe(&ring_);
         }
         void* const buffer = reinterpret_cast<void*>(block.address + block.moved);
-        const auto nbytes = static_cast<unsigned>(faults_.limit(block.nbytes - block.moved));
+        const auto nbytes = static_cast<unsigned>(block.nbytes - block.moved);
         const std::uint64_t offset = block.offset + block.moved;
         const int fd = block.request->file->fd();
         const int region = region_of(block);
@@ -271,7 +271,7 @@ class UringEngine final : public Engine {
                 continue;
             }
             int error = 0;
-            switch (judge(slot->block, cqe->res, error)) {
+            switch (judge(slot->block, faults_.shorten(cqe->res), error)) {
             case Verdict::again:
                 again_.push_back(slot);
                 break;

@@ -1,0 +1,49 @@
+"""Worker of train_step.py: infinity."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from transformers import GPT2LMHeadModel
+from workload import LR, WEIGHT_DECAY, arguments, gpt2_config, measure, token_ids
+
+import infinity
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    start_s = time.perf_counter()
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(gpt2_config(args))
+    params = sum(p.numel() for p in model.parameters())
+    config = {
+        "train_micro_batch_size_per_gpu": args.batch,
+        "gradient_clipping": args.clip,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": args.offload},
+            "offload_optimizer": {"device": args.offload},
+        },
+        "tiering": {"nvme": [{"path": str(args.nvme)}], "host_memory": args.host_memory},
+    }
+    ids = token_ids(args)
+    with infinity.initialize(model=model, config=config)[0] as engine:
+
+        def step() -> torch.Tensor:
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            return loss
+
+        measure("infinity", args, params, time.perf_counter() - start_s, step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Worker of train_step.py: a plain torch loop with everything in memory, bf16 weights and fp32 masters."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from transformers import GPT2LMHeadModel
+from workload import LR, WEIGHT_DECAY, arguments, gpt2_config, measure, token_ids
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    start_s = time.perf_counter()
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(gpt2_config(args)).bfloat16()
+    weights = list(model.parameters())
+    masters = [p.detach().float().requires_grad_() for p in weights]
+    optimizer = torch.optim.AdamW(masters, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    ids = token_ids(args)
+
+    def step() -> torch.Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        for master, weight in zip(masters, weights, strict=True):
+            master.grad = weight.grad.float()
+            weight.grad = None
+        if args.clip:
+            torch.nn.utils.clip_grad_norm_(masters, args.clip)
+        optimizer.step()
+        with torch.no_grad():
+            for master, weight in zip(masters, weights, strict=True):
+                weight.copy_(master)
+        return loss
+
+    params = sum(p.numel() for p in weights)
+    measure("torch", args, params, time.perf_counter() - start_s, step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The training step that `train_step.py` times, told the same way to every system.
+
+Imported by the worker of each system in its own virtual environment: only torch and transformers here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config
+
+LR, WEIGHT_DECAY = 1e-4, 0.01
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--offload", choices=["none", "cpu", "nvme"], default="nvme")
+    parser.add_argument("--nvme", type=Path, default=Path())
+    parser.add_argument("--host-memory", default="auto", help="budget of infinity, for example 1GiB")
+    parser.add_argument("--clip", type=float, default=0.0)
+    return parser
+
+
+def gpt2_config(args: argparse.Namespace) -> GPT2Config:
+    return GPT2Config(
+        n_layer=args.layers,
+        n_embd=args.hidden,
+        n_head=args.hidden // 64,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+    )
+
+
+def token_ids(args: argparse.Namespace) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, GPT2Config().vocab_size, (args.batch, args.seq), generator=generator)
+
+
+def disk_bytes() -> tuple[int, int]:
+    """(read, written) by this process at the block layer so far."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def measure(
+    system: str, args: argparse.Namespace, params: int, init_s: float, step: Callable[[], torch.Tensor]
+) -> None:
+    """Run the steps and print one JSON line.
+
+    Args:
+        step: one whole update; returns the loss.
+    """
+    seconds, reads, writes, losses = [], [], [], []
+    for _ in range(args.warmup + args.steps):
+        read_before, written_before = disk_bytes()
+        start_s = time.perf_counter()
+        losses.append(step().item())
+        seconds.append(time.perf_counter() - start_s)
+        read, written = disk_bytes()
+        reads.append((read - read_before) / params)
+        writes.append((written - written_before) / params)
+    kept = slice(args.warmup, None)
+    line = {
+        "system": system,
+        "offload": args.offload,
+        "params": params,
+        "tokens": args.batch * args.seq,
+        "step_s": statistics.median(seconds[kept]),
+        "step_min_s": min(seconds[kept]),
+        "step_max_s": max(seconds[kept]),
+        "read_bytes_per_param": statistics.median(reads[kept]),
+        "write_bytes_per_param": statistics.median(writes[kept]),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "init_s": init_s,
+        "losses": losses,
+    }
+    print("RESULT " + json.dumps(line), flush=True)

@@ -1,0 +1,364 @@
+"""Every backend moves the right bytes, or ends in one error with errno, path and offset."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.errors import ConfigError, InfinityError, StorageError
+from infinity.io import IoEngine, IoOptions, Priority, Span, open_engine, probe_backends
+from infinity.io.native import NativeEngine
+from infinity.memory import Arena, Lease
+
+MIB = 1 << 20
+NATIVE = [status.name for status in probe_backends() if status.available and status.name != "aiofiles"]
+BACKENDS = [*NATIVE, "aiofiles"]
+
+
+@pytest.fixture(scope="module")
+def arena() -> Arena:
+    return Arena(128 * MIB)
+
+
+@pytest.fixture(params=BACKENDS)
+def engine(request: pytest.FixtureRequest) -> Iterator[IoEngine]:
+    engine = open_engine(IoOptions(block_size_bytes=256 << 10, queue_depth=8, threads=2), request.param)
+    yield engine
+    engine.close()
+
+
+def random_lease(arena: Arena, nbytes: int, seed: int = 0) -> Lease:
+    lease = arena.lease(nbytes)
+    generator = torch.Generator().manual_seed(seed)
+    lease.tensor(torch.uint8).random_(generator=generator)
+    return lease
+
+
+@pytest.mark.parametrize("nbytes", [4096, 256 << 10, MIB + 4096, 5 * MIB])
+def test_what_is_written_is_read_back(engine, arena, nbytes, tmp_path) -> None:
+    file = engine.open(tmp_path / "f", create=True, size_bytes=8 * MIB)
+    with random_lease(arena, nbytes) as source, arena.lease(nbytes) as target:
+        assert engine.write(file, 4096, source.span()).result() == nbytes
+        assert engine.read(file, 4096, target.span()).result() == nbytes
+        assert torch.equal(source.tensor(torch.uint8), target.tensor(torch.uint8))
+    assert engine.stats().bytes_written == nbytes
+    assert engine.stats().bytes_read == nbytes
+    file.close()
+
+
+def test_a_created_file_is_private_and_must_not_exist(engine, tmp_path) -> None:
+    path = tmp_path / "f"
+    engine.open(path, create=True).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(StorageError) as refused:
+        engine.open(path, create=True)
+    assert refused.value.errno == errno.EEXIST
+
+
+def test_errors_have_errno_path_and_offset(engine, arena, tmp_path) -> None:
+    with pytest.raises(StorageError, match=r"missing.* at offset 0") as missing:
+        engine.open(tmp_path / "missing")
+    assert missing.value.errno == errno.ENOENT
+    file = engine.open(tmp_path / "f", create=True, size_bytes=MIB)
+    with arena.lease(2 * MIB) as lease:
+        future = engine.read(file, 0, lease.span())
+        for _ in range(2):  # a result may be asked for again
+            with pytest.raises(StorageError, match="reached the end of the file") as short:
+                future.result()
+        assert short.value.errno == errno.ENODATA
+        assert short.value.filename == str(tmp_path / "f")
+        assert short.value.offset == MIB
+        assert isinstance(short.value, OSError)
+        assert engine.read(file, 0, lease.span(0, MIB)).result() == MIB  # the engine goes on
+    file.close()
+
+
+def test_a_file_truncated_under_us_is_an_error(engine, arena, tmp_path) -> None:
+    file = engine.open(tmp_path / "f", create=True, size_bytes=4 * MIB)
+    os.truncate(tmp_path / "f", MIB)
+    with arena.lease(4 * MIB) as lease, pytest.raises(StorageError, match="end of the file"):
+        engine.read(file, 0, lease.span()).result()
+    file.close()
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize(
+    ("offset", "shift", "nbytes", "named"),
+    [(100, 0, 4096, "offset 100"), (0, 0, 4000, "size 4000"), (0, 8, 4096, "buffer address")],
+)
+def test_unaligned_requests_are_refused_by_name(backend, offset, shift, nbytes, named, arena, tmp_path) -> None:
+    engine = open_engine(IoOptions(), backend)
+    file = engine.open(tmp_path / "f", create=True, size_bytes=MIB)
+    if not file.direct:
+        pytest.skip("no direct I/O on this filesystem")
+    with arena.lease(8192) as lease, pytest.raises(StorageError, match=f"{named}.* is not a multiple") as refused:
+        engine.read(file, offset, Span(lease.address + shift, nbytes, lease))
+    assert refused.value.errno == errno.EINVAL
+    file.close()
+    engine.close()
+
+
+def test_thousands_of_small_requests_at_once(engine, arena, tmp_path) -> None:
+    count = 10_000 if engine.backend != "aiofiles" else 500
+    file = engine.open(tmp_path / "f", create=True, size_bytes=count * 4096)
+    order = list(range(count))
+    random.Random(0).shuffle(order)
+    with random_lease(arena, count * 4096) as source, arena.lease(count * 4096) as target:
+        for future in [engine.write(file, i * 4096, source.span(i * 4096, 4096)) for i in order]:
+            future.result()
+        random.Random(1).shuffle(order)
+        priorities = list(Priority)
+        reads = [engine.read(file, i * 4096, target.span(i * 4096, 4096), priorities[i % 3]) for i in order]
+        for future in reads:
+            future.result()
+        assert torch.equal(source.tensor(torch.uint8), target.tensor(torch.uint8))
+    file.close()
+
+
+def test_close_finishes_what_is_in_flight(engine, arena, tmp_path) -> None:
+    file = engine.open(tmp_path / "f", create=True, size_bytes=16 * MIB)
+    with random_lease(arena, 16 * MIB) as source:
+        future = engine.write(file, 0, source.span())
+        engine.close()
+        assert future.done()
+        assert future.result() == 16 * MIB
+        assert (tmp_path / "f").read_bytes() == bytes(source.tensor(torch.uint8).numpy())
+        with pytest.raises(InfinityError, match="closed"):
+            engine.write(file, 0, source.span())
+    engine.close()  # again does nothing
+    file.close()
+
+
+def test_a_dropped_future_keeps_its_buffer(engine, tmp_path) -> None:
+    class Owner:
+        alive = 0
+
+        def __init__(self) -> None:
+            Owner.alive += 1
+
+        def __del__(self) -> None:
+            Owner.alive -= 1
+
+    tensor = torch.zeros(4 * MIB + 4096, dtype=torch.uint8)
+    address = -(-tensor.data_ptr() // 4096) * 4096
+    file = engine.open(tmp_path / "f", create=True, size_bytes=4 * MIB)
+    owner = Owner()
+    future = engine.write(file, 0, Span(address, 4 * MIB, owner))
+    del owner
+    assert Owner.alive == 1
+    future.result()
+    del future
+    engine.read(file, 0, Span(address, 4096, tensor)).result()  # a later call collects what is over
+    engine.read(file, 0, Span(address, 4096, tensor)).result()
+    gc.collect()
+    assert Owner.alive == 0
+    file.close()
+
+
+def test_a_result_can_be_waited_for_with_a_timeout(engine, arena, tmp_path) -> None:
+    file = engine.open(tmp_path / "f", create=True, size_bytes=32 * MIB)
+    with random_lease(arena, 32 * MIB) as source:
+        future = engine.write(file, 0, source.span())
+        try:
+            future.result(timeout=0.0)
+        except TimeoutError:
+            assert future.result() == 32 * MIB
+    file.close()
+
+
+def test_a_forked_child_gets_an_error_and_no_hang(engine, arena, tmp_path) -> None:
+    file = engine.open(tmp_path / "f", create=True, size_bytes=MIB)
+    with random_lease(arena, MIB) as lease:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                engine.read(file, 0, lease.span())
+            except InfinityError as error:
+                code = 0 if "parent process" in str(error) else 2
+            finally:
+                os._exit(code)
+        deadline = time.monotonic() + 20
+        while (reaped := os.waitpid(child, os.WNOHANG))[0] == 0:
+            assert time.monotonic() < deadline, "the child hangs"
+            time.sleep(0.01)
+        assert os.waitstatus_to_exitcode(reaped[1]) == 0
+        assert engine.write(file, 0, lease.span()).result() == MIB  # the parent goes on
+    file.close()
+
+
+def test_requests_with_random_extents_verify(engine, arena, tmp_path) -> None:
+    """Disjoint extents in random sizes, order and priority, written and read back."""
+    rng = random.Random(2)
+    size = (24 if engine.backend != "aiofiles" else 4) * MIB
+    cuts = sorted({0, size, *(rng.randrange(size // 4096) * 4096 for _ in range(200))})
+    extents = list(pairwise(cuts))
+    file = engine.open(tmp_path / "f", create=True, size_bytes=size)
+    with random_lease(arena, size) as source, arena.lease(size) as target:
+        rng.shuffle(extents)
+        for future in [engine.write(file, a, source.span(a, b - a), rng.choice(list(Priority))) for a, b in extents]:
+            future.result()
+        rng.shuffle(extents)
+        for future in [engine.read(file, a, target.span(a, b - a), rng.choice(list(Priority))) for a, b in extents]:
+            future.result()
+        assert torch.equal(source.tensor(torch.uint8), target.tensor(torch.uint8))
+    file.close()
+
+
+# Faults, through the engine's own seam #
+
+GOOD_ENDINGS = [
+    pytest.param({"max_transfer": 4096}, id="short-at-a-page"),
+    pytest.param({"max_transfer": 512 * 9}, id="short-at-a-sector"),
+    pytest.param({"max_transfer": 5000}, id="short-within-a-sector"),
+    pytest.param({"interrupt_every": 2}, id="EINTR"),
+    pytest.param({"again_every": 3}, id="EAGAIN"),
+    pytest.param({"max_transfer": 8192, "interrupt_every": 5, "again_every": 7}, id="all"),
+]
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("faults", GOOD_ENDINGS)
+def test_short_and_interrupted_transfers_are_continued(backend, faults, arena, tmp_path) -> None:
+    engine = NativeEngine(backend, IoOptions(64 << 10, 4, 2), faults)
+    file = engine.open(tmp_path / "f", create=True, size_bytes=MIB)
+    nbytes = (320 << 10) + 4096
+    with random_lease(arena, nbytes) as source, arena.lease(nbytes) as target:
+        assert engine.write(file, 0, source.span()).result() == nbytes
+        assert engine.read(file, 0, target.span()).result() == nbytes
+        assert torch.equal(source.tensor(torch.uint8), target.tensor(torch.uint8))
+    file.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("block", [1, 3, 8])
+def test_an_error_in_a_block_fails_its_request_alone(backend, code, block, arena, tmp_path) -> None:
+    engine = NativeEngine(backend, IoOptions(64 << 10, 1, 1), {"error": code, "error_at": block})
+    file = engine.open(tmp_path / "f", create=True, size_bytes=MIB)
+    with random_lease(arena, 8 * (64 << 10)) as source:
+        first = engine.write(file, 0, source.span())
+        second = engine.write(file, 0, source.span())
+        with pytest.raises(StorageError, match=os.strerror(code)) as failed:
+            first.result()
+        assert failed.value.errno == code
+        assert failed.value.offset == (block - 1) * (64 << 10)
+        assert second.result() == source.nbytes
+    file.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+def test_a_resource_that_never_frees_is_an_error_in_the_end(backend, arena, tmp_path) -> None:
+    engine = NativeEngine(backend, IoOptions(4096, 1, 1), {"again_every": 1})
+    file = engine.open(tmp_path / "f", create=True, size_bytes=MIB)
+    with random_lease(arena, 4096) as source, pytest.raises(StorageError) as failed:
+        engine.write(file, 0, source.span()).result(timeout=60)
+    assert failed.value.errno == errno.EAGAIN
+    file.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_full_disk_is_one_error(backend, arena, tmp_path) -> None:
+    """A real one: a small tmpfs."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], check=False, capture_output=True
+    )
+    if made.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        engine = open_engine(IoOptions(), backend)
+        with pytest.raises(StorageError) as full:
+            engine.open(mount / "reserved", create=True, size_bytes=8 * MIB)
+        assert full.value.errno == errno.ENOSPC
+        assert not list(mount.iterdir())
+        file = engine.open(mount / "grows", create=True)
+        with random_lease(arena, 4 * MIB) as source, pytest.raises(StorageError) as full:
+            engine.write(file, 0, source.span()).result()
+        assert full.value.errno == errno.ENOSPC
+        file.close()
+        engine.close()
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+# Choice of the backend #
+
+
+def test_a_backend_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="choose auto, io_uring, threads, aiofiles"):
+        open_engine(IoOptions(), "libaio")
+
+
+def test_the_probe_says_why() -> None:
+    statuses = probe_backends()
+    assert [s.name for s in statuses] == ["io_uring", "threads", "aiofiles"]
+    assert all(s.reason for s in statuses)
+
+
+_FORBIDDEN = """
+import ctypes, struct, sys
+sys.path.insert(0, {root!r})
+libc = ctypes.CDLL(None, use_errno=True)
+# seccomp: io_uring_setup (425 on every architecture) ends with EPERM, everything else is allowed
+program = b"".join([
+    struct.pack("HBBI", 0x20, 0, 0, 0),
+    struct.pack("HBBI", 0x15, 0, 1, 425),
+    struct.pack("HBBI", 0x06, 0, 0, 0x00050000 | 1),
+    struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000),
+])
+buffer = ctypes.create_string_buffer(program)
+class Program(ctypes.Structure):
+    _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+filter = Program(4, ctypes.addressof(buffer))
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, ctypes.byref(filter), 0, 0) == 0
+from infinity.errors import ConfigError
+from infinity.io import IoOptions, open_engine, probe_backends
+uring = probe_backends()[0]
+assert not uring.available and "Operation not permitted" in uring.reason and "seccomp" in uring.reason, uring
+engine = open_engine(IoOptions())
+assert engine.backend == "threads", engine.backend
+engine.close()
+try:
+    open_engine(IoOptions(), "io_uring")
+except ConfigError as error:
+    assert "does not work here" in str(error)
+    print("refused")
+"""
+
+
+@pytest.mark.skipif("io_uring" not in NATIVE, reason="io_uring does not work here in the first place")
+def test_where_io_uring_is_forbidden_threads_take_over_and_the_reason_is_told() -> None:
+    """Really forbidden, by a seccomp filter in a child process."""
+    script = _FORBIDDEN.format(root=str(Path(__file__).parents[2]))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.strip() == "refused", done.stderr
+
+
+def test_a_demand_read_overtakes_queued_write_back(arena, tmp_path) -> None:
+    engine = open_engine(IoOptions(block_size_bytes=64 << 10, queue_depth=4))
+    file = engine.open(tmp_path / "f", create=True, size_bytes=64 * MIB)
+    with random_lease(arena, 8 * MIB) as source, arena.lease(64 << 10) as target:
+        writes = [engine.write(file, i * 8 * MIB, source.span()) for i in range(8)]
+        engine.read(file, 0, target.span(), Priority.DEMAND).result()
+        assert sum(write.done() for write in writes) < 4
+        for write in writes:
+            write.result()
+    file.close()
+    engine.close()

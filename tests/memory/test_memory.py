@@ -1,0 +1,131 @@
+"""The arena hands out what it has and no more; stable buffers keep their addresses and give their pages back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.errors import CapacityError, InfinityError
+from infinity.memory import Arena, Budget, StableBuffer
+from infinity.memory.arena import FreeList
+from infinity.memory.mapping import _PlainMapping
+
+MIB = 1 << 20
+
+
+def resident_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * 4096
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(st.integers(1, 40), st.none()), max_size=60), st.randoms(use_true_random=False))
+def test_the_free_list_never_hands_out_a_byte_twice_and_coalesces(steps, rng) -> None:
+    capacity = 100
+    free = FreeList(capacity)
+    taken: list[tuple[int, int]] = []
+    for size in steps:
+        if size is None:
+            if taken:
+                free.give(*taken.pop(rng.randrange(len(taken))))
+            continue
+        start = free.take(size)
+        if start is None:
+            assert free.largest < size
+        else:
+            taken.append((start, size))
+        ranges = sorted(taken)
+        assert all(a + n <= b for (a, n), (b, _) in pairwise(ranges))
+        assert all(a >= 0 and a + n <= capacity for a, n in ranges)
+    for start, size in taken:
+        free.give(start, size)
+    assert free.largest == capacity
+
+
+def test_leases_are_aligned_disjoint_and_counted() -> None:
+    arena = Arena(MIB)
+    first, second = arena.lease(5000), arena.lease(4096)
+    assert first.address % 4096 == 0 == second.address % 4096
+    first.tensor(torch.uint8).fill_(1)
+    second.tensor(torch.uint8).fill_(2)
+    assert first.tensor(torch.uint8).unique().tolist() == [1]
+    assert arena.used_bytes == 8192 + 4096
+    first.release()
+    second.release()
+    assert arena.used_bytes == 0
+    assert arena.peak_bytes == 8192 + 4096
+    with arena.lease(MIB) as whole:
+        assert whole.tensor(torch.float32, 10, offset_bytes=4096).numel() == 10
+        assert whole.span(4096, 8192).address == whole.address + 4096
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    arena = Arena(MIB)
+    with arena.lease(MIB // 2):
+        assert arena.try_lease(MIB) is None
+        with pytest.raises(CapacityError, match=r"524288 of 1048576 are in use and the largest hole has 524288"):
+            arena.lease(MIB)
+
+
+def test_a_lease_is_released_once() -> None:
+    lease = Arena(MIB).lease(4096)
+    lease.release()
+    with pytest.raises(InfinityError, match="released before"):
+        lease.release()
+
+
+def test_a_stable_buffer_keeps_its_tensors_and_gives_memory_back() -> None:
+    nbytes = 64 * MIB
+    buffer = StableBuffer(nbytes)
+    tensor = buffer.tensor(torch.float32, nbytes // 4)
+    view = tensor[: 1024 * 1024].view(1024, 1024).t()
+    before = resident_bytes()
+    buffer.allocate()
+    tensor.fill_(3.0)
+    assert resident_bytes() - before > nbytes * 0.9
+    buffer.free()
+    assert resident_bytes() - before < nbytes * 0.1
+    buffer.allocate()
+    tensor.fill_(4.0)
+    assert view.data_ptr() == buffer.address
+    assert view[5, 7].item() == 4.0
+    buffer.close()
+
+
+def test_touching_a_freed_stable_buffer_ends_the_process_rather_than_reading_zeros() -> None:
+    script = """
+import torch
+from infinity.memory import StableBuffer
+buffer = StableBuffer(8 << 20)
+tensor = buffer.tensor(torch.float32, 1024)
+buffer.allocate(); tensor.fill_(1.0); buffer.free()
+print("value", tensor[3].item())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode < 0, "no signal ended it"
+    assert "value" not in done.stdout
+
+
+def test_the_plain_mapping_serves_without_the_extension() -> None:
+    mapping = _PlainMapping(8192, 4096)
+    assert mapping.address % 4096 == 0
+    assert mapping.nbytes == 8192
+    mapping.open()
+    mapping.shut()
+
+
+def test_a_budget_refuses_what_exceeds_it() -> None:
+    budget = Budget("host memory", 100)
+    budget.take(60, "a")
+    with pytest.raises(CapacityError, match="b needs 50 bytes of host memory, but 60 of 100 are used"):
+        budget.take(50, "b")
+    budget.give(60)
+    budget.take(100, "c")
+    assert budget.peak_bytes == 100
