@@ -171,7 +171,7 @@ def join_master(param: torch.Tensor, low_bits: torch.Tensor, master: torch.Tenso
 
 
 def bare_loop(param: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor) -> None:
-    """Read and write what `adam_fp32` does with next to no arithmetic: its roofline. All float32."""
+    """Read and write what `adam_fp32` does with next to no arithmetic, its roofline; finite values stay. All float32."""
     numel = param.numel()
     for name, tensor in (("param", param), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("grad", grad)):
         _check(name, tensor, numel, torch.float32)

@@ -48,6 +48,10 @@ class StateLayout:
         """Bytes of all fields for one element."""
         return sum(field.dtype.itemsize for field in self.fields)
 
+    def tile_bytes(self, numel: int) -> int:
+        """Bytes of a tile of `numel` elements."""
+        return numel * self.bytes_per_param
+
     def views(self, buffer: torch.Tensor, numel: int) -> dict[str, torch.Tensor]:
         """The fields of a tile of `numel` elements as 1-D tensors over its bytes.
 

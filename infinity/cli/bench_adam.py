@@ -1,0 +1,126 @@
+"""`infinity bench-adam`: the CPU optimizer beside its peers and the memory's limit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinity.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infinity.optim.bench import AdamBenchResult
+
+_PEERS = {"torch-fused": "torch fused", "torch-foreach": "torch foreach"}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("bench-adam", help="measure the CPU optimizer beside torch's and DeepSpeed's")
+    parser.add_argument("--size", type=_count, nargs="+", default=[100_000_000], help="parameters (default 100M)")
+    parser.add_argument("--format", nargs="+", default=["fp32", "split"], help="state formats (default fp32 split)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[os.cpu_count() or 1], help="default: all cores")
+    parser.add_argument("--peer", nargs="*", choices=sorted(_PEERS), default=["torch-fused"])
+    parser.add_argument("--peer-python", type=Path, help="interpreter of an environment that has DeepSpeed")
+    parser.add_argument("--rounds", type=int, default=15, help="measured steps of each (default 15)")
+    parser.add_argument("--json", action="store_true", help="one JSON line a result on standard output")
+    parser.add_argument("--plot", type=Path, help="also draw the rates into this image file")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; returns the exit code."""
+    from infinity.optim.bench import AdamBenchJob, run_adam_bench  # noqa: PLC0415  (torch takes seconds to load)
+
+    for name, least in (("rounds", args.rounds), ("threads", min(args.threads))):
+        if least < 1:
+            raise ConfigError(f"--{name} is {least}; it must be at least 1")
+    records = []
+    for numel in args.size:
+        for threads in args.threads:
+            peers = tuple(_PEERS[name] for name in args.peer)
+            job = AdamBenchJob(numel, threads, tuple(args.format), peers, args.peer_python, args.rounds)
+            results = run_adam_bench(job, _show_progress)
+            _show_progress("")
+            block = [_record(result, results, numel, threads) for result in results]
+            records.extend(block)
+            if args.json:
+                print("\n".join(json.dumps(record) for record in block), flush=True)
+            else:
+                _print_table(block, args.format)
+    if args.plot is not None:
+        _plot(records, args.plot)
+    return 0
+
+
+def _count(text: str) -> int:
+    """A number of parameters: 100M, 1.5B, 4096."""
+    factor = {"K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:].upper(), 1)
+    try:
+        count = int(float(text if factor == 1 else text[:-1]) * factor)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters; write 4096, 100M or 1.5B")
+    return count
+
+
+def _record(result: AdamBenchResult, all_results: list[AdamBenchResult], numel: int, threads: int) -> dict[str, Any]:
+    from infinity import kernels  # noqa: PLC0415  (torch takes seconds to load)
+
+    rate = result.params_per_s(numel)
+    return {
+        "name": result.name,
+        "params": numel,
+        "threads": threads,
+        "instruction_set": kernels.active_instruction_set(),
+        "machine": platform.machine(),
+        "params_per_s": rate,
+        "bytes_per_param": result.bytes_per_param,
+        "bytes_per_s": rate * result.bytes_per_param,
+        "seconds": list(result.seconds),
+        "speed_relative_to": {
+            other.name: dict(zip(("low", "median", "high"), result.ratio(other), strict=True))
+            for other in all_results
+            if other is not result
+        },
+    }
+
+
+def _print_table(block: list[dict[str, Any]], formats: list[str]) -> None:
+    """Rates, and speed relative to everything that is no format of ours, with quartiles."""
+    first = block[0]
+    print(f"{first['params']:,} parameters, {first['threads']} threads, {first['instruction_set']}")
+    others = [record["name"] for record in block if record["name"] not in formats]
+    print(f"  {'':<16}{'G params/s':>11}{'GB/s':>7}  " + "".join(f"{'x ' + name:>26}" for name in others))
+    for record in block:
+        ratios = ""
+        for name in others:
+            ratio = record["speed_relative_to"].get(name)
+            text = "" if ratio is None else f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
+            ratios += f"{text:>26}"
+        rate, bandwidth = record["params_per_s"] / 1e9, record["bytes_per_s"] / 1e9
+        print(f"  {record['name']:<16}{rate:>11.2f}{bandwidth:>7.0f}  {ratios}")
+
+
+def _plot(records: list[dict[str, Any]], path: Path) -> None:
+    try:
+        from matplotlib import pyplot  # noqa: PLC0415  (an optional dependency)
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: python -m pip install matplotlib") from error
+    labels = [f"{r['name']}\n{r['params'] / 1e6:g}M, {r['threads']} thr" for r in records]
+    figure, axes = pyplot.subplots(figsize=(1.5 + 0.9 * len(records), 4), layout="constrained")
+    axes.bar(range(len(records)), [r["params_per_s"] / 1e9 for r in records])
+    axes.set_xticks(range(len(records)), labels, fontsize=7)
+    axes.set_ylabel("G parameters/s (median)")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _show_progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

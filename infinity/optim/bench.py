@@ -1,0 +1,202 @@
+"""Measures the optimizer kernels beside their peers and the memory's limit: the numbers of `infinity bench-adam`.
+
+All contenders take turns, one step each, round after round, so that whatever else the machine does hits all alike.
+The roofline is `bare_loop`: fp32 Adam's reads and writes with next to no arithmetic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from infinity.errors import ConfigError
+from infinity.kernels import Hyper, bare_loop, set_threads
+from infinity.optim.formats import StateLayout, init_states, state_layout, update
+
+ROOFLINE = "bare loop"
+TORCH_PEERS = ("torch fused", "torch foreach")
+DEEPSPEED = "DeepSpeedCPUAdam"
+_PEER_SCRIPT = Path(__file__).with_name("bench_peer.py")
+_LR = 1e-3
+_FP32_BYTES = 28  # read p, g, m, v; write p, m, v
+
+Step = Callable[[], float]  # does one step and returns its seconds
+
+
+@dataclass(frozen=True)
+class AdamBenchJob:
+    """What to measure.
+
+    Attributes:
+        formats: state formats; each with gradients of its parameter's dtype.
+        peers: of `TORCH_PEERS`.
+        peer_python: interpreter that has DeepSpeed, or None to leave it out.
+    """
+
+    numel: int
+    threads: int
+    formats: tuple[str, ...]
+    peers: tuple[str, ...]
+    peer_python: Path | None
+    rounds: int
+
+
+@dataclass(frozen=True)
+class AdamBenchResult:
+    """One contender's steps.
+
+    Attributes:
+        bytes_per_param: memory traffic of a step: what must be read and written once.
+        seconds: of each measured round, in order.
+    """
+
+    name: str
+    bytes_per_param: float
+    seconds: tuple[float, ...]
+
+    def params_per_s(self, numel: int) -> float:
+        """Of the median round."""
+        return numel / sorted(self.seconds)[len(self.seconds) // 2]
+
+    def ratio(self, other: AdamBenchResult) -> tuple[float, float, float]:
+        """How many times as fast as `other`: lower quartile, median and upper quartile over the rounds."""
+        ratios = sorted(b / a for a, b in zip(self.seconds, other.seconds, strict=True))
+        return tuple(ratios[round(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))  # type: ignore[return-value]
+
+
+def run_adam_bench(job: AdamBenchJob, progress: Callable[[str], None]) -> list[AdamBenchResult]:
+    """Measure all contenders of a job; the roofline comes first."""
+    set_threads(job.threads)
+    torch.set_num_threads(job.threads)
+    seconds: dict[str, list[float]] = {}
+    traffic: dict[str, float] = {}
+    with ExitStack() as stack:
+        steps: list[tuple[str, Step]] = []
+        for name, bytes_per_param, step in _contenders(job, stack):
+            progress(f"{job.numel:,} parameters: preparing {name}")
+            step()  # the first one touches fresh memory and, in a peer, may compile
+            steps.append((name, step))
+            traffic[name] = bytes_per_param
+            seconds[name] = []
+        for round_index in range(job.rounds):
+            progress(f"{job.numel:,} parameters: round {round_index + 1} of {job.rounds}")
+            for name, step in steps:
+                seconds[name].append(step())
+    return [AdamBenchResult(name, traffic[name], tuple(times)) for name, times in seconds.items()]
+
+
+def _contenders(job: AdamBenchJob, stack: ExitStack) -> Iterator[tuple[str, float, Step]]:
+    """Name, bytes of traffic per parameter, and step of everything that takes part.
+
+    The fp32 contenders share one set of tensors, and the bare loop leaves their values alone.
+    """
+    generator = torch.Generator().manual_seed(0)
+    param = torch.randn(job.numel, generator=generator)
+    grad = torch.randn(job.numel, generator=generator)
+    exp_avg, exp_avg_sq = torch.zeros(job.numel), grad.square()
+    yield ROOFLINE, _FP32_BYTES, _timed(lambda: bare_loop(param, exp_avg, exp_avg_sq, grad))
+    for name in job.formats:
+        layout = state_layout(name)
+        own = torch.empty(layout.tile_bytes(job.numel), dtype=torch.uint8)
+        states = layout.views(own, job.numel)
+        own_param = torch.empty(job.numel, dtype=layout.param_dtype)
+        init_states(layout, param, own_param, states)
+        yield name, _traffic(layout), _format_step(layout, own_param, states, grad.to(layout.param_dtype))
+    for name in job.peers:
+        yield name, _FP32_BYTES, _torch_step(name, param, exp_avg, exp_avg_sq, grad)
+    if job.peer_python is not None:
+        peer = stack.enter_context(_DeepSpeed(job.peer_python, job.numel, job.threads))
+        yield DEEPSPEED, _FP32_BYTES, peer.step
+
+
+def _timed(body: Callable[[], object]) -> Step:
+    def step() -> float:
+        start_s = time.perf_counter()
+        body()
+        return time.perf_counter() - start_s
+
+    return step
+
+
+def _traffic(layout: StateLayout) -> float:
+    """Bytes read and written per parameter: everything in place, and the gradient, read once."""
+    return 2 * (layout.bytes_per_param + layout.param_dtype.itemsize) + layout.param_dtype.itemsize
+
+
+def _format_step(layout: StateLayout, param: torch.Tensor, states: dict[str, torch.Tensor], grad: torch.Tensor) -> Step:
+    count = 0
+
+    def body() -> None:
+        nonlocal count
+        count += 1
+        hyper = Hyper(_LR, 0.9, 0.999, 1e-8, 0.01, count, decoupled=True)
+        update(layout, param, states, grad, hyper)
+
+    return _timed(body)
+
+
+def _torch_step(
+    name: str, param: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor
+) -> Step:
+    parameter = torch.nn.Parameter(param)
+    parameter.grad = grad
+    fused = name == "torch fused"
+    optimizer = torch.optim.AdamW([parameter], lr=_LR, fused=fused, foreach=not fused)
+    optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    return _timed(optimizer.step)
+
+
+class _DeepSpeed:
+    """DeepSpeed's optimizer in a process and an environment of its own; one line asks for a step."""
+
+    def __init__(self, python: Path, numel: int, threads: int) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
+        environment.setdefault("TORCH_EXTENSIONS_DIR", str(Path(tempfile.gettempdir(), "deepspeed-extensions")))
+        environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"  # its ninja
+        environment.pop("PYTHONPATH", None)
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in __exit__)
+        try:
+            self._process = subprocess.Popen(
+                [str(python), str(_PEER_SCRIPT), str(numel)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env=environment,
+                text=True,
+            )
+        except OSError as error:
+            raise ConfigError(f"--peer-python {python} does not start: {error}") from error
+
+    def __enter__(self) -> _DeepSpeed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
+    def step(self) -> float:
+        """Run one step there and return the seconds that it took.
+
+        Raises:
+            ConfigError: the process has ended, most likely because DeepSpeed does not work in its environment.
+        """
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None and answers is not None  # noqa: PT018  (both are pipes)
+        with contextlib.suppress(BrokenPipeError):
+            requests.write("step\n")
+            requests.flush()
+        while line := answers.readline():  # DeepSpeed prints lines of its own
+            if line.startswith("seconds "):
+                return float(line.split()[1])
+        self._log.seek(0)
+        raise ConfigError(f"the DeepSpeed peer ended; its last words:\n{self._log.read()[-2000:]}")
