@@ -50,9 +50,9 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     print(f"{rows[0]['params'] / 1e6:.0f}M parameters, {rows[0]['tokens']} tokens a step")
-    print(
-        f"{'system':<10} {'step s':>7} {'min':>6} {'max':>6} {'read B/p':>9} {'write B/p':>9} {'RSS GB':>7} {'init s':>7}"
-    )
+    heads = ("step s", "min", "max", "read B/p", "write B/p", "RSS GB", "init s")
+    widths = (7, 6, 6, 9, 9, 7, 7)
+    print(f"{'system':<10} " + " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
     for row in rows:
         print(
             f"{row['system']:<10} {row['step_s']:>7.2f} {row['step_min_s']:>6.2f} {row['step_max_s']:>6.2f} "

@@ -135,7 +135,7 @@ class Engine:
         self.micro_steps += 1
         if not last:
             return
-        with self._counters.phase("step"):
+        with self._counters.phase("update"):
             self.optimizer.step()
             outcome = self._outcome = self._updates.outcome
             if outcome.skipped:

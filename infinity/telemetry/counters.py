@@ -30,7 +30,7 @@ class StepStats:
     """What the last step cost.
 
     Attributes:
-        phase_s: wall seconds of the compute thread by phase (`forward`, `backward`, `step`).
+        phase_s: wall seconds of the compute thread by phase (`forward`, `backward`, `update`).
         tier_bytes: bytes moved, by route: `nvme_read`, `nvme_write`, `host_to_device`, `device_to_host`.
         stall_s: seconds that the compute thread waited, by `StallCause` value.
         peak_bytes: high-water mark since the start, by tier (`host`, `device`).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,21 +11,35 @@ from infinity.memory import Arena, Lease
 
 
 class GradStore:
-    """Flat gradient buffers, one a unit, leased from the arena while they are needed.
+    """Flat gradient buffers, one a unit.
+
+    A unit has a buffer of its own where the capacity holds all of them, or where it is in `standing`. The others
+    lease one while they need it; they come and go together, so that the room for them never stays fragmented.
 
     Args:
         numels: trainable elements of each unit, padded.
         dtype: dtype in which gradients are held (float32 where they are accumulated over micro-batches).
         capacity_bytes: most that may be leased at once.
+        standing: units whose gradients stay open while those of others come and go.
     """
 
-    def __init__(self, numels: Sequence[int], dtype: torch.dtype, arena: Arena, capacity_bytes: int) -> None:
-        self._numels = tuple(numels)
+    def __init__(
+        self,
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        arena: Arena,
+        capacity_bytes: int,
+        standing: Collection[int],
+    ) -> None:
+        self._sizes = [numel * dtype.itemsize for numel in numels]
         self._dtype = dtype
         self._arena = arena
-        self._capacity_bytes = capacity_bytes
-        self._used_bytes = 0
+        self._left_bytes = capacity_bytes
+        own = range(len(numels)) if sum(self._sizes) <= capacity_bytes else standing
+        self._own = {unit: arena.lease(self._sizes[unit]) for unit in own}
+        self._left_bytes -= sum(self._sizes[unit] for unit in own)
         self._open: dict[int, GradLease] = {}
+        self._lent: set[int] = set()
 
     def get(self, unit: int) -> torch.Tensor | None:
         """The unit's gradient buffer, if it is open."""
@@ -33,28 +47,34 @@ class GradStore:
         return None if lease is None else lease.tensor
 
     def try_open(self, unit: int) -> torch.Tensor | None:
-        """Lease a buffer with undefined content; None while there is no room."""
-        nbytes = self._numels[unit] * self._dtype.itemsize
-        if self._used_bytes + nbytes > self._capacity_bytes:
+        """A buffer with undefined content; None while there is no room, or an update still has the unit's last."""
+        if unit in self._lent:
             return None
-        lease = self._arena.try_lease(nbytes)
-        if lease is None:
-            return None
-        self._used_bytes += nbytes
-        self._open[unit] = GradLease(self, lease, lease.tensor(self._dtype, self._numels[unit]))
+        memory = self._own.get(unit)
+        if memory is None:
+            if self._sizes[unit] > self._left_bytes:
+                return None
+            memory = self._arena.try_lease(self._sizes[unit])
+            if memory is None:
+                return None
+            self._left_bytes -= self._sizes[unit]
+        self._lent.add(unit)
+        self._open[unit] = GradLease(self, unit, memory, memory.tensor(self._dtype))
         return self._open[unit].tensor
 
     def hand_over(self, unit: int) -> GradLease:
-        """Pass the buffer to the unit's update, which releases it; the unit's next gradients get another."""
+        """Pass the buffer to the unit's update, which releases it."""
         return self._open.pop(unit)
 
     def drop(self, unit: int) -> None:
         """Give the unit's buffer back unused."""
         self.hand_over(unit).release()
 
-    def _give_back(self, lease: Lease) -> None:
-        self._used_bytes -= lease.nbytes
-        lease.release()
+    def _give_back(self, unit: int, memory: Lease) -> None:
+        self._lent.discard(unit)
+        if unit not in self._own:
+            self._left_bytes += self._sizes[unit]
+            memory.release()
 
 
 @dataclass(frozen=True)
@@ -62,8 +82,10 @@ class GradLease:
     """One unit's gradients of one step."""
 
     store: GradStore
-    lease: Lease
+    unit: int
+    memory: Lease
     tensor: torch.Tensor
 
     def release(self) -> None:
-        self.store._give_back(self.lease)
+        """The gradients were used; the buffer may hold others."""
+        self.store._give_back(self.unit, self.memory)

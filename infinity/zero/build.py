@@ -20,7 +20,7 @@ from infinity.schedule import MemoryNeeds, MemorySplit, split_memory
 from infinity.telemetry import Counters
 from infinity.tiers import FlatSpec, GradStore, ParamStore, StateStore, SwapPath, SwapSpace, UnifiedParams
 from infinity.zero.executor import Executor
-from infinity.zero.partition import Partition, make_partition
+from infinity.zero.partition import PERSISTENT, Partition, make_partition
 from infinity.zero.updates import UpdateSchedule
 
 RING_SLOTS = 4  # one tile read, one updated, one written, and one of slack between the rates
@@ -140,7 +140,8 @@ def build_runtime(model: nn.Module, groups: Mapping[str, int], config: Config) -
         params = UnifiedParams(specs, swap if params_on_nvme else None, budget, counters)
         if swap is not None:
             swap.create()
-        grads = GradStore(shard_numels, grad_dtype, arena, split.grads_bytes)
+        standing = [unit.index for unit in partition.units if unit.name == PERSISTENT]
+        grads = GradStore(shard_numels, grad_dtype, arena, split.grads_bytes, standing)
         if io is not None and slots:
             for slot in slots:
                 io.register(slot.span())
@@ -202,10 +203,10 @@ def _needs(
     moving = sorted((spec for spec in specs if spec.offloaded), key=lambda spec: spec.nbytes, reverse=True)
     shard_numels = sorted((unit.shard_numel for unit in partition.units), reverse=True)
     grads = [numel * grad_dtype.itemsize for numel in shard_numels]
-    held_to_the_end = sum(unit.shard_numel * grad_dtype.itemsize for unit in partition.units[-1:] if unit.persistent)
+    standing = sum(unit.shard_numel * grad_dtype.itemsize for unit in partition.units if unit.name == PERSISTENT)
     if schedule is UpdateSchedule.BACKWARD and config.gradient_accumulation_steps == 1:
-        grads_min = min(sum(grads), grads[0] + held_to_the_end)
-        grads_most = min(sum(grads), sum(grads[:_GRADS_IN_FLIGHT]) + held_to_the_end)
+        grads_min = min(sum(grads), grads[0] + standing)
+        grads_most = min(sum(grads), sum(grads[:_GRADS_IN_FLIGHT]) + standing)
     else:
         grads_min = grads_most = sum(grads)
     states = sum(shard_numels) * layout.bytes_per_param

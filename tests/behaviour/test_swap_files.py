@@ -1,0 +1,197 @@
+"""Swap files are private, reserved up front, and never left behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
+
+RECIPE = Recipe("bf16")
+
+_RUN = """
+import json, sys, time
+from pathlib import Path
+from tests.behaviour.reference import batches, loss_of, tiny_gpt2
+import infinity
+
+engine, *_ = infinity.initialize(model=tiny_gpt2(), config=json.loads(sys.argv[1]))
+for ids in batches(2):
+    engine.backward(loss_of(engine, ids))
+    engine.step()
+print("ready", flush=True)
+if sys.argv[2] == "exit":
+    sys.exit(0)
+if sys.argv[2] == "raise":
+    raise RuntimeError("on purpose")
+time.sleep(60)
+"""
+
+
+def start(path: Path, ending: str) -> subprocess.Popen[str]:
+    config = json.dumps(RECIPE.config(Placement("nvme", "nvme", path)))
+    process = subprocess.Popen(
+        [sys.executable, "-c", _RUN, config, ending],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "ready", process.communicate()[1]
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> int:
+    process.communicate(timeout=60)
+    return process.returncode
+
+
+@pytest.mark.parametrize("ending", ["exit", "raise"])
+def test_no_swap_file_remains_after_the_process_ends(ending, tmp_path) -> None:
+    end(start(tmp_path, ending))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_swap_file_remains_after_a_signal(number, tmp_path) -> None:
+    process = start(tmp_path, "wait")
+    assert list(tmp_path.iterdir())
+    process.send_signal(number)
+    assert end(process) in (-number, 1, 128 + number)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_left_by_kill_9_is_removed_at_the_next_start_and_a_living_ones_is_not(tmp_path) -> None:
+    living = start(tmp_path, "wait")
+    dead = start(tmp_path, "wait")
+    dead.kill()
+    end(dead)
+    assert len(list(tmp_path.iterdir())) == 2
+    config = RECIPE.config(Placement("nvme", "nvme", tmp_path))
+    with infinity.initialize(model=tiny_gpt2(), config=config)[0]:
+        assert len(list(tmp_path.iterdir())) == 2  # the living one's, and ours
+    assert len(list(tmp_path.iterdir())) == 1
+    living.terminate()
+    end(living)
+    assert not list(tmp_path.iterdir())
+
+
+def test_swap_files_are_private_and_reserved(tmp_path) -> None:
+    config = RECIPE.config(Placement("nvme", "nvme", tmp_path))
+    with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
+        (file,) = tmp_path.iterdir()
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert file.stat().st_blocks * 512 >= file.stat().st_size
+        assert file.stat().st_size >= engine.stats().peak_bytes.get("nvme", 0)
+
+
+def test_a_missing_path_is_named(tmp_path) -> None:
+    config = RECIPE.config(Placement("nvme", "nvme", tmp_path / "missing"))
+    with pytest.raises(infinity.StorageError, match=r"create the directory.*missing") as refused:
+        infinity.initialize(model=tiny_gpt2(), config=config)
+    assert refused.value.errno == errno.ENOENT
+
+
+def test_a_path_without_permission_is_named(tmp_path) -> None:
+    """Root may write anywhere, so the file system itself must refuse."""
+    mount = tmp_path / "readonly"
+    mount.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(mount)], check=False, capture_output=True
+    ).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        config = RECIPE.config(Placement("nvme", "nvme", mount))
+        with pytest.raises(infinity.StorageError, match="cannot create a swap file here") as refused:
+            infinity.initialize(model=tiny_gpt2(), config=config)
+        assert refused.value.errno == errno.EROFS
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_full_disk_is_refused_at_the_start_and_leaves_nothing(tmp_path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(mount)], check=False, capture_output=True
+    ).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        config = RECIPE.config(Placement("nvme", "nvme", mount))
+        with pytest.raises(infinity.StorageError, match=r"cannot reserve \d+ bytes.*bytes are free") as refused:
+            infinity.initialize(model=tiny_gpt2(), config=config)
+        assert refused.value.errno == errno.ENOSPC
+        assert not list(mount.iterdir())
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_capacity_that_is_too_small_is_refused(tmp_path) -> None:
+    config = RECIPE.config(Placement("nvme", "nvme", tmp_path))
+    config["tiering"]["nvme"][0]["capacity"] = "100KiB"
+    with pytest.raises(infinity.StorageError, match="do not fit the NVMe capacities") as refused:
+        infinity.initialize(model=tiny_gpt2(), config=config)
+    assert refused.value.errno == errno.ENOSPC
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_paths_share_the_states(tmp_path) -> None:
+    paths = [tmp_path / name for name in ("a", "b")]
+    for path in paths:
+        path.mkdir()
+    config = RECIPE.config(Placement("nvme", "nvme", tmp_path, "64KiB"))
+    config["tiering"]["nvme"] = [{"path": str(path)} for path in paths]
+    with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
+        sizes = [next(path.iterdir()).stat().st_size for path in paths]
+        assert min(sizes) > 0.5 * max(sizes)
+        engine.backward(loss_of(engine, batches(1)[0]))
+        engine.step()
+    assert not any(list(path.iterdir()) for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: nn.ReLU(), "no floating-point parameters"),
+        (lambda: nn.Linear(4, 4).requires_grad_(False), "nothing to train"),
+        (lambda: nn.Linear(4, 4).double(), "`weight` is float64"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(build, message, tmp_path) -> None:
+    with pytest.raises(infinity.ConfigError, match=message):
+        infinity.initialize(model=build(), config=RECIPE.config(Placement("nvme", "nvme", tmp_path)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_io_error_while_training_reaches_the_loop_and_cleans_up(tmp_path) -> None:
+    """The swap file is truncated under the engine."""
+    config = RECIPE.config(Placement("nvme", "nvme", tmp_path, "64KiB", host_memory="700KiB"))
+    engine, *_ = infinity.initialize(model=tiny_gpt2(), config=config)
+    (file,) = tmp_path.iterdir()
+    os.truncate(file, 0)
+
+    def train() -> None:
+        for ids in batches(4):
+            engine.backward(loss_of(engine, ids))
+            engine.step()
+        engine.synchronize()
+
+    with pytest.raises(infinity.StorageError, match="end of the file"):
+        train()
+    started = time.monotonic()
+    engine.close()
+    assert time.monotonic() - started < 20
+    assert not list(tmp_path.iterdir())
+    assert torch.isnan(next(engine.module.parameters())).all()

@@ -1,0 +1,215 @@
+"""The command line does the job, says what it did, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    """A directory with a swap directory, some text and a configuration."""
+    (tmp_path / "swap").mkdir()
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    write_config(tmp_path)
+    return tmp_path
+
+
+def write_config(workspace: Path, **changes: Any) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 1000,
+            "offload_param": {"device": "nvme"},
+            "offload_optimizer": {"device": "nvme"},
+        },
+        "tiering": {"nvme": [{"path": str(workspace / "swap")}], "tile_size": "64KiB", "host_memory": "1MiB"},
+    }
+    (workspace / "config.json").write_text(json.dumps(config | changes))
+
+
+def train_arguments(workspace: Path, *more: str) -> list[str]:
+    return [
+        *("train", "--model", "gpt2:tiny", "--data", str(workspace / "text.txt"), "--seq-len", "64", "--json"),
+        *("--config", str(workspace / "config.json"), "--save-dir", str(workspace / "saved"), *more),
+    ]
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def train(workspace: Path, capsys: pytest.CaptureFixture[str], *more: str) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert main(train_arguments(workspace, *more)) == 0
+    assert not list((workspace / "swap").iterdir())
+    return lines(capsys.readouterr().out)
+
+
+def test_train_learns_and_reports_every_step(workspace, capsys) -> None:
+    steps = train(workspace, capsys, "--steps", "30")
+    assert [step["step"] for step in steps] == list(range(1, 31))
+    assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
+    for step in steps[2:]:
+        assert step["step_s"] >= step["forward_s"] + step["backward_s"]
+        assert step["nvme_read_bytes"] > 0
+        assert step["nvme_write_bytes"] > 0
+        assert 0 < step["peak_host_bytes"] <= 1 << 20
+        assert step["peak_device_bytes"] == 0
+        assert step["tokens_per_s"] > 0
+        assert step["grad_norm"] > 0
+        assert isinstance(step["stall_s"], dict)
+
+
+def test_save_exit_resume_continues_bit_for_bit(workspace, capsys) -> None:
+    whole = train(workspace, capsys, "--steps", "20")
+    train(workspace, capsys, "--steps", "10", "--save-every", "10")
+    resumed = train(workspace, capsys, "--steps", "20", "--resume")
+    assert [step["step"] for step in resumed] == list(range(11, 21))
+    assert [step["loss"] for step in resumed] == [step["loss"] for step in whole[10:]]
+
+
+def test_resume_without_a_checkpoint_starts_afresh(workspace, capsys) -> None:
+    assert [s["step"] for s in train(workspace, capsys, "--steps", "2", "--resume")] == [1, 2]
+
+
+def test_the_learning_rate_of_the_command_line_wins(workspace, capsys) -> None:
+    assert train(workspace, capsys, "--steps", "1", "--lr", "0.5")[0]["lr"] == 0.5
+
+
+def test_lines_for_people_end_with_what_moved_where(workspace, capsys) -> None:
+    arguments = [argument for argument in train_arguments(workspace, "--steps", "3") if argument != "--json"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().err
+    assert "step 3/3" in shown
+    for row in ("nvme read", "nvme write", "peak host", "loss"):
+        assert row in shown
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_training_after_the_step(number, code, workspace) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infinity.cli.main", *train_arguments(workspace, "--steps", "100000")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    for _ in range(2):
+        process.stdout.readline()
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert not list((workspace / "swap").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "gpt3"], "did you mean gpt2"),
+        (["--data", "/does/not/exist"], "--data /does/not/exist does not exist"),
+        (["--seq-len", "100000"], "takes at most 256 tokens"),
+        (["--tokenizer", "/does/not/exist"], "--tokenizer /does/not/exist cannot be loaded"),
+        (["--config", "/does/not/exist.json"], "cannot read the configuration"),
+    ],
+)
+def test_bad_arguments_are_one_clear_line(arguments, message, workspace, capsys) -> None:
+    assert main(train_arguments(workspace, "--steps", "1", *arguments)) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert message in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"zero_optimisation": {}}, "did you mean `zero_optimization`"),
+        ({"tiering": {"nvme": [{"path": "/does/not/exist"}]}}, "cannot use this nvme path"),
+        ({"tiering": {"nvme": [{"path": "."}], "host_memory": "10KiB"}}, "needs at least"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, "fp16 training is not available"),
+        ({"zero_optimization": {"stage": 2}}, "stage 3 only"),
+    ],
+)
+def test_bad_configurations_are_one_clear_line(changes, message, workspace, capsys) -> None:
+    write_config(workspace, **changes)
+    assert main(train_arguments(workspace, "--steps", "1")) == 2
+    assert message in capsys.readouterr().err
+    assert not list((workspace / "swap").iterdir())
+
+
+def test_bench_io_measures_and_cleans_up(tmp_path, capsys) -> None:
+    options = ["--path", str(tmp_path), "--size", "32MiB", "--runs", "2", "--block-size", "256KiB"]
+    assert (
+        main(["bench-io", *options, "--json", "--op", "read", "--op", "write", "--op", "mixed", "--op", "randread"])
+        == 0
+    )
+    results = lines(capsys.readouterr().out)
+    assert [result["op"] for result in results] == ["read", "write", "mixed", "randread"]
+    for result in results:
+        rates = result["bytes_per_s"]
+        assert 0 < rates["min"] <= rates["median"] <= rates["max"]
+        assert result["latency_s"]["p50"] <= result["latency_s"]["p99"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("backend", ["threads", "aiofiles"])
+def test_bench_io_runs_every_backend(backend, tmp_path, capsys) -> None:
+    options = ["--path", str(tmp_path), "--size", "16MiB", "--runs", "1", "--block-size", "128KiB", "--op", "mixed"]
+    assert main(["bench-io", *options, "--backend", backend]) == 0
+    assert backend in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--size", "900TiB"], "would fill the drive"),
+        (["--op", "erase"], "choose one of read, write, mixed, randread"),
+        (["--backend", "libaio"], "does not exist"),
+        (["--queue-depth", "0"], "--queue-depth is 0"),
+        (["--size", "1MiB"], "too small"),
+        (["--path", "/does/not/exist"], "cannot use this path"),
+    ],
+)
+def test_bench_io_refuses_what_cannot_work(options, message, tmp_path, capsys) -> None:
+    assert main(["bench-io", "--path", str(tmp_path), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_env_tells_what_is_here(tmp_path, capsys) -> None:
+    assert main(["env", "--path", str(tmp_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["io"]["chosen by auto"] in ("io_uring", "threads", "aiofiles")
+    assert report["paths"][str(tmp_path)]["writable"] == "yes"
+    assert "direct I/O" in report["paths"][str(tmp_path)]
+    assert report["processor"]["optimizer kernels"]
+    assert main(["env", "--path", "/does/not/exist"]) == 0
+    assert "no such directory" in capsys.readouterr().out
+
+
+def test_help_is_quick_and_needs_no_torch() -> None:
+    script = """
+import sys
+from infinity.cli.main import main
+try:
+    main(["--help"])
+except SystemExit:
+    assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
