@@ -1,4 +1,6 @@
 // infinity._aio: the native I/O engines and address ranges.
+#include <algorithm>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -19,6 +21,8 @@ namespace infinity::aio {
 
 namespace {
 
+constexpr double kSignalCheck_s = 0.1;
+
 // A Python object that lives as long as a request. The engine's threads never hold the GIL, so they only hand the
 // reference over; the next call from Python drops it.
 class PythonOwner final : public Owner {
@@ -30,10 +34,14 @@ class PythonOwner final : public Owner {
         dropped().push_back(object_);
     }
 
+    // Does not wait for the lock: fork() may have left it taken for good, and the next call collects as well.
     static void collect() {
         std::vector<py::handle> batch;
         {
-            const std::lock_guard lock(mutex());
+            const std::unique_lock lock(mutex(), std::try_to_lock);
+            if (!lock) {
+                return;
+            }
             batch.swap(dropped());
         }
         for (const py::handle object : batch) {
@@ -62,6 +70,39 @@ std::shared_ptr<Request> submit(Engine& engine, bool write, std::shared_ptr<File
                                   static_cast<Priority>(priority), std::make_unique<PythonOwner>(std::move(owner)));
     engine.submit(request);
     return request;
+}
+
+// Waits without the GIL, but lets Python handle signals meanwhile: Ctrl-C ends the wait, not the request.
+bool wait(Request& request, double timeout_s) {
+    using Clock = std::chrono::steady_clock;
+    if (request.orphaned()) {
+        throw std::logic_error("this request belongs to the parent process; the child cannot wait for it");
+    }
+    const auto start = Clock::now();
+    for (;;) {
+        const double waited_s = std::chrono::duration<double>(Clock::now() - start).count();
+        const double slice_s = timeout_s < 0 ? kSignalCheck_s : std::min(kSignalCheck_s, timeout_s - waited_s);
+        bool done = request.done();
+        if (!done) {
+            const py::gil_scoped_release release;
+            done = request.wait(std::max(0.0, slice_s));
+        }
+        PythonOwner::collect();
+        if (done || (timeout_s >= 0 && slice_s < kSignalCheck_s)) {
+            return done;
+        }
+        if (PyErr_CheckSignals() != 0) {
+            throw py::error_already_set();
+        }
+    }
+}
+
+void close(Engine& engine) {
+    {
+        const py::gil_scoped_release release;
+        engine.close();
+    }
+    PythonOwner::collect();
 }
 
 std::unique_ptr<Engine> make_engine(const std::string& backend, std::size_t block_nbytes, int depth, int threads,
@@ -100,14 +141,13 @@ std::unique_ptr<Engine> make_engine(const std::string& backend, std::size_t bloc
 void register_requests(py::module_& m) {
     py::class_<File, std::shared_ptr<File>>(m, "File")
         .def(py::init<std::string, bool>(), py::arg("path"), py::arg("read_only"))
-        .def("close", &File::close)
         .def_property_readonly("direct", &File::direct)
         .def_property_readonly("alignment", &File::alignment)
         .def_property_readonly("path", &File::path);
 
     py::class_<Request, std::shared_ptr<Request>>(m, "Request")
         .def("done", &Request::done)
-        .def("wait", &Request::wait, py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
+        .def("wait", &wait, py::arg("timeout_s"))
         .def("outcome", [](const Request& request) {
             const Outcome outcome = request.outcome();
             return py::make_tuple(outcome.nbytes, outcome.error, outcome.offset);
@@ -123,7 +163,8 @@ void register_engines(py::module_& m) {
              py::arg("nbytes"), py::arg("priority"), py::arg("owner"))
         .def("register_buffer", &Engine::register_buffer, py::arg("address"), py::arg("nbytes"),
              py::call_guard<py::gil_scoped_release>())
-        .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
+        .def("release_files", &Engine::release_files)
+        .def("close", &close)
         .def("stats", [](const Engine& engine) {
             const Stats stats = engine.stats();
             return py::make_tuple(stats.bytes_read, stats.bytes_written, stats.blocks, stats.fixed_blocks);

@@ -11,7 +11,8 @@
 namespace infinity::aio {
 
 namespace {
-constexpr int kMaxRetries = 1000; // of one block without progress
+constexpr int kMaxRetries = 1000;   // of one block without progress
+constexpr int kMaxRetriesAtEnd = 8; // of a transfer that ends before the next aligned position
 constexpr std::chrono::microseconds kRetryPause{200};
 } // namespace
 
@@ -39,10 +40,14 @@ bool Engine::forked() const {
     return getpid() != owner_;
 }
 
-void Engine::submit(std::shared_ptr<Request> request) {
+void Engine::refuse_in_child() const {
     if (forked()) {
         throw std::logic_error("this I/O engine belongs to the parent process; open one in the child");
     }
+}
+
+void Engine::submit(std::shared_ptr<Request> request) {
+    refuse_in_child();
     queue_.push(std::move(request));
     wake();
 }
@@ -63,14 +68,14 @@ Engine::Verdict Engine::judge(Block& block, long result, int& error) {
         return Verdict::failed;
     }
     // Direct I/O continues at an aligned position only; bytes beyond the last one are transferred once more.
-    const std::size_t alignment = block.request->file->alignment();
+    const std::size_t alignment = block.request->file()->alignment();
     std::size_t moved = static_cast<std::size_t>(result);
     if (block.moved + moved < block.nbytes) {
         moved -= moved % alignment;
     }
-    if (moved == 0) { // the file ends here, or a transfer that never gets to the next aligned position
-        if (result == 0 || ++block.retries > kMaxRetries) {
-            error = ENODATA;
+    if (moved == 0) { // the file ends here, perhaps between two aligned positions
+        if (result == 0 || ++block.retries > kMaxRetriesAtEnd) {
+            error = block.request->op == Op::read ? ENODATA : EIO;
             return Verdict::failed;
         }
         return Verdict::again;

@@ -39,11 +39,18 @@ class Engine {
 
     virtual const char* name() const = 0;
 
-    // Queues a request. Throws std::logic_error when closed, or in a forked child, which has no engine threads.
+    // Throws std::logic_error in a forked child, which has none of the engine's threads.
+    void refuse_in_child() const;
+
+    // Queues a request. Throws std::logic_error when closed, or in a forked child.
     void submit(std::shared_ptr<Request> request);
 
-    // Registers a buffer with the kernel; returns 0, or the errno of the refusal.
+    // Registers a buffer with the kernel; returns 0, or the errno of the refusal. The memory must stay mapped until
+    // the engine is closed: the kernel goes on using these pages for this address.
     virtual int register_buffer(std::uintptr_t address, std::size_t nbytes) = 0;
+
+    // Lets go of files that nobody else holds any more.
+    virtual void release_files() {}
 
     // Finishes everything that was submitted, then stops.
     virtual void close() = 0;

@@ -43,14 +43,7 @@ File::File(std::string path, bool read_only) : path_(std::move(path)) {
 }
 
 File::~File() {
-    close();
-}
-
-void File::close() {
-    if (fd_ >= 0) {
-        ::close(fd_);
-        fd_ = -1;
-    }
+    ::close(fd_);
 }
 
 } // namespace infinity::aio

@@ -6,7 +6,8 @@
 
 namespace infinity::aio {
 
-// Move-only owner of a descriptor.
+// Owner of a descriptor. There is no `close`: the descriptor goes with the last request that uses it, because a number
+// that was closed early could already mean another file.
 class File {
   public:
     // Opens an existing file, past the page cache where the filesystem allows it. Throws std::system_error.
@@ -14,8 +15,6 @@ class File {
     ~File();
     File(const File&) = delete;
     File& operator=(const File&) = delete;
-
-    void close();
 
     int fd() const { return fd_; }
     bool direct() const { return direct_; }

@@ -26,6 +26,7 @@ bool Request::wait(double timeout_s) {
 
 void Request::complete() {
     owner_.reset();
+    file_.reset();
     {
         const std::lock_guard lock(mutex_);
         done_.store(true, std::memory_order_release);
@@ -102,8 +103,7 @@ bool BlockQueue::pop(Block& block) {
         if (take(block)) {
             return true;
         }
-        const bool empty = waiting_[kDemand].empty() && waiting_[kPrefetch].empty() && waiting_[kWriteBack].empty();
-        if (closed_ && empty) {
+        if (closed_ && empty()) {
             return false;
         }
         changed_.wait(lock);
@@ -148,9 +148,13 @@ void BlockQueue::close() {
     changed_.notify_all();
 }
 
-bool BlockQueue::closed() const {
+bool BlockQueue::drained() const {
     const std::lock_guard lock(mutex_);
-    return closed_;
+    return closed_ && empty() && in_flight_ == 0;
+}
+
+bool BlockQueue::empty() const {
+    return waiting_[kDemand].empty() && waiting_[kPrefetch].empty() && waiting_[kWriteBack].empty();
 }
 
 } // namespace infinity::aio

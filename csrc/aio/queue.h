@@ -33,14 +33,18 @@ class BlockQueue {
     // The block is over; `error` is 0 or an errno. Completes the request with its last block.
     void finish(const Block& block, int error);
 
+    // Takes no more requests; those that it has are served.
     void close();
-    bool closed() const;
+
+    // Closed, and every request is over.
+    bool drained() const;
 
   private:
     static constexpr int kWriteBackShare = 4;
 
     bool take(Block& block);
     int choose() const;
+    bool empty() const;
     void complete_if_over(const std::shared_ptr<Request>& request);
 
     const std::size_t block_nbytes_;

@@ -7,6 +7,10 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
+
+#include <sys/types.h>
+#include <unistd.h>
 
 #include "file.h"
 
@@ -27,7 +31,8 @@ struct Outcome {
 
 // [Note: who keeps the buffer alive]
 // The kernel may write into a request's buffer until the last of its blocks has completed, whether or not anybody
-// still holds the future. The engine therefore keeps the request, and the request its `Owner`, until then.
+// still holds the future. The engine therefore keeps the request, and the request its `Owner` and its file, until
+// then, and no longer: a future that is kept around keeps neither memory nor a descriptor.
 class Owner {
   public:
     virtual ~Owner() = default;
@@ -37,17 +42,22 @@ class Request {
   public:
     Request(Op op, std::shared_ptr<File> file, std::uint64_t offset, std::uintptr_t address, std::size_t nbytes,
             Priority priority, std::unique_ptr<Owner> owner)
-        : op(op), priority(priority), file(std::move(file)), offset(offset), address(address), nbytes(nbytes),
+        : op(op), priority(priority), offset(offset), address(address), nbytes(nbytes), file_(std::move(file)),
           owner_(std::move(owner)) {}
 
     const Op op;
     const Priority priority;
-    const std::shared_ptr<File> file;
     const std::uint64_t offset;
     const std::uintptr_t address;
     const std::size_t nbytes;
 
+    // Valid until the request is done.
+    const std::shared_ptr<File>& file() const { return file_; }
+
     bool done() const { return done_.load(std::memory_order_acquire); }
+
+    // Not done, and never to be: the engine that works on it was left behind by fork().
+    bool orphaned() const { return !done() && getpid() != process_; }
 
     // Blocks until the request is done, at most `timeout_s` seconds if that is not negative; false on timeout.
     bool wait(double timeout_s);
@@ -65,7 +75,9 @@ class Request {
     int in_flight_ = 0;
     Outcome outcome_;
 
+    std::shared_ptr<File> file_;
     std::unique_ptr<Owner> owner_;
+    const pid_t process_ = getpid();
     std::atomic<bool> done_{false};
     std::mutex mutex_;
     std::condition_variable changed_;

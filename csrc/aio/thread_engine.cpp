@@ -59,7 +59,7 @@ class ThreadEngine final : public Engine {
         void* const buffer = reinterpret_cast<void*>(block.address + block.moved);
         const std::size_t nbytes = block.nbytes - block.moved;
         const auto offset = static_cast<off_t>(block.offset + block.moved);
-        const int fd = block.request->file->fd();
+        const int fd = block.request->file()->fd();
         const ssize_t result =
             block.request->op == Op::read ? pread(fd, buffer, nbytes, offset) : pwrite(fd, buffer, nbytes, offset);
         return result < 0 ? -errno : faults_.shorten(result);

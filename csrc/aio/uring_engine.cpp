@@ -10,8 +10,11 @@
 #ifdef INFINITY_HAVE_URING
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <deque>
 #include <future>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -26,7 +29,9 @@ namespace infinity::aio {
 namespace {
 
 constexpr unsigned kMaxRegions = 64;
+constexpr unsigned kMaxFiles = 64;
 constexpr std::size_t kMaxRegionNbytes = std::size_t{1} << 30; // the kernel's limit for one registered buffer
+constexpr std::chrono::milliseconds kRefusalPause{1};
 
 struct Region {
     std::uintptr_t address;
@@ -39,6 +44,18 @@ struct Registration {
     std::uintptr_t address;
     std::size_t nbytes;
     std::promise<int> result;
+};
+
+// A place in the table of registered files, whose descriptors the kernel need not look up for every block. It owns
+// nothing, so that a file is closed when its last request is over; and it tells files apart by their control blocks,
+// which a weak pointer keeps from being reused, where an address might mean a newer file.
+struct Place {
+    bool taken = false;
+    std::weak_ptr<File> file;
+
+    bool holds(const std::shared_ptr<File>& other) const {
+        return taken && !file.owner_before(other) && !other.owner_before(file);
+    }
 };
 
 struct Slot {
@@ -77,6 +94,7 @@ class UringEngine final : public Engine {
     const char* name() const override { return "io_uring"; }
 
     int register_buffer(std::uintptr_t address, std::size_t nbytes) override {
+        refuse_in_child();
         for (std::size_t done = 0; done < nbytes; done += kMaxRegionNbytes) {
             Registration registration{address + done, std::min(kMaxRegionNbytes, nbytes - done), {}};
             auto result = registration.result.get_future();
@@ -95,6 +113,13 @@ class UringEngine final : public Engine {
         return 0;
     }
 
+    void release_files() override {
+        if (!forked()) {
+            files_changed_ = true;
+            wake();
+        }
+    }
+
     void close() override {
         if (!thread_.joinable()) {
             return;
@@ -109,7 +134,12 @@ class UringEngine final : public Engine {
     }
 
   private:
+    // A system call only if the ring's thread may be asleep. It says so before it looks at the queue for the last
+    // time, and the queue's mutex orders that against the push: it has seen the request, or it is woken.
     void wake() override {
+        if (!may_sleep_.exchange(false)) {
+            return;
+        }
         const std::uint64_t one = 1;
         while (write(wake_fd_, &one, sizeof one) < 0 && errno == EINTR) {
         }
@@ -125,16 +155,32 @@ class UringEngine final : public Engine {
         }
         arm_wake();
         for (;;) {
+            may_sleep_ = true;
             register_pending();
+            if (files_changed_.exchange(false)) {
+                forget_files();
+            }
             start_blocks();
-            if (in_flight_ == 0 && queue_.closed() && !more_waits_) {
+            if (queue_.drained()) {
                 break;
             }
-            io_uring_submit_and_wait(&ring_, 1);
+            wait_for_events();
             reap();
         }
         refuse_registrations();
         io_uring_queue_exit(&ring_);
+    }
+
+    void wait_for_events() {
+        if (options_.iopoll && in_flight_ == 0) { // such a ring polls the drive, and cannot wait for the wake-up
+            while (read(wake_fd_, &wake_count_, sizeof wake_count_) < 0 && errno == EINTR) {
+            }
+            return;
+        }
+        const int result = io_uring_submit_and_wait(&ring_, 1);
+        if (result < 0 && result != -EINTR) { // short of memory, for instance: the entries wait to be submitted again
+            std::this_thread::sleep_for(kRefusalPause);
+        }
     }
 
     int set_up() {
@@ -151,20 +197,27 @@ class UringEngine final : public Engine {
         if (flags == 0) { // completions are handled when this thread asks for them, not by interrupting it
             params.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
             if (io_uring_queue_init_params(entries, &ring_, &params) == 0) {
-                return make_table();
+                make_tables();
+                return 0;
             }
             params = io_uring_params{};
         }
 #endif
         params.flags = flags;
         const int result = io_uring_queue_init_params(entries, &ring_, &params);
-        return result < 0 ? -result : make_table();
+        if (result < 0) {
+            return -result;
+        }
+        make_tables();
+        return 0;
     }
 
-    // An empty table that regions are put into later; without it every buffer is used unregistered.
-    int make_table() {
-        has_table_ = io_uring_register_buffers_sparse(&ring_, kMaxRegions) == 0;
-        return 0;
+    // Empty tables that buffers and files are put into later; without them they are used unregistered.
+    void make_tables() {
+        has_region_table_ = io_uring_register_buffers_sparse(&ring_, kMaxRegions) == 0;
+        if (io_uring_register_files_sparse(&ring_, kMaxFiles) == 0) {
+            files_.resize(kMaxFiles);
+        }
     }
 
     void register_pending() {
@@ -188,7 +241,7 @@ class UringEngine final : public Engine {
     }
 
     int register_region(std::uintptr_t address, std::size_t nbytes) {
-        if (!has_table_ || regions_.size() == kMaxRegions) {
+        if (!has_region_table_ || regions_.size() == kMaxRegions) {
             return ENOBUFS;
         }
         const auto index = static_cast<unsigned>(regions_.size());
@@ -211,8 +264,38 @@ class UringEngine final : public Engine {
         return -1;
     }
 
+    // The file's place in the table of registered files; -1 if it has none.
+    int place_of(const std::shared_ptr<File>& file) {
+        int vacant = -1;
+        for (std::size_t i = 0; i < files_.size(); ++i) {
+            if (files_[i].holds(file)) {
+                return static_cast<int>(i);
+            }
+            if (vacant < 0 && !files_[i].taken) {
+                vacant = static_cast<int>(i);
+            }
+        }
+        if (vacant >= 0) {
+            const int fd = file->fd();
+            if (io_uring_register_files_update(&ring_, static_cast<unsigned>(vacant), &fd, 1) < 0) {
+                return -1;
+            }
+            files_[static_cast<std::size_t>(vacant)] = Place{true, file};
+        }
+        return vacant;
+    }
+
+    void forget_files() {
+        for (std::size_t i = 0; i < files_.size(); ++i) {
+            if (files_[i].taken && files_[i].file.expired()) {
+                const int none = -1;
+                io_uring_register_files_update(&ring_, static_cast<unsigned>(i), &none, 1);
+                files_[i] = Place{};
+            }
+        }
+    }
+
     void start_blocks() {
-        more_waits_ = false;
         while (!free_.empty()) {
             Block block;
             if (!queue_.try_pop(block)) {
@@ -224,7 +307,6 @@ class UringEngine final : public Engine {
             slot->block = std::move(block);
             start(*slot);
         }
-        more_waits_ = true; // the queue may hold more than the ring has room for
     }
 
     void start(Slot& slot) {
@@ -236,15 +318,12 @@ class UringEngine final : public Engine {
                 return;
             }
         }
-        io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
-        while (sqe == nullptr) { // full of entries that were prepared but not submitted yet
-            io_uring_submit(&ring_);
-            sqe = io_uring_get_sqe(&ring_);
-        }
+        io_uring_sqe* const sqe = next_entry();
         void* const buffer = reinterpret_cast<void*>(block.address + block.moved);
         const auto nbytes = static_cast<unsigned>(block.nbytes - block.moved);
         const std::uint64_t offset = block.offset + block.moved;
-        const int fd = block.request->file->fd();
+        const int place = place_of(block.request->file());
+        const int fd = place >= 0 ? place : block.request->file()->fd();
         const int region = region_of(block);
         slot.fixed = region >= 0;
         if (block.request->op == Op::read) {
@@ -254,7 +333,19 @@ class UringEngine final : public Engine {
             slot.fixed ? io_uring_prep_write_fixed(sqe, fd, buffer, nbytes, offset, region)
                        : io_uring_prep_write(sqe, fd, buffer, nbytes, offset);
         }
+        if (place >= 0) {
+            io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
+        }
         io_uring_sqe_set_data(sqe, &slot);
+    }
+
+    io_uring_sqe* next_entry() {
+        io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+        while (sqe == nullptr) { // full of entries that were prepared but not submitted yet
+            io_uring_submit(&ring_);
+            sqe = io_uring_get_sqe(&ring_);
+        }
+        return sqe;
     }
 
     void reap() {
@@ -299,25 +390,26 @@ class UringEngine final : public Engine {
 
     // A read of the wake-up counter in the ring itself: a new request ends the wait for completions.
     void arm_wake() {
-        io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
-        while (sqe == nullptr) {
-            io_uring_submit(&ring_);
-            sqe = io_uring_get_sqe(&ring_);
+        if (options_.iopoll) {
+            return;
         }
+        io_uring_sqe* const sqe = next_entry();
         io_uring_prep_read(sqe, wake_fd_, &wake_count_, sizeof wake_count_, 0);
         io_uring_sqe_set_data(sqe, nullptr);
     }
 
     io_uring ring_{};
-    bool has_table_ = false;
+    bool has_region_table_ = false;
     std::vector<Region> regions_;
+    std::vector<Place> files_; // empty where the kernel has no table
     std::vector<Slot> slots_;
     std::vector<Slot*> free_;
     std::vector<Slot*> again_;
     int in_flight_ = 0;
-    bool more_waits_ = false;
     int wake_fd_ = -1;
     std::uint64_t wake_count_ = 0;
+    std::atomic<bool> may_sleep_{true};
+    std::atomic<bool> files_changed_{false};
 
     std::mutex registrations_mutex_;
     std::deque<Registration> registrations_;

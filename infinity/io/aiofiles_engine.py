@@ -14,7 +14,7 @@ from typing import Literal
 
 import aiofiles
 
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, StorageError
 from infinity.io.interface import IoEngine, IoFile, IoFuture, IoOptions, IoStats, Priority, Span, failure
 
 
@@ -27,19 +27,23 @@ class _PlainFile(IoFile):
         self.mode: Literal["rb", "r+b"] = "rb" if read_only else "r+b"
         self.direct = False
         self.alignment = 1
+        self.closed = False
 
     def close(self) -> None:
-        return None
+        self.closed = True
 
 
 class _PlainFuture(IoFuture):
     def __init__(self, future: Future[int]) -> None:
         self._future = future
+        self._process = os.getpid()
 
     def done(self) -> bool:
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> int:
+        if not self._future.done() and os.getpid() != self._process:
+            raise InfinityError("this request belongs to the parent process; the child cannot wait for it")
         try:
             return self._future.result(timeout)
         except FutureTimeoutError as error:
@@ -74,6 +78,8 @@ class AiofilesEngine(IoEngine):
     def _submit(self, operation: str, file: IoFile, offset: int, span: Span) -> IoFuture:
         if not isinstance(file, _PlainFile):
             raise TypeError(f"{file.path} was opened by another engine")
+        if file.closed:
+            raise StorageError(errno.EBADF, "the file is closed", str(file.path), offset)
         if os.getpid() != self._owner:
             raise InfinityError("this I/O engine belongs to the parent process; open one in the child")
         if self._closed:

@@ -75,6 +75,7 @@ class IoFuture(ABC):
 
         Raises:
             StorageError: the request failed.
+            InfinityError: a forked child waits for a request of its parent.
             TimeoutError: it is not over after `timeout` seconds; it goes on.
         """
 
@@ -94,7 +95,7 @@ class IoFile(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close it; no request may be in flight."""
+        """Take no more requests; those under way are finished."""
 
 
 class IoEngine(ABC):
@@ -147,7 +148,10 @@ class IoEngine(ABC):
         """Start writing `span` at `offset`; raises as `read` does."""
 
     def register(self, span: Span) -> bool:
-        """Have the kernel keep `span` pinned, which spares work per request; False if it will not."""
+        """Have the kernel keep `span` pinned, which spares work per request; False if it will not.
+
+        The engine keeps `span.owner` until it is closed.
+        """
         return False
 
     @abstractmethod

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from infinity import _aio
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, StorageError
 from infinity.io.interface import (
     IoEngine,
     IoFile,
@@ -26,14 +27,21 @@ _WITHOUT_TIMEOUT = -1.0
 
 
 class _NativeFile(IoFile):
-    def __init__(self, path: Path, read_only: bool) -> None:
-        self.native = _aio.File(str(path), read_only)
+    def __init__(self, path: Path, read_only: bool, engine: _aio.Engine) -> None:
+        self._native: _aio.File | None = _aio.File(str(path), read_only)
+        self._engine = engine
         self.path = path
-        self.direct = self.native.direct
-        self.alignment = self.native.alignment
+        self.direct = self._native.direct
+        self.alignment = self._native.alignment
+
+    def opened(self) -> _aio.File:
+        if self._native is None:
+            raise StorageError(errno.EBADF, "the file is closed", str(self.path), 0)
+        return self._native
 
     def close(self) -> None:
-        self.native.close()
+        self._native = None  # requests under way hold the descriptor; the last one closes it
+        self._engine.release_files()
 
 
 class _NativeFuture(IoFuture):
@@ -46,9 +54,16 @@ class _NativeFuture(IoFuture):
         return self._request.done()
 
     def result(self, timeout: float | None = None) -> int:
-        if not self._request.wait(_WITHOUT_TIMEOUT if timeout is None else timeout):
+        try:
+            over = self._request.wait(_WITHOUT_TIMEOUT if timeout is None else timeout)
+        except RuntimeError as error:  # forked
+            raise InfinityError(str(error)) from error
+        if not over:
             raise TimeoutError(f"{self._operation} of {self._path} is not over after {timeout} s")
         nbytes, error, offset = self._request.outcome()
+        if error == errno.EOPNOTSUPP:
+            hint = "operation not supported; if aio.iopoll is on, switch it off: the drive has no polling queues"
+            raise StorageError(error, hint, str(self._path), offset)
         if error:
             raise failure(error, self._operation, self._path, offset)
         return nbytes
@@ -72,9 +87,10 @@ class NativeEngine(IoEngine):
             iopoll=options.iopoll,
             faults=dict(faults or {}),
         )
+        self._registered: list[Span] = []  # the kernel uses their pages until the engine is closed
 
     def _open(self, path: Path, read_only: bool) -> IoFile:
-        file = _NativeFile(path, read_only)
+        file = _NativeFile(path, read_only, self._engine)
         if not file.direct:
             _log.warning("%s: no direct I/O on this filesystem; reads and writes go through the page cache", path)
         return file
@@ -91,16 +107,20 @@ class NativeEngine(IoEngine):
         check_aligned(file, offset, span)
         try:
             request = self._engine.submit(
-                write, file.native, offset, span.address, span.nbytes, int(priority), span.owner
+                write, file.opened(), offset, span.address, span.nbytes, int(priority), span.owner
             )
         except RuntimeError as error:  # closed, or forked
             raise InfinityError(str(error)) from error
         return _NativeFuture(request, "write" if write else "read", file.path)
 
     def register(self, span: Span) -> bool:
-        refusal = self._engine.register_buffer(span.address, span.nbytes)
+        try:
+            refusal = self._engine.register_buffer(span.address, span.nbytes)
+        except RuntimeError as error:  # forked
+            raise InfinityError(str(error)) from error
         if refusal:
             _log.info("buffers are used unregistered: %s", os.strerror(refusal))
+        self._registered.append(span)
         return refusal == 0
 
     def stats(self) -> IoStats:
@@ -108,6 +128,7 @@ class NativeEngine(IoEngine):
 
     def close(self) -> None:
         self._engine.close()
+        self._registered.clear()
 
 
 def uring_problem() -> str:
