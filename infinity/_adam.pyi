@@ -1,37 +1,67 @@
 from enum import Enum
 
+SCALE_BLOCK: int
+
 class Dtype(Enum):
     f32 = ...
     bf16 = ...
     f16 = ...
 
-class AdamScalars:
+class Rule(Enum):
+    adamw = ...
+    adam = ...
+    adagrad = ...
+    lion = ...
+    sgd = ...
+
+class ParamKind(Enum):
+    f32 = ...
+    split = ...
+    master = ...
+
+class MomentKind(Enum):
+    f32 = ...
+    bf16 = ...
+    int8 = ...
+
+class Scalars:
     def __init__(
         self,
         *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        step: int,
-        decoupled: bool,
         grad_scale: float,
+        param_factor: float = 1.0,
+        l2: float = 0.0,
+        step_size: float,
+        m_factor: float = 0.0,
+        m_weight: float = 0.0,
+        v_factor: float = 0.0,
+        v_weight: float = 0.0,
+        blend: float = 0.0,
+        inv_bias2: float = 1.0,
+        eps: float = 0.0,
     ) -> None: ...
 
-def adam_fp32(
-    n: int, param: int, exp_avg: int, exp_avg_sq: int, grad: int, grad_dtype: Dtype, scalars: AdamScalars, /
-) -> None: ...
-def adam_split(
+def update(
+    *,
+    rule: Rule,
+    param_kind: ParamKind,
+    moment_kind: MomentKind,
     n: int,
     param: int,
-    low_bits: int,
-    exp_avg: int,
-    exp_avg_sq: int,
+    master: int = 0,
+    first: int = 0,
+    first_scales: int = 0,
+    second: int = 0,
+    second_scales: int = 0,
     grad: int,
     grad_dtype: Dtype,
-    scalars: AdamScalars,
-    /,
+    scalars: Scalars,
+    seed: int = 0,
+    index: int = 0,
+) -> None: ...
+def load_moment(kind: MomentKind, is_signed: bool, n: int, values: int, scales: int, out: int, /) -> None: ...
+def store_moment(
+    kind: MomentKind, is_signed: bool, n: int, values: int, scales: int, source: int, seed: int, index: int, /
 ) -> None: ...
 def grad_store(
     n: int, dst: int, dst_dtype: Dtype, src: int, src_dtype: Dtype, accumulate: bool, scale: float, /

@@ -3,7 +3,6 @@
 #include "pool.h"
 #include "run.h"
 
-#include <cmath>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -16,50 +15,73 @@ template <class T> T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-AdamScalars adam_scalars(double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step,
-                         bool decoupled, double grad_scale) {
-    const double bias1 = 1.0 - std::pow(beta1, static_cast<double>(step));
-    const double bias2 = 1.0 - std::pow(beta2, static_cast<double>(step));
-    AdamScalars s;
-    s.grad_scale = static_cast<float>(grad_scale);
-    s.param_factor = decoupled ? static_cast<float>(1.0 - lr * weight_decay) : 1.0f;
-    s.l2 = decoupled ? 0.0f : static_cast<float>(weight_decay);
-    s.m_weight = static_cast<float>(1.0 - beta1);
-    s.v_factor = static_cast<float>(beta2);
-    s.v_weight = static_cast<float>(1.0 - beta2);
-    s.neg_step = static_cast<float>(-lr / bias1);
-    s.inv_bias2 = static_cast<float>(1.0 / std::sqrt(bias2));
-    s.eps = static_cast<float>(eps);
-    return s;
-}
-
 } // namespace
 
 PYBIND11_MODULE(_adam, m) {
     m.doc() = "Optimizer kernels of infinity; use them through infinity.kernels, which checks the arguments.";
 
     py::enum_<Dtype>(m, "Dtype").value("f32", Dtype::f32).value("bf16", Dtype::bf16).value("f16", Dtype::f16);
-    py::class_<AdamScalars>(m, "AdamScalars")
-        .def(py::init(&adam_scalars), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
-             py::arg("weight_decay"), py::arg("step"), py::arg("decoupled"), py::arg("grad_scale"));
+    py::enum_<Rule>(m, "Rule")
+        .value("adamw", Rule::adamw)
+        .value("adam", Rule::adam)
+        .value("adagrad", Rule::adagrad)
+        .value("lion", Rule::lion)
+        .value("sgd", Rule::sgd);
+    py::enum_<ParamKind>(m, "ParamKind")
+        .value("f32", ParamKind::f32)
+        .value("split", ParamKind::split)
+        .value("master", ParamKind::master);
+    py::enum_<MomentKind>(m, "MomentKind")
+        .value("f32", MomentKind::f32)
+        .value("bf16", MomentKind::bf16)
+        .value("int8", MomentKind::int8);
+    py::class_<Scalars>(m, "Scalars")
+        .def(py::init([](float grad_scale, float param_factor, float l2, float step_size, float m_factor,
+                         float m_weight, float v_factor, float v_weight, float blend, float inv_bias2, float eps) {
+                 return Scalars{grad_scale, param_factor, l2,    step_size, m_factor, m_weight,
+                                v_factor,   v_weight,     blend, inv_bias2, eps};
+             }),
+             py::kw_only(), py::arg("grad_scale"), py::arg("param_factor") = 1.0f, py::arg("l2") = 0.0f,
+             py::arg("step_size"), py::arg("m_factor") = 0.0f, py::arg("m_weight") = 0.0f, py::arg("v_factor") = 0.0f,
+             py::arg("v_weight") = 0.0f, py::arg("blend") = 0.0f, py::arg("inv_bias2") = 1.0f, py::arg("eps") = 0.0f);
+    m.attr("SCALE_BLOCK") = kScaleBlock;
 
     const auto no_gil = py::call_guard<py::gil_scoped_release>();
     m.def(
-        "adam_fp32",
-        [](size_t n, uintptr_t param, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, Dtype grad_dtype,
-           const AdamScalars& scalars) {
-            run_update({ParamKind::f32, at<void>(param), nullptr, at<float>(exp_avg), at<float>(exp_avg_sq),
-                        at<void>(grad), grad_dtype, scalars},
-                       n);
+        "update",
+        [](Rule rule, ParamKind param_kind, MomentKind moment_kind, size_t n, uintptr_t param, uintptr_t master,
+           uintptr_t first, uintptr_t first_scales, uintptr_t second, uintptr_t second_scales, uintptr_t grad,
+           Dtype grad_dtype, const Scalars& scalars, uint64_t seed, uint64_t index) {
+            UpdateArgs args;
+            args.rule = rule;
+            args.param_kind = param_kind;
+            args.moment_kind = moment_kind;
+            args.grad_dtype = grad_dtype;
+            args.param = at<void>(param);
+            args.master = at<void>(master);
+            args.first = {at<void>(first), at<float>(first_scales)};
+            args.second = {at<void>(second), at<float>(second_scales)};
+            args.grad = at<void>(grad);
+            args.scalars = scalars;
+            args.seed = seed;
+            args.index = index;
+            run_update(args, n);
+        },
+        py::kw_only(), py::arg("rule"), py::arg("param_kind"), py::arg("moment_kind"), py::arg("n"), py::arg("param"),
+        py::arg("master") = 0, py::arg("first") = 0, py::arg("first_scales") = 0, py::arg("second") = 0,
+        py::arg("second_scales") = 0, py::arg("grad"), py::arg("grad_dtype"), py::arg("scalars"), py::arg("seed") = 0,
+        py::arg("index") = 0, no_gil);
+    m.def(
+        "load_moment",
+        [](MomentKind kind, bool is_signed, size_t n, uintptr_t values, uintptr_t scales, uintptr_t out) {
+            run_load_moment(kind, is_signed, {at<void>(values), at<float>(scales)}, at<float>(out), n);
         },
         no_gil);
     m.def(
-        "adam_split",
-        [](size_t n, uintptr_t param, uintptr_t low_bits, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad,
-           Dtype grad_dtype, const AdamScalars& scalars) {
-            run_update({ParamKind::split, at<void>(param), at<void>(low_bits), at<float>(exp_avg),
-                        at<float>(exp_avg_sq), at<void>(grad), grad_dtype, scalars},
-                       n);
+        "store_moment",
+        [](MomentKind kind, bool is_signed, size_t n, uintptr_t values, uintptr_t scales, uintptr_t source,
+           uint64_t seed, uint64_t index) {
+            run_store_moment(kind, is_signed, {at<void>(values), at<float>(scales)}, at<float>(source), n, seed, index);
         },
         no_gil);
     m.def(

@@ -12,7 +12,10 @@
 namespace infinity::adam::INFINITY_ISA {
 namespace {
 
+// clang-format off: the order matters
 #include "convert.h"
+#include "quantize.h"
+// clang-format on
 
 inline size_t block_end(size_t begin, size_t end) {
     return end - begin < kBlock ? end : begin + kBlock;
@@ -55,16 +58,18 @@ const float* load(const void* base, Dtype dtype, size_t begin, size_t n, float* 
     return scratch;
 }
 
-// --- the rule -------------------------------------------------------------------------------------------------------
+// --- the rules ------------------------------------------------------------------------------------------------------
 
-// Adam in the order of operations of torch's fused kernel. Coupled decay is a template argument, so that an infinite
-// weight times a zero `l2` cannot poison the moments.
+// In torch's order of operations. A rule without one of the moments is given null for it.
+using RuleLoop = void (*)(float* param, float* first, float* second, const float* grad, size_t n, const Scalars&);
+
+// Coupled decay is a template argument, so that an infinite weight times a zero `l2` cannot poison the moments.
 template <bool coupled>
 void adam(float* __restrict param, float* __restrict exp_avg, float* __restrict exp_avg_sq,
-          const float* __restrict grad, size_t n, const AdamScalars& scalars) {
-    const AdamScalars s = scalars;
+          const float* __restrict grad, size_t n, const Scalars& scalars) {
+    const Scalars s = scalars;
     const bool from_avg = s.m_weight < 0.5f; // torch's lerp starts from the nearer end
-    const float m_factor = from_avg ? s.m_weight : s.m_weight - 1.0f;
+    const float m_weight = from_avg ? s.m_weight : s.m_weight - 1.0f;
     for (size_t i = 0; i < n; ++i) {
         float p = param[i];
         float g = grad[i] * s.grad_scale;
@@ -73,13 +78,66 @@ void adam(float* __restrict param, float* __restrict exp_avg, float* __restrict 
         else
             p *= s.param_factor;
         const float m_old = exp_avg[i];
-        const float m = (from_avg ? m_old : g) + m_factor * (g - m_old);
+        const float m = (from_avg ? m_old : g) + m_weight * (g - m_old);
         const float v = exp_avg_sq[i] * s.v_factor + s.v_weight * g * g;
         exp_avg[i] = m;
         exp_avg_sq[i] = v;
-        param[i] = p + s.neg_step * m / (sqrtf(v) * s.inv_bias2 + s.eps);
+        param[i] = p + s.step_size * m / (sqrtf(v) * s.inv_bias2 + s.eps);
     }
 }
+
+void adagrad(float* __restrict param, float*, float* __restrict sum, const float* __restrict grad, size_t n,
+             const Scalars& scalars) {
+    const Scalars s = scalars;
+    for (size_t i = 0; i < n; ++i) {
+        const float g = grad[i] * s.grad_scale + param[i] * s.l2;
+        sum[i] += g * g;
+        param[i] += s.step_size * g / (sqrtf(sum[i]) + s.eps);
+    }
+}
+
+// Chen et al., arXiv 2302.06675, algorithm 2
+void lion(float* __restrict param, float* __restrict exp_avg, float*, const float* __restrict grad, size_t n,
+          const Scalars& scalars) {
+    const Scalars s = scalars;
+    for (size_t i = 0; i < n; ++i) {
+        const float g = grad[i] * s.grad_scale;
+        const float direction = exp_avg[i] * (1.0f - s.blend) + g * s.blend;
+        const float sign = direction > 0.0f ? 1.0f : direction < 0.0f ? -1.0f : direction; // NaN stays
+        param[i] = param[i] * s.param_factor + s.step_size * sign;
+        exp_avg[i] = exp_avg[i] * s.m_factor + g * s.m_weight;
+    }
+}
+
+void sgd(float* __restrict param, float* __restrict momentum, float*, const float* __restrict grad, size_t n,
+         const Scalars& scalars) {
+    const Scalars s = scalars;
+    const bool nesterov = s.blend != 0.0f;
+    for (size_t i = 0; i < n; ++i) {
+        const float g = grad[i] * s.grad_scale + param[i] * s.l2;
+        const float m = momentum[i] * s.m_factor + g * s.m_weight;
+        momentum[i] = m;
+        param[i] += s.step_size * (nesterov ? g + s.m_factor * m : m);
+    }
+}
+
+RuleLoop loop_of(Rule rule) {
+    switch (rule) {
+    case Rule::adamw:
+        return adam<false>;
+    case Rule::adam:
+        return adam<true>;
+    case Rule::adagrad:
+        return adagrad;
+    case Rule::lion:
+        return lion;
+    case Rule::sgd:
+        break;
+    }
+    return sgd;
+}
+
+// --- parameters -----------------------------------------------------------------------------------------------------
 
 void join(const uint16_t* __restrict param, const int16_t* __restrict low_bits, float* __restrict master, size_t n) {
     for (size_t i = 0; i < n; ++i)
@@ -94,23 +152,154 @@ void split(const float* __restrict master, uint16_t* __restrict param, int16_t* 
     }
 }
 
+// The fp32 parameters of a block: where they lie, or in scratch.
+float* load_params(const UpdateArgs& args, size_t begin, size_t n, float* scratch) {
+    if (args.param_kind == ParamKind::f32)
+        return static_cast<float*>(args.param) + begin;
+    if (args.param_kind == ParamKind::master)
+        return static_cast<float*>(args.master) + begin;
+    join(static_cast<const uint16_t*>(args.param) + begin, static_cast<const int16_t*>(args.master) + begin, scratch,
+         n);
+    return scratch;
+}
+
+void store_params(const UpdateArgs& args, size_t begin, size_t n, const float* params) {
+    uint16_t* narrow = static_cast<uint16_t*>(args.param) + begin;
+    if (args.param_kind == ParamKind::split)
+        split(params, narrow, static_cast<int16_t*>(args.master) + begin, n);
+    else if (args.param_kind == ParamKind::master)
+        narrow_f16(params, narrow, n);
+}
+
+// --- moments --------------------------------------------------------------------------------------------------------
+
+template <bool is_signed>
+void decode_block(const uint8_t* __restrict codes, float scale, float* __restrict out, size_t n) {
+    for (size_t i = 0; i < n; ++i)
+        out[i] = (is_signed ? decode_signed(codes[i]) : decode_unsigned(codes[i])) * scale;
+}
+
+// Returns the scale.
+template <bool is_signed>
+float encode_block(const float* __restrict values, const uint32_t* __restrict random, uint8_t* __restrict codes,
+                   size_t n) {
+    uint32_t largest = 0; // as integers, magnitudes order as floats do, NaN on top
+    for (size_t i = 0; i < n; ++i) {
+        const uint32_t magnitude = bits_of(values[i]) & 0x7fffffffu;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    const float top = float_of(largest);
+    const bool vanishes = top < 0x1p-100f; // its reciprocal would overflow; beside any eps it is nothing
+    const float inverse = vanishes || largest >= kInf ? 0.0f : kTop / top;
+    for (size_t i = 0; i < n; ++i) {
+        const float x = values[i] * inverse;
+        codes[i] = is_signed ? encode_signed(x, random[i] & 0xffffu) : encode_unsigned(x, random[i] >> 16);
+    }
+    return largest >= kInf ? float_of(0x7fc00000u) : vanishes ? 0.0f : top / kTop;
+}
+
+float* load_moment(MomentKind kind, bool is_signed, const Moment& moment, size_t begin, size_t n, float* scratch) {
+    switch (kind) {
+    case MomentKind::f32:
+        return static_cast<float*>(moment.values) + begin;
+    case MomentKind::bf16:
+        widen_bf16(static_cast<const uint16_t*>(moment.values) + begin, scratch, n);
+        break;
+    case MomentKind::int8:
+        for (size_t i = 0; i < n; i += kScaleBlock) {
+            const size_t length = n - i < kScaleBlock ? n - i : kScaleBlock;
+            const uint8_t* codes = static_cast<const uint8_t*>(moment.values) + begin + i;
+            const float scale = moment.scales[(begin + i) / kScaleBlock];
+            (is_signed ? decode_block<true> : decode_block<false>)(codes, scale, scratch + i, length);
+        }
+        break;
+    }
+    return scratch;
+}
+
+void store_bf16_stochastic(const float* __restrict values, const uint32_t* __restrict random, int shift,
+                           uint16_t* __restrict dst, size_t n) {
+    for (size_t i = 0; i < n; ++i)
+        dst[i] = f32_to_bf16_stochastic(values[i], (random[i] >> shift) & 0xffffu);
+}
+
+void store_moment(MomentKind kind, bool is_signed, const Moment& moment, size_t begin, size_t n, const float* values,
+                  const uint32_t* random) {
+    switch (kind) {
+    case MomentKind::f32: // worked on in place
+        break;
+    case MomentKind::bf16:
+        store_bf16_stochastic(values, random, is_signed ? 0 : 16, static_cast<uint16_t*>(moment.values) + begin, n);
+        break;
+    case MomentKind::int8:
+        for (size_t i = 0; i < n; i += kScaleBlock) {
+            const size_t length = n - i < kScaleBlock ? n - i : kScaleBlock;
+            uint8_t* codes = static_cast<uint8_t*>(moment.values) + begin + i;
+            moment.scales[(begin + i) / kScaleBlock] =
+                (is_signed ? encode_block<true> : encode_block<false>)(values + i, random + i, codes, length);
+        }
+        break;
+    }
+}
+
+void draw(uint64_t seed, uint64_t index, uint32_t* __restrict out, size_t n) {
+    const RandomKey key = random_key(seed, index);
+    const uint32_t first = static_cast<uint32_t>(index);
+    const size_t until_wrap = static_cast<size_t>(0x100000000u - first); // then the key changes
+    const size_t stop = n < until_wrap ? n : until_wrap;
+    for (size_t i = 0; i < stop; ++i)
+        out[i] = random_bits(key, first + static_cast<uint32_t>(i));
+    if (stop < n)
+        draw(seed, index + stop, out + stop, n - stop);
+}
+
+// --- the update -----------------------------------------------------------------------------------------------------
+
 void update(const UpdateArgs& args, size_t begin, size_t end) {
     alignas(64) float grad_scratch[kBlock];
-    alignas(64) float master_scratch[kBlock];
-    const auto rule = args.scalars.l2 != 0.0f ? adam<true> : adam<false>;
+    alignas(64) float param_scratch[kBlock];
+    alignas(64) float first_scratch[kBlock];
+    alignas(64) float second_scratch[kBlock];
+    alignas(64) uint32_t random[kBlock];
+    const RuleLoop rule = loop_of(args.rule);
+    const MomentKind kind = args.moment_kind;
     for (size_t i = begin, stop; i < end; i = stop) {
         stop = block_end(i, end);
         const size_t n = stop - i;
         const float* grad = load(args.grad, args.grad_dtype, i, n, grad_scratch);
-        if (args.param_kind == ParamKind::f32) {
-            rule(static_cast<float*>(args.param) + i, args.exp_avg + i, args.exp_avg_sq + i, grad, n, args.scalars);
-        } else {
-            uint16_t* hi = static_cast<uint16_t*>(args.param) + i;
-            int16_t* lo = static_cast<int16_t*>(args.low_bits) + i;
-            join(hi, lo, master_scratch, n);
-            rule(master_scratch, args.exp_avg + i, args.exp_avg_sq + i, grad, n, args.scalars);
-            split(master_scratch, hi, lo, n);
-        }
+        float* param = load_params(args, i, n, param_scratch);
+        float* first = args.first.values ? load_moment(kind, true, args.first, i, n, first_scratch) : nullptr;
+        float* second = args.second.values ? load_moment(kind, false, args.second, i, n, second_scratch) : nullptr;
+        rule(param, first, second, grad, n, args.scalars);
+        store_params(args, i, n, param);
+        if (kind == MomentKind::f32)
+            continue;
+        draw(args.seed, args.index + i, random, n);
+        if (first)
+            store_moment(kind, true, args.first, i, n, first, random);
+        if (second)
+            store_moment(kind, false, args.second, i, n, second, random);
+    }
+}
+
+void load_whole_moment(MomentKind kind, bool is_signed, const Moment& moment, float* out, size_t n) {
+    for (size_t i = 0, stop; i < n; i = stop) {
+        stop = block_end(i, n);
+        const float* values = load_moment(kind, is_signed, moment, i, stop - i, out + i);
+        if (values != out + i)
+            memcpy(out + i, values, (stop - i) * sizeof(float));
+    }
+}
+
+void store_whole_moment(MomentKind kind, bool is_signed, const Moment& moment, const float* values, size_t n,
+                        uint64_t seed, uint64_t index) {
+    alignas(64) uint32_t random[kBlock];
+    if (kind == MomentKind::f32)
+        memcpy(moment.values, values, n * sizeof(float));
+    for (size_t i = 0, stop; i < n; i = stop) {
+        stop = block_end(i, n);
+        draw(seed, index + i, random, stop - i);
+        store_moment(kind, is_signed, moment, i, stop - i, values + i, random);
     }
 }
 
@@ -192,6 +381,7 @@ void bare(float* __restrict param, float* __restrict exp_avg, float* __restrict 
 
 } // namespace
 
-extern const Kernels kernels = {INFINITY_TEXT(INFINITY_ISA), update, grad_store, split, join, bare};
+extern const Kernels kernels = {INFINITY_TEXT(INFINITY_ISA), update, grad_store, split, join, load_whole_moment,
+                                store_whole_moment,          bare};
 
 } // namespace infinity::adam::INFINITY_ISA

@@ -11,37 +11,59 @@ namespace infinity::adam {
 constexpr size_t kBlock = 512;
 // Elements of one piece of work, and of one partial sum. Fixed, so that sums do not depend on the number of threads.
 constexpr size_t kChunk = 64 * kBlock;
+// Elements that share the scale of an 8-bit moment; kBlock is a multiple.
+constexpr size_t kScaleBlock = 256;
 
 enum class Dtype : int { f32, bf16, f16 };
 
+enum class Rule : int { adamw, adam, adagrad, lion, sgd };
+
 // How the parameter lies in memory; the optimizer always works on its fp32 value.
 enum class ParamKind : int {
-    f32,   // float param
-    split, // bf16 param and the int16 that completes it to the fp32 master, see [Note: split] in convert.h
+    f32,    // float param
+    split,  // bf16 param and the int16 that completes it to the fp32 master, see [Note: split] in convert.h
+    master, // fp16 param, the rounded copy of a float master
 };
 
-// The numbers of one Adam step, rounded from double once.
-struct AdamScalars {
+enum class MomentKind : int {
+    f32,
+    bf16, // stochastically rounded
+    int8, // 8-bit floats with a scale for every kScaleBlock, see [Note: 8-bit moments] in quantize.h
+};
+
+// The numbers of one step, rounded from double once; infinity/kernels/rules.py fills them in.
+struct Scalars {
     float grad_scale;   // gradient factor: 1 / loss scale * clip coefficient
-    float param_factor; // 1 - lr * weight_decay when decoupled, else 1
-    float l2;           // weight_decay when coupled, else 0
-    float m_weight;     // 1 - beta1
-    float v_factor;     // beta2
-    float v_weight;     // 1 - beta2
-    float neg_step;     // -lr / (1 - beta1^step)
-    float inv_bias2;    // 1 / sqrt(1 - beta2^step)
+    float param_factor; // decoupled decay: 1 - lr * weight_decay, else 1
+    float l2;           // coupled decay: weight_decay, else 0
+    float step_size;    // negative: what the direction is multiplied with
+    float m_factor;     // share of the old first moment in Lion's and SGD's
+    float m_weight;     // weight of the gradient in the first moment
+    float v_factor;     // share of the old second moment
+    float v_weight;     // weight of the squared gradient in the second moment
+    float blend;        // Lion: weight of the gradient in the direction; SGD: 1 for Nesterov's, else 0
+    float inv_bias2;    // Adam: 1 / sqrt(1 - beta2^step)
     float eps;
 };
 
+struct Moment {
+    void* values; // null where the rule has none
+    float* scales;
+};
+
 struct UpdateArgs {
+    Rule rule;
     ParamKind param_kind;
-    void* param;
-    void* low_bits; // split only
-    float* exp_avg;
-    float* exp_avg_sq;
-    const void* grad;
+    MomentKind moment_kind;
     Dtype grad_dtype;
-    AdamScalars scalars;
+    void* param;
+    void* master;  // split: the low bits; master: the fp32 master
+    Moment first;  // signed: exp_avg, momentum
+    Moment second; // not negative: exp_avg_sq, sum of squares
+    const void* grad;
+    Scalars scalars;
+    uint64_t seed;  // of stochastic rounding, new for every step
+    uint64_t index; // of the first element, among those that share the seed
 };
 
 struct GradArgs {
@@ -61,6 +83,10 @@ struct Kernels {
     double (*grad_store)(const GradArgs&, size_t begin, size_t end);
     void (*split)(const float* master, uint16_t* param, int16_t* low_bits, size_t n);
     void (*join)(const uint16_t* param, const int16_t* low_bits, float* master, size_t n);
+    // `update`'s way of keeping moments, by itself; n starts at a multiple of kScaleBlock.
+    void (*load_moment)(MomentKind kind, bool is_signed, const Moment& moment, float* out, size_t n);
+    void (*store_moment)(MomentKind kind, bool is_signed, const Moment& moment, const float* values, size_t n,
+                         uint64_t seed, uint64_t index);
     // The roofline of `update` for fp32: the same streams, in place, with next to no arithmetic.
     void (*bare)(float* param, float* exp_avg, float* exp_avg_sq, const float* grad, size_t n);
 };

@@ -49,6 +49,15 @@ void run_join(const uint16_t* param, const int16_t* low_bits, float* master, siz
     });
 }
 
+void run_load_moment(MomentKind kind, bool is_signed, const Moment& moment, float* out, size_t n) {
+    active_kernels().load_moment(kind, is_signed, moment, out, n);
+}
+
+void run_store_moment(MomentKind kind, bool is_signed, const Moment& moment, const float* values, size_t n,
+                      uint64_t seed, uint64_t index) {
+    active_kernels().store_moment(kind, is_signed, moment, values, n, seed, index);
+}
+
 void run_bare(float* param, float* exp_avg, float* exp_avg_sq, const float* grad, size_t n) {
     const Kernels& kernels = active_kernels();
     for_chunks(n, [&](size_t, size_t begin, size_t end) {

@@ -14,6 +14,9 @@ void run_update(const UpdateArgs& args, size_t n);
 GradStats run_grad_store(const GradArgs& args, size_t n);
 void run_split(const float* master, uint16_t* param, int16_t* low_bits, size_t n);
 void run_join(const uint16_t* param, const int16_t* low_bits, float* master, size_t n);
+void run_load_moment(MomentKind kind, bool is_signed, const Moment& moment, float* out, size_t n);
+void run_store_moment(MomentKind kind, bool is_signed, const Moment& moment, const float* values, size_t n,
+                      uint64_t seed, uint64_t index);
 void run_bare(float* param, float* exp_avg, float* exp_avg_sq, const float* grad, size_t n);
 
 } // namespace infinity::adam

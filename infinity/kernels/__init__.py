@@ -1,24 +1,36 @@
 """The checked doors to the native optimizer kernels."""
 
-from infinity.kernels.adam import (
-    GradStats,
-    Hyper,
+from infinity.kernels.convert import GradStats, grad_store, join_master, split_master
+from infinity.kernels.machine import (
     active_instruction_set,
-    adam_fp32,
-    adam_split,
-    bare_loop,
-    grad_store,
     instruction_sets,
-    join_master,
     set_threads,
-    split_master,
     thread_count,
     use_instruction_set,
 )
+from infinity.kernels.rules import AdagradHyper, Hyper, LionHyper, Rule, SgdHyper
+from infinity.kernels.update import (
+    SCALE_BLOCK,
+    Dither,
+    Moment,
+    adam_fp32,
+    adam_split,
+    bare_loop,
+    load_moment,
+    store_moment,
+    update,
+)
 
 __all__ = [
+    "SCALE_BLOCK",
+    "AdagradHyper",
+    "Dither",
     "GradStats",
     "Hyper",
+    "LionHyper",
+    "Moment",
+    "Rule",
+    "SgdHyper",
     "active_instruction_set",
     "adam_fp32",
     "adam_split",
@@ -26,8 +38,11 @@ __all__ = [
     "grad_store",
     "instruction_sets",
     "join_master",
+    "load_moment",
     "set_threads",
     "split_master",
+    "store_moment",
     "thread_count",
+    "update",
     "use_instruction_set",
 ]

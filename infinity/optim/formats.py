@@ -1,11 +1,17 @@
 """State formats: which fields the optimizer keeps beside a parameter, and how a tile holds them.
 
-A tile of `n` elements holds its fields back to back, each `n` elements long, in the order of `StateLayout.fields`.
-`n` is a multiple of `SHARD_ALIGN`, so every field starts on a page and the tile is one request of direct I/O.
+A tile of `n` elements holds its fields back to back, in the order of `StateLayout.fields`, and is padded to whole
+pages, so that it is one request of direct I/O. `n` is a multiple of `SHARD_ALIGN`. With two moments (Adam):
 
-    format  parameter  fields of a tile                        bytes per parameter, parameter included
-    fp32    float32    exp_avg, exp_avg_sq                     12
-    split   bfloat16   low_bits (int16), exp_avg, exp_avg_sq   12
+    format  parameter  fields of a tile                                        bytes per parameter, with the parameter
+    fp32    float32    exp_avg, exp_avg_sq (float32)                           12
+    split   bfloat16   low_bits (int16), exp_avg, exp_avg_sq (float32)         12
+    master  float16    master, exp_avg, exp_avg_sq (float32)                   14
+    bf16    bfloat16   low_bits (int16), exp_avg, exp_avg_sq (bfloat16)         8
+    int8    bfloat16   low_bits (int16), exp_avg, exp_avg_sq (uint8, scales)    6.03
+
+The master is exact in every format. The moments are exact in the first three; docs/state-formats.md has the errors of
+the others.
 """
 
 from __future__ import annotations
@@ -16,17 +22,30 @@ from dataclasses import dataclass
 import torch
 
 from infinity.errors import ConfigError
-from infinity.kernels import Hyper, adam_fp32, adam_split, join_master, split_master
+from infinity.kernels import SCALE_BLOCK, Dither, Moment, Rule, join_master, load_moment, split_master, store_moment
+from infinity.kernels import update as update_flat
 
-SHARD_ALIGN = 2048  # elements: 4096 bytes of the narrowest field
+SHARD_ALIGN = 2048  # elements: 4096 bytes of 16-bit values
+TILE_ALIGN_BYTES = 4096
+
+_SCALES = "_scales"  # what is appended to the name of a moment
 
 
 @dataclass(frozen=True)
 class StateField:
-    """One field of the optimizer's state."""
+    """One field of the optimizer's state.
+
+    Attributes:
+        block: parameters that share one value.
+    """
 
     name: str
     dtype: torch.dtype
+    block: int = 1
+
+    def length(self, numel: int) -> int:
+        """Values for `numel` parameters."""
+        return -(-numel // self.block)
 
 
 @dataclass(frozen=True)
@@ -37,52 +56,102 @@ class StateLayout:
         format: name of the format.
         param_dtype: dtype of the parameter itself, which is stored apart.
         fields: in the order in which a tile holds them.
+        master: name of the field that completes the parameter to the float32 master, or None where it is its own.
+        first: name of the signed moment, or None.
+        second: name of the moment that is never negative, or None.
     """
 
     format: str
     param_dtype: torch.dtype
     fields: tuple[StateField, ...]
+    master: str | None
+    first: str | None
+    second: str | None
 
     @property
     def bytes_per_param(self) -> int:
-        """Bytes of all fields for one element."""
-        return sum(field.dtype.itemsize for field in self.fields)
+        """Bytes of all fields for one element, rounded up; `tile_bytes` is exact."""
+        return sum(field.dtype.itemsize for field in self.fields if field.block == 1) + any(
+            field.block > 1 for field in self.fields
+        )
 
     def tile_bytes(self, numel: int) -> int:
-        """Bytes of a tile of `numel` elements."""
-        return numel * self.bytes_per_param
+        """Bytes of a tile of `numel` elements, padding included."""
+        nbytes = sum(field.length(numel) * field.dtype.itemsize for field in self.fields)
+        return -(-nbytes // TILE_ALIGN_BYTES) * TILE_ALIGN_BYTES
 
     def views(self, buffer: torch.Tensor, numel: int) -> dict[str, torch.Tensor]:
         """The fields of a tile of `numel` elements as 1-D tensors over its bytes.
 
         Args:
-            buffer: 1-D uint8, `numel * bytes_per_param` long.
+            buffer: 1-D uint8, at least as long as the fields.
         """
         views = {}
         start = 0
         for field in self.fields:
-            stop = start + numel * field.dtype.itemsize
+            stop = start + field.length(numel) * field.dtype.itemsize
             views[field.name] = buffer[start:stop].view(field.dtype)
             start = stop
         return views
 
+    def narrow(self, states: Mapping[str, torch.Tensor], start: int, stop: int) -> dict[str, torch.Tensor]:
+        """The fields of elements [start, stop) of a tile.
 
-_MOMENTS = (StateField("exp_avg", torch.float32), StateField("exp_avg_sq", torch.float32))
-_LAYOUTS = {
-    "fp32": StateLayout("fp32", torch.float32, _MOMENTS),
-    "split": StateLayout("split", torch.bfloat16, (StateField("low_bits", torch.int16), *_MOMENTS)),
+        Raises:
+            ConfigError: the format scales its moments by blocks, and `start` is inside one.
+        """
+        narrowed = {}
+        for field in self.fields:
+            if start % field.block:
+                raise ConfigError(
+                    f"state format {self.format!r} scales moments by blocks of {field.block}, but parameters with "
+                    f"settings of their own start at element {start}: choose format 'split' or 'bf16'"
+                )
+            narrowed[field.name] = states[field.name][start // field.block : field.length(stop)]
+        return narrowed
+
+    def moment(self, states: Mapping[str, torch.Tensor], name: str | None) -> Moment | None:
+        """The moment of that name as the kernels take it; None for None."""
+        return None if name is None else Moment(states[name], states.get(name + _SCALES))
+
+
+# format: dtype of the parameter, field that completes it, dtype of the moments
+_FORMATS: dict[str, tuple[torch.dtype, StateField | None, torch.dtype]] = {
+    "fp32": (torch.float32, None, torch.float32),
+    "split": (torch.bfloat16, StateField("low_bits", torch.int16), torch.float32),
+    "master": (torch.float16, StateField("master", torch.float32), torch.float32),
+    "bf16": (torch.bfloat16, StateField("low_bits", torch.int16), torch.bfloat16),
+    "int8": (torch.bfloat16, StateField("low_bits", torch.int16), torch.uint8),
 }
+# optimizer: its signed moment, its moment that is never negative
+_MOMENTS: dict[str, tuple[str | None, str | None]] = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adagrad": (None, "sum"),
+    "lion": ("exp_avg", None),
+    "sgd": ("momentum_buffer", None),
+}
+FORMATS = tuple(_FORMATS)
 
 
-def state_layout(name: str) -> StateLayout:
-    """The layout of a format.
+def state_layout(name: str, optimizer: str = "adamw") -> StateLayout:
+    """The layout of a format for an optimizer.
 
     Raises:
-        ConfigError: there is no format of this name.
+        ConfigError: there is no format or optimizer of this name.
     """
-    if name not in _LAYOUTS:
-        raise ConfigError(f"state format {name!r} does not exist; choose {' or '.join(_LAYOUTS)}")
-    return _LAYOUTS[name]
+    if name not in _FORMATS:
+        raise ConfigError(f"state format {name!r} does not exist; choose {', '.join(_FORMATS)}")
+    if optimizer not in _MOMENTS:
+        raise ConfigError(f"optimizer {optimizer!r} does not exist; choose {', '.join(_MOMENTS)}")
+    param_dtype, master, moment_dtype = _FORMATS[name]
+    first, second = _MOMENTS[optimizer]
+    moments = [moment for moment in (first, second) if moment is not None]
+    fields = [master] if master is not None else []
+    fields += [StateField(moment, moment_dtype) for moment in moments]
+    if moment_dtype == torch.uint8:
+        fields += [StateField(moment + _SCALES, torch.float32, SCALE_BLOCK) for moment in moments]
+    return StateLayout(name, param_dtype, tuple(fields), master.name if master else None, first, second)
 
 
 def init_states(
@@ -90,27 +159,67 @@ def init_states(
 ) -> None:
     """Fill `param` and `states` from the float32 `master`, as before the first update."""
     write_master(layout, master, param, states)
-    states["exp_avg"].zero_()
-    states["exp_avg_sq"].zero_()
+    for field in layout.fields:
+        if field.name != layout.master:
+            states[field.name].zero_()
 
 
 def write_master(
     layout: StateLayout, master: torch.Tensor, param: torch.Tensor, states: Mapping[str, torch.Tensor]
 ) -> None:
     """Store a float32 master; the moments are left alone."""
-    if layout.format == "split":
+    if layout.master == "low_bits":
         split_master(master, param, states["low_bits"])
-    else:
-        param.copy_(master)
+        return
+    param.copy_(master)
+    if layout.master is not None:
+        states[layout.master].copy_(master)
 
 
 def read_master(layout: StateLayout, param: torch.Tensor, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The exact float32 master, as a new tensor."""
-    if layout.format == "split":
+    if layout.master == "low_bits":
         master = torch.empty(param.numel(), dtype=torch.float32)
         join_master(param, states["low_bits"], master)
         return master
-    return param.clone()
+    return (param if layout.master is None else states[layout.master]).clone()
+
+
+def read_moments(layout: StateLayout, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The moments as new float32 tensors, by name."""
+    moments = {}
+    for name in (layout.first, layout.second):
+        moment = layout.moment(states, name)
+        if name is not None and moment is not None:
+            moments[name] = load_moment(moment, signed=name == layout.first)
+    return moments
+
+
+def write_moments(
+    layout: StateLayout,
+    moments: Mapping[str, torch.Tensor],
+    states: Mapping[str, torch.Tensor],
+    dither: Dither | None = None,
+) -> None:
+    """Store float32 moments, rounded as the format does."""
+    for name in (layout.first, layout.second):
+        moment = layout.moment(states, name)
+        if name is not None and moment is not None:
+            store_moment(moment, moments[name], signed=name == layout.first, dither=dither)
+
+
+def convert(
+    source: StateLayout,
+    source_param: torch.Tensor,
+    source_states: Mapping[str, torch.Tensor],
+    target: StateLayout,
+    target_param: torch.Tensor,
+    target_states: Mapping[str, torch.Tensor],
+    dither: Dither | None = None,
+) -> None:
+    """Rewrite a tile in another format of the same optimizer: the master exactly, moments as both formats can."""
+    write_master(target, read_master(source, source_param, source_states), target_param, target_states)
+    write_moments(target, read_moments(source, source_states), target_states, dither)
 
 
 def update(
@@ -118,10 +227,21 @@ def update(
     param: torch.Tensor,
     states: Mapping[str, torch.Tensor],
     grad: torch.Tensor,
-    hyper: Hyper,
+    hyper: Rule,
+    dither: Dither | None = None,
 ) -> None:
-    """One AdamW or Adam update in place; all tensors 1-D and of one length."""
-    if layout.format == "split":
-        adam_split(param, states["low_bits"], states["exp_avg"], states["exp_avg_sq"], grad, hyper)
-    else:
-        adam_fp32(param, states["exp_avg"], states["exp_avg_sq"], grad, hyper)
+    """One update in place.
+
+    Args:
+        param, grad: 1-D and of one length; states: the fields for the same elements.
+        dither: where stochastic rounding takes its bits from; the formats with exact moments need none.
+    """
+    update_flat(
+        hyper,
+        param,
+        grad,
+        master=states[layout.master] if layout.master is not None else None,
+        first=layout.moment(states, layout.first),
+        second=layout.moment(states, layout.second),
+        dither=dither,
+    )

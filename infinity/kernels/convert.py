@@ -1,0 +1,58 @@
+"""Gradients into their buffers, and masters into two halves; 1-D contiguous CPU tensors of one length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from infinity.kernels._native import DTYPES, _adam, check
+
+
+@dataclass(frozen=True)
+class GradStats:
+    """What `grad_store` measured on the values that it stored.
+
+    Attributes:
+        sum_sq: sum of their squares, summed in double.
+        finite: none of them is NaN or infinite.
+    """
+
+    sum_sq: float
+    finite: bool
+
+
+def grad_store(dst: torch.Tensor, src: torch.Tensor, *, accumulate: bool, scale: float = 1.0) -> GradStats:
+    """`dst = src * scale`, or `dst += src * scale`, with conversion between dtypes, in one pass.
+
+    Args:
+        dst, src: float32, bfloat16 or float16.
+
+    Raises:
+        ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
+    """
+    numel = dst.numel()
+    check("dst", dst, numel, *DTYPES)
+    check("src", src, numel, *DTYPES)
+    sum_sq, finite = _adam.grad_store(
+        numel, dst.data_ptr(), DTYPES[dst.dtype], src.data_ptr(), DTYPES[src.dtype], accumulate, scale
+    )
+    return GradStats(sum_sq, finite)
+
+
+def split_master(master: torch.Tensor, param: torch.Tensor, low_bits: torch.Tensor) -> None:
+    """Split float32 `master` into its nearest bfloat16 `param` and the int16 `low_bits` that complete it."""
+    numel = master.numel()
+    check("master", master, numel, torch.float32)
+    check("param", param, numel, torch.bfloat16)
+    check("low_bits", low_bits, numel, torch.int16)
+    _adam.split_master(numel, master.data_ptr(), param.data_ptr(), low_bits.data_ptr())
+
+
+def join_master(param: torch.Tensor, low_bits: torch.Tensor, master: torch.Tensor) -> None:
+    """The inverse of `split_master`, exact."""
+    numel = master.numel()
+    check("param", param, numel, torch.bfloat16)
+    check("low_bits", low_bits, numel, torch.int16)
+    check("master", master, numel, torch.float32)
+    _adam.join_master(numel, param.data_ptr(), low_bits.data_ptr(), master.data_ptr())

@@ -1,0 +1,186 @@
+"""The optimizer's update on flat host tensors, in every way that parameters and moments are kept.
+
+Every function takes 1-D contiguous CPU tensors of one length and works in place. Results are the same bits
+for every instruction set, number of threads, and way of cutting a tensor into pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from infinity.kernels._native import DTYPES, _adam, check
+from infinity.kernels.rules import Hyper, Rule
+
+SCALE_BLOCK: int = _adam.SCALE_BLOCK  # elements that share the scale of an 8-bit moment
+
+_MOMENT_KINDS = {
+    torch.float32: _adam.MomentKind.f32,
+    torch.bfloat16: _adam.MomentKind.bf16,
+    torch.uint8: _adam.MomentKind.int8,
+}
+# dtype of the parameter -> what lies beside it, and how the kernels call the pair
+_PARAM_KINDS = {
+    torch.float32: (None, _adam.ParamKind.f32),
+    torch.bfloat16: (torch.int16, _adam.ParamKind.split),
+    torch.float16: (torch.float32, _adam.ParamKind.master),
+}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One moment as it is kept.
+
+    Attributes:
+        values: float32; bfloat16, stochastically rounded; or uint8, codes of 8-bit floats.
+        scales: float32, one for every `SCALE_BLOCK` codes; only beside uint8.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Dither:
+    """Where the bits of stochastic rounding come from: a hash of both numbers.
+
+    Attributes:
+        seed: new for every step; 64 bits.
+        index: of the first element, so that a tensor may be updated piece by piece.
+    """
+
+    seed: int = 0
+    index: int = 0
+
+
+def update(
+    hyper: Rule,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    *,
+    master: torch.Tensor | None = None,
+    first: Moment | None = None,
+    second: Moment | None = None,
+    dither: Dither | None = None,
+) -> None:
+    """One update by any rule.
+
+    Args:
+        param: float32, which is its own master; bfloat16 beside int16 low bits; float16 beside a float32 master.
+        grad: float32, bfloat16 or float16.
+        master: what lies beside `param`.
+        first, second: the moments that the rule has, of one kind.
+
+    Raises:
+        ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
+    """
+    numel = param.numel()
+    check("param", param, numel, *_PARAM_KINDS)
+    check("grad", grad, numel, *DTYPES)
+    master_dtype, param_kind = _PARAM_KINDS[param.dtype]
+    if (master is None) != (master_dtype is None):
+        raise ValueError(f"master is {'missing' if master is None else 'given'} beside a {param.dtype} param")
+    if master is not None and master_dtype is not None:
+        check("master", master, numel, master_dtype)
+    moments = {hyper.first: first, hyper.second: second}
+    if (first is None) != (hyper.first is None) or (second is None) != (hyper.second is None):
+        raise ValueError(f"{type(hyper).__name__} has the moments {hyper.first} and {hyper.second}; give just these")
+    kinds = {_check_moment(str(name), moment, numel) for name, moment in moments.items() if moment is not None}
+    if len(kinds) != 1:
+        raise ValueError(f"{hyper.first} and {hyper.second} are of different kinds")
+    rule, scalars = hyper.native()
+    dither = dither or Dither()
+    _adam.update(
+        rule=rule,
+        param_kind=param_kind,
+        moment_kind=kinds.pop(),
+        n=numel,
+        param=param.data_ptr(),
+        master=_address(master),
+        first=_address(first.values if first else None),
+        first_scales=_address(first.scales if first else None),
+        second=_address(second.values if second else None),
+        second_scales=_address(second.scales if second else None),
+        grad=grad.data_ptr(),
+        grad_dtype=DTYPES[grad.dtype],
+        scalars=scalars,
+        seed=dither.seed,
+        index=dither.index,
+    )
+
+
+def adam_fp32(
+    param: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor, hyper: Hyper
+) -> None:
+    """One AdamW or Adam update of float32 parameters and moments.
+
+    Raises:
+        ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
+    """
+    check("param", param, param.numel(), torch.float32)
+    update(hyper, param, grad, first=Moment(exp_avg), second=Moment(exp_avg_sq))
+
+
+def adam_split(
+    param: torch.Tensor,
+    low_bits: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    hyper: Hyper,
+) -> None:
+    """One AdamW or Adam update of fp32 masters that are kept as a bfloat16 parameter and 16 bits that complete it.
+
+    The result equals `adam_fp32` on the joined master bit for bit, and `param` is that master rounded to nearest
+    (ties away from zero: 16 bits cannot say which of two equally near neighbours is meant).
+
+    Raises:
+        ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
+    """
+    check("param", param, param.numel(), torch.bfloat16)
+    update(hyper, param, grad, master=low_bits, first=Moment(exp_avg), second=Moment(exp_avg_sq))
+
+
+def load_moment(moment: Moment, *, signed: bool) -> torch.Tensor:
+    """A moment as a new float32 tensor.
+
+    Args:
+        signed: it is a rule's `first` moment.
+    """
+    numel = moment.values.numel()
+    kind = _check_moment("moment", moment, numel)
+    out = torch.empty(numel, dtype=torch.float32)
+    _adam.load_moment(kind, signed, numel, moment.values.data_ptr(), _address(moment.scales), out.data_ptr())
+    return out
+
+
+def store_moment(moment: Moment, values: torch.Tensor, *, signed: bool, dither: Dither | None = None) -> None:
+    """Keep float32 `values` as `moment` does; the inverse of `load_moment`, up to its rounding."""
+    numel = values.numel()
+    check("values", values, numel, torch.float32)
+    kind = _check_moment("moment", moment, numel)
+    dither = dither or Dither()
+    target = (moment.values.data_ptr(), _address(moment.scales))
+    _adam.store_moment(kind, signed, numel, *target, values.data_ptr(), dither.seed, dither.index)
+
+
+def bare_loop(param: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor) -> None:
+    """Read and write what `adam_fp32` does with next to no arithmetic, its roofline. Finite values stay."""
+    numel = param.numel()
+    for name, tensor in (("param", param), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("grad", grad)):
+        check(name, tensor, numel, torch.float32)
+    _adam.bare_loop(numel, param.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr())
+
+
+def _check_moment(name: str, moment: Moment, numel: int) -> _adam.MomentKind:
+    check(name, moment.values, numel, *_MOMENT_KINDS)
+    if (moment.scales is None) == (moment.values.dtype == torch.uint8):
+        raise ValueError(f"{name} is {moment.values.dtype}: scales go with torch.uint8 and with nothing else")
+    if moment.scales is not None:
+        check(f"scales of {name}", moment.scales, -(-numel // SCALE_BLOCK), torch.float32)
+    return _MOMENT_KINDS[moment.values.dtype]
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
