@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infinity.config import load_config
     from infinity.engine import Engine, initialize
     from infinity.errors import (
         CapacityError,
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Engine": "infinity.engine",
     "initialize": "infinity.engine",
+    "load_config": "infinity.config",
     "CapacityError": "infinity.errors",
     "CheckpointError": "infinity.errors",
     "ConfigError": "infinity.errors",
@@ -42,6 +44,7 @@ __all__ = [
     "StorageError",
     "__version__",
     "initialize",
+    "load_config",
 ]
 
 

@@ -16,12 +16,14 @@ from infinity.errors import ConfigError, InfinityError, NonFiniteError
 from infinity.optim.lr_schedules import make_scheduler
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer, defaults_from_config, groups_of
 from infinity.telemetry import StepStats
-from infinity.zero.build import Runtime, build_runtime, compute_dtype
+from infinity.tiers import CudaLink, Link
+from infinity.zero.build import Runtime, build_runtime
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import Hooks
 from infinity.zero.materialize import InitialValues, materialize
 from infinity.zero.meta import InitFunction
 from infinity.zero.meta import init_function as meta_init_function
+from infinity.zero.sizing import compute_dtype
 from infinity.zero.updates import StepOutcome, Updates, UpdateSchedule
 
 _log = logging.getLogger(__name__)
@@ -51,12 +53,13 @@ class Engine:
         runtime: Runtime,
         optimizer: TieredOptimizer,
         lr_scheduler: Any | None,
+        device: torch.device,
     ) -> None:
         self.module = model
         self.config = config
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.device = torch.device("cpu")
+        self.device = device
         self.global_steps = 0
         self.micro_steps = 0
         self.skipped_steps = 0
@@ -308,6 +311,8 @@ def initialize(
     lr_scheduler: Any | None = None,
     *,
     init_function: InitFunction | None = None,
+    device: torch.device | str | None = None,
+    link: Link | None = None,
 ) -> tuple[Engine, TieredOptimizer, Any | None, Any | None]:
     """Place a model's states in the tiers and return what a training loop needs.
 
@@ -319,6 +324,8 @@ def initialize(
         training_data: a dataset; a `DataLoader` with the configured micro-batch size is returned for it.
         lr_scheduler: a torch scheduler of `optimizer`, or a callable that makes one from the returned optimizer.
         init_function: initialises the parameters of one module that came on the meta device.
+        device: where to compute; a CUDA device where there is one, else the CPU.
+        link: how bytes get to a device that is neither, and from it.
 
     Returns:
         (engine, optimizer, dataloader or None, lr_scheduler or None)
@@ -329,6 +336,8 @@ def initialize(
         StorageError: an nvme path that cannot be used.
     """
     resolved = config if isinstance(config, Config) else load_config(config)
+    link = link or _default_link(device)
+    compute_device = torch.device("cpu") if link is None else link.device
     _refuse_unbuilt(resolved)
     params, defaults = _parameters(model, resolved, model_parameters, optimizer)
     tiered = TieredOptimizer(params, defaults)
@@ -336,12 +345,12 @@ def initialize(
     dtype = compute_dtype(resolved)
     values = InitialValues(model, init_function or _default_init_function(model))
     _rebind(tiered, model, groups)
-    _cast_buffers(model, dtype)
-    runtime = build_runtime(model, groups, resolved)
+    _place_buffers(model, dtype, compute_device)
+    runtime = build_runtime(model, groups, resolved, link)
     try:
         materialize(runtime.partition, values, runtime.executor, runtime.pipeline, runtime.layout)
         scheduler = _scheduler(resolved, tiered, lr_scheduler)
-        engine = Engine(model, resolved, runtime, tiered, scheduler)
+        engine = Engine(model, resolved, runtime, tiered, scheduler, compute_device)
     except BaseException:
         runtime.close()
         raise
@@ -433,17 +442,33 @@ def _rebind(optimizer: TieredOptimizer, model: nn.Module, groups: Mapping[str, i
         group["params"] = [model.get_parameter(name) for name, member in groups.items() if member == index]
 
 
-def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating-point buffers that are part of the state, as the parameters are.
+def _place_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Move buffers to the device, and cast floating-point ones that are part of the state, as the parameters are.
 
     Buffers that are not saved (rotary frequencies, masks) are constants of the architecture and keep the
     precision that it chose.
     """
     for module in model.modules():
         transient = module._non_persistent_buffers_set
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in transient and buffer.is_floating_point():
-                module.register_buffer(name, buffer.to(dtype))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            kept = name in transient or not buffer.is_floating_point()
+            placed = buffer.to(device, buffer.dtype if kept else dtype)
+            module.register_buffer(name, placed, persistent=name not in transient)
+
+
+def _default_link(device: torch.device | str | None) -> Link | None:
+    """The link to the compute device; None for the CPU.
+
+    Raises:
+        ConfigError: a device of another kind, or CUDA where there is none.
+    """
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type == "cpu":
+        return None
+    if chosen.type != "cuda" or not torch.cuda.is_available():
+        raise ConfigError(f"device {chosen} is not available; choose cpu or a CUDA device that torch sees")
+    index: int | None = chosen.index
+    return CudaLink(torch.device("cuda", torch.cuda.current_device() if index is None else index))
 
 
 def _default_init_function(model: nn.Module) -> InitFunction | None:

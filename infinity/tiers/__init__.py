@@ -1,17 +1,23 @@
 """The tiered memory manager: where each field lives, and what moves it."""
 
+from infinity.tiers.discrete import DiscreteParams
 from infinity.tiers.grads import GradLease, GradStore
+from infinity.tiers.link import CudaLink, Link, SameMemory
 from infinity.tiers.params import FlatSpec, ParamStore, Residency, UnifiedParams
 from infinity.tiers.states import StateStore, Tile
 from infinity.tiers.swap import Extent, SwapPath, SwapSpace
 
 __all__ = [
+    "CudaLink",
+    "DiscreteParams",
     "Extent",
     "FlatSpec",
     "GradLease",
     "GradStore",
+    "Link",
     "ParamStore",
     "Residency",
+    "SameMemory",
     "StateStore",
     "SwapPath",
     "SwapSpace",

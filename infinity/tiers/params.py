@@ -99,6 +99,10 @@ class ParamStore(ABC):
             and not self._dirty[unit]
         )
 
+    def _check_evictable(self, unit: int) -> None:
+        if not self.is_evictable(unit):
+            raise RuntimeError(f"unit {self.specs[unit].name} is in use or dirty and cannot be evicted")
+
     def is_pinned(self, unit: int) -> bool:
         return self._pins[unit] > 0
 
@@ -123,11 +127,19 @@ class ParamStore(ABC):
 
     @abstractmethod
     def create(self, unit: int) -> bool:
-        """STORED -> RESIDENT with undefined content; False if there is no room."""
+        """Give a unit that has no values yet memory on the host, to be written through `host_tensor`; False if there
+        is no room. Pairs with `create_done`."""
+
+    @abstractmethod
+    def create_done(self, unit: int) -> None:
+        """The values are written: the unit is STORED or RESIDENT with them."""
 
     @abstractmethod
     def fetch_start(self, unit: int, priority: Priority) -> bool:
         """STORED -> FETCHING; False if there is no room now."""
+
+    def advance(self, unit: int) -> None:  # noqa: B027  (a fetch in one leg has nothing to do here)
+        """Start the next leg of a fetch whose last one is done, if it has several; the unit awaits no update."""
 
     @abstractmethod
     def fetch_wait(self, unit: int) -> None:
@@ -142,16 +154,20 @@ class ParamStore(ABC):
         """RESIDENT -> STORED; the unit must be evictable."""
 
     @abstractmethod
-    def host_open(self, unit: int) -> None:
-        """Start bringing the values into host memory for an update; the unit is FETCHING or RESIDENT."""
+    def host_open(self, unit: int) -> bool:
+        """Start bringing the values into host memory, for an update or a look; the unit is FETCHING or RESIDENT, and
+        pinned until `host_close`. False if there is no room now."""
 
     @abstractmethod
     def host_ready(self, unit: int) -> IoFuture | None:
         """What `host_tensor` still waits for, if anything."""
 
+    def publish(self, unit: int) -> None:  # noqa: B027  (device and host may be one memory)
+        """What was changed in `host_tensor` reaches the device, if the unit is there already."""
+
     @abstractmethod
     def host_close(self, unit: int) -> None:
-        """The update is over and written back where `write_tile` was used."""
+        """The values may leave host memory; what was changed in them has been published."""
 
     @abstractmethod
     def write_tile(self, unit: int, start: int, numel: int) -> IoFuture | None:
@@ -184,7 +200,7 @@ class UnifiedParams(ParamStore):
 
     def _allocate(self, unit: int) -> bool:
         spec = self.specs[unit]
-        if spec.offloaded and self._budget.used_bytes + spec.nbytes > self._budget.capacity_bytes:
+        if spec.offloaded and not self._budget.fits(spec.nbytes):
             return False
         if spec.offloaded:
             self._budget.take(spec.nbytes, spec.name)
@@ -192,11 +208,11 @@ class UnifiedParams(ParamStore):
         return True
 
     def create(self, unit: int) -> bool:
-        if not self._allocate(unit):
-            return False
+        return self._allocate(unit)
+
+    def create_done(self, unit: int) -> None:
         self._move(unit, Residency.STORED, Residency.RESIDENT)
         self.set_dirty(unit, True)
-        return True
 
     def fetch_start(self, unit: int, priority: Priority) -> bool:
         home = self._homes[unit]
@@ -219,8 +235,7 @@ class UnifiedParams(ParamStore):
         self._move(unit, Residency.FETCHING, Residency.RESIDENT)
 
     def evict(self, unit: int) -> None:
-        if not self.is_evictable(unit):
-            raise RuntimeError(f"unit {self.specs[unit].name} is in use or dirty and cannot be evicted")
+        self._check_evictable(unit)
         self._move(unit, Residency.RESIDENT, Residency.STORED)
         self._free(unit)
 
@@ -228,8 +243,9 @@ class UnifiedParams(ParamStore):
         self._buffers[unit].free()
         self._budget.give(self.specs[unit].nbytes)
 
-    def host_open(self, unit: int) -> None:
+    def host_open(self, unit: int) -> bool:
         self.pin(unit)
+        return True
 
     def host_ready(self, unit: int) -> IoFuture | None:
         return self._reads.get(unit)

@@ -54,6 +54,7 @@ class Executor:
         self._plan: Plan | None = None
         self._position: int | None = None  # None: the cycle has left the plan
         self._todo: deque[tuple[str, int]] = deque()
+        self._fetching: set[int] = set()
         self._recency: dict[int, None] = {}  # least recently used first
         # Updates: pending ones wait for their unit to be fetched, tickets are in the pipeline.
         self._pending: dict[int, tuple[Segment, ...]] = {}
@@ -87,14 +88,16 @@ class Executor:
         if self._params.residency(unit) is Residency.STORED:
             self._fetch_now(unit)
         self._start_pending(unit)
-        if self._params.residency(unit) is Residency.FETCHING:
-            with self._counters.stalled(StallCause.DISK_READ):
-                self._params.fetch_wait(unit)
-            self._views.show(unit)
         if unit in self._tickets:
             ticket, _ = self._tickets[unit]
             with self._counters.stalled(StallCause.OPTIMIZER):
                 ticket.computed.result()
+            self._params.publish(unit)
+        if self._params.residency(unit) is Residency.FETCHING:
+            with self._counters.stalled(StallCause.DISK_READ):
+                self._params.fetch_wait(unit)
+            self._fetching.discard(unit)
+            self._views.show(unit)
         self._touch(unit)
 
     def _touch(self, unit: int) -> None:
@@ -106,6 +109,7 @@ class Executor:
     def _fetch_now(self, unit: int) -> None:
         while not self._params.fetch_start(unit, Priority.DEMAND):
             self._make_room(unit)
+        self._fetching.add(unit)
 
     # The plan #
 
@@ -153,6 +157,7 @@ class Executor:
             if action == "prefetch" and self._params.residency(unit) is Residency.STORED:
                 if not self._params.fetch_start(unit, Priority.PREFETCH):
                     return
+                self._fetching.add(unit)
                 self._start_pending(unit)
             self._todo.popleft()
 
@@ -171,11 +176,30 @@ class Executor:
 
     def _write_back(self, unit: int) -> None:
         """Write a dirty unit home and wait; the plan has updates write through, so this is the exception."""
-        write = self._params.write_tile(unit, 0, self._params.specs[unit].numel)
-        if write is not None:
-            with self._counters.stalled(StallCause.DISK_WRITE):
-                write.result()
+        self._host_open(unit)
+        try:
+            self._host_wait(unit)
+            write = self._params.write_tile(unit, 0, self._params.specs[unit].numel)
+            if write is not None:
+                with self._counters.stalled(StallCause.DISK_WRITE):
+                    write.result()
+        finally:
+            self._params.host_close(unit)
         self._params.set_dirty(unit, False)
+
+    def _host_open(self, unit: int) -> None:
+        while not self._params.host_open(unit):
+            if not self.finish_oldest_update():
+                raise CapacityError(
+                    f"no host memory is left for the values of unit `{self._params.specs[unit].name}` on their way: "
+                    "raise tiering.host_memory"
+                )
+
+    def _host_wait(self, unit: int) -> None:
+        ready = self._params.host_ready(unit)
+        if ready is not None:
+            with self._counters.stalled(StallCause.HOST_LINK):
+                ready.result()
 
     def _make_room(self, unit: int) -> None:
         """Free memory for a unit that is needed now: what was used longest ago first."""
@@ -188,6 +212,7 @@ class Executor:
         for other in range(len(self._params.specs)):  # fetched ahead for a use that did not come
             if self._params.residency(other) is Residency.FETCHING and not self._params.is_pinned(other):
                 self._params.fetch_wait(other)
+                self._fetching.discard(other)
                 self._views.show(other)
                 self._touch(other)
                 return
@@ -223,7 +248,7 @@ class Executor:
         if unit in self._tickets:  # last step's values are computed, but not all written yet
             self._wait_update(unit)
         lease = self._grads.hand_over(unit)
-        self._params.host_open(unit)
+        self._host_open(unit)
         shard_numel = self._partition.units[unit].shard_numel
         job = UpdateJob(
             unit=unit,
@@ -254,6 +279,9 @@ class Executor:
         """Take note of finished updates and use the memory that they gave back."""
         for unit in [unit for unit, (ticket, _) in self._tickets.items() if ticket.finished()]:
             self._finish_update(unit)
+        for unit in self._fetching:
+            if unit not in self._tickets:
+                self._params.advance(unit)
         self._work_off()
 
     def _finish_update(self, unit: int) -> None:
@@ -281,7 +309,12 @@ class Executor:
         self._params.pin(unit)
         try:
             self._bring(unit)
-            yield self._params.host_tensor(unit)
+            self._host_open(unit)
+            try:
+                self._host_wait(unit)
+                yield self._params.host_tensor(unit)
+            finally:
+                self._params.host_close(unit)
         finally:
             self._params.unpin(unit)
 
@@ -290,13 +323,17 @@ class Executor:
         """Memory for a unit that has no values yet; what is written becomes its values."""
         while not self._params.create(unit):
             self._make_room(unit)
-        self._touch(unit)
         self._params.pin(unit)
         try:
             yield self._params.host_tensor(unit)
-            self._views.show(unit)
+            self._params.create_done(unit)
         finally:
             self._params.unpin(unit)
+        if self._params.residency(unit) is Residency.RESIDENT:
+            self._views.show(unit)
+            self._touch(unit)
+        else:
+            self._views.hide(unit)
 
     def detach(self) -> None:
         """Leave the model's parameters without memory, before the memory goes."""
@@ -314,29 +351,27 @@ class _ParameterViews:
     """
 
     def __init__(self, model: nn.Module, partition: Partition, params: ParamStore) -> None:
-        self._entries: list[list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]] = []
-        for unit in partition.units:
-            flat = params.tensor(unit.index)
-            nothing = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
-            self._entries.append(
-                [
-                    (
-                        model.get_parameter(slot.name),
-                        flat[slot.offset : slot.offset + slot.numel].view(slot.shape),
-                        nothing.expand(slot.shape),
-                    )
-                    for slot in unit.slots
-                ]
-            )
-
-    def hide_all(self) -> None:
-        for unit in range(len(self._entries)):
-            self.hide(unit)
+        self._params = params
+        self._units = partition.units
+        self._parameters = [[model.get_parameter(slot.name) for slot in unit.slots] for unit in partition.units]
+        # Made when the unit is first in memory (a view of freed storage cannot be made), then kept.
+        self._views: dict[int, list[torch.Tensor]] = {}
 
     def show(self, unit: int) -> None:
-        for param, view, _ in self._entries[unit]:
+        if unit not in self._views:
+            flat = self._params.tensor(unit)
+            self._views[unit] = [
+                flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self._units[unit].slots
+            ]
+        for param, view in zip(self._parameters[unit], self._views[unit], strict=True):
             param.data = view
 
     def hide(self, unit: int) -> None:
-        for param, _, away in self._entries[unit]:
-            param.data = away
+        flat = self._params.tensor(unit)
+        nothing = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
+        for param, slot in zip(self._parameters[unit], self._units[unit].slots, strict=True):
+            param.data = nothing.expand(slot.shape)
+
+    def hide_all(self) -> None:
+        for unit in range(len(self._units)):
+            self.hide(unit)

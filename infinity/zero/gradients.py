@@ -53,7 +53,7 @@ class Gradients:
             grad = grad.to_dense()
         target = buffer[slot.offset : slot.offset + slot.numel]
         seen = self._stats[unit_index]
-        seen[slot_index] = grad_store(target, grad.reshape(-1), accumulate=slot_index in seen)
+        seen[slot_index] = grad_store(target, grad.reshape(-1).cpu(), accumulate=slot_index in seen)
         param.grad = None
         self._arrived[unit_index] += 1
         return self._arrived[unit_index] == self._awaited[unit_index]

@@ -1,0 +1,270 @@
+"""Parameters on a device with memory of its own: device over pinned host memory over NVMe.
+
+A unit's home is a host lease while the host budget lasts, else an extent. On its way between home and device, and
+while the optimizer updates it on the host, a unit has an *image* in host memory: its home lease itself, or a
+staging lease that is given back when nobody needs it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity.io import IoFuture, Priority
+from infinity.memory import Arena, Budget, Lease
+from infinity.telemetry import Counters
+from infinity.tiers.link import Link, Token
+from infinity.tiers.params import FlatSpec, ParamStore, Residency
+from infinity.tiers.swap import Extent, SwapSpace
+
+
+@dataclass
+class _Image:
+    """A unit's values in host memory.
+
+    Attributes:
+        arriving: the read or download that fills it, if one was started.
+        users: fetches and updates that need it; a staging image goes with the last of them.
+        overtakes: it was opened for a unit that is on the device already, so what changes here must go there.
+        upload: the copy to the device that still reads this memory.
+    """
+
+    lease: Lease
+    arriving: IoFuture | None
+    users: int = 1
+    overtakes: bool = False
+    upload: Token | None = None
+
+
+class _Download(IoFuture):
+    """A copy from the device, as something that the optimizer's thread can wait for."""
+
+    def __init__(self, token: Token, nbytes: int) -> None:
+        self._token = token
+        self._nbytes = nbytes
+
+    def done(self) -> bool:
+        return self._token.query()
+
+    def result(self, timeout: float | None = None) -> int:
+        self._token.synchronize()
+        return self._nbytes
+
+
+class DiscreteParams(ParamStore):
+    """Parameters of a machine whose compute device has memory of its own.
+
+    Args:
+        arena: host memory for homes and staging images; pinned, for CUDA.
+        home_bytes: host memory for units that live there; the others live in the swap space.
+        device_budget: memory for units that are not always on the device.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[FlatSpec],
+        link: Link,
+        arena: Arena,
+        home_bytes: int,
+        swap: SwapSpace | None,
+        device_budget: Budget,
+        counters: Counters,
+    ) -> None:
+        super().__init__(specs, counters)
+        self._link = link
+        self._arena = arena
+        self._swap = swap
+        self._budget = device_budget
+        self._homes: list[Lease | Extent | None] = []
+        for spec in specs:
+            home: Lease | Extent | None = None
+            if spec.offloaded and spec.nbytes <= home_bytes:
+                home = arena.lease(spec.nbytes)
+                home_bytes -= spec.nbytes
+            elif spec.offloaded and swap is not None:
+                home = swap.reserve(spec.nbytes)
+            self._homes.append(home)
+        self._tensors: list[torch.Tensor] = []
+        for unit, spec in enumerate(specs):
+            self._tensors.append(torch.empty(spec.numel, dtype=spec.dtype, device=link.device))
+            if spec.offloaded:
+                self._resize(unit, 0)  # at once, so that the whole model is never there together
+        self._images: dict[int, _Image] = {}
+        self._uploads: dict[int, Token] = {}
+        self._retiring: list[tuple[Token, Lease]] = []
+
+    def tensor(self, unit: int) -> torch.Tensor:
+        return self._tensors[unit]
+
+    def host_tensor(self, unit: int) -> torch.Tensor:
+        return self._images[unit].lease.tensor(self.specs[unit].dtype)
+
+    def set_dirty(self, unit: int, dirty: bool) -> None:
+        """A home in host memory is never behind: updates work on it directly."""
+        super().set_dirty(unit, dirty and isinstance(self._homes[unit], Extent))
+
+    # Transitions #
+
+    def create(self, unit: int) -> bool:
+        image = self._home_image(unit) or self._staging_image(unit)
+        if image is None:
+            return False
+        self._images[unit] = image
+        return True
+
+    def create_done(self, unit: int) -> None:
+        if self.specs[unit].offloaded:
+            write = self.write_tile(unit, 0, self.specs[unit].numel)
+            if write is not None:
+                write.result()
+            self._leave_image(unit, None)
+            return
+        self._leave_image(unit, self._upload(unit))
+        self._move(unit, Residency.STORED, Residency.RESIDENT)
+
+    def fetch_start(self, unit: int, priority: Priority) -> bool:
+        spec = self.specs[unit]
+        if not self._budget.fits(spec.nbytes):
+            return False
+        image = self._home_image(unit)
+        if image is None:
+            image = self._staging_image(unit)
+            home = self._homes[unit]
+            if image is None or self._swap is None or not isinstance(home, Extent):
+                return False
+            image.arriving = self._swap.read(home, image.lease.span(0, spec.nbytes), priority=priority)
+            self._counters.moved("nvme_read", spec.nbytes)
+        self._images[unit] = image
+        self._budget.take(spec.nbytes, spec.name)
+        self._resize(unit, spec.nbytes)
+        self._move(unit, Residency.STORED, Residency.FETCHING)
+        return True
+
+    def advance(self, unit: int) -> None:
+        if self._residency[unit] is Residency.FETCHING and unit not in self._uploads:
+            arriving = self._images[unit].arriving
+            if arriving is None or arriving.done():
+                if arriving is not None:
+                    arriving.result()
+                self._uploads[unit] = self._upload(unit)
+
+    def fetch_wait(self, unit: int) -> None:
+        try:
+            arriving = self._images[unit].arriving
+            if arriving is not None:
+                arriving.result()
+        except BaseException:
+            self._leave_image(unit, None)
+            self._move(unit, Residency.FETCHING, Residency.STORED)
+            self._free(unit)
+            raise
+        self.advance(unit)
+        token = self._uploads.pop(unit)
+        self._link.compute_waits(token)
+        self._leave_image(unit, token)
+        self._move(unit, Residency.FETCHING, Residency.RESIDENT)
+
+    def evict(self, unit: int) -> None:
+        self._check_evictable(unit)
+        self._move(unit, Residency.RESIDENT, Residency.STORED)
+        self._free(unit)
+
+    def host_open(self, unit: int) -> bool:
+        image = self._images.get(unit)
+        if image is not None:
+            image.users += 1
+        else:
+            image = self._home_image(unit) or self._staging_image(unit)
+            if image is None:
+                return False
+            if not isinstance(self._homes[unit], Lease):
+                nbytes = self.specs[unit].nbytes
+                token = self._link.download(image.lease.tensor(self.specs[unit].dtype), self._tensors[unit])
+                self._counters.moved("device_to_host", nbytes)
+                image.arriving = _Download(token, nbytes)
+            image.overtakes = True
+            self._images[unit] = image
+        self.pin(unit)
+        return True
+
+    def host_ready(self, unit: int) -> IoFuture | None:
+        return self._images[unit].arriving
+
+    def publish(self, unit: int) -> None:
+        image = self._images[unit]
+        if image.overtakes:  # else a fetch uploads after the update
+            image.overtakes = False
+            image.upload = self._upload(unit)
+            self._link.compute_waits(image.upload)
+
+    def host_close(self, unit: int) -> None:
+        self.publish(unit)
+        self._leave_image(unit, self._images[unit].upload)
+        self.unpin(unit)
+
+    def write_tile(self, unit: int, start: int, numel: int) -> IoFuture | None:
+        home = self._homes[unit]
+        if self._swap is None or not isinstance(home, Extent):
+            return None
+        itemsize = self.specs[unit].dtype.itemsize
+        span = self._images[unit].lease.span(start * itemsize, numel * itemsize)
+        self._counters.moved("nvme_write", span.nbytes)
+        return self._swap.write(home, span, start * itemsize)
+
+    def close(self) -> None:
+        for token, _ in self._retiring:
+            token.synchronize()
+        self._retiring.clear()
+        for unit in range(len(self.specs)):
+            self._resize(unit, 0)
+
+    # Device memory #
+
+    def _resize(self, unit: int, nbytes: int) -> None:
+        """Give the unit's storage memory, or take it; see [Note: stable storage]."""
+        self._tensors[unit].untyped_storage().resize_(nbytes)
+
+    def _free(self, unit: int) -> None:
+        self._resize(unit, 0)
+        self._budget.give(self.specs[unit].nbytes)
+
+    def _upload(self, unit: int) -> Token:
+        self._counters.moved("host_to_device", self.specs[unit].nbytes)
+        return self._link.upload(self._tensors[unit], self.host_tensor(unit))
+
+    # Images #
+
+    def _home_image(self, unit: int) -> _Image | None:
+        home = self._homes[unit]
+        return _Image(home, None) if isinstance(home, Lease) else None
+
+    def _staging_image(self, unit: int) -> _Image | None:
+        """Memory for an image, waiting for uploads that still read theirs; None if updates hold it all."""
+        self._reap()
+        nbytes = self.specs[unit].nbytes
+        lease = self._arena.try_lease(nbytes)
+        while lease is None and self._retiring:
+            self._retiring[0][0].synchronize()
+            self._reap()
+            lease = self._arena.try_lease(nbytes)
+        return None if lease is None else _Image(lease, None)
+
+    def _leave_image(self, unit: int, token: Token | None) -> None:
+        """One user less; `token` is an upload that still reads the image."""
+        image = self._images[unit]
+        image.users -= 1
+        if image.users:
+            return
+        del self._images[unit]
+        if image.lease is self._homes[unit]:
+            return
+        if token is None:
+            image.lease.release()
+        else:
+            self._retiring.append((token, image.lease))
+
+    def _reap(self) -> None:
+        while self._retiring and self._retiring[0][0].query():
+            self._retiring.pop(0)[1].release()

@@ -1,0 +1,86 @@
+"""Copies between host memory and the compute device, on streams of their own.
+
+The only file that knows streams and events. `SameMemory` is the link of a device without a bus: it lets the
+whole path of a discrete device run, and be tested, on a machine that has none.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Token(Protocol):
+    """A copy that was started."""
+
+    def query(self) -> bool:
+        """The copy is complete."""
+
+    def synchronize(self) -> None:
+        """Block the host until the copy is complete."""
+
+
+class Link(Protocol):
+    """Starts copies; the host or the compute stream can wait for each."""
+
+    device: torch.device
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Token:
+        """Copy host -> device, after everything that the compute stream was given so far."""
+
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> Token:
+        """Copy device -> host, after everything that the compute stream was given so far."""
+
+    def compute_waits(self, token: Token) -> None:
+        """What the compute stream is given from now on runs after the copy."""
+
+
+class CudaLink:
+    """A copy stream for each direction, so that uploads and downloads use both halves of the bus."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._up = torch.cuda.Stream(device)
+        self._down = torch.cuda.Stream(device)
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Token:
+        return self._copy(self._up, target, source)
+
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> Token:
+        return self._copy(self._down, target, source)
+
+    def compute_waits(self, token: Token) -> None:
+        torch.cuda.current_stream(self.device).wait_event(token)  # type: ignore[arg-type]
+
+    def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Token:
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        event: Token = stream.record_event()
+        return event
+
+
+class SameMemory:
+    """A device whose memory is the host's: copies are done when they return."""
+
+    device = torch.device("cpu")
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Token:
+        target.copy_(source)
+        return _Done()
+
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> Token:
+        target.copy_(source)
+        return _Done()
+
+    def compute_waits(self, token: Token) -> None:
+        token.synchronize()
+
+
+class _Done:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None

@@ -1,0 +1,185 @@
+"""What a model's states need, before anything is allocated: units, dtypes, tiles, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.errors import ConfigError
+from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
+from infinity.schedule import MemoryNeeds
+from infinity.tiers import FlatSpec
+from infinity.zero.partition import PERSISTENT, Partition, make_partition
+from infinity.zero.updates import UpdateSchedule
+
+RING_SLOTS = 4  # one tile read, one updated, one written, and one of slack between the rates
+_GRADS_IN_FLIGHT = 3  # units whose gradients the `backward` schedule may hold at once
+_STAGING_UNITS = 3  # of a discrete device: one uploaded, one read, one updated
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_FORMATS = {"fp32": "fp32", "bf16": "split"}
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """Facts that follow from a model and a configuration.
+
+    Attributes:
+        specs: flat parameter tensor of each unit.
+        grad_dtype: dtype in which gradients are held.
+        tile_numel: elements of a full tile of optimizer states.
+        params_on_nvme, states_on_nvme: NVMe is home to parameters, to optimizer states.
+        discrete: the compute device has memory of its own.
+        accumulates: gradients are summed over several backward passes.
+    """
+
+    partition: Partition
+    layout: StateLayout
+    schedule: UpdateSchedule
+    specs: tuple[FlatSpec, ...]
+    grad_dtype: torch.dtype
+    tile_numel: int
+    params_on_nvme: bool
+    states_on_nvme: bool
+    discrete: bool
+    accumulates: bool
+
+    @property
+    def shard_numels(self) -> list[int]:
+        return [unit.shard_numel for unit in self.partition.units]
+
+    @property
+    def standing(self) -> list[int]:
+        """Units whose gradients arrive over the whole backward pass."""
+        return [unit.index for unit in self.partition.units if unit.name == PERSISTENT]
+
+    @property
+    def moving_bytes(self) -> list[int]:
+        """Sizes of the units whose parameters come and go, largest first."""
+        return sorted((spec.nbytes for spec in self.specs if spec.offloaded), reverse=True)
+
+    @property
+    def staying_bytes(self) -> int:
+        """Parameters that are always on the compute device."""
+        return sum(spec.nbytes for spec in self.specs if not spec.offloaded)
+
+    @property
+    def working_set_bytes(self) -> int:
+        """Least room for parameters that come and go: one unit in use, one on its way."""
+        return sum(self.moving_bytes[:2])
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory for images of units on their way to and from a discrete device."""
+        return _STAGING_UNITS * max(spec.nbytes for spec in self.specs) if self.discrete else 0
+
+    @property
+    def ring_bytes(self) -> int:
+        """The optimizer pipeline's tiles in flight."""
+        return RING_SLOTS * self.tile_numel * self.layout.bytes_per_param if self.states_on_nvme else 0
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """The dtype that the model computes in."""
+    return _DTYPES[config.precision]
+
+
+def choose_schedule(config: Config) -> UpdateSchedule:
+    """Resolve `tiering.update_schedule`.
+
+    Raises:
+        ConfigError: `backward` was asked for together with clipping.
+    """
+    asked = config.tiering.update_schedule
+    if asked == "auto":
+        return UpdateSchedule.DEFERRED if config.gradient_clipping > 0 else UpdateSchedule.BACKWARD
+    schedule = UpdateSchedule(asked)
+    if schedule is UpdateSchedule.BACKWARD and config.gradient_clipping > 0:
+        raise ConfigError(
+            f"tiering.update_schedule is backward but gradient_clipping is {config.gradient_clipping}: the norm is "
+            "known only after backward. Use deferred (or auto), or set gradient_clipping to 0"
+        )
+    return schedule
+
+
+def size_up(model: nn.Module, groups: Mapping[str, int], config: Config, *, discrete: bool) -> Sizing:
+    """Lay out a model's states.
+
+    Args:
+        groups: parameter group of every parameter that is trained, by name.
+
+    Raises:
+        ConfigError: the model has no parameters, or the state format does not serve the precision.
+    """
+    home = config.zero.offload_param.device
+    dtype = compute_dtype(config)
+    layout = state_layout(_format(config))
+    partition = make_partition(
+        model,
+        groups,
+        shard_align=SHARD_ALIGN,
+        persistence_threshold=config.zero.param_persistence_threshold,
+        offloaded=home != "none" if discrete else home == "nvme",
+    )
+    accumulates = config.gradient_accumulation_steps > 1
+    return Sizing(
+        partition=partition,
+        layout=layout,
+        schedule=choose_schedule(config),
+        specs=tuple(FlatSpec(u.name, u.numel, u.shard_numel, dtype, not u.persistent) for u in partition.units),
+        grad_dtype=torch.float32 if accumulates else dtype,
+        tile_numel=_tile_numel(partition, layout, config.tiering.tile_size_bytes),
+        params_on_nvme=home == "nvme",
+        states_on_nvme=config.zero.offload_optimizer.device == "nvme",
+        discrete=discrete,
+        accumulates=accumulates,
+    )
+
+
+def _format(config: Config) -> str:
+    asked = config.tiering.state_format
+    fitting = _FORMATS[config.precision]
+    if asked not in ("auto", fitting):
+        raise ConfigError(
+            f"tiering.state_format is {asked!r}, which does not serve {config.precision}; use {fitting!r} or 'auto'"
+        )
+    return fitting
+
+
+def _tile_numel(partition: Partition, layout: StateLayout, tile_bytes: int) -> int:
+    largest = max(unit.shard_numel for unit in partition.units)
+    numel = tile_bytes // layout.bytes_per_param // SHARD_ALIGN * SHARD_ALIGN
+    return max(SHARD_ALIGN, min(numel, largest))
+
+
+def host_needs(sizing: Sizing) -> MemoryNeeds:
+    """What host memory must and may hold."""
+    grads = sorted((numel * sizing.grad_dtype.itemsize for numel in sizing.shard_numels), reverse=True)
+    grads_min = grads_most = sum(grads)
+    if sizing.schedule is UpdateSchedule.BACKWARD and not sizing.accumulates:
+        standing = sum(sizing.shard_numels[unit] for unit in sizing.standing) * sizing.grad_dtype.itemsize
+        grads_min = min(sum(grads), grads[0] + standing)
+        grads_most = min(sum(grads), sum(grads[:_GRADS_IN_FLIGHT]) + standing)
+    states = sum(sizing.shard_numels) * sizing.layout.bytes_per_param
+    moving = sum(sizing.moving_bytes)
+    if sizing.discrete:
+        always = 0
+        params_min = sizing.staging_bytes + (0 if sizing.params_on_nvme else moving)
+        params_most = sizing.staging_bytes + moving
+    else:
+        always = sizing.staying_bytes
+        params_min, params_most = sizing.working_set_bytes, moving
+    return MemoryNeeds(
+        ring_bytes=sizing.ring_bytes,
+        params_min_bytes=params_min,
+        params_bytes=params_most,
+        grads_min_bytes=grads_min,
+        grads_bytes=grads_most,
+        states_bytes=states if sizing.states_on_nvme else 0,
+        always_bytes=always + (0 if sizing.states_on_nvme else states),
+        largest_unit=max(sizing.specs, key=lambda spec: spec.nbytes).name,
+    )

@@ -1,0 +1,82 @@
+"""The documentation says what the code does: its examples run, its tables are complete, its messages exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from infinity.config import load_config
+from infinity.config.keys import NO_EFFECT, REFUSED
+from infinity.config.load import _known_keys
+from infinity.config.schema import RootSection
+from tests.behaviour.reference import Placement, Recipe, batches, tiny_gpt2
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CHECKPOINT_BLOCKS = [match.group(2) for match in BLOCK.finditer((ROOT / "docs/checkpoints.md").read_text())]
+
+
+def test_configuration_examples_run() -> None:
+    blocks = BLOCK.findall((ROOT / "docs/configuration.md").read_text())
+    assert blocks
+    for _, code in blocks:
+        exec(code, {})
+
+
+def test_the_readme_and_the_checkpoint_examples_run(tmp_path, monkeypatch) -> None:
+    """In order, with a small model in the place of the one that is loaded."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (_, readme), *_ = BLOCK.findall((ROOT / "README.md").read_text())
+    code = readme.replace("from transformers import AutoModelForCausalLM\n", "").replace(
+        'AutoModelForCausalLM.from_pretrained("my-model")', "small_model()"
+    )
+    assert "small_model()" in code
+    ending = "engine.close()\n"
+    assert code.endswith(ending)
+    scope = {"small_model": tiny_gpt2, "batches": [{"input_ids": ids, "labels": ids} for ids in batches(2)]}
+    exec(code.removesuffix(ending), scope)
+    first, second = CHECKPOINT_BLOCKS
+    exec(first, scope)
+    assert scope["client_state"] == {"epoch": 1}
+    exec(second.replace("global_step0", "global_step2"), scope)
+    exec(ending, scope)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_configuration_key_is_documented() -> None:
+    text = (ROOT / "docs/configuration.md").read_text()
+    for table in (NO_EFFECT, REFUSED):
+        for key, reason in table.items():
+            assert f"| `{key}` | {reason} |" in text
+    for key, section in _known_keys(RootSection):
+        is_listed = f"`{key}`" in text or key.split(".")[-1] in ("path", "capacity")
+        fp16 = key.startswith("fp16.")  # refused as a whole
+        assert section is not None or is_listed or fp16 or key.startswith("bfloat16"), key
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda path: path.name)
+def test_every_ready_configuration_loads_and_is_listed(path) -> None:
+    load_config(path)
+    assert f"`{path.name}`" in (ROOT / "configs/README.md").read_text()
+
+
+def test_every_message_of_the_troubleshooting_page_exists() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "infinity").rglob("*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", source)  # messages that are written over several lines
+    messages = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(messages) > 15
+    for message in messages:
+        assert message in joined, message
+
+
+def test_the_recipes_of_the_tests_are_valid(tmp_path) -> None:
+    load_config(Recipe().config(Placement("nvme", "nvme", tmp_path)))
