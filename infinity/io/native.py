@@ -56,8 +56,8 @@ class _NativeFuture(IoFuture):
     def result(self, timeout: float | None = None) -> int:
         try:
             over = self._request.wait(_WITHOUT_TIMEOUT if timeout is None else timeout)
-        except RuntimeError as error:  # forked
-            raise InfinityError(str(error)) from error
+        except RuntimeError as forked:
+            raise InfinityError(str(forked)) from forked
         if not over:
             raise TimeoutError(f"{self._operation} of {self._path} is not over after {timeout} s")
         nbytes, error, offset = self._request.outcome()
@@ -116,8 +116,8 @@ class NativeEngine(IoEngine):
     def register(self, span: Span) -> bool:
         try:
             refusal = self._engine.register_buffer(span.address, span.nbytes)
-        except RuntimeError as error:  # forked
-            raise InfinityError(str(error)) from error
+        except RuntimeError as forked:
+            raise InfinityError(str(forked)) from forked
         if refusal:
             _log.info("buffers are used unregistered: %s", os.strerror(refusal))
         self._registered.append(span)
