@@ -101,7 +101,7 @@ class Engine:
             if training:
                 self._in_cycle = True
             elif not self._in_cycle:
-                self._executor.forget_cycle()
+                self._executor.end_cycle(learn=False)
         return outputs
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -115,7 +115,7 @@ class Engine:
         last = self.is_gradient_accumulation_boundary()
         with self._counters.phase("backward"):
             if self._runtime.schedule is UpdateSchedule.BACKWARD and not bool(torch.isfinite(loss).all()):
-                self._in_cycle = False
+                self._end_cycle(learn=False)
                 raise NonFiniteError(
                     f"the loss of step {self.global_steps} is {loss.item()}; no parameter was changed by it. Leave "
                     "this batch out, or set tiering.update_schedule to deferred to have such steps skipped"
@@ -123,13 +123,22 @@ class Engine:
             self._updates.begin_backward(last=last)
             try:
                 (loss / self.config.gradient_accumulation_steps).backward()
-            finally:
-                self._hooks.end_backward()
-                self._gradients.end_backward()
-                self._in_cycle = False
+            except BaseException:
+                # What has arrived cannot be told from earlier micro-batches: the step starts again.
+                self._end_cycle(learn=False)
+                self._gradients.drop_all()
+                self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
+                raise
+            self._end_cycle(learn=True)
             if last and self._runtime.schedule is UpdateSchedule.BACKWARD:
                 for unit in self._gradients.units_with_gradients():
                     self._updates.final(unit)  # units with parameters that had no part in this pass
+
+    def _end_cycle(self, *, learn: bool) -> None:
+        self._hooks.end_backward()
+        self._gradients.end_backward()
+        self._executor.end_cycle(learn=learn)
+        self._in_cycle = False
 
     def step(self) -> None:
         """Count a micro-batch; at the last of a step, update the parameters and the learning rate."""

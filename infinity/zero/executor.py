@@ -51,6 +51,8 @@ class Executor:
         self._grads = grads
         # The cycle that is running, and the plan that it should follow.
         self._trace = Trace()
+        self._recording = False
+        self._last_uses: list[int] = []
         self._plan: Plan | None = None
         self._position: int | None = None  # None: the cycle has left the plan
         self._todo: deque[tuple[str, int]] = deque()
@@ -114,30 +116,40 @@ class Executor:
     # The plan #
 
     def begin_cycle(self) -> None:
-        """A forward pass begins: follow the plan from its start, and learn from the last cycle."""
-        if self._trace.uses:
-            self._replan(self._trace)
+        """A forward pass begins: follow the plan from its start, and record what is used."""
         self._trace = Trace()
+        self._recording = True
         self._position = 0 if self._plan is not None else None
-        self._todo.clear()
         if self._plan is not None:
             strangers = [unit for unit in self._recency if unit not in self._plan.resident]
             self._todo.extend(("evict", unit) for unit in strangers)
         self._settle()
 
-    def forget_cycle(self) -> None:
-        """What ran since `begin_cycle` was no training step (an evaluation): do not learn from it."""
-        self._trace = Trace()
+    def end_cycle(self, *, learn: bool) -> None:
+        """The backward pass is over, or the forward pass had none.
+
+        Args:
+            learn: it was a training step; what follows will probably be like it.
+        """
+        self._recording = False
+        self._position = None
+        if learn:
+            self._replan(self._trace)
+            self._last_uses = self._trace.uses
+        else:
+            self._todo.clear()
 
     def _replan(self, trace: Trace) -> None:
         specs = self._params.specs
         uses = [unit for unit in trace.uses if specs[unit].offloaded]
         if self._plan is None or [step.unit for step in self._plan.steps] != uses:
             self._plan = make_plan(uses, [spec.nbytes for spec in specs], self._capacity_bytes)
+            self._todo.clear()
 
     def _follow(self, unit: int) -> PlanStep | None:
         """The plan's step for this use; None once the cycle has left the plan."""
-        self._trace.use(unit)
+        if self._recording:
+            self._trace.use(unit)
         if self._plan is None or self._position is None or not self._params.specs[unit].offloaded:
             return None
         steps = self._plan.steps
@@ -225,7 +237,7 @@ class Executor:
 
     def forward_order(self, units: Sequence[int]) -> list[int]:
         """The units in the order in which the next cycle will probably use them first."""
-        uses = self._trace.uses
+        uses = self._last_uses
         first_use = {unit: index for index, unit in reversed(list(enumerate(uses)))}
         return sorted(units, key=lambda unit: first_use.get(unit, len(uses)))
 

@@ -208,6 +208,55 @@ def test_an_exception_in_forward_leaves_the_engine_usable(tight) -> None:
     assert_same_bits(ours, train(tiny_gpt2(), RECIPE, Placement()))
 
 
+def test_an_exception_in_backward_drops_the_step_and_leaves_the_engine_usable(tight) -> None:
+    """With clipping nothing is updated before the whole backward pass has succeeded."""
+    recipe = Recipe("bf16", accumulation=2, clipping=0.5, steps=4)
+    model = tiny_gpt2()
+    data = batches(recipe.steps * recipe.accumulation)
+    with infinity.initialize(model=model, config=recipe.config(nvme(tight.path)))[0] as engine:
+        losses = []
+        for index, ids in enumerate(data):
+            loss = loss_of(engine, ids)
+            if index == 5:  # the second micro-batch of the third step
+                handle = model.transformer.h[1].mlp.register_full_backward_hook(_raise)
+                again = loss_of(engine, ids)
+                with pytest.raises(RuntimeError, match="on purpose"):
+                    engine.backward(again)
+                handle.remove()
+                assert engine.micro_steps == 4
+                first = loss_of(engine, data[4])
+                engine.backward(first)
+                engine.step()
+                loss = loss_of(engine, ids)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        ours = Result(losses, dict(engine.named_parameters()))
+    assert_same_bits(ours, train(tiny_gpt2(), recipe, Placement()))
+
+
+def test_generate_between_steps_changes_nothing(tight) -> None:
+    """Many forward passes outside of `engine(...)`, in another order of units each time."""
+
+    def run(placement: Placement, *, generate: bool) -> tuple[list[float], list[list[int]]]:
+        losses, texts = [], []
+        with infinity.initialize(model=tiny_llama(), config=RECIPE.config(placement))[0] as engine:
+            for ids in batches(RECIPE.steps):
+                loss = loss_of(engine, ids)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+                if generate:
+                    with torch.no_grad():
+                        made = engine.module.generate(ids[:1, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
+                    texts.append(made[0].tolist())
+        return losses, texts
+
+    losses, texts = run(tight, generate=True)
+    assert losses == run(Placement(), generate=False)[0]
+    assert texts == run(Placement(), generate=True)[1]
+
+
 def _raise(*args: object) -> None:
     raise RuntimeError("on purpose")
 
