@@ -242,15 +242,19 @@ void store_moment(MomentKind kind, bool is_signed, const Moment& moment, size_t 
     }
 }
 
-void draw(uint64_t seed, uint64_t index, uint32_t* __restrict out, size_t n) {
-    const RandomKey key = random_key(seed, index);
+void draw_below_wrap(RandomKey key, uint32_t first, uint32_t* __restrict out, uint32_t n) {
+    for (uint32_t i = 0; i < n; ++i)
+        out[i] = random_bits(key, first + i);
+}
+
+// The random bits of elements index .. index + n - 1.
+void draw(uint64_t seed, uint64_t index, uint32_t* out, size_t n) {
     const uint32_t first = static_cast<uint32_t>(index);
     const size_t until_wrap = static_cast<size_t>(0x100000000u - first); // then the key changes
     const size_t stop = n < until_wrap ? n : until_wrap;
-    for (size_t i = 0; i < stop; ++i)
-        out[i] = random_bits(key, first + static_cast<uint32_t>(i));
+    draw_below_wrap(random_key(seed, index), first, out, static_cast<uint32_t>(stop));
     if (stop < n)
-        draw(seed, index + stop, out + stop, n - stop);
+        draw_below_wrap(random_key(seed, index + stop), 0, out + stop, static_cast<uint32_t>(n - stop));
 }
 
 // --- the update -----------------------------------------------------------------------------------------------------

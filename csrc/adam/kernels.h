@@ -8,9 +8,9 @@
 namespace infinity::adam {
 
 // Elements worked on at a time: the scratch for them stays in the L1 cache.
-constexpr size_t kBlock = 512;
+constexpr size_t kBlock = 256;
 // Elements of one piece of work, and of one partial sum. Fixed, so that sums do not depend on the number of threads.
-constexpr size_t kChunk = 64 * kBlock;
+constexpr size_t kChunk = 128 * kBlock;
 // Elements that share the scale of an 8-bit moment; kBlock is a multiple.
 constexpr size_t kScaleBlock = 256;
 

@@ -31,11 +31,10 @@ inline uint32_t random_bits(RandomKey key, uint32_t index) {
     return x ^ (x >> 16);
 }
 
-// `random`: 16 bits.
+// `random`: 16 bits. x comes from arithmetic, whose NaNs are quiet: their top half is a NaN too.
 inline uint16_t f32_to_bf16_stochastic(float x, uint32_t random) {
     const uint32_t u = bits_of(x);
-    const bool finite = (u & kInf) != kInf;
-    return static_cast<uint16_t>(finite ? (u + random) >> 16 : f32_to_bf16(x));
+    return static_cast<uint16_t>((u + ((u & kInf) == kInf ? 0u : random)) >> 16);
 }
 
 // [Note: 8-bit moments]
@@ -53,15 +52,14 @@ constexpr int kFractionDrop = 23 - 4;
 
 template <bool is_signed> struct SmallFloat {
     static constexpr uint32_t kLowExponent = is_signed ? 121 : 113; // fp32 exponent field of the smallest normal
-    static constexpr uint32_t kMaxCode = is_signed ? 127 : 255;
 
-    // magnitude in [0, about kTop]; random: 16 bits
+    // random: 16 bits. The magnitude is at most kTop, give or take its own rounding: with 16 of 19 dropped bits random,
+    // those last bits cannot carry into a code above the largest.
     static uint32_t encode(float magnitude, uint32_t random) {
         const float low = float_of(kLowExponent << 23);
         const uint32_t normal = bits_of(magnitude) - ((kLowExponent - 1) << 23);
         const uint32_t subnormal = bits_of(magnitude + low) - (kLowExponent << 23);
-        const uint32_t code = ((magnitude < low ? subnormal : normal) + (random << 3)) >> kFractionDrop;
-        return code < kMaxCode ? code : kMaxCode;
+        return ((magnitude < low ? subnormal : normal) + (random << 3)) >> kFractionDrop;
     }
 
     static float decode(uint32_t code) {

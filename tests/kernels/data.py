@@ -7,7 +7,7 @@ import torch
 from infinity.kernels import Hyper
 
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, decoupled=True)
-CHUNK = 64 * 512  # elements of one piece of work in csrc/adam
+CHUNK = 128 * 256  # elements of one piece of work in csrc/adam
 
 
 def wild(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
