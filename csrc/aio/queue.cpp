@@ -12,6 +12,7 @@ constexpr int kDemand = static_cast<int>(Priority::demand);
 constexpr int kPrefetch = static_cast<int>(Priority::prefetch);
 constexpr int kWriteBack = static_cast<int>(Priority::write_back);
 constexpr int kNone = -1;
+constexpr std::size_t kWriteBackNbytes = 2 << 20; // in flight, or two blocks: one is written, the next is ready
 } // namespace
 
 bool Request::wait(double timeout_s) {
@@ -35,7 +36,8 @@ void Request::complete() {
 }
 
 BlockQueue::BlockQueue(std::size_t block_nbytes, int depth)
-    : block_nbytes_(block_nbytes), depth_(depth), bulk_depth_(std::max(1, depth - depth / 4)) {}
+    : block_nbytes_(block_nbytes), depth_(depth), bulk_depth_(std::max(1, depth - depth / 4)),
+      write_back_depth_(std::min(bulk_depth_, std::max(2, static_cast<int>(kWriteBackNbytes / block_nbytes)))) {}
 
 void BlockQueue::push(std::shared_ptr<Request> request) {
     {
@@ -63,11 +65,17 @@ int BlockQueue::choose() const {
         return kNone;
     }
     const bool reads = !waiting_[kPrefetch].empty();
-    const bool writes = !waiting_[kWriteBack].empty();
+    const bool writes = !waiting_[kWriteBack].empty() && write_back_in_flight_ < write_back_depth_;
     if (reads && !(writes && bulk_turn_ % kWriteBackShare == 0)) {
         return kPrefetch;
     }
     return writes ? kWriteBack : kNone;
+}
+
+void BlockQueue::count_in_flight(int priority, int change) {
+    in_flight_ += change;
+    bulk_in_flight_ += priority != kDemand ? change : 0;
+    write_back_in_flight_ += priority == kWriteBack ? change : 0;
 }
 
 bool BlockQueue::take(Block& block) {
@@ -84,9 +92,8 @@ bool BlockQueue::take(Block& block) {
     if (request->cut_ == request->nbytes) {
         line.pop_front();
     }
-    in_flight_ += 1;
+    count_in_flight(priority, 1);
     if (priority != kDemand) {
-        bulk_in_flight_ += 1;
         bulk_turn_ += 1;
     }
     return true;
@@ -114,10 +121,7 @@ void BlockQueue::finish(const Block& block, int error) {
     {
         const std::lock_guard lock(mutex_);
         const auto& request = block.request;
-        in_flight_ -= 1;
-        if (request->priority != Priority::demand) {
-            bulk_in_flight_ -= 1;
-        }
+        count_in_flight(static_cast<int>(request->priority), -1);
         request->in_flight_ -= 1;
         request->outcome_.nbytes += block.moved;
         if (error != 0 && request->outcome_.error == 0) {

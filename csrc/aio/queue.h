@@ -16,7 +16,8 @@ namespace infinity::aio {
 // A demand read comes first, always. Reads ahead go before write-back, but one block in `kWriteBackShare` is
 // write-back if any waits, so that neither starves. A part of the depth is kept free of bulk traffic: a demand
 // read that arrives behind gigabytes of write-back is submitted at once, and waits only for what the drive
-// already holds.
+// already holds. That is why only a few megabytes of write-back are in flight: they keep a drive busy, and all
+// beyond them would only lengthen that wait (benchmarks/io_latency.py).
 class BlockQueue {
   public:
     BlockQueue(std::size_t block_nbytes, int depth);
@@ -44,17 +45,20 @@ class BlockQueue {
 
     bool take(Block& block);
     int choose() const;
+    void count_in_flight(int priority, int change);
     bool empty() const;
     void complete_if_over(const std::shared_ptr<Request>& request);
 
     const std::size_t block_nbytes_;
     const int depth_;
     const int bulk_depth_;
+    const int write_back_depth_;
     mutable std::mutex mutex_;
     std::condition_variable changed_;
     std::deque<std::shared_ptr<Request>> waiting_[kPriorities];
     int in_flight_ = 0;
-    int bulk_in_flight_ = 0;
+    int bulk_in_flight_ = 0; // of reads ahead and write-back
+    int write_back_in_flight_ = 0;
     unsigned bulk_turn_ = 0;
     bool closed_ = false;
 };

@@ -1,6 +1,7 @@
 // Blocking system calls on a few threads: works wherever files do.
 #include "engine.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <thread>
 #include <vector>
@@ -71,7 +72,9 @@ class ThreadEngine final : public Engine {
 } // namespace
 
 std::unique_ptr<Engine> make_thread_engine(const Options& options) {
-    return std::make_unique<ThreadEngine>(options);
+    Options bounded = options; // what no thread would take is not in flight, and reserves nothing for demand reads
+    bounded.depth = std::min(options.depth, options.threads);
+    return std::make_unique<ThreadEngine>(bounded);
 }
 
 } // namespace infinity::aio
