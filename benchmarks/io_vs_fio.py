@@ -133,6 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, required=True, help="directory on the drive")
     parser.add_argument("--size", type=parse_size, default=1 << 30)
+    parser.add_argument("--op", action="append", choices=OPERATIONS, help="default: all three")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--peer-python", help="interpreter of an environment that has DeepSpeed")
     parser.add_argument("--json", type=Path, help="write the results here")
@@ -157,13 +158,13 @@ def main() -> None:
             stack.callback(worker.close)
             runners["deepspeed"] = worker.run
         results = []
-        for operation in OPERATIONS:
+        for operation in args.op or OPERATIONS:
             for shallow in (False, True):
                 results.append(compare(runners, operation, shallow, args.rounds))
                 print_row(results[-1])
-    if args.json:
-        facts = {"fio": fio_version(), "size_bytes": args.size, "rounds": args.rounds, "results": results}
-        args.json.write_text(json.dumps(facts, indent=1) + "\n")
+                if args.json:
+                    facts = {"fio": fio_version(), "size_bytes": args.size, "rounds": args.rounds, "results": results}
+                    args.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":
