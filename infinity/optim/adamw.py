@@ -1,0 +1,227 @@
+"""AdamW and Adam for plain training loops, with their states in host memory or on NVMe.
+
+optimizer = infinity.optim.AdamW(model.parameters(), lr=3e-4, offload="nvme", nvme_path="/local_nvme")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from infinity.errors import ConfigError
+from infinity.kernels import Hyper
+from infinity.optim.home import StatesHome
+
+_FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "split", torch.float16: "master"}
+_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
+_Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+
+
+class AdamW(torch.optim.Optimizer):
+    """`torch.optim.AdamW`, computed on the CPU with its states in host memory or on NVMe.
+
+    Parameters may be on the CPU or a GPU, in float32, bfloat16 or float16; the latter two get an exact float32
+    master. `state_dict` interchanges with torch's: it holds whole float32 moments, and `master` beside them for
+    16-bit parameters. Close the optimizer when done, or use it as a context manager; files go at exit in any case.
+
+    Args:
+        params: as for any torch optimizer; learning-rate schedulers may change the groups.
+        offload: "cpu" or "nvme".
+        nvme_path: directory on the drive, for "nvme".
+        state_format: "auto" (exact), or for bfloat16 parameters "bf16" or "int8"; see docs/state-formats.md.
+
+    Raises:
+        ConfigError: options that contradict each other.
+        StorageError: `nvme_path` cannot be used or has too little space.
+    """
+
+    decoupled = True
+
+    def __init__(
+        self,
+        params: _Params,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        offload: str = "cpu",
+        nvme_path: str | Path | None = None,
+        state_format: str = "auto",
+    ) -> None:
+        _check_numbers(float(lr), betas, eps, weight_decay)
+        if offload not in ("cpu", "nvme"):
+            raise ConfigError(f"offload is {offload!r}; choose 'cpu' or 'nvme'")
+        if (offload == "nvme") != (nvme_path is not None):
+            raise ConfigError("offload='nvme' needs nvme_path, a directory on the drive, and only that")
+        self._nvme_path = Path(nvme_path) if nvme_path is not None else None
+        self._state_format = state_format
+        self._homes: dict[torch.Tensor, tuple[StatesHome, int]] = {}
+        self._steps: dict[torch.Tensor, int] = {}
+        self._started: set[torch.Tensor] = set()  # updated by a hook since the last step()
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+        self._settle_in([parameter for group in self.param_groups for parameter in group["params"]])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self._homes:  # later than the constructor's own groups
+            self._settle_in(self.param_groups[-1]["params"])
+
+    def close(self) -> None:
+        """Finish what is under way and give up the states."""
+        for home in self._each_home():
+            home.close()
+        self._homes.clear()
+
+    def __enter__(self) -> AdamW:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Updates #
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient, and wait until it is done."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter not in self._started:
+                    self._start_update(parameter, group)
+        self._wait()
+        self._started.clear()
+        return loss
+
+    def overlap(self, model: nn.Module) -> list[RemovableHandle]:
+        """Start each update inside backward, as soon as the gradient is there; `step()` then waits for the rest.
+
+        For loops that call backward once a step and neither clip nor scale gradients: an update that has begun
+        has used the gradient as it was.
+
+        Returns:
+            Handles whose `remove()` ends this.
+        """
+        groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
+
+        def start(parameter: torch.Tensor) -> None:
+            if parameter in self._started:
+                raise ConfigError("a second backward pass before step(): overlap() serves one pass a step")
+            self._start_update(parameter, groups[parameter])
+            self._started.add(parameter)
+
+        owned = [parameter for parameter in model.parameters() if parameter in groups and parameter.requires_grad]
+        return [parameter.register_post_accumulate_grad_hook(start) for parameter in owned]
+
+    def _start_update(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
+        gradient = cast(torch.Tensor, parameter.grad)
+        if gradient.is_sparse:
+            raise ConfigError("a gradient is sparse; give this parameter another optimizer")
+        step = self._steps.get(parameter, 0) + 1
+        home, unit = self._homes[parameter]
+        home.start_update(unit, parameter, gradient, self._hyper(group, step))
+        self._steps[parameter] = step
+
+    def _hyper(self, group: Mapping[str, Any], step: int) -> Hyper:
+        beta1, beta2 = group["betas"]
+        numbers = (float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"]))
+        return Hyper(*numbers, step, decoupled=self.decoupled)
+
+    def _wait(self) -> None:
+        for home in self._each_home():
+            home.wait()
+
+    # States #
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's AdamW has it: `step`, `exp_avg` and `exp_avg_sq` by parameter, in host memory."""
+        self._wait()
+        packed = super().state_dict()
+        ordered = [parameter for group in self.param_groups for parameter in group["params"]]
+        packed["state"] = {}
+        for index, parameter in enumerate(ordered):
+            if parameter not in self._steps:
+                continue  # never updated, as in torch
+            home, unit = self._homes[parameter]
+            values = {name: flat.view(parameter.shape) for name, flat in home.read(unit, parameter).items()}
+            packed["state"][index] = {"step": torch.tensor(float(self._steps[parameter])), **values}
+        return packed
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a `state_dict` of this class or of torch's.
+
+        Raises:
+            ConfigError: it needs an option that has no counterpart here.
+        """
+        for group in state_dict["param_groups"]:
+            for option in _UNSUPPORTED:
+                if group.get(option):
+                    raise ConfigError(f"the saved optimizer used {option}=True, which is not supported here")
+        self._wait()
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        saved_ids = [saved for group in state_dict["param_groups"] for saved in group["params"]]
+        ordered = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._steps.clear()
+        for saved_id, parameter in zip(saved_ids, ordered, strict=True):
+            values = state_dict["state"].get(saved_id)
+            home, unit = self._homes[parameter]
+            if values is None:
+                home.reset(unit, parameter)
+                continue
+            self._steps[parameter] = int(values["step"])
+            home.write(unit, parameter, {name: value for name, value in values.items() if name != "step"})
+
+    def _settle_in(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Make room for the states of parameters, one home for each dtype among them."""
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            if parameter.dtype not in _FORMAT_OF:
+                raise ConfigError(f"a parameter is {parameter.dtype}; use float32, bfloat16 or float16")
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for dtype, members in by_dtype.items():
+            lossy = self._state_format in ("bf16", "int8") and dtype == torch.bfloat16
+            if self._state_format != "auto" and not lossy and self._state_format != _FORMAT_OF[dtype]:
+                raise ConfigError(f"state_format {self._state_format!r} does not serve {dtype} parameters; use 'auto'")
+            name = self._state_format if lossy else _FORMAT_OF[dtype]
+            home = StatesHome(members, name, self._nvme_path)
+            self._homes.update((parameter, (home, unit)) for unit, parameter in enumerate(members))
+
+    def _each_home(self) -> list[StatesHome]:
+        return list(dict.fromkeys(home for home, _ in self._homes.values()))
+
+
+class Adam(AdamW):
+    """The same with Adam's weight decay, which is added to the gradient."""
+
+    decoupled = False
+
+    def __init__(
+        self,
+        params: _Params,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **where: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, **where)
+
+
+def _check_numbers(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    for name, value, legal in (
+        ("learning rate", lr, lr >= 0),
+        ("epsilon value", eps, eps >= 0),
+        ("beta parameter at index 0", betas[0], 0 <= betas[0] < 1),
+        ("beta parameter at index 1", betas[1], 0 <= betas[1] < 1),
+        ("weight_decay value", weight_decay, weight_decay >= 0),
+    ):
+        if not legal:
+            raise ConfigError(f"Invalid {name}: {value}")  # torch's words, which callers may match

@@ -1,0 +1,149 @@
+"""Where the optimizer states of a list of parameters live, for an optimizer that is used without the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from infinity.io import IoOptions, open_engine
+from infinity.kernels import Dither, Hyper
+from infinity.memory import Arena
+from infinity.optim import formats
+from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
+from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket
+from infinity.telemetry import Counters
+from infinity.tiers.states import StateStore, cut_into_tiles
+from infinity.tiers.swap import SwapPath, SwapSpace
+
+_TILE_BYTES = 16 << 20
+_RING_SLOTS = 4  # one read ahead, one computed, one written, one to spare
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """An update under way, and the flat host copy that it works on where the parameter is not one itself."""
+
+    ticket: UpdateTicket
+    parameter: torch.Tensor
+    flat: torch.Tensor
+
+
+class StatesHome:
+    """States of parameters of one dtype, in host memory or in a swap file; a parameter is a unit.
+
+    Args:
+        nvme_path: directory of the swap file; None for host memory.
+
+    Raises:
+        StorageError: the directory cannot be used or has too little space.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], format_name: str, nvme_path: Path | None) -> None:
+        self.layout: StateLayout = state_layout(format_name)
+        self._pending: list[_Pending] = []
+        tile_bytes = self.layout.tile_bytes
+        shards = [-(-parameter.numel() // SHARD_ALIGN) * SHARD_ALIGN for parameter in parameters]
+        tile_numel = max(SHARD_ALIGN, _TILE_BYTES // self.layout.bytes_per_param // SHARD_ALIGN * SHARD_ALIGN)
+        slot_bytes = tile_bytes(min(tile_numel, max(shards, default=SHARD_ALIGN)))
+        with ExitStack() as undo:
+            if nvme_path is None:
+                arena = Arena(max(SHARD_ALIGN, sum(map(tile_bytes, cut_into_tiles(shards, tile_numel)))))
+                swap = None
+            else:
+                arena = Arena(_RING_SLOTS * slot_bytes)
+                engine = open_engine(IoOptions())
+                undo.callback(engine.close)
+                swap = SwapSpace(engine, [SwapPath(nvme_path)])
+                undo.callback(swap.close)
+            undo.callback(arena.close)
+            slots = [arena.lease(slot_bytes) for _ in range(_RING_SLOTS if swap else 0)]
+            store = StateStore(
+                shards, tile_numel, tile_bytes, arena=arena, resident_bytes=0, swap=swap, counters=Counters()
+            )
+            if swap is not None:
+                swap.create()
+            self._pipeline = UpdatePipeline(self.layout, store, slots, lambda *_: None, Counters())
+            undo.callback(self._pipeline.close)
+            for unit, parameter in enumerate(parameters):
+                self.reset(unit, parameter)
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """Finish what is under way, then give up memory and files."""
+        self.wait()
+        self._undo.close()
+
+    def start_update(self, unit: int, parameter: torch.Tensor, gradient: torch.Tensor, hyper: Hyper) -> None:
+        """Queue one update; the gradient must stay as it is until `wait()`."""
+        flat = _flat(parameter.detach())
+        job = UpdateJob(
+            unit,
+            flat,
+            _flat(gradient.detach()),
+            segments=(Segment(0, flat.numel(), hyper),),
+            ready=None,
+            write_back=False,
+            seed=hyper.step << 24 | unit,
+        )
+        self._pending.append(_Pending(self._pipeline.submit(job), parameter, flat))
+
+    def wait(self) -> None:
+        """Until every queued update has reached its parameter.
+
+        Raises:
+            StorageError: a read or write failed.
+        """
+        pending, self._pending = self._pending, []
+        for update in pending:
+            update.ticket.wait()
+            if update.flat.data_ptr() != update.parameter.data_ptr():
+                update.parameter.detach().copy_(update.flat.view(update.parameter.shape))
+
+    # States #
+
+    def reset(self, unit: int, parameter: torch.Tensor) -> None:
+        """Begin anew from the parameter as it is now."""
+        self.write(unit, parameter, {})
+
+    def read(self, unit: int, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Flat float32 moments, and `master` where the parameter is no float32."""
+        flat = _flat(parameter.detach())
+        names = ["exp_avg", "exp_avg_sq"] + (["master"] if self.layout.master else [])
+        whole = {name: torch.empty(flat.numel()) for name in names}
+        for start, stop, fields in self._tiles(unit, flat.numel(), writable=False):
+            part = formats.read_moments(self.layout, fields)
+            if self.layout.master:
+                part["master"] = formats.read_master(self.layout, flat[start:stop], fields)
+            for name, values in part.items():
+                whole[name][start:stop] = values
+        return whole
+
+    def write(self, unit: int, parameter: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+        """Take over moments and master; missing moments start from zero, a missing master from the parameter."""
+        flat = _flat(parameter.detach())
+        sources = {name: _flat(value.detach()).float() for name, value in values.items()}
+        master = sources.get("master") if self.layout.master else None
+        for start, stop, fields in self._tiles(unit, flat.numel(), writable=True):
+            here = flat[start:stop]
+            formats.init_states(self.layout, here.float() if master is None else master[start:stop], here, fields)
+            if "exp_avg" in sources:
+                moments = {name: sources[name][start:stop] for name in ("exp_avg", "exp_avg_sq")}
+                formats.write_moments(self.layout, moments, fields, Dither(seed=unit, index=start))
+        if flat.data_ptr() != parameter.data_ptr():
+            parameter.detach().copy_(flat.view(parameter.shape))
+
+    def _tiles(self, unit: int, numel: int, *, writable: bool) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
+        """Range within the parameter and fields of every tile of a unit, without the padding."""
+        for tile, fields in self._pipeline.tiles(unit, writable=writable):
+            stop = min(tile.start + tile.numel, numel)
+            if tile.start < stop:
+                yield tile.start, stop, self.layout.narrow(fields, 0, stop - tile.start)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as 1-D in host memory; itself where it already lies there in order."""
+    return tensor.cpu().contiguous().view(-1)
