@@ -39,7 +39,7 @@ inline uint16_t f32_to_bf16_stochastic(float x, uint32_t random) {
 
 // [Note: 8-bit moments]
 // Blocks of 256 share a scale, their largest magnitude over 1.9375; a value over its scale is a small float of
-// 4 fraction bits, stochastically rounded: at most 1/16 off, 1/32 of the power of two below on average.
+// 4 fraction bits, stochastically rounded: less than 1/16 of itself, or one step near zero, off.
 //
 //     first moment    sign, 3 exponent bits, 4 fraction bits    1.9375 .. 2^-6, then steps of 2^-10 down to 0
 //     second moment         4 exponent bits, 4 fraction bits    1.9375 .. 2^-14, then steps of 2^-18 down to 2^-18
@@ -57,16 +57,17 @@ template <bool is_signed> struct SmallFloat {
     // those last bits cannot carry into a code above the largest.
     static uint32_t encode(float magnitude, uint32_t random) {
         const float low = float_of(kLowExponent << 23);
-        const uint32_t normal = bits_of(magnitude) - ((kLowExponent - 1) << 23);
-        const uint32_t subnormal = bits_of(magnitude + low) - (kLowExponent << 23);
-        return ((magnitude < low ? subnormal : normal) + (random << 3)) >> kFractionDrop;
+        const int32_t normal = static_cast<int32_t>(bits_of(magnitude) - ((kLowExponent - 1) << 23));
+        const int32_t subnormal = static_cast<int32_t>(bits_of(magnitude + low) - (kLowExponent << 23));
+        const int32_t larger = normal > subnormal ? normal : subnormal; // the right one on both sides of `low`
+        return (static_cast<uint32_t>(larger) + (random << 3)) >> kFractionDrop;
     }
 
     static float decode(uint32_t code) {
         const float low = float_of(kLowExponent << 23);
         const float normal = float_of((code << kFractionDrop) + ((kLowExponent - 1) << 23));
         const float subnormal = float_of((code << kFractionDrop) + (kLowExponent << 23)) - low;
-        return code < 16u ? subnormal : normal;
+        return subnormal < normal ? subnormal : normal; // the right one on both sides of `low`
     }
 };
 
