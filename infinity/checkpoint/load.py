@@ -21,7 +21,7 @@ from infinity.checkpoint.format import (
     read_slice,
 )
 from infinity.errors import CheckpointError
-from infinity.optim.formats import write_master
+from infinity.optim.formats import write_master, write_moments
 from infinity.zero.build import Runtime
 from infinity.zero.partition import ParamSlot, Unit
 
@@ -103,7 +103,8 @@ def _load_unit(path: Path, unit: Unit, manifest: Manifest, runtime: Runtime) -> 
         for tile, fields in runtime.pipeline.tiles(unit.index, writable=True):
             start, stop = tile.start, tile.start + tile.numel
             master = torch.zeros(tile.numel, dtype=torch.float32)
-            targets = {"master": master, "exp_avg": fields["exp_avg"], "exp_avg_sq": fields["exp_avg_sq"]}
+            moments = {name: torch.zeros(tile.numel, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+            targets = {"master": master, **moments}
             for slot in unit.slots:
                 low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
                 if slot.trainable and low < high:
@@ -111,6 +112,7 @@ def _load_unit(path: Path, unit: Unit, manifest: Manifest, runtime: Runtime) -> 
                         values = read(f"{field}.{slot.name}", low - slot.offset, high - low)
                         target[low - start : high - start].copy_(values)
             write_master(runtime.layout, master, flat[start:stop], fields)
+            write_moments(runtime.layout, moments, fields)
         for slot in unit.slots:
             if not slot.trainable:
                 values = read(f"{FROZEN_FIELD}.{slot.name}", 0, slot.numel)

@@ -21,7 +21,7 @@ from infinity.checkpoint.format import (
     write_file,
 )
 from infinity.errors import CheckpointError
-from infinity.optim.formats import read_master
+from infinity.optim.formats import read_master, read_moments
 from infinity.zero.build import Runtime
 from infinity.zero.partition import Unit
 
@@ -86,8 +86,7 @@ def _save_unit(path: Path, unit: Unit, runtime: Runtime) -> dict[str, TensorEntr
                 start, stop = tile.start, tile.start + tile.numel
                 values = {
                     "master": read_master(runtime.layout, flat[start:stop], fields),
-                    "exp_avg": fields["exp_avg"],
-                    "exp_avg_sq": fields["exp_avg_sq"],
+                    **read_moments(runtime.layout, fields),
                 }
                 for slot in unit.slots:
                     low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)

@@ -96,7 +96,7 @@ class TieringSection(Section):
     device_memory: SizeOrAuto = "auto"
     host_memory: SizeOrAuto = "auto"
     nvme: list[NvmeSection] = []
-    state_format: Literal["auto", "fp32", "split"] = "auto"
+    state_format: Literal["auto", "fp32", "split", "bf16", "int8"] = "auto"
     update_schedule: Literal["auto", "backward", "deferred", "barrier"] = "auto"
     io_backend: Literal["auto", "io_uring", "threads", "aiofiles"] = "auto"
     tile_size: Size = 16 << 20

@@ -20,7 +20,7 @@ import torch
 
 from infinity.errors import InfinityError
 from infinity.io import IoFuture, Priority
-from infinity.kernels import Hyper
+from infinity.kernels import Dither, Hyper
 from infinity.memory import Lease
 from infinity.optim.formats import StateLayout, update
 from infinity.telemetry import Counters
@@ -49,6 +49,7 @@ class UpdateJob:
         segments: what to update, and how; elements outside are left alone.
         ready: what `param` still waits for.
         write_back: also write the updated parameters to their home.
+        seed: of this update's stochastic rounding.
     """
 
     unit: int
@@ -57,6 +58,7 @@ class UpdateJob:
     segments: tuple[Segment, ...]
     ready: IoFuture | None
     write_back: bool
+    seed: int = 0
 
 
 @dataclass
@@ -245,8 +247,9 @@ class UpdatePipeline:
             if low >= high:
                 continue
             touched = True
-            local = {name: values[low - tile.start : high - tile.start] for name, values in fields.items()}
-            update(self._layout, job.param[low:high], local, job.grad[low:high], segment.hyper)
+            local = self._layout.narrow(fields, low - tile.start, high - tile.start)
+            dither = Dither(job.seed, low)
+            update(self._layout, job.param[low:high], local, job.grad[low:high], segment.hyper, dither)
         return touched
 
     # Slots #

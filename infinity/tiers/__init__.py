@@ -4,7 +4,7 @@ from infinity.tiers.discrete import DiscreteParams
 from infinity.tiers.grads import GradLease, GradStore
 from infinity.tiers.link import CudaLink, Link, SameMemory
 from infinity.tiers.params import FlatSpec, ParamStore, Residency, UnifiedParams
-from infinity.tiers.states import StateStore, Tile
+from infinity.tiers.states import StateStore, Tile, cut_into_tiles
 from infinity.tiers.swap import Extent, SwapPath, SwapSpace
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "SwapSpace",
     "Tile",
     "UnifiedParams",
+    "cut_into_tiles",
 ]

@@ -7,7 +7,7 @@ keeps the disk's load even over the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,13 +38,20 @@ class Tile:
     home: Lease | Extent
 
 
+def cut_into_tiles(shard_numels: Sequence[int], tile_numel: int) -> Iterator[int]:
+    """Elements of every tile of every shard."""
+    for shard_numel in shard_numels:
+        for start in range(0, shard_numel, tile_numel):
+            yield min(tile_numel, shard_numel - start)
+
+
 class StateStore:
     """The tiles of every unit and their homes.
 
     Args:
         shard_numels: trainable elements of each unit, padded.
         tile_numel: elements of a full tile.
-        bytes_per_param: bytes of the optimizer's fields for one element.
+        tile_bytes: bytes of a tile of so many elements.
         resident_bytes: host memory for tiles that stay; with no swap space all of them do.
     """
 
@@ -52,7 +59,7 @@ class StateStore:
         self,
         shard_numels: Sequence[int],
         tile_numel: int,
-        bytes_per_param: int,
+        tile_bytes: Callable[[int], int],
         *,
         arena: Arena,
         resident_bytes: int,
@@ -61,7 +68,7 @@ class StateStore:
     ) -> None:
         self._swap = swap
         self._counters = counters
-        total = sum(shard_numels) * bytes_per_param
+        total = sum(tile_bytes(numel) for numel in cut_into_tiles(shard_numels, tile_numel))
         resident_share = 1.0 if swap is None or not total else min(1.0, resident_bytes / total)
         seen_bytes = held_bytes = 0
         self._tiles: list[list[Tile]] = []
@@ -69,7 +76,7 @@ class StateStore:
             tiles = []
             for index, start in enumerate(range(0, shard_numel, tile_numel)):
                 numel = min(tile_numel, shard_numel - start)
-                nbytes = numel * bytes_per_param
+                nbytes = tile_bytes(numel)
                 seen_bytes += nbytes
                 home: Lease | Extent
                 if swap is None or held_bytes + nbytes <= min(resident_share * seen_bytes, resident_bytes):

@@ -102,12 +102,12 @@ def build_runtime(model: nn.Module, groups: Mapping[str, int], config: Config, l
         arena = Arena(_arena_bytes(sizing, needs, split), pin=link is not None and link.device.type == "cuda")
         undo.callback(arena.close)
         io, swap = _open_disk(sizing, config, undo)
-        slot_bytes = sizing.tile_numel * sizing.layout.bytes_per_param
+        slot_bytes = sizing.layout.tile_bytes(sizing.tile_numel)
         slots = [arena.lease(slot_bytes) for _ in range(RING_SLOTS if sizing.states_on_nvme else 0)]
         states = StateStore(
             sizing.shard_numels,
             sizing.tile_numel,
-            sizing.layout.bytes_per_param,
+            sizing.layout.tile_bytes,
             arena=arena,
             resident_bytes=split.states_bytes,
             swap=swap if sizing.states_on_nvme else None,

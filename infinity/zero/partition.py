@@ -16,8 +16,20 @@ from torch import nn
 
 from infinity.errors import ConfigError
 
-SLOT_ALIGN = 32  # elements: every parameter starts on a cache line in any dtype of two bytes or more
 PERSISTENT = "persistent"
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What positions in a flat tensor are multiples of, in elements.
+
+    Attributes:
+        shard: lengths of shards.
+        slot: starts of parameters; by default a cache line in any dtype of two bytes or more.
+    """
+
+    shard: int
+    slot: int = 32
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,7 @@ def make_partition(
     model: nn.Module,
     groups: Mapping[str, int],
     *,
-    shard_align: int,
+    align: Alignment,
     persistence_threshold: int,
     offloaded: bool,
 ) -> Partition:
@@ -103,7 +115,6 @@ def make_partition(
 
     Args:
         groups: parameter group of every parameter that is trained, by name.
-        shard_align: shards are padded to a multiple of this many elements.
         persistence_threshold: parameters of at most this many elements outside of blocks stay resident.
         offloaded: parameters have a home below; otherwise every unit is persistent.
 
@@ -133,7 +144,7 @@ def make_partition(
             members[name],
             model,
             groups,
-            shard_align,
+            align,
             persistent=not offloaded or name == PERSISTENT,
         )
         for index, name in enumerate(order)
@@ -177,7 +188,7 @@ def _layout_unit(
     members: Sequence[str],
     model: nn.Module,
     groups: Mapping[str, int],
-    shard_align: int,
+    align: Alignment,
     *,
     persistent: bool,
 ) -> Unit:
@@ -189,10 +200,10 @@ def _layout_unit(
         param = model.get_parameter(member)
         trainable = member in groups
         if not trainable and (not slots or slots[-1].trainable):
-            shard_numel = offset = _round_up(offset, shard_align)
+            shard_numel = offset = _round_up(offset, align.shard)
         slots.append(ParamSlot(member, tuple(param.shape), param.numel(), offset, trainable, groups.get(member, -1)))
-        offset += _round_up(param.numel(), SLOT_ALIGN)
-    numel = _round_up(offset, shard_align)
+        offset += _round_up(param.numel(), align.slot)
+    numel = _round_up(offset, align.shard)
     if all(slot.trainable for slot in slots):
         shard_numel = numel
     return Unit(index, name, tuple(slots), shard_numel, numel, persistent)

@@ -12,8 +12,8 @@ from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
 from infinity.schedule import MemoryNeeds
-from infinity.tiers import FlatSpec
-from infinity.zero.partition import PERSISTENT, Partition, make_partition
+from infinity.tiers import FlatSpec, cut_into_tiles
+from infinity.zero.partition import PERSISTENT, Alignment, Partition, make_partition
 from infinity.zero.updates import UpdateSchedule
 
 RING_SLOTS = 4  # one tile read, one updated, one written, and one of slack between the rates
@@ -21,7 +21,7 @@ _GRADS_IN_FLIGHT = 3  # units whose gradients the `backward` schedule may hold a
 _STAGING_UNITS = 3  # of a discrete device: one uploaded, one read, one updated
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_FORMATS = {"fp32": "fp32", "bf16": "split"}
+_FORMATS = {"fp32": ("fp32",), "bf16": ("split", "bf16", "int8")}  # the exact one, which is the default, first
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,12 @@ class Sizing:
     @property
     def ring_bytes(self) -> int:
         """The optimizer pipeline's tiles in flight."""
-        return RING_SLOTS * self.tile_numel * self.layout.bytes_per_param if self.states_on_nvme else 0
+        return RING_SLOTS * self.layout.tile_bytes(self.tile_numel) if self.states_on_nvme else 0
+
+    @property
+    def states_bytes(self) -> int:
+        """All optimizer states."""
+        return sum(self.layout.tile_bytes(numel) for numel in cut_into_tiles(self.shard_numels, self.tile_numel))
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -121,7 +126,7 @@ def size_up(model: nn.Module, groups: Mapping[str, int], config: Config, *, disc
     partition = make_partition(
         model,
         groups,
-        shard_align=SHARD_ALIGN,
+        align=Alignment(SHARD_ALIGN, max(Alignment.slot, *(field.block for field in layout.fields))),
         persistence_threshold=config.zero.param_persistence_threshold,
         offloaded=home != "none" if discrete else home == "nvme",
     )
@@ -143,11 +148,12 @@ def size_up(model: nn.Module, groups: Mapping[str, int], config: Config, *, disc
 def _format(config: Config) -> str:
     asked = config.tiering.state_format
     fitting = _FORMATS[config.precision]
-    if asked not in ("auto", fitting):
-        raise ConfigError(
-            f"tiering.state_format is {asked!r}, which does not serve {config.precision}; use {fitting!r} or 'auto'"
-        )
-    return fitting
+    if asked == "auto":
+        return fitting[0]
+    if asked not in fitting:
+        choices = ", ".join(fitting)
+        raise ConfigError(f"tiering.state_format {asked!r} does not serve {config.precision}; use {choices} or auto")
+    return asked
 
 
 def _tile_numel(partition: Partition, layout: StateLayout, tile_bytes: int) -> int:
@@ -164,7 +170,7 @@ def host_needs(sizing: Sizing) -> MemoryNeeds:
         standing = sum(sizing.shard_numels[unit] for unit in sizing.standing) * sizing.grad_dtype.itemsize
         grads_min = min(sum(grads), grads[0] + standing)
         grads_most = min(sum(grads), sum(grads[:_GRADS_IN_FLIGHT]) + standing)
-    states = sum(sizing.shard_numels) * sizing.layout.bytes_per_param
+    states = sizing.states_bytes
     moving = sum(sizing.moving_bytes)
     if sizing.discrete:
         always = 0
