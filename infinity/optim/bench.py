@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from infinity.errors import ConfigError
 from infinity.kernels import Hyper, bare_loop, set_threads
+from infinity.memory import Arena
 from infinity.optim.formats import StateLayout, init_states, state_layout, update
 
 ROOFLINE = "bare loop"
@@ -27,6 +29,7 @@ TORCH_PEERS = ("torch fused", "torch foreach")
 DEEPSPEED = "DeepSpeedCPUAdam"
 _PEER_SCRIPT = Path(__file__).with_name("bench_peer.py")
 _LR = 1e-3
+_PAGE_BYTES = 4096
 _FP32_BYTES = 28  # read p, g, m, v; write p, m, v
 
 Step = Callable[[], float]  # does one step and returns its seconds
@@ -97,22 +100,31 @@ def run_adam_bench(job: AdamBenchJob, progress: Callable[[str], None]) -> list[A
 def _contenders(job: AdamBenchJob, stack: ExitStack) -> Iterator[tuple[str, float, Step]]:
     """Name, bytes of traffic per parameter, and step of everything that takes part.
 
-    The fp32 contenders share one set of tensors, and the bare loop leaves their values alone.
+    The kernels work in an arena, as they do in training; it asks for huge pages. The peers work in torch's memory.
+    The bare loop, which leaves values alone, shares the arena's fp32 tensors.
     """
     generator = torch.Generator().manual_seed(0)
-    param = torch.randn(job.numel, generator=generator)
-    grad = torch.randn(job.numel, generator=generator)
-    exp_avg, exp_avg_sq = torch.zeros(job.numel), grad.square()
-    yield ROOFLINE, _FP32_BYTES, _timed(lambda: bare_loop(param, exp_avg, exp_avg_sq, grad))
-    for name in job.formats:
+    source = torch.randn(job.numel, generator=generator)
+    for name in ("fp32", *(other for other in job.formats if other != "fp32")):
         layout = state_layout(name)
-        own = torch.empty(layout.tile_bytes(job.numel), dtype=torch.uint8)
-        states = layout.views(own, job.numel)
-        own_param = torch.empty(job.numel, dtype=layout.param_dtype)
-        init_states(layout, param, own_param, states)
-        yield name, _traffic(layout), _format_step(layout, own_param, states, grad.to(layout.param_dtype))
+        lengths = {"param": job.numel * layout.param_dtype.itemsize, "states": layout.tile_bytes(job.numel)}
+        arena = Arena(2 * lengths["param"] + lengths["states"] + 4 * _PAGE_BYTES)
+        stack.callback(arena.close)
+        param = arena.lease(lengths["param"]).tensor(layout.param_dtype, job.numel)
+        grad = arena.lease(lengths["param"]).tensor(layout.param_dtype, job.numel)
+        states = layout.views(arena.lease(lengths["states"]).tensor(torch.uint8), job.numel)
+        init_states(layout, source, param, states)
+        grad.copy_(source)
+        if name == "fp32":
+            yield (
+                ROOFLINE,
+                _FP32_BYTES,
+                _timed(partial(bare_loop, param, states["exp_avg"], states["exp_avg_sq"], grad)),
+            )
+        if name in job.formats:
+            yield name, _traffic(layout), _format_step(layout, param, states, grad)
     for name in job.peers:
-        yield name, _FP32_BYTES, _torch_step(name, param, exp_avg, exp_avg_sq, grad)
+        yield name, _FP32_BYTES, _torch_step(name, source)
     if job.peer_python is not None:
         peer = stack.enter_context(_DeepSpeed(job.peer_python, job.numel, job.threads))
         yield DEEPSPEED, _FP32_BYTES, peer.step
@@ -144,15 +156,11 @@ def _format_step(layout: StateLayout, param: torch.Tensor, states: dict[str, tor
     return _timed(body)
 
 
-def _torch_step(
-    name: str, param: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor
-) -> Step:
-    parameter = torch.nn.Parameter(param)
-    parameter.grad = grad
+def _torch_step(name: str, values: torch.Tensor) -> Step:
+    parameter = torch.nn.Parameter(values)
+    parameter.grad = values.clone()
     fused = name == "torch fused"
-    optimizer = torch.optim.AdamW([parameter], lr=_LR, fused=fused, foreach=not fused)
-    optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    return _timed(optimizer.step)
+    return _timed(torch.optim.AdamW([parameter], lr=_LR, fused=fused, foreach=not fused).step)
 
 
 class _DeepSpeed:
@@ -174,6 +182,7 @@ class _DeepSpeed:
                 text=True,
             )
         except OSError as error:
+            self._log.close()
             raise ConfigError(f"--peer-python {python} does not start: {error}") from error
 
     def __enter__(self) -> _DeepSpeed:

@@ -1,0 +1,49 @@
+"""`infinity bench-adam` on a few thousand parameters: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity import kernels
+from infinity.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def _restore_threads() -> Iterator[None]:
+    threads = kernels.thread_count(), torch.get_num_threads()
+    yield
+    kernels.set_threads(threads[0])
+    torch.set_num_threads(threads[1])
+
+
+def test_it_prints_a_json_line_for_every_contender(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--size", "4K", "--threads", "1", "--format", "fp32", "split", "int8", "--rounds", "3", "--json"]
+    assert main(["bench-adam", *arguments]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["name"] for record in records] == ["bare loop", "fp32", "split", "int8", "torch fused"]
+    for record in records:
+        assert len(record["seconds"]) == 3
+        assert record["params_per_s"] == pytest.approx(4000 / sorted(record["seconds"])[1])
+    assert [record["bytes_per_param"] for record in records[:3]] == [28, 28, 26]
+    ratio = records[1]["speed_relative_to"]["torch fused"]
+    assert ratio["low"] <= ratio["median"] <= ratio["high"]
+
+
+def test_a_peer_that_cannot_work_is_an_error_with_its_last_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench-adam", "--size", "4K", "--threads", "1", "--peer-python", "/nonexistent"]) == 2
+    assert "--peer-python /nonexistent does not start" in capsys.readouterr().err
+    import_fails = Path(sys.executable)  # an environment without DeepSpeed
+    assert main(["bench-adam", "--size", "4K", "--threads", "1", "--peer-python", str(import_fails)]) == 2
+    assert "deepspeed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--threads", "0"], ["--format", "fp8"]])
+def test_bad_numbers_and_names_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench-adam", "--size", "4K", *arguments]) == 2
+    assert "error:" in capsys.readouterr().err
