@@ -36,7 +36,7 @@ class GradStore:
         self._arena = arena
         self._left_bytes = capacity_bytes
         own = range(len(numels)) if sum(self._sizes) <= capacity_bytes else standing
-        self._own = {unit: arena.lease(self._sizes[unit]) for unit in own}
+        self._own = {unit: arena.lease(self._sizes[unit]) for unit in own if self._sizes[unit]}
         self._left_bytes -= sum(self._sizes[unit] for unit in own)
         self._open: dict[int, GradLease] = {}
         self._lent: set[int] = set()
