@@ -16,6 +16,7 @@ import torch
 from infinity.errors import ConfigError
 
 _SUFFIXES = frozenset((".txt", ".md", ".rst", ".py", ".json", ".html", ".c", ".h", ".cpp"))
+_INSTALLED = frozenset(("site-packages", "dist-packages"))  # not the standard library's own, though below it
 BYTE_VOCABULARY = 256
 
 
@@ -39,7 +40,8 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            files += sorted(p for p in path.rglob("*") if p.suffix in _SUFFIXES and p.is_file())
+            found = (p for p in path.rglob("*") if p.suffix in _SUFFIXES and p.is_file())
+            files += sorted(p for p in found if _INSTALLED.isdisjoint(p.relative_to(path).parts))
         elif path.is_file():
             files.append(path)
         else:

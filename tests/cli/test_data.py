@@ -1,0 +1,57 @@
+"""Text becomes samples in an order that seed and number alone decide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.cli.training.data import ByteTokens, Samples, find_files
+from infinity.errors import ConfigError
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    (tmp_path / "b.txt").write_bytes(bytes(range(100)))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.py").write_bytes(bytes(range(100, 200)))
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "picture.png").write_bytes(b"no text")
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "installed.py").write_bytes(b"somebody else's")
+    return tmp_path
+
+
+def test_files_are_found_in_a_fixed_order_without_installed_packages(corpus) -> None:
+    assert [path.name for path in find_files([corpus])] == ["b.txt", "a.py"]
+
+
+def test_reads_cross_from_file_to_file(corpus) -> None:
+    tokens = ByteTokens(find_files([corpus]))
+    assert len(tokens) == 200
+    assert tokens.read(90, 20).tolist() == list(range(90, 110))
+    assert tokens.read(100, 5).tolist() == list(range(100, 105))
+
+
+def test_every_sample_comes_once_an_epoch_and_epochs_differ(corpus) -> None:
+    samples = Samples(ByteTokens(find_files([corpus])), 20, seed=3)
+    first, second = samples.batch(0, 10), samples.batch(10, 10)
+    assert sorted(first[:, 0].tolist()) == list(range(0, 200, 20))
+    assert sorted(second[:, 0].tolist()) == sorted(first[:, 0].tolist())
+    assert first.tolist() != second.tolist()
+
+
+def test_a_batch_depends_on_its_number_alone(corpus) -> None:
+    samples = Samples(ByteTokens(find_files([corpus])), 20, seed=3)
+    again = Samples(ByteTokens(find_files([corpus])), 20, seed=3)
+    samples.batch(0, 7)
+    assert torch.equal(samples.batch(13, 4), again.batch(13, 4))
+    assert not torch.equal(samples.batch(0, 10), Samples(ByteTokens(find_files([corpus])), 20, seed=4).batch(0, 10))
+
+
+def test_too_little_text_is_refused(corpus) -> None:
+    with pytest.raises(ConfigError, match="fewer than one sample of --seq-len 500"):
+        Samples(ByteTokens(find_files([corpus])), 500, seed=0)
+    with pytest.raises(ConfigError, match="no text files"):
+        find_files([corpus / "empty.txt"])
