@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint import load_checkpoint, save_checkpoint
+from infinity.checkpoint import apply_extra, check_extra, collect_extra, load_tensors, open_checkpoint, save_checkpoint
 from infinity.config import Config, load_config
 from infinity.errors import ConfigError, InfinityError, NonFiniteError
 from infinity.optim.lr_schedules import make_scheduler
@@ -246,13 +246,7 @@ class Engine:
                 "micro_steps": self.micro_steps,
                 "skipped_steps": self.skipped_steps,
             },
-            extra={
-                "optimizer": self.optimizer.state_dict(),
-                "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
-                "rng": _rng_states(),
-                "buffers": _persistent_buffers(self.module),
-                "client_state": dict(client_state or {}),
-            },
+            extra=collect_extra(self.module, self.optimizer, self.lr_scheduler, client_state or {}),
         )
 
     def load_checkpoint(
@@ -271,20 +265,18 @@ class Engine:
         """
         self._check_at_step_boundary("load_checkpoint")
         self.synchronize()
-        loaded = load_checkpoint(Path(load_dir), tag, self._runtime)
-        if loaded is None:
+        opened = open_checkpoint(Path(load_dir), tag, self._runtime)
+        if opened is None:
             return None, None
-        self._updates.steps = loaded.steps
-        self.global_steps = loaded.counters["global_steps"]
-        self.micro_steps = loaded.counters["micro_steps"]
-        self.skipped_steps = loaded.counters["skipped_steps"]
-        self.optimizer.load_state_dict(loaded.extra["optimizer"])
-        if self.lr_scheduler is not None and loaded.extra["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(loaded.extra["lr_scheduler"])
-        for name, value in loaded.extra["buffers"].items():
-            self.module.get_buffer(name).copy_(value)
-        _set_rng_states(loaded.extra["rng"])
-        return loaded.path, loaded.extra["client_state"]
+        check_extra(opened.path, opened.extra, self.module, self.optimizer, self.lr_scheduler)
+        load_tensors(opened, self._runtime)  # from here on the engine changes
+        self._updates.steps = dict(opened.manifest.steps)
+        counters = opened.manifest.counters
+        self.global_steps = counters["global_steps"]
+        self.micro_steps = counters["micro_steps"]
+        self.skipped_steps = counters["skipped_steps"]
+        apply_extra(opened.extra, self.module, self.optimizer, self.lr_scheduler)
+        return opened.path, opened.extra["client_state"]
 
     def _check_at_step_boundary(self, what: str) -> None:
         if self.micro_steps % self.config.gradient_accumulation_steps or self._in_cycle:
@@ -364,29 +356,6 @@ def initialize(
         runtime.close()
         raise
     return engine, tiered, _dataloader(training_data, resolved), scheduler
-
-
-def _rng_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def _set_rng_states(states: Mapping[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that are part of the state, by name."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
 
 
 def _refuse_unbuilt(config: Config) -> None:

@@ -1,7 +1,17 @@
 """Checkpoints: written and read tile by tile, replaced atomically, stored by parameter name."""
 
 from infinity.checkpoint.directory import latest_tag
-from infinity.checkpoint.load import load_checkpoint
+from infinity.checkpoint.extra import apply_extra, check_extra, collect_extra
+from infinity.checkpoint.load import Loaded, load_tensors, open_checkpoint
 from infinity.checkpoint.save import save_checkpoint
 
-__all__ = ["latest_tag", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "Loaded",
+    "apply_extra",
+    "check_extra",
+    "collect_extra",
+    "latest_tag",
+    "load_tensors",
+    "open_checkpoint",
+    "save_checkpoint",
+]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from infinity.checkpoint.format import write_file
+from infinity.checkpoint.tensors import write_file
 from infinity.errors import CheckpointError, ConfigError, StorageError
 
 _LATEST = "latest"
-_TEMPORARY = ".tmp-"
+_NEW = ".tmp-new-"  # + tag: being filled
+_OLD = ".tmp-old-"  # + tag: was replaced; after a crash between the two renames of `_swap`, the only one of its tag
+_MARK = ".tmp-latest"
 
 
 def latest_tag(directory: Path) -> str | None:
@@ -51,50 +54,95 @@ def replacing(directory: Path, tag: str) -> Iterator[Path]:
 
     Raises:
         StorageError: writing failed, for example because the disk is full.
+        CheckpointError: another process is saving in this directory.
     """
     check_tag(tag)
+    with ExitStack() as stack:
+        temporary = directory / f"{_NEW}{tag}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if not stack.enter_context(_locked(directory)):
+                raise CheckpointError(
+                    f"{directory}: another process is saving a checkpoint here; wait for it to finish"
+                )
+            _restore(directory)
+            _remove_leftovers(directory)
+            temporary.mkdir()
+        except OSError as error:
+            raise _storage_error(error, directory) from error
+        try:
+            yield temporary
+            _sync_directory(temporary)
+            _swap(directory, temporary, tag)
+        except BaseException as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, OSError) and not isinstance(error, StorageError):
+                raise _storage_error(error, directory / tag) from error
+            raise
+
+
+def restore_interrupted(directory: Path) -> None:
+    """If a save died between its two renames, give the checkpoint that it was to replace its name back.
+
+    Raises:
+        CheckpointError: it cannot be renamed.
+    """
+    if not directory.is_dir():
+        return
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for stale in directory.glob(f"{_TEMPORARY}*"):
-            _restore_or_remove(directory, stale)
-        temporary = directory / f"{_TEMPORARY}{tag}"
-        temporary.mkdir()
+        with _locked(directory) as alone:
+            if alone:  # else a save is under way, which has nothing to be restored
+                _restore(directory)
     except OSError as error:
-        raise _storage_error(error, directory) from error
-    try:
-        yield temporary
-        _sync_directory(temporary)
-        _swap(directory, temporary, tag)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) and not isinstance(error, StorageError):
-            raise _storage_error(error, directory / tag) from error
-        raise
+        raise CheckpointError(
+            f"{error.filename or directory}: a save was interrupted and what it was to replace cannot be renamed "
+            f"({error.strerror}): rename `{_OLD}<tag>` to `<tag>`"
+        ) from error
 
 
 def _swap(directory: Path, temporary: Path, tag: str) -> None:
     final = directory / tag
-    replaced = directory / f"{_TEMPORARY}old-{tag}"
+    replaced = directory / f"{_OLD}{tag}"
     if final.exists():
         final.rename(replaced)
     temporary.rename(final)
     _sync_directory(directory)
-    mark = directory / f"{_TEMPORARY}latest"
+    mark = directory / _MARK
     write_file(mark, tag.encode())
     mark.rename(directory / _LATEST)
     _sync_directory(directory)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _restore_or_remove(directory: Path, stale: Path) -> None:
-    """Clean up after an interrupted save; if it died between its two renames, the old checkpoint comes back."""
-    tag = stale.name.removeprefix(f"{_TEMPORARY}old-")
-    if tag != stale.name and not (directory / tag).exists():
-        stale.rename(directory / tag)
-    elif stale.is_dir():
+def _restore(directory: Path) -> None:
+    for replaced in directory.glob(f"{_OLD}*"):
+        final = directory / replaced.name.removeprefix(_OLD)
+        if not final.exists():
+            replaced.rename(final)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    for stale in (*directory.glob(f"{_NEW}*"), *directory.glob(f"{_OLD}*")):
         shutil.rmtree(stale)
-    else:
-        stale.unlink()
+    (directory / _MARK).unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[bool]:
+    """Hold the directory's lock; False if another process has it. Where a filesystem has no locks, all go ahead."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOLCK):
+                raise
+        yield True
+    finally:
+        os.close(descriptor)
 
 
 def _sync_directory(path: Path) -> None:

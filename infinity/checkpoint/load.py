@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import io
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from infinity.checkpoint.directory import check_tag, latest_tag
+from infinity.checkpoint.directory import check_tag, latest_tag, restore_interrupted
 from infinity.checkpoint.format import (
     EXTRA,
     FROZEN_FIELD,
-    TRAINED_FIELDS,
+    MASTER,
     Manifest,
-    TensorEntry,
-    check_files,
     read_manifest,
-    read_slice,
+    stored_fields,
+    stored_shape,
 )
+from infinity.checkpoint.tensors import TensorReader, check_files
 from infinity.errors import CheckpointError
-from infinity.optim.formats import write_master, write_moments
+from infinity.kernels import Dither
+from infinity.optim.formats import StateLayout, read_moments, write_master, write_moments
 from infinity.zero.build import Runtime
 from infinity.zero.partition import ParamSlot, Unit
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What came with the tensors; see `save_checkpoint`."""
+    """A checkpoint whose files are whole and whose tensors fit the model.
+
+    Attributes:
+        extra: schedules, random states and the client's state, as `save_checkpoint` was given them.
+    """
 
     path: Path
-    steps: dict[str, int]
-    counters: dict[str, int]
+    manifest: Manifest
     extra: dict[str, Any]
 
 
-def load_checkpoint(directory: Path, tag: str | None, runtime: Runtime) -> Loaded | None:
-    """Read a checkpoint into the tiers; no update may be pending.
+def open_checkpoint(directory: Path, tag: str | None, runtime: Runtime) -> Loaded | None:
+    """Read and check a checkpoint; nothing is changed.
 
     Args:
         tag: None for the one that was saved last.
@@ -46,8 +52,9 @@ def load_checkpoint(directory: Path, tag: str | None, runtime: Runtime) -> Loade
         None if `tag` is None and the directory has no checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged or of another model. Nothing has been changed then.
+        CheckpointError: the checkpoint is missing, damaged or of another model.
     """
+    restore_interrupted(directory)
     if tag is None:
         tag = latest_tag(directory)
         if tag is None:
@@ -56,65 +63,129 @@ def load_checkpoint(directory: Path, tag: str | None, runtime: Runtime) -> Loade
     path = directory / tag
     manifest = read_manifest(path)
     _check_belongs(path, manifest, runtime)
-    check_files(path, manifest)
+    check_files(path, manifest.tensors)
+    return Loaded(path, manifest, read_extra(path, manifest))
+
+
+def load_tensors(loaded: Loaded, runtime: Runtime) -> None:
+    """Read the parameters and moments of a checkpoint into the tiers; no update may be pending.
+
+    Moments that were saved in another state format are converted on the way.
+    """
+    with TensorReader(loaded.path, loaded.manifest.tensors) as reader:
+        for unit in runtime.partition.units:
+            _load_unit(unit, reader, loaded.manifest.layout, runtime)
+
+
+def read_extra(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """What came with the tensors.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or holds more than tensors and plain values.
+    """
     try:
-        extra = torch.load(path / EXTRA, weights_only=True)
+        content = (path / EXTRA).read_bytes()
+        if zlib.crc32(content) != manifest.extra_crc:
+            raise CheckpointError(f"{path / EXTRA} is damaged: its checksum differs from the manifest's")
+        extra = torch.load(io.BytesIO(content), weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"{path / EXTRA} cannot be read: {error.strerror}") from error
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever unpickling objects to
         raise CheckpointError(f"{path / EXTRA} cannot be loaded: {error}") from error
-    for unit in runtime.partition.units:
-        _load_unit(path, unit, manifest, runtime)
-    return Loaded(path, dict(manifest.steps), dict(manifest.counters), extra)
+    if not isinstance(extra, dict):
+        raise CheckpointError(f"{path / EXTRA} is damaged: it holds a {type(extra).__name__}")
+    return extra
 
 
-def _keys(slot: ParamSlot) -> list[str]:
-    fields = TRAINED_FIELDS if slot.trainable else (FROZEN_FIELD,)
-    return [f"{field}.{slot.name}" for field in fields]
+def moments_of(
+    reader: TensorReader, source: StateLayout, target: StateLayout, name: str, start: int, stop: int
+) -> dict[str, torch.Tensor]:
+    """The moments of elements [start, stop) of parameter `name`, as format `target` keeps them, by field.
+
+    Where the formats differ they are rounded as `target` does, with random bits that depend on the parameter and the
+    position alone, so that any cutting into pieces gives the same numbers.
+    """
+    begin = start
+    for field in source.moment_fields:
+        begin = min(begin, start // field.block * field.block)  # scales belong to whole blocks
+    states = {
+        field.name: reader.read(f"{field.name}.{name}", begin // field.block, field.length(stop - begin))
+        for field in source.moment_fields
+    }
+    if source.moment_fields == target.moment_fields and begin == start:
+        return states
+    moments = {key: values[start - begin :] for key, values in read_moments(source, states).items()}
+    converted = {f.name: torch.empty(f.length(stop - start), dtype=f.dtype) for f in target.moment_fields}
+    write_moments(target, moments, converted, Dither(zlib.crc32(name.encode()), start))
+    return converted
 
 
 def _check_belongs(path: Path, manifest: Manifest, runtime: Runtime) -> None:
     """Every parameter of the model is there, in its shape, and none beside them."""
+    layout = manifest.layout
+    ours = (runtime.layout.first, runtime.layout.second)
+    if manifest.moments != ours:
+        raise CheckpointError(
+            f"{path} has the moments {_names(manifest.moments)}, but this optimizer keeps {_names(ours)}: "
+            "choose the optimizer that the checkpoint was saved with"
+        )
     unknown = set(manifest.tensors)
+    trainable = set()
     for unit in runtime.partition.units:
         for slot in unit.slots:
-            for key in _keys(slot):
+            if slot.trainable:
+                trainable.add(slot.name)
+            for key, (dtypes, shape) in _expected(slot, layout).items():
                 entry = manifest.tensors.get(key)
                 if entry is None:
                     raise CheckpointError(
                         f"{path} has no tensor {key}: it is of another model, or of other trainability"
                     )
-                if entry.shape != slot.shape:
-                    raise CheckpointError(f"{path} has {key} in shape {entry.shape}; the model has {slot.shape}")
+                if entry.shape != shape:
+                    raise CheckpointError(f"{path} has {key} in shape {entry.shape}; the model has {shape}")
+                if entry.torch_dtype not in dtypes:
+                    raise CheckpointError(f"{path} has {key} in {entry.dtype}: state format {layout.format} has not")
                 unknown.discard(key)
     if unknown:
         raise CheckpointError(f"{path} has tensor {min(unknown)}, which the model has not: it is of another model")
+    if not manifest.steps.keys() <= trainable:
+        stranger = min(manifest.steps.keys() - trainable)
+        raise CheckpointError(f"{path} counts the updates of {stranger}, which is no parameter that this run trains")
 
 
-def _load_unit(path: Path, unit: Unit, manifest: Manifest, runtime: Runtime) -> None:
-    with ExitStack() as stack:
-        files: dict[str, BinaryIO] = {}
+def _names(moments: tuple[str | None, str | None]) -> str:
+    return " and ".join(name for name in moments if name is not None)
 
-        def read(key: str, start: int, numel: int) -> torch.Tensor:
-            entry: TensorEntry = manifest.tensors[key]
-            if entry.file not in files:
-                files[entry.file] = stack.enter_context((path / entry.file).open("rb"))
-            return read_slice(files[entry.file], entry, start, numel)
 
-        flat = stack.enter_context(runtime.executor.resident(unit.index))
+def _expected(slot: ParamSlot, layout: StateLayout) -> Mapping[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
+    """Dtypes that are right, and shape, of every tensor that a checkpoint has of a parameter."""
+    if not slot.trainable:
+        return {f"{FROZEN_FIELD}.{slot.name}": ((torch.float32, torch.bfloat16, torch.float16), slot.shape)}
+    return {
+        f"{field.name}.{slot.name}": ((field.dtype,), stored_shape(field, slot.shape))
+        for field in stored_fields(layout)
+    }
+
+
+def _load_unit(unit: Unit, reader: TensorReader, source: StateLayout, runtime: Runtime) -> None:
+    layout = runtime.layout
+    with runtime.executor.resident(unit.index) as flat:
         for tile, fields in runtime.pipeline.tiles(unit.index, writable=True):
             start, stop = tile.start, tile.start + tile.numel
-            master = torch.zeros(tile.numel, dtype=torch.float32)
-            moments = {name: torch.zeros(tile.numel, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
-            targets = {"master": master, **moments}
             for slot in unit.slots:
                 low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
-                if slot.trainable and low < high:
-                    for field, target in targets.items():
-                        values = read(f"{field}.{slot.name}", low - slot.offset, high - low)
-                        target[low - start : high - start].copy_(values)
-            write_master(runtime.layout, master, flat[start:stop], fields)
-            write_moments(runtime.layout, moments, fields)
+                if not slot.trainable or low >= high:
+                    continue
+                first, last = low - slot.offset, high - slot.offset
+                states = layout.narrow(fields, low - start, high - start)
+                master = reader.read(f"{MASTER.name}.{slot.name}", first, last - first)
+                write_master(layout, master, flat[low:high], states)
+                for name, values in moments_of(reader, source, layout, slot.name, first, last).items():
+                    states[name].copy_(values)
         for slot in unit.slots:
             if not slot.trainable:
-                values = read(f"{FROZEN_FIELD}.{slot.name}", 0, slot.numel)
+                values = reader.read(f"{FROZEN_FIELD}.{slot.name}", 0, slot.numel)
                 flat[slot.offset : slot.offset + slot.numel].copy_(values)
         runtime.executor.mark_changed(unit.index)

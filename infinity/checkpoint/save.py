@@ -11,17 +11,10 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.directory import replacing
-from infinity.checkpoint.format import (
-    EXTRA,
-    FROZEN_FIELD,
-    TRAINED_FIELDS,
-    Manifest,
-    TensorEntry,
-    TensorFile,
-    write_file,
-)
+from infinity.checkpoint.format import EXTRA, FROZEN_FIELD, MASTER, Manifest, stored_fields, stored_shape
+from infinity.checkpoint.tensors import TensorEntry, TensorFile, write_file
 from infinity.errors import CheckpointError
-from infinity.optim.formats import read_master, read_moments
+from infinity.optim.formats import StateLayout, read_master
 from infinity.zero.build import Runtime
 from infinity.zero.partition import Unit
 
@@ -54,7 +47,9 @@ def save_checkpoint(
         for unit in runtime.partition.units:
             tensors.update(_save_unit(target / f"unit-{unit.index:05d}.safetensors", unit, runtime))
         write_file(target / EXTRA, content)
-        Manifest(tensors, steps, counters, zlib.crc32(content)).write(target)
+        layout = runtime.layout
+        moments = (layout.first, layout.second)
+        Manifest(layout.format, moments, tensors, steps, counters, zlib.crc32(content)).write(target)
     return directory / tag
 
 
@@ -72,27 +67,18 @@ def _serialise(extra: Mapping[str, Any]) -> bytes:
 
 
 def _save_unit(path: Path, unit: Unit, runtime: Runtime) -> dict[str, TensorEntry]:
-    dtype = runtime.layout.param_dtype
-    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for slot in unit.slots:
-        if slot.trainable:
-            shapes.update({f"{field}.{slot.name}": (torch.float32, slot.shape) for field in TRAINED_FIELDS})
-        else:
-            shapes[f"{FROZEN_FIELD}.{slot.name}"] = (dtype, slot.shape)
-    file = TensorFile(path, shapes)
+    file = TensorFile(path, _tensors_of(unit, runtime.layout))
     try:
         with runtime.executor.resident(unit.index) as flat:
             for tile, fields in runtime.pipeline.tiles(unit.index, writable=False):
                 start, stop = tile.start, tile.start + tile.numel
-                values = {
-                    "master": read_master(runtime.layout, flat[start:stop], fields),
-                    **read_moments(runtime.layout, fields),
-                }
                 for slot in unit.slots:
                     low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
                     if slot.trainable and low < high:
-                        for field, tensor in values.items():
-                            file.write(f"{field}.{slot.name}", tensor[low - start : high - start])
+                        states = runtime.layout.narrow(fields, low - start, high - start)
+                        file.write(f"{MASTER.name}.{slot.name}", read_master(runtime.layout, flat[low:high], states))
+                        for field in runtime.layout.moment_fields:
+                            file.write(f"{field.name}.{slot.name}", states[field.name])
             for slot in unit.slots:
                 if not slot.trainable:
                     file.write(f"{FROZEN_FIELD}.{slot.name}", flat[slot.offset : slot.offset + slot.numel])
@@ -100,3 +86,15 @@ def _save_unit(path: Path, unit: Unit, runtime: Runtime) -> dict[str, TensorEntr
     except BaseException:
         file.abandon()
         raise
+
+
+def _tensors_of(unit: Unit, layout: StateLayout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of every tensor of a unit, by key."""
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for slot in unit.slots:
+        if slot.trainable:
+            for field in stored_fields(layout):
+                tensors[f"{field.name}.{slot.name}"] = (field.dtype, stored_shape(field, slot.shape))
+        else:
+            tensors[f"{FROZEN_FIELD}.{slot.name}"] = (layout.param_dtype, slot.shape)
+    return tensors

@@ -75,6 +75,11 @@ class StateLayout:
             field.block > 1 for field in self.fields
         )
 
+    @property
+    def moment_fields(self) -> tuple[StateField, ...]:
+        """The fields that hold moments, scales included."""
+        return tuple(field for field in self.fields if field.name != self.master)
+
     def tile_bytes(self, numel: int) -> int:
         """Bytes of a tile of `numel` elements, padding included."""
         nbytes = sum(field.length(numel) * field.dtype.itemsize for field in self.fields)
@@ -140,12 +145,22 @@ def state_layout(name: str, optimizer: str = "adamw") -> StateLayout:
     Raises:
         ConfigError: there is no format or optimizer of this name.
     """
-    if name not in _FORMATS:
-        raise ConfigError(f"state format {name!r} does not exist; choose {', '.join(_FORMATS)}")
     if optimizer not in _MOMENTS:
         raise ConfigError(f"optimizer {optimizer!r} does not exist; choose {', '.join(_MOMENTS)}")
+    return layout_with_moments(name, *_MOMENTS[optimizer])
+
+
+def layout_with_moments(name: str, first: str | None, second: str | None) -> StateLayout:
+    """The layout of a format for an optimizer with a signed moment `first` and one that is never negative, `second`.
+
+    Raises:
+        ConfigError: there is no format of this name, or no optimizer has these moments.
+    """
+    if name not in _FORMATS:
+        raise ConfigError(f"state format {name!r} does not exist; choose {', '.join(_FORMATS)}")
+    if (first, second) not in _MOMENTS.values():
+        raise ConfigError(f"no optimizer has the moments {first!r} and {second!r}")
     param_dtype, master, moment_dtype = _FORMATS[name]
-    first, second = _MOMENTS[optimizer]
     moments = [moment for moment in (first, second) if moment is not None]
     fields = [master] if master is not None else []
     fields += [StateField(moment, moment_dtype) for moment in moments]
@@ -219,7 +234,22 @@ def convert(
 ) -> None:
     """Rewrite a tile in another format of the same optimizer: the master exactly, moments as both formats can."""
     write_master(target, read_master(source, source_param, source_states), target_param, target_states)
-    write_moments(target, read_moments(source, source_states), target_states, dither)
+    convert_moments(source, source_states, target, target_states, dither)
+
+
+def convert_moments(
+    source: StateLayout,
+    source_states: Mapping[str, torch.Tensor],
+    target: StateLayout,
+    target_states: Mapping[str, torch.Tensor],
+    dither: Dither | None = None,
+) -> None:
+    """Store moments as another format does: the same bits where both keep them in one dtype, else rounded."""
+    if source.moment_fields == target.moment_fields:
+        for field in source.moment_fields:
+            target_states[field.name].copy_(source_states[field.name])
+    else:
+        write_moments(target, read_moments(source, source_states), target_states, dither)
 
 
 def update(

@@ -1,0 +1,133 @@
+"""What a checkpoint holds beside tensors: hyper-parameters, LR schedule, random states, buffers, the client's state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import CheckpointError
+from infinity.optim.optimizer import TieredOptimizer
+
+_log = logging.getLogger(__name__)
+
+
+def collect_extra(
+    module: nn.Module, optimizer: TieredOptimizer, lr_scheduler: Any | None, client_state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What `apply_extra` needs to go on, as tensors and plain values."""
+    return {
+        "optimizer": optimizer.state_dict(),
+        "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
+        "rng": _rng_states(),
+        "buffers": _persistent_buffers(module),
+        "client_state": dict(client_state),
+    }
+
+
+def check_extra(
+    path: Path,
+    extra: Mapping[str, Any],
+    module: nn.Module,
+    optimizer: TieredOptimizer,
+    lr_scheduler: Any | None,
+) -> None:
+    """See that `apply_extra` will work; nothing is changed.
+
+    Args:
+        path: of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: something is missing or does not fit this run.
+    """
+    for key, kind in (("optimizer", dict), ("rng", dict), ("buffers", dict), ("client_state", dict)):
+        if not isinstance(extra.get(key), kind):
+            raise CheckpointError(f"{path} has no `{key}`: it was not saved by engine.save_checkpoint")
+    _check_groups(path, extra["optimizer"].get("param_groups"), optimizer)
+    _check_schedule(path, extra.get("lr_scheduler"), lr_scheduler)
+    _check_buffers(path, extra["buffers"], module)
+    state = extra["rng"].get("torch")
+    if not isinstance(state, torch.Tensor) or state.shape != torch.get_rng_state().shape:
+        raise CheckpointError(f"{path} has no random state that this version of torch takes")
+
+
+def apply_extra(
+    extra: Mapping[str, Any], module: nn.Module, optimizer: TieredOptimizer, lr_scheduler: Any | None
+) -> None:
+    """Set what `collect_extra` collected; `check_extra` has passed."""
+    optimizer.load_state_dict(extra["optimizer"])
+    if lr_scheduler is not None and extra["lr_scheduler"] is not None:
+        lr_scheduler.load_state_dict(extra["lr_scheduler"])
+    with torch.no_grad():
+        for name, value in extra["buffers"].items():
+            module.get_buffer(name).copy_(value)
+    _set_rng_states(extra["rng"])
+
+
+def _check_groups(path: Path, groups: Any, optimizer: TieredOptimizer) -> None:
+    if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
+        count = len(groups) if isinstance(groups, list) else "no"
+        raise CheckpointError(
+            f"{path} has {count} parameter groups, this optimizer has {len(optimizer.param_groups)}: "
+            "group the parameters as in the run that saved it"
+        )
+    for index, group in enumerate(groups):
+        for name in optimizer.defaults:
+            if not isinstance(group, dict) or name not in group:
+                raise CheckpointError(f"{path} has no `{name}` for parameter group {index}: it is of another optimizer")
+
+
+def _check_schedule(path: Path, state: Any, lr_scheduler: Any | None) -> None:
+    if (state is None) != (lr_scheduler is None):
+        saved, here = ("no LR schedule", "has one") if state is None else ("an LR schedule", "has none")
+        _log.warning("%s has %s and this run %s: the learning rate goes on from the saved value", path, saved, here)
+        return
+    if lr_scheduler is not None and (not isinstance(state, dict) or state.keys() != lr_scheduler.state_dict().keys()):
+        raise CheckpointError(
+            f"{path} has the state of another LR schedule than {type(lr_scheduler).__name__}: "
+            "configure the schedule that it was saved with"
+        )
+
+
+def _check_buffers(path: Path, saved: Mapping[str, Any], module: nn.Module) -> None:
+    buffers = _persistent_buffers(module)
+    if saved.keys() != buffers.keys():
+        name = min(saved.keys() ^ buffers.keys())
+        side = "the model has not" if name in saved else "the checkpoint has not"
+        raise CheckpointError(f"{path}: buffer {name} is one that {side}; it is of another model")
+    for name, value in saved.items():
+        if not isinstance(value, torch.Tensor) or value.shape != buffers[name].shape:
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise CheckpointError(
+                f"{path} has buffer {name} in shape {shape}; the model has {tuple(buffers[name].shape)}"
+            )
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that are part of the state, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def _rng_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _set_rng_states(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        if len(states["cuda"]) != torch.cuda.device_count():
+            _log.warning("the checkpoint has random states of %d GPUs, here are others", len(states["cuda"]))
+            return
+        torch.cuda.set_rng_state_all(states["cuda"])

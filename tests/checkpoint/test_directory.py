@@ -1,0 +1,93 @@
+"""A checkpoint appears whole or not at all, whatever ends the process."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import infinity
+from infinity.checkpoint.directory import latest_tag, replacing, restore_interrupted
+
+
+def fill(target: Path, content: str) -> None:
+    (target / "file").write_text(content)
+
+
+def fill_the_disk(directory: Path) -> None:
+    with replacing(directory, "tag") as target:
+        fill(target, "half")
+        raise OSError(errno.ENOSPC, "full")
+
+
+def test_a_failed_save_leaves_the_old_one(tmp_path) -> None:
+    with replacing(tmp_path, "tag") as target:
+        fill(target, "old")
+    with pytest.raises(infinity.StorageError, match=r"No space left.*free some space") as full:
+        fill_the_disk(tmp_path)
+    assert full.value.errno == errno.ENOSPC
+    assert (tmp_path / "tag" / "file").read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "tag"]
+
+
+@pytest.mark.parametrize("call", range(1, 12))
+def test_a_save_killed_anywhere_leaves_a_whole_checkpoint(call, tmp_path) -> None:
+    """The process dies at its n-th rename, fsync or removal."""
+    script = """
+import os, shutil, signal, sys
+from pathlib import Path
+from infinity.checkpoint.directory import replacing
+
+directory, fatal = Path(sys.argv[1]), int(sys.argv[2])
+count = 0
+
+def audit(event, args):
+    global count
+    if armed and event in ("os.rename", "shutil.rmtree", "open", "os.mkdir", "os.remove"):
+        count += 1
+        if count == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+armed = False
+sys.addaudithook(audit)
+with replacing(directory, "tag") as target:
+    (target / "file").write_text("old")
+armed = True
+with replacing(directory, "tag") as target:
+    (target / "file").write_text("new")
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path), str(call)], check=False, timeout=60)
+    restore_interrupted(tmp_path)  # as a load does
+    assert latest_tag(tmp_path) == "tag"
+    assert (tmp_path / "tag" / "file").read_text() in ("old", "new")
+    with replacing(tmp_path, "other") as target:  # the next save cleans up
+        fill(target, "other")
+    assert (tmp_path / "tag" / "file").read_text() in ("old", "new")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "other", "tag"]
+
+
+def test_a_tag_may_be_called_as_it_likes(tmp_path) -> None:
+    for tag in ("old-tag", "tag", "new-tag", "old-old-tag"):
+        for content in ("first", "second"):
+            with replacing(tmp_path, tag) as target:
+                fill(target, content)
+    restore_interrupted(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "new-tag", "old-old-tag", "old-tag", "tag"]
+    assert {(p / "file").read_text() for p in tmp_path.iterdir() if p.is_dir()} == {"second"}
+
+
+def test_a_second_saver_is_refused_and_a_reader_leaves_it_alone(tmp_path) -> None:
+    with replacing(tmp_path, "tag") as target:
+        fill(target, "old")
+    with replacing(tmp_path, "tag") as target:
+        fill(target, "new")
+        (tmp_path / "tag").rename(tmp_path / ".tmp-old-tag")  # between the two renames
+        restore_interrupted(tmp_path)
+        assert not (tmp_path / "tag").exists()
+        with pytest.raises(infinity.CheckpointError, match="another process is saving"), replacing(tmp_path, "other"):
+            pass
+        (tmp_path / ".tmp-old-tag").rename(tmp_path / "tag")
+    assert (tmp_path / "tag" / "file").read_text() == "new"
