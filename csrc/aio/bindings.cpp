@@ -161,6 +161,7 @@ void register_engines(py::module_& m) {
         .def_property_readonly("name", &Engine::name)
         .def("submit", &submit, py::arg("write"), py::arg("file"), py::arg("offset"), py::arg("address"),
              py::arg("nbytes"), py::arg("priority"), py::arg("owner"))
+        .def("promote", &Engine::promote, py::arg("request"))
         .def("register_buffer", &Engine::register_buffer, py::arg("address"), py::arg("nbytes"),
              py::call_guard<py::gil_scoped_release>())
         .def("release_files", &Engine::release_files)

@@ -48,8 +48,15 @@ void Engine::refuse_in_child() const {
 
 void Engine::submit(std::shared_ptr<Request> request) {
     refuse_in_child();
-    queue_.push(std::move(request));
-    wake();
+    if (queue_.push(std::move(request))) {
+        wake();
+    }
+}
+
+void Engine::promote(const std::shared_ptr<Request>& request) {
+    if (!forked() && queue_.promote(request)) {
+        wake();
+    }
 }
 
 Engine::Verdict Engine::judge(Block& block, long result, int& error) {

@@ -45,6 +45,9 @@ class Engine {
     // Queues a request. Throws std::logic_error when closed, or in a forked child.
     void submit(std::shared_ptr<Request> request);
 
+    // Serves a read that somebody waits for before those that nobody does yet.
+    void promote(const std::shared_ptr<Request>& request);
+
     // Registers a buffer with the kernel; returns 0, or the errno of the refusal. The memory must stay mapped until
     // the engine is closed: the kernel goes on using these pages for this address.
     virtual int register_buffer(std::uintptr_t address, std::size_t nbytes) = 0;

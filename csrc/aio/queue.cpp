@@ -39,7 +39,7 @@ BlockQueue::BlockQueue(std::size_t block_nbytes, int depth)
     : block_nbytes_(block_nbytes), depth_(depth), bulk_depth_(std::max(1, depth - depth / 4)),
       write_back_depth_(std::min(bulk_depth_, std::max(2, static_cast<int>(kWriteBackNbytes / block_nbytes)))) {}
 
-void BlockQueue::push(std::shared_ptr<Request> request) {
+bool BlockQueue::push(std::shared_ptr<Request> request) {
     {
         const std::lock_guard lock(mutex_);
         if (closed_) {
@@ -47,11 +47,33 @@ void BlockQueue::push(std::shared_ptr<Request> request) {
         }
         if (request->nbytes == 0) {
             request->complete();
-            return;
+            return false;
         }
-        waiting_[static_cast<int>(request->priority)].push_back(std::move(request));
+        waiting_[static_cast<int>(request->priority_)].push_back(std::move(request));
+        if (choose() == kNone) {
+            return false;
+        }
     }
     changed_.notify_one();
+    return true;
+}
+
+bool BlockQueue::promote(const std::shared_ptr<Request>& request) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (request->op != Op::read || request->priority_ == Priority::demand || request->cut_ == request->nbytes) {
+            return false;
+        }
+        auto& line = waiting_[static_cast<int>(request->priority_)];
+        line.erase(std::find(line.begin(), line.end(), request));
+        request->priority_ = Priority::demand;
+        waiting_[kDemand].push_back(request);
+        if (choose() == kNone) {
+            return false;
+        }
+    }
+    changed_.notify_one();
+    return true;
 }
 
 int BlockQueue::choose() const {
@@ -72,28 +94,29 @@ int BlockQueue::choose() const {
     return writes ? kWriteBack : kNone;
 }
 
-void BlockQueue::count_in_flight(int priority, int change) {
+void BlockQueue::count_in_flight(Priority priority, int change) {
     in_flight_ += change;
-    bulk_in_flight_ += priority != kDemand ? change : 0;
-    write_back_in_flight_ += priority == kWriteBack ? change : 0;
+    bulk_in_flight_ += priority != Priority::demand ? change : 0;
+    write_back_in_flight_ += priority == Priority::write_back ? change : 0;
 }
 
 bool BlockQueue::take(Block& block) {
-    const int priority = choose();
-    if (priority == kNone) {
+    const int chosen = choose();
+    if (chosen == kNone) {
         return false;
     }
-    auto& line = waiting_[priority];
+    auto& line = waiting_[chosen];
+    const auto priority = static_cast<Priority>(chosen);
     const std::shared_ptr<Request> request = line.front();
     const std::size_t nbytes = std::min(block_nbytes_, request->nbytes - request->cut_);
-    block = Block{request, request->offset + request->cut_, request->address + request->cut_, nbytes, 0, 0};
+    block = Block{request, priority, request->offset + request->cut_, request->address + request->cut_, nbytes};
     request->cut_ += nbytes;
     request->in_flight_ += 1;
     if (request->cut_ == request->nbytes) {
         line.pop_front();
     }
     count_in_flight(priority, 1);
-    if (priority != kDemand) {
+    if (priority != Priority::demand) {
         bulk_turn_ += 1;
     }
     return true;
@@ -121,14 +144,14 @@ void BlockQueue::finish(const Block& block, int error) {
     {
         const std::lock_guard lock(mutex_);
         const auto& request = block.request;
-        count_in_flight(static_cast<int>(request->priority), -1);
+        count_in_flight(block.priority, -1);
         request->in_flight_ -= 1;
         request->outcome_.nbytes += block.moved;
         if (error != 0 && request->outcome_.error == 0) {
             request->outcome_.error = error;
             request->outcome_.offset = block.offset + block.moved;
             if (request->cut_ < request->nbytes) { // the rest of a failed request is not worth starting
-                auto& line = waiting_[static_cast<int>(request->priority)];
+                auto& line = waiting_[static_cast<int>(request->priority_)];
                 line.erase(std::find(line.begin(), line.end(), request));
                 request->cut_ = request->nbytes;
             }

@@ -22,8 +22,12 @@ class BlockQueue {
   public:
     BlockQueue(std::size_t block_nbytes, int depth);
 
-    // Throws std::logic_error once closed.
-    void push(std::shared_ptr<Request> request);
+    // True if a block may be started now; if not, the end of another block is when to look again. Throws
+    // std::logic_error once closed.
+    bool push(std::shared_ptr<Request> request);
+
+    // Somebody waits for this read now: what is left of it goes with the demand reads. Returns as `push` does.
+    bool promote(const std::shared_ptr<Request>& request);
 
     // The next block, if there is one that may be started now.
     bool try_pop(Block& block);
@@ -45,7 +49,7 @@ class BlockQueue {
 
     bool take(Block& block);
     int choose() const;
-    void count_in_flight(int priority, int change);
+    void count_in_flight(Priority priority, int change);
     bool empty() const;
     void complete_if_over(const std::shared_ptr<Request>& request);
 

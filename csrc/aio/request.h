@@ -42,11 +42,10 @@ class Request {
   public:
     Request(Op op, std::shared_ptr<File> file, std::uint64_t offset, std::uintptr_t address, std::size_t nbytes,
             Priority priority, std::unique_ptr<Owner> owner)
-        : op(op), priority(priority), offset(offset), address(address), nbytes(nbytes), file_(std::move(file)),
+        : op(op), offset(offset), address(address), nbytes(nbytes), priority_(priority), file_(std::move(file)),
           owner_(std::move(owner)) {}
 
     const Op op;
-    const Priority priority;
     const std::uint64_t offset;
     const std::uintptr_t address;
     const std::size_t nbytes;
@@ -71,6 +70,7 @@ class Request {
     void complete();
 
     // Guarded by the queue's mutex.
+    Priority priority_;
     std::size_t cut_ = 0; // bytes that were cut into blocks so far
     int in_flight_ = 0;
     Outcome outcome_;
@@ -86,6 +86,7 @@ class Request {
 // A piece of a request that is one system call, or a few where transfers come up short.
 struct Block {
     std::shared_ptr<Request> request;
+    Priority priority = Priority::demand; // of the request when the block was cut
     std::uint64_t offset = 0;
     std::uintptr_t address = 0;
     std::size_t nbytes = 0;

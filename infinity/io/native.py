@@ -45,7 +45,8 @@ class _NativeFile(IoFile):
 
 
 class _NativeFuture(IoFuture):
-    def __init__(self, request: _aio.Request, operation: str, path: Path) -> None:
+    def __init__(self, engine: _aio.Engine, request: _aio.Request, operation: str, path: Path) -> None:
+        self._engine = engine
         self._request = request
         self._operation = operation
         self._path = path
@@ -54,6 +55,8 @@ class _NativeFuture(IoFuture):
         return self._request.done()
 
     def result(self, timeout: float | None = None) -> int:
+        if not self._request.done():
+            self._engine.promote(self._request)  # somebody waits: a read ahead becomes a demand read
         try:
             over = self._request.wait(_WITHOUT_TIMEOUT if timeout is None else timeout)
         except RuntimeError as forked:
@@ -111,7 +114,7 @@ class NativeEngine(IoEngine):
             )
         except RuntimeError as error:  # closed, or forked
             raise InfinityError(str(error)) from error
-        return _NativeFuture(request, "write" if write else "read", file.path)
+        return _NativeFuture(self._engine, request, "write" if write else "read", file.path)
 
     def register(self, span: Span) -> bool:
         try:

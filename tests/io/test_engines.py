@@ -126,6 +126,21 @@ def test_thousands_of_small_requests_at_once(engine, arena, tmp_path) -> None:
     file.close()
 
 
+@pytest.mark.parametrize("backend", NATIVE)
+def test_waiting_for_a_read_ahead_makes_it_a_demand_read(backend, arena, tmp_path) -> None:
+    engine = open_engine(IoOptions(block_size_bytes=4096, queue_depth=4, threads=4), backend)
+    file = engine.open(tmp_path / "f", create=True, size_bytes=32 * MIB)
+    with random_lease(arena, 32 * MIB) as lease:
+        reads = [engine.read(file, i * MIB, lease.span(i * MIB, MIB), Priority.PREFETCH) for i in range(32)]
+        reads[-1].result()
+        overtaken = sum(not read.done() for read in reads[:-1])
+        for read in reads:
+            read.result()
+    assert overtaken > 16
+    file.close()
+    engine.close()
+
+
 def test_close_finishes_what_is_in_flight(engine, arena, tmp_path) -> None:
     file = engine.open(tmp_path / "f", create=True, size_bytes=16 * MIB)
     with random_lease(arena, 16 * MIB) as source:

@@ -102,6 +102,7 @@ void submit_and_verify(Engine& engine, const std::string& path, int part) {
             engine.submit(reads.back());
         }
         for (const auto& read : reads) {
+            engine.promote(read);
             read->wait(-1);
             check(read->outcome().error == 0, "a read");
         }
