@@ -440,7 +440,10 @@ def _default_link(device: torch.device | str | None) -> Link | None:
     Raises:
         ConfigError: a device of another kind, or CUDA where there is none.
     """
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"device {device!r} does not exist; choose cpu or a CUDA device") from error
     if chosen.type == "cpu":
         return None
     if chosen.type != "cuda" or not torch.cuda.is_available():

@@ -1,5 +1,6 @@
 """Checkpoints: written and read tile by tile, replaced atomically, stored by parameter name."""
 
+from infinity.checkpoint.conversion import convert
 from infinity.checkpoint.directory import latest_tag
 from infinity.checkpoint.extra import apply_extra, check_extra, collect_extra
 from infinity.checkpoint.load import Loaded, load_tensors, open_checkpoint
@@ -10,6 +11,7 @@ __all__ = [
     "apply_extra",
     "check_extra",
     "collect_extra",
+    "convert",
     "latest_tag",
     "load_tensors",
     "open_checkpoint",

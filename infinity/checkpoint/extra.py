@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.format import EXTRA, Manifest
 from infinity.errors import CheckpointError
 from infinity.optim.optimizer import TieredOptimizer
 
@@ -27,6 +30,29 @@ def collect_extra(
         "buffers": _persistent_buffers(module),
         "client_state": dict(client_state),
     }
+
+
+def read_extra(directory: Path, manifest: Manifest) -> dict[str, Any]:
+    """What came with the tensors.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or holds more than tensors and plain values.
+    """
+    path = directory / EXTRA
+    try:
+        content = path.read_bytes()
+        if zlib.crc32(content) != manifest.extra_crc:
+            raise CheckpointError(f"{path} is damaged: its checksum differs from the manifest's")
+        extra = torch.load(io.BytesIO(content), weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever unpickling objects to
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+    if not isinstance(extra, dict):
+        raise CheckpointError(f"{path} is damaged: it holds a {type(extra).__name__}")
+    return extra
 
 
 def check_extra(

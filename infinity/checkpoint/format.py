@@ -77,6 +77,18 @@ def stored_shape(field: StateField, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if field.block == 1 else (field.length(torch.Size(shape).numel()),)
 
 
+def trained_params(tensors: Mapping[str, TensorEntry]) -> dict[str, tuple[int, ...]]:
+    """Shape of every trained parameter, by name."""
+    prefix = f"{MASTER.name}."
+    return {key.removeprefix(prefix): entry.shape for key, entry in tensors.items() if key.startswith(prefix)}
+
+
+def frozen_params(tensors: Mapping[str, TensorEntry]) -> dict[str, tuple[int, ...]]:
+    """Shape of every frozen parameter, by name."""
+    prefix = f"{FROZEN_FIELD}."
+    return {key.removeprefix(prefix): entry.shape for key, entry in tensors.items() if key.startswith(prefix)}
+
+
 def read_manifest(directory: Path) -> Manifest:
     """Read and check a manifest.
 
@@ -117,11 +129,26 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
         counters=counters,
         extra_crc=_count(content["extra_crc"]),
     )
+    _check_complete(manifest)
+    return manifest
+
+
+def _check_complete(manifest: Manifest) -> None:
+    """Every trained parameter has all fields of the state format in their dtypes and shapes, and none is left over."""
     try:
-        stored_fields(manifest.layout)
+        fields = stored_fields(manifest.layout)
     except ConfigError as error:
         raise ValueError(str(error)) from error
-    return manifest
+    left = {key for key in manifest.tensors if not key.startswith(f"{FROZEN_FIELD}.")}
+    for name, shape in trained_params(manifest.tensors).items():
+        for field in fields:
+            entry = manifest.tensors.get(f"{field.name}.{name}")
+            expected = stored_shape(field, shape)
+            if entry is None or entry.torch_dtype != field.dtype or entry.shape != expected:
+                raise ValueError(f"format {manifest.state_format} needs {field.name}.{name}, {field.dtype} {expected}")
+            left.remove(f"{field.name}.{name}")
+    if left:
+        raise ValueError(f"tensor {min(left)} belongs to no parameter in format {manifest.state_format}")
 
 
 def _count(value: Any) -> int:

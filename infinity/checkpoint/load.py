@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import io
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from infinity.checkpoint.conversion import moments_of
 from infinity.checkpoint.directory import check_tag, latest_tag, restore_interrupted
+from infinity.checkpoint.extra import read_extra
 from infinity.checkpoint.format import (
-    EXTRA,
     FROZEN_FIELD,
     MASTER,
     Manifest,
+    frozen_params,
     read_manifest,
-    stored_fields,
-    stored_shape,
+    trained_params,
 )
 from infinity.checkpoint.tensors import TensorReader, check_files
 from infinity.errors import CheckpointError
-from infinity.kernels import Dither
-from infinity.optim.formats import StateLayout, read_moments, write_master, write_moments
+from infinity.optim.formats import StateLayout, write_master
 from infinity.zero.build import Runtime
-from infinity.zero.partition import ParamSlot, Unit
+from infinity.zero.partition import Unit
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -77,96 +75,37 @@ def load_tensors(loaded: Loaded, runtime: Runtime) -> None:
             _load_unit(unit, reader, loaded.manifest.layout, runtime)
 
 
-def read_extra(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """What came with the tensors.
-
-    Raises:
-        CheckpointError: the file is missing or damaged, or holds more than tensors and plain values.
-    """
-    try:
-        content = (path / EXTRA).read_bytes()
-        if zlib.crc32(content) != manifest.extra_crc:
-            raise CheckpointError(f"{path / EXTRA} is damaged: its checksum differs from the manifest's")
-        extra = torch.load(io.BytesIO(content), weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"{path / EXTRA} cannot be read: {error.strerror}") from error
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever unpickling objects to
-        raise CheckpointError(f"{path / EXTRA} cannot be loaded: {error}") from error
-    if not isinstance(extra, dict):
-        raise CheckpointError(f"{path / EXTRA} is damaged: it holds a {type(extra).__name__}")
-    return extra
-
-
-def moments_of(
-    reader: TensorReader, source: StateLayout, target: StateLayout, name: str, start: int, stop: int
-) -> dict[str, torch.Tensor]:
-    """The moments of elements [start, stop) of parameter `name`, as format `target` keeps them, by field.
-
-    Where the formats differ they are rounded as `target` does, with random bits that depend on the parameter and the
-    position alone, so that any cutting into pieces gives the same numbers.
-    """
-    begin = start
-    for field in source.moment_fields:
-        begin = min(begin, start // field.block * field.block)  # scales belong to whole blocks
-    states = {
-        field.name: reader.read(f"{field.name}.{name}", begin // field.block, field.length(stop - begin))
-        for field in source.moment_fields
-    }
-    if source.moment_fields == target.moment_fields and begin == start:
-        return states
-    moments = {key: values[start - begin :] for key, values in read_moments(source, states).items()}
-    converted = {f.name: torch.empty(f.length(stop - start), dtype=f.dtype) for f in target.moment_fields}
-    write_moments(target, moments, converted, Dither(zlib.crc32(name.encode()), start))
-    return converted
-
-
 def _check_belongs(path: Path, manifest: Manifest, runtime: Runtime) -> None:
     """Every parameter of the model is there, in its shape, and none beside them."""
-    layout = manifest.layout
     ours = (runtime.layout.first, runtime.layout.second)
     if manifest.moments != ours:
         raise CheckpointError(
             f"{path} has the moments {_names(manifest.moments)}, but this optimizer keeps {_names(ours)}: "
             "choose the optimizer that the checkpoint was saved with"
         )
-    unknown = set(manifest.tensors)
-    trainable = set()
-    for unit in runtime.partition.units:
-        for slot in unit.slots:
-            if slot.trainable:
-                trainable.add(slot.name)
-            for key, (dtypes, shape) in _expected(slot, layout).items():
-                entry = manifest.tensors.get(key)
-                if entry is None:
-                    raise CheckpointError(
-                        f"{path} has no tensor {key}: it is of another model, or of other trainability"
-                    )
-                if entry.shape != shape:
-                    raise CheckpointError(f"{path} has {key} in shape {entry.shape}; the model has {shape}")
-                if entry.torch_dtype not in dtypes:
-                    raise CheckpointError(f"{path} has {key} in {entry.dtype}: state format {layout.format} has not")
-                unknown.discard(key)
-    if unknown:
-        raise CheckpointError(f"{path} has tensor {min(unknown)}, which the model has not: it is of another model")
-    if not manifest.steps.keys() <= trainable:
-        stranger = min(manifest.steps.keys() - trainable)
-        raise CheckpointError(f"{path} counts the updates of {stranger}, which is no parameter that this run trains")
+    slots = [slot for unit in runtime.partition.units for slot in unit.slots]
+    trained = {slot.name: slot.shape for slot in slots if slot.trainable}
+    frozen = {slot.name: slot.shape for slot in slots if not slot.trainable}
+    _check_same(path, "trained", trained_params(manifest.tensors), trained)
+    _check_same(path, "frozen", frozen_params(manifest.tensors), frozen)
+    for name in manifest.steps.keys() - trained.keys():
+        raise CheckpointError(f"{path} counts the updates of {name}, which is no parameter that is trained")
+
+
+def _check_same(path: Path, kind: str, saved: Shapes, here: Shapes) -> None:
+    for name, shape in here.items():
+        if name not in saved:
+            raise CheckpointError(f"{path} has no {kind} parameter {name}: it is of another model or trainability")
+        if saved[name] != shape:
+            raise CheckpointError(f"{path} has {name} in shape {saved[name]}; the model has {shape}")
+    for name in saved.keys() - here.keys():
+        raise CheckpointError(
+            f"{path} has a {kind} parameter {name}, which the model has not: it is of another model or trainability"
+        )
 
 
 def _names(moments: tuple[str | None, str | None]) -> str:
     return " and ".join(name for name in moments if name is not None)
-
-
-def _expected(slot: ParamSlot, layout: StateLayout) -> Mapping[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
-    """Dtypes that are right, and shape, of every tensor that a checkpoint has of a parameter."""
-    if not slot.trainable:
-        return {f"{FROZEN_FIELD}.{slot.name}": ((torch.float32, torch.bfloat16, torch.float16), slot.shape)}
-    return {
-        f"{field.name}.{slot.name}": ((field.dtype,), stored_shape(field, slot.shape))
-        for field in stored_fields(layout)
-    }
 
 
 def _load_unit(unit: Unit, reader: TensorReader, source: StateLayout, runtime: Runtime) -> None:

@@ -20,7 +20,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--config", type=Path, required=True, help="a DeepSpeed-style JSON file")
     parser.add_argument("--steps", type=int, default=100, help="updates to train for, those before --resume included")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens in a sample")
-    parser.add_argument("--lr", type=float, help="learning rate, instead of the configuration's")
+    parser.add_argument(
+        "--micro-batch-size", type=int, metavar="N", help="samples a forward pass, instead of the JSON's"
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    parser.add_argument("--lr", type=float, help="learning rate, instead of the JSON's or the checkpoint's")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the data")
     parser.add_argument("--save-dir", type=Path, default=Path("checkpoints"), help="where checkpoints go")
     parser.add_argument("--save-every", type=int, metavar="N", help="save a checkpoint every N steps")
@@ -45,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
             config=args.config,
             steps=args.steps,
             seq_len=args.seq_len,
+            micro_batch_size=args.micro_batch_size,
+            device=args.device,
             lr=args.lr,
             seed=args.seed,
             save_dir=args.save_dir,

@@ -90,6 +90,27 @@ def test_the_learning_rate_of_the_command_line_wins(workspace, capsys) -> None:
     assert train(workspace, capsys, "--steps", "1", "--lr", "0.5")[0]["lr"] == 0.5
 
 
+@pytest.mark.parametrize("schedule", [None, {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}])
+def test_the_learning_rate_of_the_command_line_wins_on_resume(schedule, workspace, capsys) -> None:
+    if schedule is not None:
+        write_config(workspace, scheduler=schedule)
+    train(workspace, capsys, "--steps", "4", "--save-every", "4")
+    kept = train(workspace, capsys, "--steps", "6", "--resume")
+    changed = train(workspace, capsys, "--steps", "6", "--resume", "--lr", "0.5")
+    assert [step["lr"] for step in changed] == [pytest.approx(step["lr"] * 0.5 / 3e-3) for step in kept]
+    assert changed[0]["loss"] == kept[0]["loss"]
+    assert changed[1]["loss"] != kept[1]["loss"]
+
+
+def test_batch_and_device_of_the_command_line(workspace, capsys) -> None:
+    one, four = (
+        train(workspace, capsys, "--steps", "1", "--micro-batch-size", size, "--device", "cpu")[0]
+        for size in ("1", "4")
+    )
+    tokens = [step["tokens_per_s"] * step["step_s"] for step in (one, four)]
+    assert tokens == [pytest.approx(64), pytest.approx(256)]
+
+
 def test_lines_for_people_end_with_what_moved_where(workspace, capsys) -> None:
     arguments = [argument for argument in train_arguments(workspace, "--steps", "3") if argument != "--json"]
     assert main(arguments) == 0
@@ -122,6 +143,8 @@ def test_a_signal_ends_training_after_the_step(number, code, workspace) -> None:
     [
         (["--model", "gpt3"], "did you mean gpt2"),
         (["--data", "/does/not/exist"], "--data /does/not/exist does not exist"),
+        (["--micro-batch-size", "0"], "train_micro_batch_size_per_gpu"),
+        (["--device", "tpu"], "tpu"),
         (["--seq-len", "100000"], "takes at most 256 tokens"),
         (["--tokenizer", "/does/not/exist"], "--tokenizer /does/not/exist cannot be loaded"),
         (["--config", "/does/not/exist.json"], "cannot read the configuration"),

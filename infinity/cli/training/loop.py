@@ -33,6 +33,8 @@ class Settings:
     config: Path
     steps: int
     seq_len: int
+    micro_batch_size: int | None
+    device: str | None
     lr: float | None
     seed: int
     save_dir: Path
@@ -53,12 +55,14 @@ def train(settings: Settings) -> int:
     samples = Samples(tokens, settings.seq_len, settings.seed)
     if tokens.vocabulary > model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
         raise ConfigError(f"the tokenizer has {tokens.vocabulary} tokens, more than {settings.model} has embeddings")
-    engine, *_ = initialize(model=model, config=_config(settings))
+    engine, *_ = initialize(model=model, config=_config(settings), device=settings.device)
     with engine, _stop_signal() as stop:
         progress = Progress(settings.steps, json_lines=settings.json)
         if settings.resume:
             path, _ = engine.load_checkpoint(settings.save_dir)
             progress.note(f"resumed from {path}" if path else f"no checkpoint in {settings.save_dir}; starting afresh")
+            if path and settings.lr is not None:
+                _set_lr(engine, settings.lr)
         while engine.global_steps < settings.steps and not stop:
             _step(engine, samples, settings, progress)
             if settings.save_every and engine.global_steps % settings.save_every == 0:
@@ -104,16 +108,28 @@ def _tokens(settings: Settings) -> Tokens:
 
 
 def _config(settings: Settings) -> Path | dict[str, Any]:
-    """The configuration, with the command line's learning rate in it."""
-    if settings.lr is None:
+    """The configuration, with what the command line says in its place."""
+    if settings.lr is None and settings.micro_batch_size is None:
         return settings.config
     try:
         values: dict[str, Any] = json.loads(settings.config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return settings.config  # initialize says what is wrong with it
-    section = values.setdefault("optimizer", {"type": "AdamW"})
-    section.setdefault("params", {})["lr"] = settings.lr
+    if settings.micro_batch_size is not None:
+        values["train_micro_batch_size_per_gpu"] = settings.micro_batch_size
+    if settings.lr is not None:
+        section = values.setdefault("optimizer", {"type": "AdamW"})
+        section.setdefault("params", {})["lr"] = settings.lr
     return values
+
+
+def _set_lr(engine: Engine, lr: float) -> None:
+    """Go on with the learning rate of the command line, not the checkpoint's; a schedule keeps its position."""
+    schedule = engine.lr_scheduler
+    groups = engine.optimizer.param_groups
+    rates = [lr] * len(groups) if schedule is None else schedule.get_lr()
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
 
 
 @contextmanager

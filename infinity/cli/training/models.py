@@ -20,7 +20,16 @@ def _gpt2(layers: int, hidden: int, heads: int, **more: Any) -> PretrainedConfig
     )
 
 
-def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int | None = None, vocab: int = 32000) -> Any:
+def _llama(
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int | None = None,
+    *,
+    vocab: int = 32000,
+    tied: bool = False,
+) -> PretrainedConfig:
     return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=inner,
@@ -29,6 +38,7 @@ def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int | Non
         num_key_value_heads=kv_heads or heads,
         vocab_size=vocab,
         max_position_embeddings=4096,
+        tie_word_embeddings=tied,
     )
 
 
@@ -44,22 +54,25 @@ def _qwen(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied:
     )
 
 
-# Shapes as published; the llama ones below 7b are those of TinyLlama, Sheared-LLaMA and OpenLLaMA.
+# Shapes as published; the llama ones below 7b are those of MobileLLM, TinyLlama, Sheared-LLaMA and OpenLLaMA, and 4b is
+# one between its neighbours.
 _SHAPES: dict[str, Any] = {
     "gpt2:tiny": lambda: _gpt2(2, 64, 2, vocab_size=256, n_positions=256, bos_token_id=0, eos_token_id=0),
     "gpt2": lambda: _gpt2(12, 768, 12),
     "gpt2-medium": lambda: _gpt2(24, 1024, 16),
     "gpt2-large": lambda: _gpt2(36, 1280, 20),
     "gpt2-xl": lambda: _gpt2(48, 1600, 25),
+    "llama:125m": lambda: _llama(576, 1536, 30, 9, 3, tied=True),
     "llama:160m": lambda: _llama(768, 3072, 12, 12),
     "llama:1.1b": lambda: _llama(2048, 5632, 22, 32, 4),
     "llama:1.3b": lambda: _llama(2048, 5504, 24, 16),
     "llama:2.7b": lambda: _llama(2560, 6912, 32, 20),
     "llama:3b": lambda: _llama(3200, 8640, 26, 32),
+    "llama:4b": lambda: _llama(3072, 8192, 34, 24),
     "llama:7b": lambda: _llama(4096, 11008, 32, 32),
-    "llama:8b": lambda: _llama(4096, 14336, 32, 32, 8, 128256),
+    "llama:8b": lambda: _llama(4096, 14336, 32, 32, 8, vocab=128256),
     "llama:13b": lambda: _llama(5120, 13824, 40, 40),
-    "llama:70b": lambda: _llama(8192, 28672, 80, 64, 8, 128256),
+    "llama:70b": lambda: _llama(8192, 28672, 80, 64, 8, vocab=128256),
     "qwen:0.5b": lambda: _qwen(896, 4864, 24, 14, 2, True),
     "qwen:1.5b": lambda: _qwen(1536, 8960, 28, 12, 2, True),
     "qwen:3b": lambda: _qwen(2048, 11008, 36, 16, 2, True),

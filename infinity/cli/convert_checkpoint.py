@@ -1,0 +1,46 @@
+"""`infinity convert-checkpoint`: write a checkpoint again in another state format."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+_BAR_WIDTH = 30
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("convert-checkpoint", help="write a checkpoint again in another state format")
+    parser.add_argument("source", type=Path, help="a checkpoint, or a directory of them (its last one)")
+    parser.add_argument("target", type=Path, help="directory of checkpoints for the new one; may be the source's")
+    parser.add_argument("--state-format", required=True, help="fp32, split, master, bf16 or int8")
+    parser.add_argument("--json", action="store_true", help="one JSON line on standard output")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert; returns the exit code."""
+    from infinity.checkpoint import convert  # noqa: PLC0415  (torch takes seconds to load)
+
+    live = sys.stderr.isatty() and not args.json
+    start_s = time.perf_counter()
+    path = convert(args.source, args.target, state_format=args.state_format, progress=_show_progress if live else None)
+    nbytes = sum(file.stat().st_size for file in path.iterdir())
+    seconds = time.perf_counter() - start_s
+    if live:
+        print(file=sys.stderr)
+    if args.json:
+        record = {"path": str(path), "state_format": args.state_format, "bytes": nbytes, "seconds": seconds}
+        print(json.dumps(record), flush=True)
+    else:
+        print(f"{path}: format {args.state_format}, {nbytes:,} bytes, {seconds:.1f} s")
+    return 0
+
+
+def _show_progress(done: int, total: int) -> None:
+    share = done / total if total else 1.0
+    bar = "#" * round(share * _BAR_WIDTH)
+    print(f"\r\x1b[K[{bar:<{_BAR_WIDTH}}] {share:4.0%}", end="", file=sys.stderr, flush=True)
