@@ -128,6 +128,8 @@ class IoEngine(ABC):
         try:
             return self._open(path, read_only)
         except OSError as error:
+            if create:
+                path.unlink(missing_ok=True)
             raise StorageError(error.errno or errno.EIO, "cannot open", str(path), 0) from error
 
     @abstractmethod
@@ -189,7 +191,7 @@ def create_file(path: Path, size_bytes: int) -> None:
     if size_bytes:
         try:
             _reserve(path, size_bytes)
-        except StorageError:
+        except BaseException:
             path.unlink(missing_ok=True)
             raise
 

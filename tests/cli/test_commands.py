@@ -82,6 +82,34 @@ def test_save_exit_resume_continues_bit_for_bit(workspace, capsys) -> None:
     assert [step["loss"] for step in resumed] == [step["loss"] for step in whole[10:]]
 
 
+def test_resume_with_another_batch_size_goes_on_at_the_same_sample(workspace, capsys) -> None:
+    whole = train(workspace, capsys, "--steps", "6", "--save-every", "4")
+    train(workspace, capsys, "--steps", "5", "--resume", "--micro-batch-size", "4")
+    train(workspace, capsys, "--steps", "4", "--save-every", "4")  # again the checkpoint of step 4
+    resumed = train(workspace, capsys, "--steps", "6", "--resume")
+    assert [step["loss"] for step in resumed] == [step["loss"] for step in whole[4:]]
+
+
+def test_resume_on_other_data_warns(workspace, capsys) -> None:
+    train(workspace, capsys, "--steps", "2", "--save-every", "2")
+    (workspace / "text.txt").write_text("five boxing wizards jump quickly at dawn\n" * 400)
+    capsys.readouterr()
+    assert main(train_arguments(workspace, "--steps", "3", "--resume")) == 0
+    assert "the data is not what" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("clipping", "message"), [(1.0, "the last 30 steps were skipped"), (0.0, "the loss of step")])
+def test_endless_nan_ends_with_an_error(clipping, message, workspace, capsys) -> None:
+    """With clipping such steps are skipped (`deferred`), without it the first one ends the run (`backward`)."""
+    write_config(workspace, gradient_clipping=clipping)
+    assert main(train_arguments(workspace, "--steps", "100", "--lr", "1e30")) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert len(lines(captured.out)) < 100
+    assert not list((workspace / "swap").iterdir())
+
+
 def test_resume_without_a_checkpoint_starts_afresh(workspace, capsys) -> None:
     assert [s["step"] for s in train(workspace, capsys, "--steps", "2", "--resume")] == [1, 2]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.cli.training.data import ByteTokens, Samples, find_files
+from infinity.cli.training.data import ByteTokens, Samples, TokenizedFiles, find_files
 from infinity.errors import ConfigError
 
 
@@ -55,3 +55,53 @@ def test_too_little_text_is_refused(corpus) -> None:
         Samples(ByteTokens(find_files([corpus])), 500, seed=0)
     with pytest.raises(ConfigError, match="no text files"):
         find_files([corpus / "empty.txt"])
+
+
+class WordLengths:
+    """A tokenizer: one token a word, its length."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+def test_files_are_tokenized_line_after_line_in_bounded_pieces(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("infinity.cli.training.data._PIECE_CHARS", 5)
+    words = [f"{'w' * (1 + n % 9)}" for n in range(500)]
+    path = tmp_path / "words.txt"
+    path.write_text("\n".join(words))
+    tokens = TokenizedFiles([path, path], WordLengths())
+    assert len(tokens) == 1000
+    assert tokens.read(0, 1000).tolist() == [len(word) for word in words] * 2
+
+
+def test_text_without_tokens_is_refused_by_name(tmp_path) -> None:
+    path = tmp_path / "blank.txt"
+    path.write_text("   \n  ")
+    with pytest.raises(ConfigError, match=r"makes no token of --data \(.*blank\.txt\)"):
+        TokenizedFiles([path], WordLengths())
+
+
+def test_a_file_that_went_away_is_named(corpus) -> None:
+    files = find_files([corpus / "b.txt"])
+    tokens = ByteTokens(files)
+    (corpus / "b.txt").unlink()
+    with pytest.raises(ConfigError, match=r"b\.txt cannot be read: No such file"):
+        tokens.read(0, 5)
+    with pytest.raises(ConfigError, match=r"b\.txt cannot be read: No such file"):
+        TokenizedFiles(files, WordLengths())
+
+
+def test_the_fingerprint_tells_data_and_order_apart(corpus) -> None:
+    def fingerprint(length: int = 20, seed: int = 3) -> dict[str, int]:
+        return Samples(ByteTokens(find_files([corpus])), length, seed).fingerprint()
+
+    first = fingerprint()
+    assert first == fingerprint()
+    assert first != fingerprint(length=10)
+    assert first != fingerprint(seed=4)
+    (corpus / "b.txt").write_bytes(bytes(range(100))[::-1])
+    assert first != fingerprint()

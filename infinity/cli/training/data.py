@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import tempfile
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -17,6 +19,9 @@ from infinity.errors import ConfigError
 
 _SUFFIXES = frozenset((".txt", ".md", ".rst", ".py", ".json", ".html", ".c", ".h", ".cpp"))
 _INSTALLED = frozenset(("site-packages", "dist-packages"))  # not the standard library's own, though below it
+_PIECE_CHARS = 1 << 20
+_LINE_CHARS = 1 << 16
+_PROBES = 64  # places whose tokens make up the fingerprint
 BYTE_VOCABULARY = 256
 
 
@@ -69,34 +74,63 @@ class ByteTokens:
         index = bisect.bisect_right(self._ends, start)
         while len(data) < count:
             begin = self._ends[index - 1] if index else 0
-            with self._files[index].open("rb") as file:
-                file.seek(start + len(data) - begin)
-                part = file.read(count - len(data))
+            part = self._read_file(self._files[index], start + len(data) - begin, count - len(data))
             if not part:
                 raise ConfigError(f"--data {self._files[index]} became shorter while it was read")
             data += part
             index += 1
         return torch.frombuffer(data, dtype=torch.uint8).long()
 
+    @staticmethod
+    def _read_file(path: Path, offset: int, count: int) -> bytes:
+        with _readable(path), path.open("rb") as file:
+            file.seek(offset)
+            return file.read(count)
+
 
 class TokenizedFiles:
-    """Files run through a tokenizer once, into a temporary file."""
+    """Files run through a tokenizer once, line after line, into a temporary file.
+
+    Raises:
+        ConfigError: a file cannot be read, or the tokenizer makes no token of all of them.
+    """
 
     def __init__(self, files: Sequence[Path], tokenizer: Any) -> None:
         self.vocabulary = len(tokenizer)
-        self._storage = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the object)
-        for path in files:
-            text = path.read_text(encoding="utf-8", errors="replace")
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            self._storage.write(np.asarray(ids, dtype=np.int32).tobytes())
-        self._storage.flush()
-        self._tokens = np.memmap(self._storage, dtype=np.int32, mode="r")
+        with tempfile.TemporaryFile() as storage:  # the mapping keeps it alive
+            for path in files:
+                for text in _pieces(path):
+                    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+                    storage.write(np.asarray(ids, dtype=np.int32).tobytes())
+            storage.flush()
+            if not storage.tell():
+                raise ConfigError(f"the tokenizer makes no token of --data ({_listed(files)}): does it fit the text?")
+            self._tokens = np.memmap(storage, dtype=np.int32, mode="r")
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def read(self, start: int, count: int) -> torch.Tensor:
         return torch.from_numpy(self._tokens[start : start + count].astype(np.int64))
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    """The text of a file in pieces of whole lines, or of `_LINE_CHARS` where lines are longer."""
+    with _readable(path), path.open(encoding="utf-8", errors="replace") as file:
+        while text := file.read(_PIECE_CHARS):
+            yield text + file.readline(_LINE_CHARS)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--data {path} cannot be read: {error.strerror}") from error
+
+
+def _listed(files: Sequence[Path]) -> str:
+    return f"{files[0]}" if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
 
 
 class Samples:
@@ -110,10 +144,19 @@ class Samples:
     def __init__(self, tokens: Tokens, length: int, seed: int) -> None:
         self._tokens = tokens
         self._length = length
+        self._seed = seed
         self._count = len(tokens) // length
         if not self._count:
             raise ConfigError(f"--data has {len(tokens)} tokens, fewer than one sample of --seq-len {length}")
         self._order = lru_cache(maxsize=2)(lambda epoch: self._permutation(seed, epoch))
+
+    def fingerprint(self) -> dict[str, int]:
+        """What decides which tokens a sample number stands for; `crc` is of tokens at places all over the data."""
+        crc = 0
+        for probe in range(min(_PROBES, self._count)):
+            start = probe * (self._count - 1) // max(1, _PROBES - 1) * self._length
+            crc = zlib.crc32(self._tokens.read(start, self._length).numpy().tobytes(), crc)
+        return {"tokens": len(self._tokens), "seq_len": self._length, "seed": self._seed, "crc": crc}
 
     def _permutation(self, seed: int, epoch: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)

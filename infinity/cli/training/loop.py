@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from transformers import AutoTokenizer
 
@@ -20,7 +21,9 @@ from infinity.cli.training.data import ByteTokens, Samples, TokenizedFiles, Toke
 from infinity.cli.training.models import build_model, max_tokens
 from infinity.cli.training.progress import Progress, StepReport
 from infinity.engine import Engine, initialize
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, NonFiniteError
+
+MAX_SKIPPED = 30  # in a row: more than a loss scale needs to settle
 
 
 @dataclass(frozen=True)
@@ -57,43 +60,109 @@ def train(settings: Settings) -> int:
         raise ConfigError(f"the tokenizer has {tokens.vocabulary} tokens, more than {settings.model} has embeddings")
     engine, *_ = initialize(model=model, config=_config(settings), device=settings.device)
     with engine, _stop_signal() as stop:
-        progress = Progress(settings.steps, json_lines=settings.json)
+        progress = Progress(settings.steps, json_lines=settings.json, silent=_rank_and_size()[0] > 0)
+        run = _Run(engine, samples, settings, progress)
         if settings.resume:
-            path, _ = engine.load_checkpoint(settings.save_dir)
-            progress.note(f"resumed from {path}" if path else f"no checkpoint in {settings.save_dir}; starting afresh")
-            if path and settings.lr is not None:
-                _set_lr(engine, settings.lr)
-        while engine.global_steps < settings.steps and not stop:
-            _step(engine, samples, settings, progress)
+            run.resume()
+        signum = 0
+        while engine.global_steps < settings.steps and not signum:
+            run.step()
             if settings.save_every and engine.global_steps % settings.save_every == 0:
-                progress.note(f"saved {engine.save_checkpoint(settings.save_dir)}")
+                run.save()
+            signum = _agreed(stop[0] if stop else 0, engine.device)
         engine.synchronize()
         progress.finish()
-    return 128 + stop[0] if stop else 0
+    return 128 + signum if signum else 0
 
 
-def _step(engine: Engine, samples: Samples, settings: Settings, progress: Progress) -> None:
-    """One update, over all of its micro-batches."""
-    size = engine.config.micro_batch_size
-    accumulation = engine.config.gradient_accumulation_steps
-    start_s = time.perf_counter()
-    losses = []
-    for _ in range(accumulation):
-        ids = samples.batch(engine.micro_steps * size, size).to(engine.device)
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach())
-    progress.show(
-        StepReport(
+class _Run:
+    """Steps of one engine over one order of samples."""
+
+    def __init__(self, engine: Engine, samples: Samples, settings: Settings, progress: Progress) -> None:
+        self._engine = engine
+        self._samples = samples
+        self._settings = settings
+        self._progress = progress
+        self._next_sample = 0
+        self._skipped = 0  # steps one after the other
+
+    def resume(self) -> None:
+        """Go on from the last checkpoint, at the sample where it was saved."""
+        directory = self._settings.save_dir
+        path, state = self._engine.load_checkpoint(directory)
+        if path is None or state is None:
+            self._progress.note(f"no checkpoint in {directory}; starting afresh")
+            return
+        self._progress.note(f"resumed from {path}")
+        self._next_sample = int(state.get("next_sample", 0))
+        fingerprint = self._samples.fingerprint()
+        if state.get("data") != fingerprint:
+            saved = state.get("data") or {}
+            changed = ", ".join(key for key in fingerprint if saved.get(key) != fingerprint[key])
+            self._progress.note(
+                f"warning: the data is not what {path} was trained on ({changed} changed): samples may come twice or "
+                "never; give the same --data, --tokenizer, --seq-len and --seed to go on in the same order"
+            )
+        if self._settings.lr is not None:
+            _set_lr(self._engine, self._settings.lr)
+
+    def save(self) -> None:
+        """Save a checkpoint that `resume` can go on from."""
+        state = {"next_sample": self._next_sample, "data": self._samples.fingerprint()}
+        path = self._engine.save_checkpoint(self._settings.save_dir, client_state=state)
+        self._progress.note(f"saved {path}")
+
+    def step(self) -> None:
+        """One update, over all of its micro-batches.
+
+        Raises:
+            NonFiniteError: too many steps one after the other had gradients that are not finite.
+        """
+        engine = self._engine
+        size = engine.config.micro_batch_size
+        accumulation = engine.config.gradient_accumulation_steps
+        rank, ranks = _rank_and_size()
+        start_s = time.perf_counter()
+        losses = []
+        for _ in range(accumulation):
+            ids = self._samples.batch(self._next_sample + rank * size, size).to(engine.device)
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            self._next_sample += ranks * size
+            losses.append(loss.detach())
+        report = StepReport(
             step=engine.global_steps,
             loss=torch.stack(losses).float().mean().item(),
             step_s=time.perf_counter() - start_s,
-            tokens=accumulation * size * settings.seq_len,
+            tokens=accumulation * ranks * size * self._settings.seq_len,
             lr=engine.get_lr()[0],
             stats=engine.stats(),
         )
-    )
+        self._progress.show(report)
+        self._skipped = self._skipped + 1 if report.stats.skipped else 0
+        if self._skipped == MAX_SKIPPED:
+            raise NonFiniteError(
+                f"the last {MAX_SKIPPED} steps were skipped because their gradients were not finite (loss "
+                f"{report.loss}): nothing is learned any more. Resume from the last checkpoint with a lower --lr, or "
+                "look for a fault in the data"
+            )
+
+
+def _rank_and_size() -> tuple[int, int]:
+    """This process among those that train together, and how many they are."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _agreed(signum: int, device: torch.device) -> int:
+    """The signal that any rank received, so that all of them stop after the same step."""
+    if _rank_and_size()[1] == 1:
+        return signum
+    received = torch.tensor(signum, device=device)
+    dist.all_reduce(received, dist.ReduceOp.MAX)
+    return int(received.item())
 
 
 def _tokens(settings: Settings) -> Tokens:

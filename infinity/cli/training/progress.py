@@ -66,10 +66,12 @@ class Progress:
 
     Args:
         json_lines: print JSON on standard output instead of lines for people on standard error.
+        silent: show nothing; another rank does.
     """
 
-    def __init__(self, steps: int, *, json_lines: bool) -> None:
+    def __init__(self, steps: int, *, json_lines: bool, silent: bool = False) -> None:
         self._steps = steps
+        self._silent = silent
         self._json = json_lines
         self._live = sys.stderr.isatty() and not json_lines
         self._first: StepReport | None = None
@@ -80,6 +82,8 @@ class Progress:
 
     def show(self, report: StepReport) -> None:
         """A step has finished."""
+        if self._silent:
+            return
         self._first = self._first or report
         self._last = report
         self._moved.update(report.stats.tier_bytes)
@@ -95,6 +99,8 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Say something between two steps."""
+        if self._silent:
+            return
         print(f"\n{text}" if self._live else text, file=sys.stderr, flush=True)
 
     def finish(self) -> None:
