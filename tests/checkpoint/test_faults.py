@@ -1,0 +1,111 @@
+"""A save that the machine ends: a process killed anywhere in it, a disk that is full."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import infinity
+from tests.behaviour.reference import Placement, batches
+from tests.checkpoint.common import make_engine, run
+
+ROOT = Path(__file__).parents[2]
+EVENTS = range(1, 40, 3)
+
+
+def test_kill_9_in_a_save_of_an_engine_leaves_a_whole_checkpoint(tmp_path) -> None:
+    """The process dies at its n-th operation on files while it replaces the checkpoint of step 1 by that of step 2."""
+    script = """
+import os, signal, sys
+from pathlib import Path
+
+import torch
+
+from tests.behaviour.reference import Placement, batches
+from tests.checkpoint.common import make_engine, run
+
+torch.set_num_threads(1)
+EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "shutil.rmtree")
+armed = False
+count = 0
+
+def audit(event, args):
+    global count
+    if armed and event in EVENTS and ".tmp" in str(args):
+        count += 1
+        if count == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(audit)
+for text in sys.argv[2:]:
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        continue
+    fatal = int(text)
+    directory = Path(sys.argv[1]) / text
+    with make_engine(Placement()) as engine:
+        run(engine, batches(1))
+        engine.save_checkpoint(directory, tag="tag")
+        run(engine, batches(1))
+        armed = True
+        engine.save_checkpoint(directory, tag="tag")
+        armed = False
+    os._exit(0)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path), *map(str, EVENTS)]
+    subprocess.run(command, check=True, timeout=120, cwd=ROOT)
+    weights = {}
+    with make_engine(Placement()) as engine:
+        for step in (1, 2):
+            run(engine, batches(1))
+            weights[step] = dict(engine.named_parameters())
+    found = []
+    with make_engine(Placement(), seed=5) as engine:
+        for event in EVENTS:
+            path, _ = engine.load_checkpoint(tmp_path / str(event))
+            assert path == tmp_path / str(event) / "tag"
+            found.append(engine.global_steps)
+            for name, value in engine.named_parameters():
+                assert torch.equal(value, weights[engine.global_steps][name]), name
+            engine.save_checkpoint(tmp_path / str(event), tag="next")
+            assert sorted(p.name for p in (tmp_path / str(event)).iterdir()) == ["latest", "next", "tag"]
+    assert found[0] == 1
+    assert found[-1] == 2, "EVENTS end before the save does"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 3 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mount = shutil.which("mount")
+    command = [str(mount), "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(path)]
+    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a filesystem needs root")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk_is_an_error_and_the_old_checkpoint_stays(small_disk) -> None:
+    with make_engine(Placement()) as engine:
+        run(engine, batches(1))
+        engine.save_checkpoint(small_disk)
+        weights = dict(engine.named_parameters())
+        run(engine, batches(1))
+        with pytest.raises(infinity.StorageError, match=r"cannot be written: No space left.*free some space") as full:
+            engine.save_checkpoint(small_disk)
+        assert full.value.errno == errno.ENOSPC
+        assert sorted(p.name for p in small_disk.iterdir()) == ["global_step1", "latest"]
+        run(engine, batches(1))  # training goes on
+        engine.load_checkpoint(small_disk)
+        assert engine.global_steps == 1
+        for name, value in engine.named_parameters():
+            assert torch.equal(value, weights[name]), name

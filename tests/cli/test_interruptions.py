@@ -1,0 +1,113 @@
+"""Whatever ends `infinity train`, the next run goes on with the same numbers and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from infinity.cli.main import main
+from tests.cli.test_commands import ROOT, lines, train_arguments, workspace, write_config
+
+__all__ = ["workspace"]  # a fixture
+
+TIMEOUT_S = 90
+
+
+@contextmanager
+def running(workspace: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """`infinity train` in a process of its own, which does not outlive the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infinity.cli.main", *train_arguments(workspace, *more)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=TIMEOUT_S)
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.002)
+
+
+def catches_sigterm(process: subprocess.Popen[str]) -> bool:
+    """The training loop has begun, in a run without swap files: nothing else takes this signal."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize("steps_before", [1, 4])
+def test_kill_9_and_resume_continue_bit_for_bit(steps_before, workspace, capsys) -> None:
+    assert main(train_arguments(workspace, "--steps", "40", "--save-dir", str(workspace / "other"))) == 0
+    whole = {step["step"]: step["loss"] for step in lines(capsys.readouterr().out)}
+    with running(workspace, "--steps", "100000", "--save-every", "1") as process:
+        assert process.stdout is not None
+        for _ in range(steps_before):
+            process.stdout.readline()
+        wait_for((workspace / "saved" / "latest").exists, process)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(timeout=TIMEOUT_S) == -signal.SIGKILL
+    assert list((workspace / "swap").iterdir()), "a killed run cannot clean up"
+    saved = int((workspace / "saved" / "latest").read_text().removeprefix("global_step"))
+    steps = str(saved + 3)
+    assert main(train_arguments(workspace, "--steps", steps, "--save-every", "1", "--resume")) == 0
+    resumed = {step["step"]: step["loss"] for step in lines(capsys.readouterr().out)}
+    assert saved < 40, "nothing to compare with"
+    assert list(resumed) == [saved + 1, saved + 2, saved + 3]
+    assert resumed == {step: whole.get(step, loss) for step, loss in resumed.items()}
+    assert not list((workspace / "swap").iterdir())
+    assert not list((workspace / "saved").glob(".tmp*"))
+
+
+@pytest.mark.parametrize(("number", "codes"), [(signal.SIGINT, {130}), (signal.SIGTERM, {143, -signal.SIGTERM})])
+def test_a_signal_while_the_model_is_placed_leaves_nothing_behind(number, codes, workspace) -> None:
+    write_config(workspace, tiering={"nvme": [{"path": str(workspace / "swap")}]})
+    with running(workspace, "--model", "gpt2") as process:
+        wait_for(lambda: any((workspace / "swap").iterdir()), process)
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode in codes, errors
+        assert output == ""
+        assert "Traceback" not in errors
+    assert not list((workspace / "swap").iterdir())
+
+
+def test_the_second_sigint_does_not_wait_for_the_step(workspace) -> None:
+    write_config(workspace, gradient_accumulation_steps=100_000, zero_optimization={"stage": 3}, tiering={})
+    with running(workspace) as process:
+        wait_for(lambda: catches_sigterm(process), process)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=1)  # it is still in its step, which takes minutes
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=20)
+        assert process.returncode == 130, errors
+        assert output == ""
+        assert "Traceback" not in errors
+
+
+def test_what_a_signal_interrupts_is_reported_as_json_lines_only(workspace) -> None:
+    with running(workspace, "--steps", "100000") as process:
+        assert process.stdout is not None
+        first = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        numbers = [first["step"], *(step["step"] for step in lines(output))]
+        assert numbers == list(range(1, len(numbers) + 1))
