@@ -19,12 +19,14 @@ if TYPE_CHECKING:
         NonFiniteError,
         StorageError,
     )
+    from infinity.integrations import from_pretrained
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Engine": "infinity.engine",
     "initialize": "infinity.engine",
+    "from_pretrained": "infinity.integrations",
     "load_config": "infinity.config",
     "CapacityError": "infinity.errors",
     "CheckpointError": "infinity.errors",
@@ -43,6 +45,7 @@ __all__ = [
     "NonFiniteError",
     "StorageError",
     "__version__",
+    "from_pretrained",
     "initialize",
     "load_config",
 ]

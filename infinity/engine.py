@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.checkpoint import apply_extra, check_extra, collect_extra, load_tensors, open_checkpoint, save_checkpoint
-from infinity.config import Config, load_config
+from infinity.checkpoint import (
+    apply_extra,
+    check_extra,
+    collect_extra,
+    export_model,
+    load_tensors,
+    open_checkpoint,
+    persistent_buffers,
+    save_checkpoint,
+)
+from infinity.config import Config, load_config, parse_size
 from infinity.errors import ConfigError, InfinityError, NonFiniteError
 from infinity.optim.lr_schedules import make_scheduler
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer, defaults_from_config, groups_of
@@ -20,7 +30,7 @@ from infinity.tiers import CudaLink, Link
 from infinity.zero.build import Runtime, build_runtime
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import Hooks
-from infinity.zero.materialize import InitialValues, materialize
+from infinity.zero.materialize import InitialValues, WeightSource, materialize
 from infinity.zero.meta import InitFunction
 from infinity.zero.meta import init_function as meta_init_function
 from infinity.zero.sizing import compute_dtype
@@ -278,6 +288,39 @@ class Engine:
         apply_extra(opened.extra, self.module, self.optimizer, self.lr_scheduler)
         return opened.path, opened.extra["client_state"]
 
+    def save_16bit_model(self, save_dir: str | Path, *, max_shard_size: int | str = "5GB") -> Path:
+        """Write the weights for inference, in memory bounded by one unit.
+
+        The directory is what `transformers.AutoModel.from_pretrained` reads, if the model is one of transformers':
+        safetensors in the 16-bit dtype of the training (bfloat16 for fp32), and the configuration.
+
+        Args:
+            max_shard_size: size at which a new file begins.
+
+        Returns:
+            The directory.
+
+        Raises:
+            StorageError: writing failed; an earlier export is still there.
+            ConfigError: `max_shard_size` is no size.
+        """
+        try:
+            shard_bytes = parse_size(max_shard_size)
+        except ValueError as error:
+            raise ConfigError(f"max_shard_size: {error}") from error
+        compute = self._runtime.layout.param_dtype
+        dtype = compute if compute.itemsize == 2 else torch.bfloat16
+        buffers = persistent_buffers(self.module)
+        slots = [slot for unit in self._runtime.partition.units for slot in unit.slots]
+        specs = {slot.name: (dtype, slot.shape) for slot in slots}
+        specs |= {
+            name: (dtype if buffer.is_floating_point() else buffer.dtype, tuple(buffer.shape))
+            for name, buffer in buffers.items()
+        }
+        values = chain(self.named_parameters(), buffers.items())
+        export_model(Path(save_dir), self.module, values, specs, dtype=dtype, shard_bytes=shard_bytes)
+        return Path(save_dir)
+
     def _check_at_step_boundary(self, what: str) -> None:
         if self.micro_steps % self.config.gradient_accumulation_steps or self._in_cycle:
             raise InfinityError(f"{what} in the middle of a step: call it after the step() that updates the parameters")
@@ -312,6 +355,7 @@ def initialize(
     lr_scheduler: Any | None = None,
     *,
     init_function: InitFunction | None = None,
+    weights: WeightSource | None = None,
     device: torch.device | str | None = None,
     link: Link | None = None,
 ) -> tuple[Engine, TieredOptimizer, Any | None, Any | None]:
@@ -325,6 +369,8 @@ def initialize(
         training_data: a dataset; a `DataLoader` with the configured micro-batch size is returned for it.
         lr_scheduler: a torch scheduler of `optimizer`, or a callable that makes one from the returned optimizer.
         init_function: initialises the parameters of one module that came on the meta device.
+        weights: where stored values of parameters on the meta device are, read unit by unit; see
+            `infinity.integrations.pretrained_model`. Those that it has not are initialised.
         device: where to compute; a CUDA device where there is one, else the CPU.
         link: how bytes get to a device that is neither, and from it.
 
@@ -344,7 +390,7 @@ def initialize(
     tiered = TieredOptimizer(params, defaults)
     groups = _group_of_each(model, tiered)
     dtype = compute_dtype(resolved)
-    values = InitialValues(model, init_function or _default_init_function(model))
+    values = InitialValues(model, init_function or _default_init_function(model), weights)
     _rebind(tiered, model, groups)
     _place_buffers(model, dtype, compute_device)
     runtime = build_runtime(model, groups, resolved, link)

@@ -39,11 +39,13 @@ def test_the_readme_and_the_checkpoint_examples_run(tmp_path, monkeypatch) -> No
     assert code.endswith(ending)
     scope = {"small_model": tiny_gpt2, "batches": [{"input_ids": ids, "labels": ids} for ids in batches(2)]}
     exec(code.removesuffix(ending), scope)
-    first, second = CHECKPOINT_BLOCKS
+    first, second, export, load = CHECKPOINT_BLOCKS
     exec(first, scope)
     assert scope["client_state"] == {"epoch": 1}
     exec(second.replace("global_step0", "global_step2"), scope)
+    exec(export, scope)
     exec(ending, scope)
+    exec(load, scope | {"config": Recipe("bf16").config(Placement())})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -69,7 +69,7 @@ def replacing(directory: Path, tag: str) -> Iterator[Path]:
             _remove_leftovers(directory)
             temporary.mkdir()
         except OSError as error:
-            raise _storage_error(error, directory) from error
+            raise storage_error(error, directory) from error
         try:
             yield temporary
             _sync_directory(temporary)
@@ -77,7 +77,7 @@ def replacing(directory: Path, tag: str) -> Iterator[Path]:
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, OSError) and not isinstance(error, StorageError):
-                raise _storage_error(error, directory / tag) from error
+                raise storage_error(error, directory / tag) from error
             raise
 
 
@@ -153,7 +153,8 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _storage_error(error: OSError, path: Path) -> StorageError:
+def storage_error(error: OSError, path: Path) -> StorageError:
+    """An error of writing, with what to do about it."""
     code = error.errno or errno.EIO
     hint = "; free some space or save elsewhere" if code in (errno.ENOSPC, errno.EDQUOT) else ""
     return StorageError(code, f"the checkpoint cannot be written: {os.strerror(code)}{hint}", str(path), 0)

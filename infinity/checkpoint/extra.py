@@ -27,7 +27,7 @@ def collect_extra(
         "optimizer": optimizer.state_dict(),
         "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
         "rng": _rng_states(),
-        "buffers": _persistent_buffers(module),
+        "buffers": persistent_buffers(module),
         "client_state": dict(client_state),
     }
 
@@ -120,7 +120,7 @@ def _check_schedule(path: Path, state: Any, lr_scheduler: Any | None) -> None:
 
 
 def _check_buffers(path: Path, saved: Mapping[str, Any], module: nn.Module) -> None:
-    buffers = _persistent_buffers(module)
+    buffers = persistent_buffers(module)
     if saved.keys() != buffers.keys():
         name = min(saved.keys() ^ buffers.keys())
         side = "the model has not" if name in saved else "the checkpoint has not"
@@ -133,7 +133,7 @@ def _check_buffers(path: Path, saved: Mapping[str, Any], module: nn.Module) -> N
             )
 
 
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that are part of the state, by name."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer

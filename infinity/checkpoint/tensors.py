@@ -15,7 +15,18 @@ import torch
 
 from infinity.errors import CheckpointError
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20  # as the safetensors format limits it
@@ -44,9 +55,19 @@ class TensorEntry:
 
 
 class TensorFile:
-    """Writes one safetensors file whose tensors arrive in slices, each tensor's in order."""
+    """Writes one safetensors file whose tensors arrive in slices, each tensor's in order.
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    Args:
+        tensors: dtype and shape by key.
+        metadata: what the header says beside them.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
         self._path = path
         header: dict[str, Any] = {}
         offset = 0
@@ -54,7 +75,8 @@ class TensorFile:
             nbytes = torch.Size(shape).numel() * dtype.itemsize
             header[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
             offset += nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
+        notes = {} if metadata is None else {"__metadata__": dict(metadata)}
+        text = json.dumps(notes | header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # data starts aligned
         self._data_start = 8 + len(text)
         self._header = header
@@ -115,7 +137,36 @@ def check_files(directory: Path, tensors: Mapping[str, TensorEntry]) -> None:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _check_header(path: Path, file: BinaryIO, entries: Mapping[str, TensorEntry]) -> None:
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Where the tensors of any safetensors file lie; their checksums are not known and 0.
+
+    Raises:
+        CheckpointError: the file cannot be read, or its header is wrong; nothing of it is trusted.
+    """
+    try:
+        with path.open("rb") as file:
+            header, data_start = _header(path, file)
+            size = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    header.pop("__metadata__", None)
+    entries = {}
+    for key, values in header.items():
+        try:
+            begin, end = values["data_offsets"]
+            dtype, shape = DTYPES[values["dtype"]], tuple(values["shape"])
+            right = all(type(n) is int and n >= 0 for n in (begin, end, *shape))
+            right = right and end - begin == torch.Size(shape).numel() * dtype.itemsize
+        except (TypeError, ValueError, KeyError, RuntimeError, OverflowError) as error:
+            raise CheckpointError(f"{path}: tensor {key} is of a kind that cannot be read: {values}") from error
+        if not right or data_start + end > size:
+            raise CheckpointError(f"{path} is damaged: tensor {key} lies outside of the file or has another size")
+        entries[key] = TensorEntry(path.name, values["dtype"], shape, data_start + begin, end - begin, 0)
+    return entries
+
+
+def _header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The header of an open file, and where its data starts."""
     size = path.stat().st_size
     length_field = file.read(8)
     length = struct.unpack("<Q", length_field)[0] if len(length_field) == 8 else -1
@@ -125,11 +176,18 @@ def _check_header(path: Path, file: BinaryIO, entries: Mapping[str, TensorEntry]
         header = json.loads(file.read(length))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: its header is no JSON") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} is damaged: its header is no JSON object")
+    return header, 8 + length
+
+
+def _check_header(path: Path, file: BinaryIO, entries: Mapping[str, TensorEntry]) -> None:
+    size = path.stat().st_size
+    header, data_start = _header(path, file)
     for key, entry in entries.items():
-        values = header.get(key) if isinstance(header, dict) else None
-        begin = entry.start - 8 - length
+        begin = entry.start - data_start
         expected = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, begin + entry.nbytes]}
-        if values != expected:
+        if header.get(key) != expected:
             raise CheckpointError(f"{path} is damaged: its header and the manifest differ on tensor {key}")
         if entry.start + entry.nbytes > size:
             raise CheckpointError(f"{path} is truncated: tensor {key} ends at byte {entry.start + entry.nbytes}")

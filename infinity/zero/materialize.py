@@ -1,13 +1,15 @@
 """Bring a model's values into the tiers, one unit at a time.
 
 A model that was built in memory gives its values up as they are moved. A model that was built on the meta device
-(see meta.py) has none: its modules are initialised one by one, when their unit's turn comes, so that the whole
-model never exists outside of the tiers.
+(see meta.py) has none: when a unit's turn comes, its values are read from where they are stored, or its modules are
+initialised one by one, so that the whole model never exists outside of the tiers.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,17 +21,31 @@ from infinity.zero.executor import Executor
 from infinity.zero.meta import InitFunction
 from infinity.zero.partition import Partition, Unit
 
+_log = logging.getLogger(__name__)
+
+
+class WeightSource(Protocol):
+    """Stored values of parameters, by their name in the model."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """The values, in the parameter's shape and in any floating-point dtype."""
+
 
 class InitialValues:
-    """The values that the model came with, or how to make them.
+    """The values that the model came with, or where they are, or how to make them.
 
     Constructing it takes the values out of the model: meta parameters are replaced by real ones of the same
     shape (tied ones stay tied), and the others are left without memory of their own once `take` gave them away.
     """
 
-    def __init__(self, model: nn.Module, init_function: InitFunction | None) -> None:
+    def __init__(
+        self, model: nn.Module, init_function: InitFunction | None, weights: WeightSource | None = None
+    ) -> None:
         self._model = model
         self._init_function = init_function
+        self._weights = weights
         self._values: dict[str, torch.Tensor] = {}
         for name, param in list(model.named_parameters()):
             if not param.is_floating_point():
@@ -46,24 +62,38 @@ class InitialValues:
         Raises:
             ConfigError: a meta parameter that nothing initialises.
         """
+        for slot in unit.slots:
+            self._read(slot.name)
         if any(slot.name not in self._values for slot in unit.slots):
             self._initialise(unit)
         return {slot.name: self._values.pop(slot.name).detach().cpu().reshape(-1) for slot in unit.slots}
+
+    def _read(self, name: str) -> None:
+        """Take the values of a parameter from where they are stored, if they are."""
+        if self._weights is not None and name not in self._values and name in self._weights:
+            self._values[name] = self._weights.read(name)
 
     def _initialise(self, unit: Unit) -> None:
         """Give the modules that own the unit's parameters memory, have them initialised, and keep the values."""
         if self._init_function is None:
             raise ConfigError(f"parameters of `{unit.name}` are on the meta device and nothing initialises them")
-        owners = dict.fromkeys(slot.name.rpartition(".")[0] for slot in unit.slots if slot.name not in self._values)
+        owners = dict.fromkeys(slot.name.rpartition(".")[0] for slot in unit.slots)
+        wanting = dict.fromkeys(slot.name.rpartition(".")[0] for slot in unit.slots if slot.name not in self._values)
         given: dict[str, nn.Parameter] = {}
-        for owner in owners:
+        for owner in owners:  # all of them: a rule for an outer module writes to parameters that have values, too
             for name, param in self._model.get_submodule(owner).named_parameters(owner, recurse=False):
-                if param.is_floating_point() and name not in self._values:
+                self._read(name)
+                if param.is_floating_point():
                     param.data = torch.full(param.shape, float("nan"), dtype=torch.float32)
                     given[name] = param
-        for module_name in _children_first(owners, unit.name):
+        for module_name in _children_first(wanting, unit.name):
             self._init_function(self._model.get_submodule(module_name))
         for name, param in given.items():
+            if name in self._values:
+                param.data = _placeholder(param)
+                continue
+            if self._weights is not None:
+                _log.warning("parameter `%s` is not among the stored weights: it is newly initialised", name)
             if param.data.isnan().any():
                 raise ConfigError(
                     f"parameter `{name}` is on the meta device and initialising its module left it without values: "

@@ -50,7 +50,7 @@ def train(settings: Settings) -> int:
     """Train until `settings.steps`, or until a signal asks to stop; returns the exit code."""
     transformers.logging.set_verbosity_error()  # its remarks on configurations are for model authors
     torch.manual_seed(settings.seed)
-    model = build_model(settings.model)
+    model, weights = build_model(settings.model)
     longest = max_tokens(model)
     if longest is not None and settings.seq_len > longest:
         raise ConfigError(f"--seq-len is {settings.seq_len}, but {settings.model} takes at most {longest} tokens")
@@ -58,7 +58,7 @@ def train(settings: Settings) -> int:
     samples = Samples(tokens, settings.seq_len, settings.seed)
     if tokens.vocabulary > model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
         raise ConfigError(f"the tokenizer has {tokens.vocabulary} tokens, more than {settings.model} has embeddings")
-    engine, *_ = initialize(model=model, config=_config(settings), device=settings.device)
+    engine, *_ = initialize(model=model, config=_config(settings), weights=weights, device=settings.device)
     with engine, _stop_signal() as stop:
         progress = Progress(settings.steps, json_lines=settings.json, silent=_rank_and_size()[0] > 0)
         run = _Run(engine, samples, settings, progress)

@@ -6,11 +6,12 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config
 
+from infinity.checkpoint import PretrainedWeights
 from infinity.errors import ConfigError
+from infinity.integrations import pretrained_model
 from infinity.zero.meta import construct_on_meta
 
 
@@ -82,27 +83,21 @@ _SHAPES: dict[str, Any] = {
 }
 
 
-def build_model(name: str) -> nn.Module:
-    """A causal language model.
+def build_model(name: str) -> tuple[nn.Module, PretrainedWeights | None]:
+    """A causal language model on the meta device, and where its weights are.
 
     Args:
-        name: a key of the table above, built on the meta device with fresh weights to come; or a directory in
-            transformers' format, whose weights are loaded.
+        name: a key of the table above, with fresh weights to come; or a directory in transformers' format.
 
     Raises:
         ConfigError: neither; the message lists what there is.
+        CheckpointError: a file of the directory is missing or damaged.
     """
     if name in _SHAPES:
         with construct_on_meta():
-            model: nn.Module = AutoModelForCausalLM.from_config(_SHAPES[name]())
-        return model
-    path = Path(name)
-    if (path / "config.json").is_file():
-        try:
-            loaded: nn.Module = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--model {name} cannot be loaded: {error}") from error
-        return loaded
+            return AutoModelForCausalLM.from_config(_SHAPES[name]()), None
+    if (Path(name) / "config.json").is_file():
+        return pretrained_model(name, model_class=AutoModelForCausalLM)
     nearest = difflib.get_close_matches(name, _SHAPES, 1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     raise ConfigError(

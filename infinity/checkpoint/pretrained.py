@@ -1,0 +1,130 @@
+"""Weights in transformers' directory format, read one parameter at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.tensors import TensorEntry, TensorReader, read_header
+from infinity.errors import CheckpointError, ConfigError
+
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+
+_log = logging.getLogger(__name__)
+
+
+class PretrainedWeights:
+    """The stored values of a model's parameters; a `WeightSource` of `infinity.initialize`.
+
+    A parameter is found under any of its names (tied ones have several), with or without the prefix by which
+    a model with a head holds its base model.
+
+    Args:
+        directory: has `model.safetensors`, or shards and their index.
+        model: what the weights are for; nothing of it is changed.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+        ConfigError: weights and model do not fit one another; the message names a parameter.
+    """
+
+    def __init__(self, directory: str | Path, model: nn.Module) -> None:
+        directory = Path(directory)
+        entries = _entries(directory)
+        self._directory = directory
+        self._keys = _match(model, entries)
+        params = {name: param for name, param in model.named_parameters() if param.is_floating_point()}
+        _check(directory, params, self._keys, entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._keys
+
+    def read(self, name: str) -> torch.Tensor:
+        """The values of a parameter or buffer, in its shape and in the dtype of the file."""
+        key, entry = self._keys[name]
+        with TensorReader(self._directory, {key: entry}) as reader:
+            return reader.read(key, 0, torch.Size(entry.shape).numel()).view(entry.shape)
+
+    def load_buffers(self, model: nn.Module) -> None:
+        """Copy stored buffers into the model's."""
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in self._keys and not buffer.is_meta:
+                    buffer.copy_(self.read(name))
+
+
+def _entries(directory: Path) -> dict[str, TensorEntry]:
+    """Every tensor of the directory by key.
+
+    Raises:
+        CheckpointError: there are none, or the index names what is not there.
+    """
+    index = directory / INDEX
+    if not index.is_file():
+        if not (directory / WEIGHTS).is_file():
+            raise CheckpointError(
+                f"{directory} has neither {WEIGHTS} nor {INDEX}: save the model there with "
+                "save_pretrained(..., safe_serialization=True)"
+            )
+        return read_header(directory / WEIGHTS)
+    try:
+        files = {str(key): str(name) for key, name in json.loads(index.read_bytes())["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is damaged: {type(error).__name__}: {error}") from error
+    headers = {}
+    for name in set(files.values()):
+        if Path(name).name != name:
+            raise CheckpointError(f"{index} names the file {name!r}, which leaves the directory")
+        headers[name] = read_header(directory / name)
+    for key, name in files.items():
+        if key not in headers[name]:
+            raise CheckpointError(f"{index} says that {name} has tensor {key}, but it has not")
+    return {key: headers[name][key] for key, name in files.items()}
+
+
+def _match(model: nn.Module, entries: dict[str, TensorEntry]) -> dict[str, tuple[str, TensorEntry]]:
+    """Key and place of every parameter and buffer that is stored, by its first name in the model."""
+    aliases: dict[int, list[str]] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+        aliases.setdefault(id(tensor), []).append(name)
+    base = str(getattr(model, "base_model_prefix", "") or "")
+    found = {}
+    for names in aliases.values():
+        spellings = [*names]
+        if base:
+            spellings += [name.removeprefix(f"{base}.") for name in names] + [f"{base}.{name}" for name in names]
+        key = next((spelling for spelling in spellings if spelling in entries), None)
+        if key is not None:
+            found[names[0]] = (key, entries[key])
+    return found
+
+
+def _check(
+    directory: Path,
+    params: dict[str, nn.Parameter],
+    found: dict[str, tuple[str, TensorEntry]],
+    entries: dict[str, TensorEntry],
+) -> None:
+    for name, param in params.items():
+        if name not in found:
+            continue
+        key, entry = found[name]
+        if entry.shape != tuple(param.shape):
+            raise ConfigError(f"{directory} has {key} in shape {entry.shape}; the model has {tuple(param.shape)}")
+        if not entry.torch_dtype.is_floating_point:
+            raise ConfigError(f"{directory} has {key} in {entry.dtype}: quantised weights cannot be trained")
+    missing = [name for name in params if name not in found]
+    unknown = sorted(entries.keys() - {key for key, _ in found.values()})
+    if missing and unknown:
+        raise ConfigError(
+            f"{directory} has no values for parameter {missing[0]} ({len(missing)} such), but has tensor {unknown[0]} "
+            f"({len(unknown)} such), which the model has not: they are of another architecture, or stored under names "
+            "that transformers changes while it loads. Load the model in memory and pass it to infinity.initialize"
+        )
+    if unknown:
+        _log.warning("%s has tensors that the model does not use, such as %s", directory, unknown[0])
