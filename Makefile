@@ -52,5 +52,5 @@ $(VENV)/.dependencies: pyproject.toml constraints-dev.txt $(VENV)/.created
 	touch $@
 
 $(VENV)/.built: $(VENV)/.dependencies $(SOURCES)
-	$(PIP) install --no-build-isolation -c constraints-dev.txt -e ".[train,plot,dev]"
+	$(PIP) install --no-build-isolation -c constraints-dev.txt -e ".[train,plot,checksum,dev]"
 	touch $@

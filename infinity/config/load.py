@@ -167,7 +167,13 @@ def _resolve(root: RootSection, world_size: int) -> Config:
             param_persistence_threshold=int(default_threshold if threshold == "auto" else threshold),
         ),
         tiering=_tiering(root.tiering, zero.offload_param, zero.offload_optimizer),
-        aio=AioConfig(root.aio.block_size, root.aio.queue_depth, root.aio.intra_op_parallelism),
+        aio=AioConfig(
+            root.aio.block_size,
+            root.aio.queue_depth,
+            root.aio.intra_op_parallelism,
+            root.aio.sqpoll,
+            root.aio.iopoll,
+        ),
     )
 
 
@@ -215,22 +221,27 @@ def _offload(section: OffloadSection) -> OffloadConfig:
     return OffloadConfig(section.device, None if section.nvme_path is None else Path(section.nvme_path))
 
 
+def _or_none(size: int | str) -> int | None:
+    return None if size == "auto" else int(size)
+
+
 def _tiering(tiering: TieringSection, *offloads: OffloadSection) -> TieringConfig:
-    nvme = [NvmeConfig(Path(n.path), None if n.capacity == "auto" else int(n.capacity)) for n in tiering.nvme]
+    nvme = [NvmeConfig(Path(n.path), _or_none(n.capacity), _or_none(n.bandwidth)) for n in tiering.nvme]
     if not nvme:
         paths = dict.fromkeys(o.nvme_path for o in offloads if o.device == "nvme" and o.nvme_path is not None)
-        nvme = [NvmeConfig(Path(path), None) for path in paths]
+        nvme = [NvmeConfig(Path(path)) for path in paths]
     if not nvme and any(offload.device == "nvme" for offload in offloads):
         raise ConfigError(
             "an offload section has device nvme but no path is given: set tiering.nvme to "
             '[{"path": "/a/directory/on/the/drive"}], or nvme_path in the section'
         )
     return TieringConfig(
-        device_memory_bytes=None if tiering.device_memory == "auto" else int(tiering.device_memory),
-        host_memory_bytes=None if tiering.host_memory == "auto" else int(tiering.host_memory),
+        device_memory_bytes=_or_none(tiering.device_memory),
+        host_memory_bytes=_or_none(tiering.host_memory),
         nvme=tuple(nvme),
         state_format=tiering.state_format,
         update_schedule=tiering.update_schedule,
         io_backend=tiering.io_backend,
+        checksum=tiering.checksum,
         tile_size_bytes=tiering.tile_size,
     )

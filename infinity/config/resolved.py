@@ -54,7 +54,8 @@ class NvmeConfig:
     """A directory on a drive; capacity None means what is free."""
 
     path: Path
-    capacity_bytes: int | None
+    capacity_bytes: int | None = None
+    bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class TieringConfig:
     state_format: str
     update_schedule: str
     io_backend: str
+    checksum: bool
     tile_size_bytes: int
 
 
@@ -77,6 +79,8 @@ class AioConfig:
     block_size_bytes: int
     queue_depth: int
     threads: int
+    sqpoll: bool
+    iopoll: bool
 
 
 @dataclass(frozen=True)

@@ -85,11 +85,14 @@ class AioSection(Section):
     block_size: Size = 1 << 20
     queue_depth: Count = Field(32, ge=1)
     intra_op_parallelism: Count = Field(2, ge=1)
+    sqpoll: Bool = False
+    iopoll: Bool = False
 
 
 class NvmeSection(Section):
     path: str
     capacity: SizeOrAuto = "auto"
+    bandwidth: SizeOrAuto = "auto"
 
 
 class TieringSection(Section):
@@ -99,6 +102,7 @@ class TieringSection(Section):
     state_format: Literal["auto", "fp32", "split", "bf16", "int8"] = "auto"
     update_schedule: Literal["auto", "backward", "deferred", "barrier"] = "auto"
     io_backend: Literal["auto", "io_uring", "threads", "aiofiles"] = "auto"
+    checksum: Bool = False
     tile_size: Size = 16 << 20
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from infinity.io import IoOptions, open_engine
+from infinity.io import IoOptions
 from infinity.kernels import Dither, Hyper
 from infinity.memory import Arena
 from infinity.optim import formats
@@ -17,7 +17,7 @@ from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
 from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket
 from infinity.telemetry import Counters
 from infinity.tiers.states import StateStore, cut_into_tiles
-from infinity.tiers.swap import SwapPath, SwapSpace
+from infinity.tiers.swap import SwapPath, open_swap
 
 _TILE_BYTES = 16 << 20
 _RING_SLOTS = 4  # one read ahead, one computed, one written, one to spare
@@ -55,9 +55,7 @@ class StatesHome:
                 swap = None
             else:
                 arena = Arena(_RING_SLOTS * slot_bytes)
-                engine = open_engine(IoOptions())
-                undo.callback(engine.close)
-                swap = SwapSpace(engine, [SwapPath(nvme_path)])
+                swap = open_swap([SwapPath(nvme_path)], IoOptions())
                 undo.callback(swap.close)
             undo.callback(arena.close)
             slots = [arena.lease(slot_bytes) for _ in range(_RING_SLOTS if swap else 0)]

@@ -5,7 +5,7 @@ from infinity.tiers.grads import GradLease, GradStore
 from infinity.tiers.link import CudaLink, Link, SameMemory
 from infinity.tiers.params import FlatSpec, ParamStore, Residency, UnifiedParams
 from infinity.tiers.states import StateStore, Tile, cut_into_tiles
-from infinity.tiers.swap import Extent, SwapPath, SwapSpace
+from infinity.tiers.swap import Extent, SwapPath, SwapSpace, open_swap
 
 __all__ = [
     "CudaLink",
@@ -24,4 +24,5 @@ __all__ = [
     "Tile",
     "UnifiedParams",
     "cut_into_tiles",
+    "open_swap",
 ]

@@ -1,118 +1,130 @@
-"""Swap files: the NVMe tier's space, reserved up front and never left behind.
-
-[Note: who owns a swap file]
-A swap file belongs to one process, which holds an exclusive `flock` on it for as long as it lives. The kernel
-drops the lock when the process dies, however it dies, so a file whose lock can be taken is a dead run's and is
-removed at the next start. Looking and creating happen under a lock on the directory itself, so that two
-starting runs do not take each other's new files for dead ones. Process ids would not do: they are reused, and
-mean nothing across containers that share a drive.
-"""
+"""The NVMe tier's space: extents striped over one swap file per directory."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import itertools
+import logging
 import os
-import secrets
-import signal
-import threading
-import weakref
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
-from infinity.errors import StorageError
-from infinity.io import IoEngine, IoFile, IoFuture, Priority, Span
+import torch
 
+from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, Priority, Span, open_engine
+from infinity.io.bench import BenchSession, bench_file
+from infinity.memory import Arena
+from infinity.tiers.checksums import Checksums, check_available
+from infinity.tiers.striping import Piece, Stripe, Striping
+from infinity.tiers.swap_file import OwnedFile, create_owned, forget, remove_on_sigterm, remove_stale
+
+_log = logging.getLogger(__name__)
 ALIGN_BYTES = 4096
-_PREFIX, _SUFFIX = "infinity-", ".swap"
+_PROBE_BYTES = 128 << 20  # a tenth of a second on a drive worth its slot
 
 
 @dataclass(frozen=True)
 class SwapPath:
-    """A directory on a drive, and how much of it may be used (None: what is free)."""
+    """A directory on a drive.
+
+    Attributes:
+        capacity_bytes: how much of it may be used; None for what is free.
+        bytes_per_s: its bandwidth, by which work is shared out; None to measure it where it matters.
+    """
 
     path: Path
     capacity_bytes: int | None = None
+    bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A range of one swap file.
+    """Space for `nbytes` that lies in one piece on each of some drives.
 
     Attributes:
-        file: index of the swap path that holds it.
-        offset: bytes from the start of the file, aligned.
+        pieces: in the order of the content.
         nbytes: length, aligned.
         slot: copy number; a second copy of the same content is a layout choice.
     """
 
-    file: int
-    offset: int
+    pieces: tuple[Piece, ...]
     nbytes: int
     slot: int = 0
 
 
-def remove_stale(directory: Path) -> list[Path]:
-    """Remove the swap files of dead runs in `directory`; returns what was removed."""
-    removed = []
-    for path in sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}")):
-        try:
-            fd = os.open(path, os.O_RDWR)
-        except OSError:
-            continue  # another user's, or just removed
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            removed.append(path)
-        except BlockingIOError:
-            pass  # its owner lives
-        finally:
-            os.close(fd)
-    return removed
+def open_swap(
+    paths: Sequence[SwapPath],
+    options: IoOptions,
+    backend: str = "auto",
+    *,
+    checksum: bool = False,
+    rank: int = 0,
+) -> SwapSpace:
+    """Swap space on these directories, with an engine, and so a queue of `options.queue_depth`, for each drive.
+
+    Raises:
+        ConfigError: the backend does not work here, or checksums are asked for without the xxhash package.
+        StorageError: a directory cannot be used.
+    """
+    if checksum:
+        check_available()
+    for path in paths:
+        remove_stale(path.path)  # what dead runs hold is free
+    drives = [path.path.stat().st_dev for path in paths]
+    weights = _weights(paths, drives, options, backend)
+    stripes = [
+        Stripe(path.path, weight, _capacity(path, len(paths))) for path, weight in zip(paths, weights, strict=True)
+    ]
+    engines: dict[int, IoEngine] = {}
+    try:
+        for drive in drives:
+            if drive not in engines:
+                engines[drive] = open_engine(options, backend)
+        return SwapSpace([engines[drive] for drive in drives], stripes, checksum=checksum, rank=rank)
+    except BaseException:
+        for engine in engines.values():
+            engine.close()
+        raise
 
 
 class SwapSpace:
-    """Extents over one swap file per path.
+    """Extents over one swap file per directory.
 
     Reserve every extent, then `create`: the files are allocated whole, so that a full disk is an error at
     the start and not in the middle of a run.
+
+    Args:
+        engines: of each directory; one engine may serve several. Closed with the space.
+        checksum: verify on every read what was written.
     """
 
-    def __init__(self, engine: IoEngine, paths: Sequence[SwapPath], rank: int = 0) -> None:
-        self._engine = engine
-        self._paths = tuple(paths)
+    def __init__(
+        self, engines: Sequence[IoEngine], stripes: Sequence[Stripe], *, checksum: bool = False, rank: int = 0
+    ) -> None:
+        self._engines = tuple(engines)
+        self._stripes = tuple(stripes)
         self._rank = rank
-        self._sizes = [0] * len(self._paths)
+        self._striping = Striping(stripes)
+        self._checksums: dict[Extent, Checksums] | None = {} if checksum else None
         self._files: list[IoFile] = []
-        self._locks: list[_OwnedFile] = []
+        self._owned: list[OwnedFile] = []
 
     @property
     def size_bytes(self) -> int:
-        return sum(self._sizes)
+        return sum(self._striping.sizes)
 
     def reserve(self, nbytes: int) -> Extent:
-        """Reserve an aligned extent on the path that holds the least so far.
+        """Reserve an aligned extent.
 
         Raises:
-            StorageError: no path has room for it within its capacity.
+            StorageError: no directory has room for it within its capacity.
         """
         nbytes = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-        order = sorted(range(len(self._paths)), key=lambda i: self._sizes[i])
-        for index in order:
-            capacity = self._paths[index].capacity_bytes
-            if capacity is None or self._sizes[index] + nbytes <= capacity:
-                extent = Extent(index, self._sizes[index], nbytes)
-                self._sizes[index] += nbytes
-                return extent
-        names = ", ".join(f"{p.path} ({p.capacity_bytes} bytes)" for p in self._paths) or "no path is given"
-        raise StorageError(
-            errno.ENOSPC,
-            f"the model's states do not fit the NVMe capacities: {names}; raise tiering.nvme[].capacity or add a path",
-            str(self._paths[0].path) if self._paths else "tiering.nvme",
-            sum(self._sizes),
-        )
+        extent = Extent(self._striping.reserve(nbytes), nbytes)
+        if self._checksums is not None:
+            self._checksums[extent] = Checksums()
+        return extent
 
     def create(self) -> None:
         """Create the files at full size.
@@ -121,104 +133,138 @@ class SwapSpace:
             StorageError: a path is missing, read-only or too full; nothing is left behind.
         """
         try:
-            for index, swap_path in enumerate(self._paths):
-                self._locks.append(_create_owned(swap_path.path, self._rank, self._sizes[index]))
-            for owned in self._locks:
-                self._files.append(self._engine.open(owned.path))
+            for stripe, size in zip(self._stripes, self._striping.sizes, strict=True):
+                self._owned.append(create_owned(stripe.path, self._rank, size))
+            for engine, owned in zip(self._engines, self._owned, strict=True):
+                self._files.append(engine.open(owned.path))
         except BaseException:
             self.close()
             raise
-        _remove_on_sigterm(self)
+        remove_on_sigterm(self)
+
+    def register(self, span: Span) -> None:
+        """Have the kernel keep memory pinned that many requests will use."""
+        for engine in dict.fromkeys(self._engines):
+            engine.register(span)
 
     def read(self, extent: Extent, span: Span, offset: int = 0, *, priority: Priority) -> IoFuture:
         """Start reading `span.nbytes` from `offset` within the extent."""
-        return self._engine.read(self._files[extent.file], extent.offset + offset, span, priority)
+        read = _together(
+            [
+                self._engines[piece.file].read(self._files[piece.file], piece.offset, part, priority)
+                for piece, part in _overlap(extent, span, offset)
+            ]
+        )
+        if self._checksums is None:
+            return read
+        return self._checksums[extent].verified(read, offset, span, self._files[extent.pieces[0].file].path)
 
     def write(self, extent: Extent, span: Span, offset: int = 0) -> IoFuture:
         """Start writing `span` at `offset` within the extent."""
-        return self._engine.write(self._files[extent.file], extent.offset + offset, span)
+        if self._checksums is not None:
+            self._checksums[extent].written(offset, span)
+        return _together(
+            [
+                self._engines[piece.file].write(self._files[piece.file], piece.offset, part)
+                for piece, part in _overlap(extent, span, offset)
+            ]
+        )
 
     def files(self) -> tuple[Path, ...]:
-        return tuple(owned.path for owned in self._locks)
+        return tuple(owned.path for owned in self._owned)
 
     def close(self) -> None:
-        """Close and remove the files. No request may be in flight."""
-        _live_spaces.discard(self)
+        """Finish what is in flight, then close and remove the files."""
+        forget(self)
+        for engine in self._engines:
+            engine.close()
         for file in self._files:
             file.close()
         self._files.clear()
-        for owned in self._locks:
+        for owned in self._owned:
             owned.remove()
-        self._locks.clear()
+        self._owned.clear()
 
 
-class _OwnedFile:
-    """A locked swap file that goes when its owner closes it, is collected, or exits."""
-
-    def __init__(self, path: Path, fd: int) -> None:
-        self.path = path
-        self.remove = weakref.finalize(self, _unlink_own, path, fd, os.getpid())
+# Requests over several drives #
 
 
-def _unlink_own(path: Path, fd: int, owner_pid: int) -> None:
-    if os.getpid() != owner_pid:
-        return  # a forked child must not remove its parent's file
-    path.unlink(missing_ok=True)
-    os.close(fd)
+def _overlap(extent: Extent, span: Span, offset: int) -> list[tuple[Piece, Span]]:
+    """What of each piece holds [offset, offset + span.nbytes), and the part of `span` that goes there."""
+    parts = []
+    starts = itertools.accumulate((piece.nbytes for piece in extent.pieces), initial=0)
+    for piece, start in zip(extent.pieces, starts, strict=False):
+        begin, end = max(offset, start), min(offset + span.nbytes, start + piece.nbytes)
+        if begin < end:
+            within = Piece(piece.file, piece.offset + begin - start, end - begin)
+            parts.append((within, Span(span.address + begin - offset, end - begin, span.owner)))
+    return parts
 
 
-def _create_owned(directory: Path, rank: int, nbytes: int) -> _OwnedFile:
-    name = f"{_PREFIX}r{rank}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
-    path = directory / name
+def _together(requests: Sequence[IoFuture]) -> IoFuture:
+    return requests[0] if len(requests) == 1 else _AllOf(requests)
+
+
+class _AllOf(IoFuture):
+    def __init__(self, requests: Sequence[IoFuture]) -> None:
+        self._requests = tuple(requests)
+
+    def done(self) -> bool:
+        return all(request.done() for request in self._requests)
+
+    def result(self, timeout: float | None = None) -> int:
+        """Waits for all of them, also if one fails: until then the memory is in use."""
+        nbytes, failed = 0, None
+        for request in self._requests:
+            try:
+                nbytes += request.result(timeout)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return nbytes
+
+
+# Drives #
+
+
+def _capacity(path: SwapPath, alternatives: int) -> int:
+    if path.capacity_bytes is not None:
+        return path.capacity_bytes
+    # With nowhere else to go, `create` is the better place to fail: it knows how much is needed in all.
+    return _free_bytes(path.path) if alternatives > 1 else sys.maxsize
+
+
+def _free_bytes(directory: Path) -> int:
+    space = os.statvfs(directory)
+    return space.f_bavail * space.f_frsize
+
+
+def _weights(paths: Sequence[SwapPath], drives: Sequence[int], options: IoOptions, backend: str) -> list[float]:
+    """Bandwidth of every directory: what is given, or measured if there is more than one drive to choose from."""
+    if len(set(drives)) == 1 and all(path.bytes_per_s is None for path in paths):
+        return [1.0] * len(paths)
+    measured: dict[int, float] = {}
+    for path, drive in zip(paths, drives, strict=True):
+        if path.bytes_per_s is None and drive not in measured:
+            measured[drive] = _measure(path.path, options, backend)
+            _log.info("%s: %.2f GB/s, reading and writing", path.path, measured[drive] / 1e9)
+    return [
+        path.bytes_per_s if path.bytes_per_s is not None else measured[drive] / drives.count(drive)
+        for path, drive in zip(paths, drives, strict=True)
+    ]
+
+
+def _measure(directory: Path, options: IoOptions, backend: str) -> float:
+    size = max(16 * options.block_size_bytes, min(_PROBE_BYTES, _free_bytes(directory) // 8))
+    arena = Arena(4 * options.block_size_bytes * options.queue_depth)
     try:
-        directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise StorageError(
-            error.errno or errno.EIO,
-            "cannot use this nvme path (create the directory, or correct nvme_path)",
-            str(directory),
-            0,
-        ) from error
-    try:
-        fcntl.flock(directory_fd, fcntl.LOCK_EX)  # see [Note: who owns a swap file]
-        remove_stale(directory)
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        owned = _OwnedFile(path, fd)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, "cannot create a swap file here", str(directory), 0) from error
+        with arena.lease(arena.capacity_bytes) as lease, bench_file(directory, size) as file:
+            lease.tensor(torch.uint8).random_()
+            with BenchSession(file, size, backend, options, lease.span()) as session:
+                session.fill()
+                return session.run("mixed").bytes_per_s
     finally:
-        os.close(directory_fd)
-    try:
-        if nbytes:
-            os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        owned.remove()
-        free = os.statvfs(directory)
-        raise StorageError(
-            error.errno or errno.EIO,
-            f"cannot reserve {nbytes} bytes for the optimizer and parameter states "
-            f"({free.f_bavail * free.f_frsize} bytes are free): free some, or choose another nvme path",
-            str(directory),
-            0,
-        ) from error
-    return owned
-
-
-# SIGTERM ends a Python process without running its exit handlers, which would leave the swap files. Where the
-# application has not chosen a handler of its own, ours removes them and dies of the same signal.
-_live_spaces: weakref.WeakSet[SwapSpace] = weakref.WeakSet()
-
-
-def _remove_on_sigterm(space: SwapSpace) -> None:
-    _live_spaces.add(space)
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _die_of_sigterm)
-
-
-def _die_of_sigterm(signum: int, frame: FrameType | None) -> None:
-    for space in list(_live_spaces):
-        for path in space.files():
-            path.unlink(missing_ok=True)
-    signal.signal(signum, signal.SIG_DFL)
-    os.kill(os.getpid(), signum)
+        arena.close()

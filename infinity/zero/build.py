@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity.config import Config, format_size
 from infinity.errors import CapacityError, ConfigError
-from infinity.io import IoEngine, IoOptions, open_engine
+from infinity.io import IoOptions
 from infinity.memory import Arena, Budget
 from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import UpdatePipeline
@@ -27,6 +27,7 @@ from infinity.tiers import (
     SwapPath,
     SwapSpace,
     UnifiedParams,
+    open_swap,
 )
 from infinity.zero.executor import Executor
 from infinity.zero.partition import Partition
@@ -48,7 +49,6 @@ class Runtime:
     arena: Arena
     param_budget: Budget
     swap: SwapSpace | None
-    io: IoEngine | None
     counters: Counters
 
     @property
@@ -75,8 +75,6 @@ class Runtime:
         """Stop the worker, give memory back, remove the swap files."""
         self.executor.detach()
         self.pipeline.close()
-        if self.io is not None:
-            self.io.close()
         if self.swap is not None:
             self.swap.close()
         self.params.close()
@@ -101,7 +99,7 @@ def build_runtime(model: nn.Module, groups: Mapping[str, int], config: Config, l
     with ExitStack() as undo:  # what was acquired goes again if a later step fails
         arena = Arena(_arena_bytes(sizing, needs, split), pin=link is not None and link.device.type == "cuda")
         undo.callback(arena.close)
-        io, swap = _open_disk(sizing, config, undo)
+        swap = _open_disk(sizing, config, undo)
         slot_bytes = sizing.layout.tile_bytes(sizing.tile_numel)
         slots = [arena.lease(slot_bytes) for _ in range(RING_SLOTS if sizing.states_on_nvme else 0)]
         states = StateStore(
@@ -117,13 +115,12 @@ def build_runtime(model: nn.Module, groups: Mapping[str, int], config: Config, l
         params, budget = _make_params(sizing, config, split, arena, swap, counters, link)
         if swap is not None:
             swap.create()
-        if io is not None:
             for slot in slots:
-                io.register(slot.span())
+                swap.register(slot.span())
         undo.pop_all()
     pipeline = UpdatePipeline(sizing.layout, states, slots, params.write_tile, counters)
     executor = Executor(model, sizing.partition, params, grads, pipeline, budget.capacity_bytes, counters)
-    return Runtime(sizing, executor, params, grads, pipeline, arena, budget, swap, io, counters)
+    return Runtime(sizing, executor, params, grads, pipeline, arena, budget, swap, counters)
 
 
 def _make_params(
@@ -179,15 +176,14 @@ def _device_capacity(sizing: Sizing, config: Config, device: torch.device) -> in
 # Disk #
 
 
-def _open_disk(sizing: Sizing, config: Config, undo: ExitStack) -> tuple[IoEngine | None, SwapSpace | None]:
+def _open_disk(sizing: Sizing, config: Config, undo: ExitStack) -> SwapSpace | None:
     if not sizing.params_on_nvme and not sizing.states_on_nvme:
-        return None, None
-    paths = [SwapPath(nvme.path, nvme.capacity_bytes) for nvme in config.tiering.nvme]
+        return None
+    paths = [SwapPath(nvme.path, nvme.capacity_bytes, nvme.bytes_per_s) for nvme in config.tiering.nvme]
     if not paths:
         raise ConfigError("an offload section says nvme but no path is given: set tiering.nvme or nvme_path")
-    options = IoOptions(config.aio.block_size_bytes, config.aio.queue_depth, config.aio.threads)
-    io = open_engine(options, config.tiering.io_backend)
-    undo.callback(io.close)
-    swap = SwapSpace(io, paths)
+    aio = config.aio
+    options = IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll)
+    swap = open_swap(paths, options, config.tiering.io_backend, checksum=config.tiering.checksum)
     undo.callback(swap.close)
-    return io, swap
+    return swap

@@ -1,0 +1,91 @@
+"""Checksums of what was written to the NVMe tier, so that a drive that returns other bytes is noticed.
+
+They live in memory, eight bytes for each range that was written at once (a tile, mostly), and are checked by
+whoever waits for the read. XXH3 runs at memory speed, an order of magnitude above a drive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import threading
+from pathlib import Path
+
+from infinity.errors import ConfigError, StorageError
+from infinity.io import IoFuture, Span
+
+try:
+    import xxhash
+except ImportError:
+    xxhash = None  # type: ignore[assignment]
+
+
+def check_available() -> None:
+    """Raises ConfigError if the xxhash package is missing."""
+    if xxhash is None:
+        raise ConfigError("tiering.checksum needs the xxhash package: pip install 'infinity-tiering[checksum]'")
+
+
+def _digest(span: Span) -> int:
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * span.nbytes).from_address(span.address))
+
+
+class Checksums:
+    """Digests of the ranges of one extent, by offset within it."""
+
+    def __init__(self) -> None:
+        self._digests: dict[int, tuple[int, int]] = {}  # offset: (nbytes, digest)
+
+    def written(self, offset: int, span: Span) -> None:
+        """`span` is about to be written at `offset`; it must not change until it is."""
+        stop = offset + span.nbytes
+        for other, (nbytes, _) in list(self._digests.items()):
+            if other < stop and offset < other + nbytes:
+                del self._digests[other]
+        self._digests[offset] = (span.nbytes, _digest(span))
+
+    def verified(self, read: IoFuture, offset: int, span: Span, path: Path) -> IoFuture:
+        """The same read, that fails if a range within it is not what was written there."""
+        stop = offset + span.nbytes
+        expected = {
+            other - offset: (nbytes, digest)
+            for other, (nbytes, digest) in list(self._digests.items())
+            if offset <= other and other + nbytes <= stop
+        }
+        return _Verified(read, span, expected, path, offset)
+
+
+class _Verified(IoFuture):
+    """Checks once, with the first `result`: after that the memory may change."""
+
+    def __init__(
+        self, read: IoFuture, span: Span, expected: dict[int, tuple[int, int]], path: Path, offset: int
+    ) -> None:
+        self._read = read
+        self._span = span
+        self._expected = expected
+        self._path = path
+        self._offset = offset
+        self._lock = threading.Lock()
+        self._problem: StorageError | None = None
+
+    def done(self) -> bool:
+        return self._read.done()
+
+    def result(self, timeout: float | None = None) -> int:
+        nbytes = self._read.result(timeout)
+        with self._lock:
+            expected, self._expected = self._expected, {}
+            for start, (length, digest) in expected.items():
+                if _digest(Span(self._span.address + start, length, self._span.owner)) != digest:
+                    self._problem = StorageError(
+                        errno.EBADMSG,
+                        f"the {length} bytes read here are not those that were written (checksum): the drive, its "
+                        "cable or the memory is failing; resume from the last checkpoint on another drive",
+                        str(self._path),
+                        self._offset + start,
+                    )
+                    break
+            if self._problem is not None:
+                raise self._problem
+        return nbytes

@@ -1,0 +1,95 @@
+"""Lays extents over several drives, so that each is busy for as long as the others."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.config import format_size
+from infinity.errors import StorageError
+
+_GRAIN_BYTES = 1 << 20  # smaller pieces would cost a drive more in requests than they give in bandwidth
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """A directory's share of the work.
+
+    Attributes:
+        path: the directory.
+        weight: its bandwidth, in any unit that is the same for all.
+        capacity_bytes: most that may be laid there.
+    """
+
+    path: Path
+    weight: float
+    capacity_bytes: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of one swap file.
+
+    Attributes:
+        file: index of the directory that holds it.
+        offset, nbytes: range within its swap file.
+    """
+
+    file: int
+    offset: int
+    nbytes: int
+
+
+class Striping:
+    """Gives out space on several directories in proportion to their weights, without going over a capacity.
+
+    Every extent is split in that proportion, so that one large read already uses all drives; an extent smaller than
+    a grain goes whole to whichever is behind.
+    """
+
+    def __init__(self, stripes: Sequence[Stripe]) -> None:
+        self._stripes = tuple(stripes)
+        self.sizes = [0] * len(self._stripes)
+
+    def reserve(self, nbytes: int) -> tuple[Piece, ...]:
+        """Reserve `nbytes`, at most one piece a directory.
+
+        Raises:
+            StorageError: ENOSPC, naming every directory with what it holds and may hold; nothing is reserved.
+        """
+        parts = [0] * len(self._stripes)
+        for begin in range(0, nbytes, _GRAIN_BYTES):
+            grain = min(_GRAIN_BYTES, nbytes - begin)
+            behind = min(self._with_room(parts, grain), key=lambda i: self._fill(i, parts[i]), default=None)
+            if behind is None:
+                raise self._full(nbytes)
+            parts[behind] += grain
+        pieces = []
+        for file, part in enumerate(parts):
+            if part:
+                pieces.append(Piece(file, self.sizes[file], part))
+                self.sizes[file] += part
+        return tuple(pieces)
+
+    def _with_room(self, parts: Sequence[int], grain: int) -> list[int]:
+        return [
+            i for i, stripe in enumerate(self._stripes) if self.sizes[i] + parts[i] + grain <= stripe.capacity_bytes
+        ]
+
+    def _fill(self, index: int, part: int) -> float:
+        return (self.sizes[index] + part) / self._stripes[index].weight
+
+    def _full(self, nbytes: int) -> StorageError:
+        held = ", ".join(
+            f"{stripe.path} ({format_size(size)} of {format_size(stripe.capacity_bytes)} taken)"
+            for stripe, size in zip(self._stripes, self.sizes, strict=True)
+        )
+        return StorageError(
+            errno.ENOSPC,
+            f"no room for {format_size(nbytes)} more of the model's states: {held}; free space there, raise "
+            "tiering.nvme[].capacity, or add a path",
+            str(self._stripes[0].path),
+            self.sizes[0],
+        )

@@ -1,0 +1,137 @@
+"""Extents over several directories: the right bytes, one error that names the drive, checksums that notice."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+import infinity.tiers.checksums
+from infinity.errors import ConfigError, StorageError
+from infinity.io import IoOptions, Priority
+from infinity.memory import Arena
+from infinity.tiers import SwapPath, SwapSpace, open_swap
+
+MIB = 1 << 20
+OPTIONS = IoOptions(block_size_bytes=256 << 10, queue_depth=8, threads=2)
+
+
+def paths(tmp_path: Path, *names: str) -> list[SwapPath]:
+    rates = (1e9, 2e9, 4e9)
+    for name in names:
+        (tmp_path / name).mkdir()
+    return [SwapPath(tmp_path / name, bytes_per_s=rate) for name, rate in zip(names, rates, strict=False)]
+
+
+@pytest.fixture
+def arena():
+    arena = Arena(64 * MIB)
+    yield arena
+    arena.close()
+
+
+def flip_a_byte(space: SwapSpace, file: int, offset: int) -> None:
+    with space.files()[file].open("r+b") as raw:
+        raw.seek(offset)
+        byte = raw.read(1)[0]
+        raw.seek(offset)
+        raw.write(bytes([byte ^ 1]))
+        os.fsync(raw.fileno())
+
+
+@pytest.mark.parametrize("backend", ["io_uring", "threads", "aiofiles"])
+@pytest.mark.parametrize("checksum", [False, True])
+def test_random_parts_of_striped_extents(backend, checksum, arena, tmp_path) -> None:
+    space = open_swap(paths(tmp_path, "a", "b", "c"), OPTIONS, backend, checksum=checksum)
+    extents = [space.reserve(size) for size in (4096, 3 * MIB, 9 * MIB + 4096)]
+    space.create()
+    rng = random.Random(0)
+    with arena.lease(16 * MIB) as source, arena.lease(16 * MIB) as target:
+        expected, found = source.tensor(torch.uint8), target.tensor(torch.uint8)
+        space.register(target.span())
+        for extent in extents:
+            expected.random_()
+            space.write(extent, source.span(0, extent.nbytes)).result()
+            for _ in range(5):
+                first = rng.randrange(extent.nbytes // 4096) * 4096
+                nbytes = rng.randrange(4096, extent.nbytes - first + 1, 4096)
+                expected[first : first + nbytes].random_()
+                space.write(extent, source.span(first, nbytes), first).result()
+                space.read(extent, target.span(first, nbytes), first, priority=Priority.DEMAND).result()
+                assert torch.equal(expected[first : first + nbytes], found[first : first + nbytes])
+            read = space.read(extent, target.span(0, extent.nbytes), priority=Priority.PREFETCH)
+            assert read.result() == extent.nbytes
+            assert torch.equal(expected[: extent.nbytes], found[: extent.nbytes])
+    assert len({piece.file for piece in extents[-1].pieces}) == 3
+    space.close()
+    assert not any(list(path.iterdir()) for path in tmp_path.iterdir())
+
+
+def test_a_failing_drive_names_itself(arena, tmp_path) -> None:
+    space = open_swap(paths(tmp_path, "good", "bad"), OPTIONS)
+    extent = space.reserve(6 * MIB)
+    space.create()
+    os.truncate(space.files()[1], 0)
+    with arena.lease(6 * MIB) as lease, pytest.raises(StorageError, match="end of the file") as failed:
+        space.read(extent, lease.span(), priority=Priority.DEMAND).result()
+    assert "bad" in str(failed.value.filename)
+    space.close()
+
+
+def test_a_drive_that_is_too_full_names_itself_and_leaves_nothing(tmp_path) -> None:
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    space = open_swap([SwapPath(tmp_path / "a", 4 * MIB), SwapPath(tmp_path / "b", 2 * free)], OPTIONS)
+    space.reserve(free + 64 * MIB)
+    with pytest.raises(StorageError, match="cannot reserve") as full:
+        space.create()
+    assert full.value.errno == errno.ENOSPC
+    assert str(full.value.filename).endswith("/b")
+    space.close()
+    assert not list((tmp_path / "a").iterdir())
+
+
+def test_bandwidth_is_measured_between_drives(tmp_path, caplog) -> None:
+    other = Path("/dev/shm")
+    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second filesystem")
+    with caplog.at_level("INFO", "infinity.tiers.swap"):
+        space = open_swap([SwapPath(tmp_path), SwapPath(other)], OPTIONS)
+    rates = [record.args[1] for record in caplog.records if "GB/s" in record.msg]
+    pieces = space.reserve(256 * MIB).pieces
+    space.close()
+    assert len(rates) == 2
+    assert pieces[0].nbytes / pieces[1].nbytes == pytest.approx(rates[0] / rates[1], rel=0.05)
+
+
+@pytest.mark.parametrize("file", [0, 1])
+def test_a_checksum_notices_a_flipped_bit(file, arena, tmp_path) -> None:
+    space = open_swap(paths(tmp_path, "a", "b"), OPTIONS, checksum=True)
+    extent = space.reserve(6 * MIB)
+    space.create()
+    with arena.lease(6 * MIB) as lease:
+        lease.tensor(torch.uint8).random_()
+        space.write(extent, lease.span()).result()
+        flip_a_byte(space, file, extent.pieces[file].offset + 12345)
+        read = space.read(extent, lease.span(), priority=Priority.DEMAND)
+        for _ in range(2):
+            with pytest.raises(StorageError, match="not those that were written") as damaged:
+                read.result()
+        assert damaged.value.errno == errno.EBADMSG
+        flip_a_byte(space, file, extent.pieces[file].offset + 12345)
+        again = space.read(extent, lease.span(), priority=Priority.DEMAND)
+        again.result()
+        lease.tensor(torch.uint8).zero_()  # whoever waited may change the memory, and others still ask
+        assert again.result() == 6 * MIB
+    space.close()
+
+
+def test_checksums_without_the_package_are_refused_by_name(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(infinity.tiers.checksums, "xxhash", None)
+    with pytest.raises(ConfigError, match=r"infinity-tiering\[checksum\]"):
+        open_swap(paths(tmp_path, "a"), OPTIONS, checksum=True)
