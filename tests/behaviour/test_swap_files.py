@@ -141,7 +141,7 @@ def test_a_full_disk_is_refused_at_the_start_and_leaves_nothing(tmp_path) -> Non
 def test_a_capacity_that_is_too_small_is_refused(tmp_path) -> None:
     config = RECIPE.config(Placement("nvme", "nvme", tmp_path))
     config["tiering"]["nvme"][0]["capacity"] = "100KiB"
-    with pytest.raises(infinity.StorageError, match="no room for .* more of the model") as refused:
+    with pytest.raises(infinity.StorageError, match=r"no room for .* more of the model") as refused:
         infinity.initialize(model=tiny_gpt2(), config=config)
     assert refused.value.errno == errno.ENOSPC
     assert not list(tmp_path.iterdir())
