@@ -38,8 +38,8 @@ def convert(source: str | Path, target: str | Path, *, state_format: str, progre
 
     Args:
         source: a checkpoint, or a directory of checkpoints, of which the one that was saved last is taken.
-        target: a directory of checkpoints; the new one gets the same tag there and becomes the last one. It may be
-            the source's: the new checkpoint then takes the place of the old one when it is whole.
+        target: a directory of checkpoints; the new one gets the same tag there and is loaded by default. It may be the
+            source's: the new checkpoint then takes the place of the old one when it is whole, and nothing else changes.
         state_format: `fp32`, `split`, `master`, `bf16` or `int8`.
         progress: called after every piece.
 
@@ -57,7 +57,11 @@ def convert(source: str | Path, target: str | Path, *, state_format: str, progre
     check_files(path, manifest.tensors)
     read_extra(path, manifest)
     conversion = _Conversion(manifest, layout, progress or (lambda done, total: None))
-    with replacing(Path(target), path.name) as directory, TensorReader(path, manifest.tensors) as reader:
+    in_place = Path(target).resolve() == path.parent.resolve()
+    with (
+        replacing(Path(target), path.name, mark_latest=not in_place) as directory,
+        TensorReader(path, manifest.tensors) as reader,
+    ):
         tensors: dict[str, TensorEntry] = {}
         for name in dict.fromkeys(entry.file for entry in manifest.tensors.values()):
             tensors.update(conversion.file(directory / name, reader))

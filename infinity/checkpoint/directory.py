@@ -46,11 +46,14 @@ def check_tag(tag: str) -> None:
 
 
 @contextmanager
-def replacing(directory: Path, tag: str) -> Iterator[Path]:
+def replacing(directory: Path, tag: str, *, mark_latest: bool = True) -> Iterator[Path]:
     """A directory to fill, which takes the place of `directory/tag` if the block ends well.
 
     Nothing that was there before is touched until then; after a crash at any moment, either the old or the new
     checkpoint is whole. What an interrupted save left behind goes here.
+
+    Args:
+        mark_latest: make it the one that is loaded by default.
 
     Raises:
         StorageError: writing failed, for example because the disk is full.
@@ -73,9 +76,10 @@ def replacing(directory: Path, tag: str) -> Iterator[Path]:
         try:
             yield temporary
             _sync_directory(temporary)
-            _swap(directory, temporary, tag)
+            _swap(directory, temporary, tag, mark_latest)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
+            _restore(directory)
             if isinstance(error, OSError) and not isinstance(error, StorageError):
                 raise storage_error(error, directory / tag) from error
             raise
@@ -100,17 +104,19 @@ def restore_interrupted(directory: Path) -> None:
         ) from error
 
 
-def _swap(directory: Path, temporary: Path, tag: str) -> None:
+def _swap(directory: Path, temporary: Path, tag: str, mark_latest: bool) -> None:
     final = directory / tag
     replaced = directory / f"{_OLD}{tag}"
+    mark = directory / _MARK
+    if mark_latest:
+        write_file(mark, tag.encode())  # first: from here on nothing needs space
     if final.exists():
         final.rename(replaced)
     temporary.rename(final)
     _sync_directory(directory)
-    mark = directory / _MARK
-    write_file(mark, tag.encode())
-    mark.rename(directory / _LATEST)
-    _sync_directory(directory)
+    if mark_latest:
+        mark.rename(directory / _LATEST)
+        _sync_directory(directory)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import zlib
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,7 @@ def save_checkpoint(
     """
     content = _serialise(extra)
     with replacing(directory, tag) as target:
-        tensors: dict[str, TensorEntry] = {}
-        for unit in runtime.partition.units:
-            tensors.update(_save_unit(target / f"unit-{unit.index:05d}.safetensors", unit, runtime))
+        tensors = _save_units(target, runtime)
         write_file(target / EXTRA, content)
         layout = runtime.layout
         moments = (layout.first, layout.second)
@@ -66,7 +66,22 @@ def _serialise(extra: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _save_unit(path: Path, unit: Unit, runtime: Runtime) -> dict[str, TensorEntry]:
+def _save_units(target: Path, runtime: Runtime) -> dict[str, TensorEntry]:
+    """Write every unit's file; one is flushed to the drive while the next is written."""
+    tensors: dict[str, TensorEntry] = {}
+    flushing: deque[Future[dict[str, TensorEntry]]] = deque()
+    with ThreadPoolExecutor(1) as flusher:
+        for unit in runtime.partition.units:
+            file = _write_unit(target / f"unit-{unit.index:05d}.safetensors", unit, runtime)
+            flushing.append(flusher.submit(file.finish))
+            if len(flushing) > 1:
+                tensors.update(flushing.popleft().result())
+        for flush in flushing:
+            tensors.update(flush.result())
+    return tensors
+
+
+def _write_unit(path: Path, unit: Unit, runtime: Runtime) -> TensorFile:
     file = TensorFile(path, _tensors_of(unit, runtime.layout))
     try:
         with runtime.executor.resident(unit.index) as flat:
@@ -82,7 +97,7 @@ def _save_unit(path: Path, unit: Unit, runtime: Runtime) -> dict[str, TensorEntr
             for slot in unit.slots:
                 if not slot.trainable:
                     file.write(f"{FROZEN_FIELD}.{slot.name}", flat[slot.offset : slot.offset + slot.numel])
-        return file.finish()
+        return file
     except BaseException:
         file.abandon()
         raise

@@ -7,6 +7,7 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,6 +32,7 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20  # as the safetensors format limits it
 _CHUNK_BYTES = 8 << 20
+_CHECK_THREADS = 4  # reading and checksums leave Python's lock alone
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,11 @@ class TensorFile:
         self._crc = dict.fromkeys(header, 0)
         self._written = dict.fromkeys(header, 0)
         self._file: BinaryIO = path.open("wb")
-        self._file.write(struct.pack("<Q", len(text)) + text)
+        try:
+            self._file.write(struct.pack("<Q", len(text)) + text)
+        except BaseException:
+            self.abandon()
+            raise
 
     def write(self, key: str, values: torch.Tensor) -> None:
         """Append 1-D `values` to tensor `key`."""
@@ -95,8 +101,8 @@ class TensorFile:
 
     def finish(self) -> dict[str, TensorEntry]:
         """Flush to the drive; returns what a manifest says of the tensors."""
-        _flush(self._file)
-        self._file.close()
+        with self._file:
+            _flush(self._file)
         entries = {}
         for key, values in self._header.items():
             begin, end = values["data_offsets"]
@@ -126,15 +132,24 @@ def check_files(directory: Path, tensors: Mapping[str, TensorEntry]) -> None:
     by_file: dict[str, dict[str, TensorEntry]] = {}
     for key, entry in tensors.items():
         by_file.setdefault(entry.file, {})[key] = entry
-    for name, entries in by_file.items():
-        path = directory / name
+    with ThreadPoolExecutor(min(_CHECK_THREADS, os.cpu_count() or 1)) as pool:
+        checks = [pool.submit(_check_file, directory / name, entries) for name, entries in by_file.items()]
         try:
-            with path.open("rb") as file:
-                _check_header(path, file, entries)
-                for key, entry in entries.items():
-                    _check_tensor(path, file, key, entry)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+            for check in checks:
+                check.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _check_file(path: Path, entries: Mapping[str, TensorEntry]) -> None:
+    try:
+        with path.open("rb") as file:
+            _check_header(path, file, entries)
+            for key, entry in entries.items():
+                _check_tensor(path, file, key, entry)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:

@@ -142,9 +142,12 @@ def hashes(directory: Path) -> dict[str, int]:
 
 def test_a_checkpoint_may_be_converted_in_place(saved, tmp_path) -> None:
     shutil.copytree(saved["split"], tmp_path, dirs_exist_ok=True)
+    shutil.copytree(tmp_path / "global_step4", tmp_path / "newer")
+    (tmp_path / "latest").write_text("newer")
     assert convert(tmp_path / "global_step4", tmp_path, state_format="int8") == tmp_path / "global_step4"
     assert read_manifest(tmp_path / "global_step4").state_format == "int8"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step4", "latest"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step4", "latest", "newer"]
+    assert latest_tag(tmp_path) == "newer"
 
 
 def test_memory_is_bounded(tmp_path) -> None:
