@@ -45,7 +45,7 @@ def test_the_readme_and_the_checkpoint_examples_run(tmp_path, monkeypatch) -> No
     exec(second.replace("global_step0", "global_step2"), scope)
     exec(export, scope)
     exec(ending, scope)
-    exec(load, scope | {"config": Recipe("bf16").config(Placement())})
+    exec(load + ending, scope | {"config": Recipe("bf16").config(Placement())})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -13,13 +13,13 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from transformers import AutoTokenizer
 
 from infinity.cli.training.data import ByteTokens, Samples, TokenizedFiles, Tokens, find_files
 from infinity.cli.training.models import build_model, max_tokens
 from infinity.cli.training.progress import Progress, StepReport
+from infinity.cli.training.ranks import agreed, first_sample, rank_and_size
 from infinity.engine import Engine, initialize
 from infinity.errors import ConfigError, NonFiniteError
 
@@ -60,7 +60,7 @@ def train(settings: Settings) -> int:
         raise ConfigError(f"the tokenizer has {tokens.vocabulary} tokens, more than {settings.model} has embeddings")
     engine, *_ = initialize(model=model, config=_config(settings), weights=weights, device=settings.device)
     with engine, _stop_signal() as stop:
-        progress = Progress(settings.steps, json_lines=settings.json, silent=_rank_and_size()[0] > 0)
+        progress = Progress(settings.steps, json_lines=settings.json, silent=rank_and_size()[0] > 0)
         run = _Run(engine, samples, settings, progress)
         if settings.resume:
             run.resume()
@@ -69,7 +69,7 @@ def train(settings: Settings) -> int:
             run.step()
             if settings.save_every and engine.global_steps % settings.save_every == 0:
                 run.save()
-            signum = _agreed(stop[0] if stop else 0, engine.device)
+            signum = agreed(stop[0] if stop else 0, engine.device)
         engine.synchronize()
         progress.finish()
     return 128 + signum if signum else 0
@@ -121,11 +121,11 @@ class _Run:
         engine = self._engine
         size = engine.config.micro_batch_size
         accumulation = engine.config.gradient_accumulation_steps
-        rank, ranks = _rank_and_size()
+        _, ranks = rank_and_size()
         start_s = time.perf_counter()
         losses = []
         for _ in range(accumulation):
-            ids = self._samples.batch(self._next_sample + rank * size, size).to(engine.device)
+            ids = self._samples.batch(first_sample(self._next_sample, size), size).to(engine.device)
             loss = engine(input_ids=ids, labels=ids).loss
             engine.backward(loss)
             engine.step()
@@ -147,22 +147,6 @@ class _Run:
                 f"{report.loss}): nothing is learned any more. Resume from the last checkpoint with a lower --lr, or "
                 "look for a fault in the data"
             )
-
-
-def _rank_and_size() -> tuple[int, int]:
-    """This process among those that train together, and how many they are."""
-    if not dist.is_available() or not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(), dist.get_world_size()
-
-
-def _agreed(signum: int, device: torch.device) -> int:
-    """The signal that any rank received, so that all of them stop after the same step."""
-    if _rank_and_size()[1] == 1:
-        return signum
-    received = torch.tensor(signum, device=device)
-    dist.all_reduce(received, dist.ReduceOp.MAX)
-    return int(received.item())
 
 
 def _tokens(settings: Settings) -> Tokens:

@@ -1,0 +1,27 @@
+"""What the processes of one training run share: which samples are whose, and when to stop."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process among those that train together, and how many they are."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def first_sample(next_sample: int, micro_batch: int) -> int:
+    """Where this rank's micro-batch begins when the run is at sample `next_sample`; ranks take turns."""
+    return next_sample + rank_and_size()[0] * micro_batch
+
+
+def agreed(signum: int, device: torch.device) -> int:
+    """The signal that any rank received (0: none), so that all of them stop after the same step."""
+    if rank_and_size()[1] == 1:
+        return signum
+    received = torch.tensor(signum, device=device)
+    dist.all_reduce(received, dist.ReduceOp.MAX)
+    return int(received.item())
