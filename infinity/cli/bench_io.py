@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from infinity.config import parse_size
@@ -38,6 +41,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--queue-depth", type=int, default=32, help="blocks in flight (default 32)")
     parser.add_argument("--threads", type=int, default=8, help="of the thread backend (default 8)")
     parser.add_argument("--backend", default="auto", help="auto, io_uring, threads or aiofiles")
+    parser.add_argument("--sqpoll", action="store_true", help="io_uring: a kernel thread takes the requests")
+    parser.add_argument("--iopoll", action="store_true", help="io_uring: poll the drive instead of interrupts")
     parser.add_argument("--op", action="append", help="read, write, mixed or randread (default: the first three)")
     parser.add_argument("--runs", type=int, default=3, help="measured runs of each (default 3)")
     parser.add_argument("--runtime", type=float, default=0.0, help="seconds of a run (default: one pass over the file)")
@@ -51,6 +56,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _end)
     import torch  # noqa: PLC0415  (torch takes seconds, which `infinity --help` must not)
 
     from infinity.io import IoOptions  # noqa: PLC0415
@@ -68,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         check_operation(operation)
     if args.compare_fio:
         fio_version()  # missing is better said before a file is written than after
-    options = IoOptions(args.block_size, args.queue_depth, args.threads)
+    options = IoOptions(args.block_size, args.queue_depth, args.threads, args.sqpoll, args.iopoll)
     arena = Arena(max(64 << 20, 16 * args.block_size))
     with arena.lease(arena.capacity_bytes) as lease:
         lease.tensor(torch.uint8).random_()  # a drive that compresses must not be flattered
@@ -83,6 +90,11 @@ def run(args: argparse.Namespace) -> int:
                         _measure(args, file, operation, options, lease.span())
     arena.close()
     return 0
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """A signal ends the command as an exception would: its files are removed."""
+    raise SystemExit(128 + number)
 
 
 # One setting #

@@ -90,9 +90,12 @@ def _memory() -> dict[str, str]:
 
 def _io() -> dict[str, str]:
     from infinity.io import probe_backends  # noqa: PLC0415
+    from infinity.io.gds import gds_problem  # noqa: PLC0415
 
     statuses = probe_backends()
     report = {s.name: f"{'available' if s.available else 'not available'}: {s.reason}" for s in statuses}
+    problem = gds_problem()
+    report["GPUDirect Storage"] = f"not available: {problem}" if problem else "available"
     report["chosen by auto"] = next(s.name for s in statuses if s.available)
     return report
 

@@ -107,7 +107,6 @@ REFUSED: dict[str, str] = {
     "zero_optimization.leaf_module": "a transformer block is already a unit",
     "zero_optimization.offload_optimizer.ratio": "see tiering.host_memory: what fits stays in memory",
     "zero_optimization.offload_optimizer.super_offload": "updates already overlap; see tiering.update_schedule",
-    "aio.use_gds": "GPUDirect Storage is not available yet",
     "fp16.fp16_master_weights_and_grads": "masters are exact; see tiering.state_format",
     "bf16.bf16_master_weights_and_grads": "masters are exact; see tiering.state_format",
     "bf16.bf16_optimizer_states": "see tiering.state_format",

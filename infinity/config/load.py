@@ -173,6 +173,7 @@ def _resolve(root: RootSection, world_size: int) -> Config:
             root.aio.intra_op_parallelism,
             root.aio.sqpoll,
             root.aio.iopoll,
+            root.aio.use_gds,
         ),
     )
 

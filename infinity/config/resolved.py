@@ -81,6 +81,7 @@ class AioConfig:
     threads: int
     sqpoll: bool
     iopoll: bool
+    use_gds: bool
 
 
 @dataclass(frozen=True)

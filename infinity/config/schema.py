@@ -87,6 +87,7 @@ class AioSection(Section):
     intra_op_parallelism: Count = Field(2, ge=1)
     sqpoll: Bool = False
     iopoll: Bool = False
+    use_gds: Bool = False
 
 
 class NvmeSection(Section):

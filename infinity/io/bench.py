@@ -103,11 +103,11 @@ class BenchSession:
                 f"--size {size_bytes} is too small for blocks of {self._block_bytes} bytes; use 64 of them"
             )
         self._size_bytes = size_bytes
-        blocks = max(1, min(_REQUEST_BYTES, size_bytes // 4) // self._block_bytes)
+        in_flight = options.queue_depth * self._block_bytes
+        blocks = max(1, min(max(_REQUEST_BYTES, in_flight // 2), size_bytes // 4) // self._block_bytes)
         self._request_bytes = blocks * self._block_bytes
-        # As many bytes as are in flight and as many again, as fio and alike use little more than what is in flight:
-        # a host copies memory that is still in its caches up to a fifth faster.
-        ring = max(4 * self._request_bytes, 2 * options.queue_depth * self._block_bytes)
+        # Little more memory than is in flight, as fio has it: a host copies what is in its caches up to a fifth faster.
+        ring = max(4 * self._request_bytes, 2 * in_flight)
         self._buffers = Span(buffers.address, min(ring, buffers.nbytes), buffers.owner)
         self._engine = open_engine(options, backend)
         try:

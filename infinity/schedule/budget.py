@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from infinity.config import format_size
 from infinity.errors import CapacityError
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,10 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySpl
     spare = capacity_bytes - needs.least_bytes
     if spare < 0:
         raise CapacityError(
-            f"{key} is {capacity_bytes / GIB:.3f} GiB but this model needs at least "
-            f"{needs.least_bytes / GIB:.3f} GiB: parameters {needs.params_min_bytes / GIB:.3f} "
-            f"(largest unit `{needs.largest_unit}`), gradients {needs.grads_min_bytes / GIB:.3f}, "
-            f"optimizer tiles {needs.ring_bytes / GIB:.3f}, always held {needs.always_bytes / GIB:.3f}. "
+            f"{key} is {format_size(capacity_bytes)} but this model needs at least "
+            f"{format_size(needs.least_bytes)}: parameters {format_size(needs.params_min_bytes)} "
+            f"(largest unit `{needs.largest_unit}`), gradients {format_size(needs.grads_min_bytes)}, "
+            f"optimizer tiles {format_size(needs.ring_bytes)}, always held {format_size(needs.always_bytes)}. "
             f"Raise {key} to {needs.least_bytes} bytes or more, lower tiering.tile_size, "
             "or move a section to nvme."
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.io import IoFuture, Priority
+from infinity.io.gds import DeviceReads
 from infinity.memory import Arena, Budget, Lease
 from infinity.telemetry import Counters
 from infinity.tiers.link import Link, Token
@@ -60,6 +61,7 @@ class DiscreteParams(ParamStore):
         arena: host memory for homes and staging images; pinned, for CUDA.
         home_bytes: host memory for units that live there; the others live in the swap space.
         device_budget: memory for units that are not always on the device.
+        direct: reads from the swap files into device memory, past the host's; None where there is no such way.
     """
 
     def __init__(
@@ -71,8 +73,11 @@ class DiscreteParams(ParamStore):
         swap: SwapSpace | None,
         device_budget: Budget,
         counters: Counters,
+        direct: DeviceReads | None = None,
     ) -> None:
         super().__init__(specs, counters)
+        self._direct = direct
+        self._arrivals: dict[int, IoFuture] = {}  # units on their way past the host
         self._link = link
         self._arena = arena
         self._swap = swap
@@ -124,14 +129,16 @@ class DiscreteParams(ParamStore):
         self._leave_image(unit, self._upload(unit))
         self._move(unit, Residency.STORED, Residency.RESIDENT)
 
-    def fetch_start(self, unit: int, priority: Priority) -> bool:
+    def fetch_start(self, unit: int, priority: Priority, *, updated: bool = False) -> bool:
         spec = self.specs[unit]
         if not self._budget.fits(spec.nbytes):
             return False
-        image = self._home_image(unit)
+        image, home = self._home_image(unit), self._homes[unit]
+        if self._direct is not None and isinstance(home, Extent) and not updated:
+            self._start_direct(unit, self._direct, home)
+            return True
         if image is None:
             image = self._staging_image(unit)
-            home = self._homes[unit]
             if image is None or self._swap is None or not isinstance(home, Extent):
                 return False
             image.arriving = self._swap.read(home, image.lease.span(0, spec.nbytes), priority=priority)
@@ -142,7 +149,20 @@ class DiscreteParams(ParamStore):
         self._move(unit, Residency.STORED, Residency.FETCHING)
         return True
 
+    def _start_direct(self, unit: int, direct: DeviceReads, home: Extent) -> None:
+        spec = self.specs[unit]
+        assert self._swap is not None  # or the home were no extent
+        self._budget.take(spec.nbytes, spec.name)
+        self._resize(unit, spec.nbytes)
+        target = self._tensors[unit].view(torch.uint8)
+        pieces = self._swap.locate(home, spec.nbytes)
+        self._arrivals[unit] = direct.start(pieces, target, self._link.mark().synchronize)
+        self._counters.moved("nvme_read", spec.nbytes)
+        self._move(unit, Residency.STORED, Residency.FETCHING)
+
     def advance(self, unit: int) -> None:
+        if unit in self._arrivals:
+            return
         if self._residency[unit] is Residency.FETCHING and unit not in self._uploads:
             arriving = self._images[unit].arriving
             if arriving is None or arriving.done():
@@ -151,6 +171,15 @@ class DiscreteParams(ParamStore):
                 self._uploads[unit] = self._upload(unit)
 
     def fetch_wait(self, unit: int) -> None:
+        if unit in self._arrivals:
+            try:
+                self._arrivals.pop(unit).result()
+            except BaseException:
+                self._move(unit, Residency.FETCHING, Residency.STORED)
+                self._free(unit)
+                raise
+            self._move(unit, Residency.FETCHING, Residency.RESIDENT)
+            return
         try:
             arriving = self._images[unit].arriving
             if arriving is not None:
@@ -180,6 +209,8 @@ class DiscreteParams(ParamStore):
             if image is None:
                 return False
             if not isinstance(self._homes[unit], Lease):
+                if unit in self._arrivals:
+                    self._arrivals[unit].result()
                 nbytes = self.specs[unit].nbytes
                 token = self._link.download(image.lease.tensor(self.specs[unit].dtype), self._tensors[unit])
                 self._counters.moved("device_to_host", nbytes)
@@ -214,6 +245,8 @@ class DiscreteParams(ParamStore):
         return self._swap.write(home, span, start * itemsize)
 
     def close(self) -> None:
+        if self._direct is not None:
+            self._direct.close()
         for token, _ in self._retiring:
             token.synchronize()
         self._retiring.clear()

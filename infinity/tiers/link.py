@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from infinity.io.gds import DeviceReader, HostReader, KvikioReader, gds_problem
+
 
 class Token(Protocol):
     """A copy that was started."""
@@ -35,6 +37,12 @@ class Link(Protocol):
     def compute_waits(self, token: Token) -> None:
         """What the compute stream is given from now on runs after the copy."""
 
+    def mark(self) -> Token:
+        """Complete when everything is that the compute stream was given so far."""
+
+    def device_reader(self) -> DeviceReader | str:
+        """Reads files into the device's memory past the host's; a string says why there is no such way."""
+
 
 class CudaLink:
     """A copy stream for each direction, so that uploads and downloads use both halves of the bus."""
@@ -52,6 +60,13 @@ class CudaLink:
 
     def compute_waits(self, token: Token) -> None:
         torch.cuda.current_stream(self.device).wait_event(token)  # type: ignore[arg-type]
+
+    def mark(self) -> Token:
+        event: Token = torch.cuda.current_stream(self.device).record_event()
+        return event
+
+    def device_reader(self) -> DeviceReader | str:
+        return gds_problem() or KvikioReader()
 
     def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Token:
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -76,6 +91,12 @@ class SameMemory:
 
     def compute_waits(self, token: Token) -> None:
         token.synchronize()
+
+    def mark(self) -> Token:
+        return _Done()
+
+    def device_reader(self) -> DeviceReader | str:
+        return HostReader()
 
 
 class _Done:

@@ -135,8 +135,12 @@ class ParamStore(ABC):
         """The values are written: the unit is STORED or RESIDENT with them."""
 
     @abstractmethod
-    def fetch_start(self, unit: int, priority: Priority) -> bool:
-        """STORED -> FETCHING; False if there is no room now."""
+    def fetch_start(self, unit: int, priority: Priority, *, updated: bool = False) -> bool:
+        """STORED -> FETCHING; False if there is no room now.
+
+        Args:
+            updated: an update waits for the values, on the host.
+        """
 
     def advance(self, unit: int) -> None:  # noqa: B027  (a fetch in one leg has nothing to do here)
         """Start the next leg of a fetch whose last one is done, if it has several; the unit awaits no update."""
@@ -214,7 +218,7 @@ class UnifiedParams(ParamStore):
         self._move(unit, Residency.STORED, Residency.RESIDENT)
         self.set_dirty(unit, True)
 
-    def fetch_start(self, unit: int, priority: Priority) -> bool:
+    def fetch_start(self, unit: int, priority: Priority, *, updated: bool = False) -> bool:
         home = self._homes[unit]
         if home is None or self._swap is None:
             raise RuntimeError(f"unit {self.specs[unit].name} has no home to fetch from")

@@ -159,6 +159,13 @@ class SwapSpace:
             return read
         return self._checksums[extent].verified(read, offset, span, self._files[extent.pieces[0].file].path)
 
+    def locate(self, extent: Extent, nbytes: int) -> list[tuple[Path, int, int]]:
+        """Where the first bytes of an extent are: (file, offset, bytes) of each piece."""
+        return [
+            (self._files[piece.file].path, piece.offset, part.nbytes)
+            for piece, part in _overlap(extent, Span(0, nbytes, None), 0)
+        ]
+
     def write(self, extent: Extent, span: Span, offset: int = 0) -> IoFuture:
         """Start writing `span` at `offset` within the extent."""
         if self._checksums is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import nn
 from infinity.config import Config, format_size
 from infinity.errors import CapacityError, ConfigError
 from infinity.io import IoOptions
+from infinity.io.gds import DeviceReads
 from infinity.memory import Arena, Budget
 from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import UpdatePipeline
@@ -34,6 +36,7 @@ from infinity.zero.partition import Partition
 from infinity.zero.sizing import RING_SLOTS, Sizing, host_needs, size_up
 from infinity.zero.updates import UpdateSchedule
 
+_log = logging.getLogger(__name__)
 _AUTO_SHARE = 0.8  # of the memory that is available when a budget is "auto"
 
 
@@ -139,7 +142,21 @@ def _make_params(
         return UnifiedParams(sizing.specs, swap, budget, counters), budget
     budget = Budget("device memory for parameters", _device_capacity(sizing, config, link.device))
     home_bytes = split.params_bytes - sizing.staging_bytes
-    return DiscreteParams(sizing.specs, link, arena, home_bytes, swap, budget, counters), budget
+    direct = _open_direct(config, link) if swap is not None else None
+    return DiscreteParams(sizing.specs, link, arena, home_bytes, swap, budget, counters, direct), budget
+
+
+def _open_direct(config: Config, link: Link) -> DeviceReads | None:
+    """The way from the drive to the device past host memory, if it is asked for and there is one."""
+    if not config.aio.use_gds:
+        return None
+    if config.tiering.checksum:
+        raise ConfigError("aio.use_gds reads past the host, where tiering.checksum would look: switch one of them off")
+    reader = link.device_reader()
+    if isinstance(reader, str):
+        _log.warning("aio.use_gds: parameters go through host memory: %s", reader)
+        return None
+    return DeviceReads(reader)
 
 
 # Memory #

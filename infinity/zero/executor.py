@@ -109,7 +109,7 @@ class Executor:
             self._recency[unit] = None
 
     def _fetch_now(self, unit: int) -> None:
-        while not self._params.fetch_start(unit, Priority.DEMAND):
+        while not self._params.fetch_start(unit, Priority.DEMAND, updated=unit in self._pending):
             self._make_room(unit)
         self._fetching.add(unit)
 
@@ -167,7 +167,7 @@ class Executor:
             if action == "evict" and not self._try_evict(unit):
                 return
             if action == "prefetch" and self._params.residency(unit) is Residency.STORED:
-                if not self._params.fetch_start(unit, Priority.PREFETCH):
+                if not self._params.fetch_start(unit, Priority.PREFETCH, updated=unit in self._pending):
                     return
                 self._fetching.add(unit)
                 self._start_pending(unit)

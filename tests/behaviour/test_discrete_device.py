@@ -8,15 +8,16 @@ import pytest
 import torch
 
 import infinity
-from infinity.tiers import SameMemory
+from infinity.io.gds import DeviceReader, HostReader
+from infinity.tiers import Link, SameMemory
 from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, Result, batches, loss_of, tiny_gpt2, tiny_llama
 from tests.behaviour.test_parity import assert_same_bits, in_memory
 
 
-def train_discrete(model, recipe: Recipe, placement: Placement, **tiering: object) -> Result:
+def train_discrete(model, recipe: Recipe, placement: Placement, link: Link | None = None, **tiering: object) -> Result:
     config = recipe.config(placement)
     config["tiering"] |= tiering
-    with infinity.initialize(model=model, config=config, link=SameMemory())[0] as engine:
+    with infinity.initialize(model=model, config=config, link=link or SameMemory())[0] as engine:
         losses = []
         for ids in batches(recipe.steps * recipe.accumulation):
             loss = loss_of(engine, ids)
@@ -40,7 +41,7 @@ def test_a_discrete_device_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
-@pytest.mark.parametrize("host_memory", ["2MiB", "1GiB"])
+@pytest.mark.parametrize("host_memory", ["900KB", "1GiB"])
 def test_tight_device_memory_gives_the_same_bits(clipping, host_memory, tmp_path) -> None:
     """Room for two blocks on the device, so that units come and go all the time."""
     recipe = Recipe("bf16", 1, clipping)
@@ -104,3 +105,66 @@ def test_cuda_placements_agree(architecture, device, clipping, tmp_path: Path) -
             return Result(losses, dict(engine.named_parameters()))
 
     assert_same_bits(train_on_gpu(Placement(device, device, tmp_path)), train_on_gpu(Placement("none", "cpu")))
+
+
+class CountingReader(HostReader):
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def read(self, path: Path, offset: int, target: torch.Tensor) -> int:
+        self.reads += 1
+        return super().read(path, offset, target)
+
+
+class DirectMemory(SameMemory):
+    """A device that drives can write into."""
+
+    def __init__(self, reader: DeviceReader | str) -> None:
+        self.reader = reader
+
+    def device_reader(self) -> DeviceReader | str:
+        return self.reader
+
+
+def past_the_host(placement: Placement, clipping: float, reader: DeviceReader | str, *paths: Path) -> Result:
+    """A model that hardly fits the device, read straight into it."""
+    recipe = Recipe("bf16", 1, clipping)
+    memory = least_device_memory(placement, recipe)
+    recipe.extra["aio"] = {"use_gds": True}
+    nvme = [{"path": str(path)} for path in paths]
+    return train_discrete(tiny_llama(), recipe, placement, DirectMemory(reader), device_memory=memory, nvme=nvme)
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_reading_past_the_host_gives_the_same_bits(clipping, names, tmp_path) -> None:
+    paths = [tmp_path / name for name in names]
+    for path in paths:
+        path.mkdir()
+    reader = CountingReader()
+    placed = past_the_host(Placement("nvme", "nvme", tmp_path, "64KiB", "900KB"), clipping, reader, *paths)
+    assert reader.reads > 20
+    assert_same_bits(placed, in_memory("llama", "bf16", 1, clipping))
+
+
+def test_no_way_past_the_host_is_a_warning(tmp_path, caplog) -> None:
+    placement = Placement("nvme", "nvme", tmp_path, "64KiB", "900KB")
+    placed = past_the_host(placement, 0.5, "cuFile is absent", tmp_path)
+    assert "parameters go through host memory: cuFile is absent" in caplog.text
+    assert_same_bits(placed, in_memory("llama", "bf16", 1, 0.5))
+
+
+def test_a_failing_read_past_the_host_names_the_file(tmp_path) -> None:
+    class Failing(HostReader):
+        def read(self, path: Path, offset: int, target: torch.Tensor) -> int:
+            raise RuntimeError("cuFile error 5011")
+
+    with pytest.raises(infinity.StorageError, match="cuFile error 5011") as failed:
+        past_the_host(Placement("nvme", "nvme", tmp_path, "64KiB", "900KB"), 0.0, Failing(), tmp_path)
+    assert str(tmp_path) in failed.value.filename
+
+
+def test_reading_past_the_host_excludes_checksums(tmp_path) -> None:
+    recipe = Recipe("bf16", extra={"aio": {"use_gds": True}})
+    with pytest.raises(infinity.ConfigError, match=r"tiering\.checksum"):
+        train_discrete(tiny_llama(), recipe, Placement("nvme", "nvme", tmp_path), checksum=True)

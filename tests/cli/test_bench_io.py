@@ -77,7 +77,8 @@ def test_a_plot_without_a_sweep_is_refused(tmp_path, capsys) -> None:
     assert "add --sweep" in capsys.readouterr().err
 
 
-def test_ctrl_c_leaves_no_file(tmp_path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_no_file(number, code, tmp_path) -> None:
     command = [sys.executable, "-m", "infinity.cli.main", *small(tmp_path, "--runtime", "60", "--op", "read")]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as child:
@@ -87,8 +88,8 @@ def test_ctrl_c_leaves_no_file(tmp_path) -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             time.sleep(0.5)
-            child.send_signal(signal.SIGINT)
-            assert child.wait(timeout=30) == 130
+            child.send_signal(number)
+            assert child.wait(timeout=30) == code
         finally:
             child.kill()
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,130 @@
+"""GPUDirect Storage through kvikio: from the drive into device memory, past the host's."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from infinity.errors import StorageError
+from infinity.io.interface import IoFuture
+
+
+def gds_problem() -> str:
+    """Why GPUDirect Storage does not work here; empty if it does."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    try:
+        import kvikio.cufile_driver  # noqa: PLC0415  (optional, and it loads CUDA)
+        import kvikio.defaults  # noqa: PLC0415
+    except ImportError as error:
+        return f"kvikio is missing ({error}); pip install kvikio-cu12, or -cu13, after your CUDA version"
+    if kvikio.defaults.is_compat_mode_preferred():
+        return "cuFile is absent, or /run/udev cannot be read: kvikio would copy through the host as well"
+    try:
+        if not kvikio.cufile_driver.get("is_gds_available"):
+            return "cuFile runs without the nvidia-fs driver: it would copy through the host as well"
+    except RuntimeError as error:
+        return f"cuFile does not start ({error})"
+    return ""
+
+
+class DeviceReader(Protocol):
+    """Fills device memory from a file."""
+
+    def read(self, path: Path, offset: int, target: torch.Tensor) -> int:
+        """Read `target.numel()` bytes (uint8) at `offset`, and wait; returns how many came."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+class KvikioReader:
+    """DeviceReader by kvikio, which cuts large reads into tasks of its own threads."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, Any] = {}
+
+    def read(self, path: Path, offset: int, target: torch.Tensor) -> int:
+        import kvikio  # noqa: PLC0415
+
+        if path not in self._files:
+            self._files[path] = kvikio.CuFile(path, "r")
+        return int(self._files[path].read(target, target.numel(), offset))
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+class HostReader:
+    """DeviceReader for a device whose memory is the host's."""
+
+    def read(self, path: Path, offset: int, target: torch.Tensor) -> int:
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            # not by way of numpy, which would forbid the storage to be resized ever after
+            buffer = (ctypes.c_char * target.numel()).from_address(target.data_ptr())
+            return file.readinto(buffer) or 0
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+class DeviceReads:
+    """Runs reads into device memory one after another, each after what it must wait for.
+
+    They have a thread because kvikio knows no streams: memory that was just given back may still be in use by
+    kernels that the device has not come to.
+    """
+
+    def __init__(self, reader: DeviceReader) -> None:
+        self._reader = reader
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="infinity-gds")
+
+    def start(
+        self, pieces: Sequence[tuple[Path, int, int]], target: torch.Tensor, wait: Callable[[], None]
+    ) -> IoFuture:
+        """Start filling `target` (uint8, on the device) with (path, offset, nbytes) after `wait` has returned."""
+        return _DeviceRead(self._worker.submit(self._read, tuple(pieces), target, wait))
+
+    def _read(self, pieces: Sequence[tuple[Path, int, int]], target: torch.Tensor, wait: Callable[[], None]) -> int:
+        wait()
+        begin = 0
+        for path, offset, nbytes in pieces:
+            part = target[begin : begin + nbytes]
+            try:
+                moved = self._reader.read(path, offset, part)
+            except (OSError, RuntimeError) as error:
+                code = getattr(error, "errno", None) or errno.EIO
+                raise StorageError(code, f"read into device memory failed: {error}", str(path), offset) from error
+            if moved != part.numel():
+                raise StorageError(errno.ENODATA, "read reached the end of the file", str(path), offset + moved)
+            begin += nbytes
+        return begin
+
+    def close(self) -> None:
+        """Finish what was started."""
+        self._worker.shutdown()
+        self._reader.close()
+
+
+class _DeviceRead(IoFuture):
+    def __init__(self, future: Future[int]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> int:
+        try:
+            return self._future.result(timeout)
+        except FutureTimeoutError as error:
+            raise TimeoutError(f"the read into device memory is not over after {timeout} s") from error
