@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint import (
+    Parts,
     apply_extra,
     check_extra,
     collect_extra,
@@ -229,13 +230,18 @@ class Engine:
     # Checkpoints #
 
     def save_checkpoint(
-        self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
     ) -> Path:
         """Save everything that training needs to go on, in memory bounded by one unit.
 
         Args:
             tag: name of the checkpoint; `global_step<N>` by default.
             client_state: tensors and plain values, given back by `load_checkpoint`.
+            save_latest: make it the one that `load_checkpoint` takes by default.
 
         Returns:
             The checkpoint's directory.
@@ -257,15 +263,25 @@ class Engine:
                 "skipped_steps": self.skipped_steps,
             },
             extra=collect_extra(self.module, self.optimizer, self.lr_scheduler, client_state or {}),
+            mark_latest=save_latest,
         )
 
     def load_checkpoint(
-        self, load_dir: str | Path, tag: str | None = None
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        *,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
     ) -> tuple[Path | None, dict[str, Any] | None]:
         """Go on from a checkpoint: parameters, optimizer and schedule states, counters and random states.
 
         Args:
             tag: the checkpoint that was saved last by default.
+            load_optimizer_states: False to start with fresh moments and this run's hyper-parameters.
+            load_lr_scheduler_states: False to start the LR schedule afresh.
+            load_module_only: take parameters and buffers alone. Other parameters may be frozen than when it was saved.
 
         Returns:
             (its directory, the client's state), or (None, None) if there is no checkpoint and `tag` is None.
@@ -275,17 +291,21 @@ class Engine:
         """
         self._check_at_step_boundary("load_checkpoint")
         self.synchronize()
-        opened = open_checkpoint(Path(load_dir), tag, self._runtime)
+        whole = not load_module_only
+        parts = Parts(load_optimizer_states and whole, load_lr_scheduler_states and whole, whole)
+        opened = open_checkpoint(Path(load_dir), tag, self._runtime, moments=parts.optimizer)
         if opened is None:
             return None, None
-        check_extra(opened.path, opened.extra, self.module, self.optimizer, self.lr_scheduler)
-        load_tensors(opened, self._runtime)  # from here on the engine changes
-        self._updates.steps = dict(opened.manifest.steps)
-        counters = opened.manifest.counters
-        self.global_steps = counters["global_steps"]
-        self.micro_steps = counters["micro_steps"]
-        self.skipped_steps = counters["skipped_steps"]
-        apply_extra(opened.extra, self.module, self.optimizer, self.lr_scheduler)
+        check_extra(opened.path, opened.extra, self.module, self.optimizer, self.lr_scheduler, parts)
+        load_tensors(opened, self._runtime, moments=parts.optimizer)  # from here on the engine changes
+        self._updates.steps = dict(opened.manifest.steps) if parts.optimizer else {}
+        if parts.progress:
+            counters = opened.manifest.counters
+            self.global_steps = counters["global_steps"]
+            accumulation = self.config.gradient_accumulation_steps  # may differ from the saving run's
+            self.micro_steps = -(-counters["micro_steps"] // accumulation) * accumulation
+            self.skipped_steps = counters["skipped_steps"]
+        apply_extra(opened.extra, self.module, self.optimizer, self.lr_scheduler, parts)
         return opened.path, opened.extra["client_state"]
 
     def save_16bit_model(self, save_dir: str | Path, *, max_shard_size: int | str = "5GB") -> Path:

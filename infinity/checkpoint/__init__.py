@@ -3,13 +3,14 @@
 from infinity.checkpoint.conversion import convert
 from infinity.checkpoint.directory import latest_tag
 from infinity.checkpoint.export import export_model
-from infinity.checkpoint.extra import apply_extra, check_extra, collect_extra, persistent_buffers
+from infinity.checkpoint.extra import Parts, apply_extra, check_extra, collect_extra, persistent_buffers
 from infinity.checkpoint.load import Loaded, load_tensors, open_checkpoint
 from infinity.checkpoint.pretrained import PretrainedWeights
 from infinity.checkpoint.save import save_checkpoint
 
 __all__ = [
     "Loaded",
+    "Parts",
     "PretrainedWeights",
     "apply_extra",
     "check_extra",

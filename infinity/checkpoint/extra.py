@@ -6,6 +6,7 @@ import io
 import logging
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,21 @@ from infinity.errors import CheckpointError
 from infinity.optim.optimizer import TieredOptimizer
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What of a checkpoint is taken beside parameters and buffers.
+
+    Attributes:
+        optimizer: moments, updates that each parameter has had, and the parameter groups' hyper-parameters.
+        lr_scheduler: where the LR schedule is.
+        progress: step counters and random states.
+    """
+
+    optimizer: bool = True
+    lr_scheduler: bool = True
+    progress: bool = True
 
 
 def collect_extra(
@@ -61,6 +77,7 @@ def check_extra(
     module: nn.Module,
     optimizer: TieredOptimizer,
     lr_scheduler: Any | None,
+    parts: Parts,
 ) -> None:
     """See that `apply_extra` will work; nothing is changed.
 
@@ -73,8 +90,10 @@ def check_extra(
     for key, kind in (("optimizer", dict), ("rng", dict), ("buffers", dict), ("client_state", dict)):
         if not isinstance(extra.get(key), kind):
             raise CheckpointError(f"{path} has no `{key}`: it was not saved by engine.save_checkpoint")
-    _check_groups(path, extra["optimizer"].get("param_groups"), optimizer)
-    _check_schedule(path, extra.get("lr_scheduler"), lr_scheduler)
+    if parts.optimizer:
+        _check_groups(path, extra["optimizer"].get("param_groups"), optimizer)
+    if parts.lr_scheduler:
+        _check_schedule(path, extra.get("lr_scheduler"), lr_scheduler)
     _check_buffers(path, extra["buffers"], module)
     state = extra["rng"].get("torch")
     if not isinstance(state, torch.Tensor) or state.shape != torch.get_rng_state().shape:
@@ -82,16 +101,18 @@ def check_extra(
 
 
 def apply_extra(
-    extra: Mapping[str, Any], module: nn.Module, optimizer: TieredOptimizer, lr_scheduler: Any | None
+    extra: Mapping[str, Any], module: nn.Module, optimizer: TieredOptimizer, lr_scheduler: Any | None, parts: Parts
 ) -> None:
     """Set what `collect_extra` collected; `check_extra` has passed."""
-    optimizer.load_state_dict(extra["optimizer"])
-    if lr_scheduler is not None and extra["lr_scheduler"] is not None:
+    if parts.optimizer:
+        optimizer.load_state_dict(extra["optimizer"])
+    if parts.lr_scheduler and lr_scheduler is not None and extra["lr_scheduler"] is not None:
         lr_scheduler.load_state_dict(extra["lr_scheduler"])
     with torch.no_grad():
         for name, value in extra["buffers"].items():
             module.get_buffer(name).copy_(value)
-    _set_rng_states(extra["rng"])
+    if parts.progress:
+        _set_rng_states(extra["rng"])
 
 
 def _check_groups(path: Path, groups: Any, optimizer: TieredOptimizer) -> None:

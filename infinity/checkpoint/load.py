@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from infinity.checkpoint.conversion import moments_of
 from infinity.checkpoint.directory import check_tag, latest_tag, restore_interrupted
@@ -22,9 +24,7 @@ from infinity.checkpoint.tensors import TensorReader, check_files
 from infinity.errors import CheckpointError
 from infinity.optim.formats import StateLayout, write_master
 from infinity.zero.build import Runtime
-from infinity.zero.partition import Unit
-
-Shapes = Mapping[str, tuple[int, ...]]
+from infinity.zero.partition import ParamSlot, Unit
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,12 @@ class Loaded:
     extra: dict[str, Any]
 
 
-def open_checkpoint(directory: Path, tag: str | None, runtime: Runtime) -> Loaded | None:
+def open_checkpoint(directory: Path, tag: str | None, runtime: Runtime, *, moments: bool = True) -> Loaded | None:
     """Read and check a checkpoint; nothing is changed.
 
     Args:
         tag: None for the one that was saved last.
+        moments: what `load_tensors` will be given.
 
     Returns:
         None if `tag` is None and the directory has no checkpoint.
@@ -60,23 +61,29 @@ def open_checkpoint(directory: Path, tag: str | None, runtime: Runtime) -> Loade
     check_tag(tag)
     path = directory / tag
     manifest = read_manifest(path)
-    _check_belongs(path, manifest, runtime)
+    _check_weights(path, manifest, runtime)
+    if moments:
+        _check_moments(path, manifest, runtime)
     check_files(path, manifest.tensors)
     return Loaded(path, manifest, read_extra(path, manifest))
 
 
-def load_tensors(loaded: Loaded, runtime: Runtime) -> None:
-    """Read the parameters and moments of a checkpoint into the tiers; no update may be pending.
+def load_tensors(loaded: Loaded, runtime: Runtime, *, moments: bool = True) -> None:
+    """Read the parameters of a checkpoint into the tiers; no update may be pending.
 
-    Moments that were saved in another state format are converted on the way.
+    Args:
+        moments: also the optimizer's moments, converted if they were saved in another state format; otherwise they
+            become zero.
     """
-    with TensorReader(loaded.path, loaded.manifest.tensors) as reader:
+    manifest = loaded.manifest
+    with TensorReader(loaded.path, manifest.tensors) as reader:
+        source = _Source(reader, set(trained_params(manifest.tensors)), manifest.layout if moments else None)
         for unit in runtime.partition.units:
-            _load_unit(unit, reader, loaded.manifest.layout, runtime)
+            _load_unit(unit, source, runtime)
 
 
-def _check_belongs(path: Path, manifest: Manifest, runtime: Runtime) -> None:
-    """Every parameter of the model is there, in its shape, and none beside them."""
+def _check_moments(path: Path, manifest: Manifest, runtime: Runtime) -> None:
+    """The checkpoint, of this model, has moments of this optimizer for the parameters that are trained here."""
     ours = (runtime.layout.first, runtime.layout.second)
     if manifest.moments != ours:
         raise CheckpointError(
@@ -84,47 +91,83 @@ def _check_belongs(path: Path, manifest: Manifest, runtime: Runtime) -> None:
             "choose the optimizer that the checkpoint was saved with"
         )
     slots = [slot for unit in runtime.partition.units for slot in unit.slots]
-    trained = {slot.name: slot.shape for slot in slots if slot.trainable}
-    frozen = {slot.name: slot.shape for slot in slots if not slot.trainable}
-    _check_same(path, "trained", trained_params(manifest.tensors), trained)
-    _check_same(path, "frozen", frozen_params(manifest.tensors), frozen)
-    for name in manifest.steps.keys() - trained.keys():
+    trained = {slot.name for slot in slots if slot.trainable}
+    saved = trained_params(manifest.tensors).keys()
+    for name in sorted(trained ^ saved):
+        here, there = ("is trained", "was frozen") if name in trained else ("is frozen", "was trained")
+        raise CheckpointError(
+            f"{name} {here}, but in {path} it {there}: load with load_module_only=True to take the weights alone"
+        )
+    for name in manifest.steps.keys() - trained:
         raise CheckpointError(f"{path} counts the updates of {name}, which is no parameter that is trained")
 
 
-def _check_same(path: Path, kind: str, saved: Shapes, here: Shapes) -> None:
+def _check_weights(path: Path, manifest: Manifest, runtime: Runtime) -> None:
+    """Every parameter of the model is there, in its shape, and none beside them."""
+    saved = trained_params(manifest.tensors) | frozen_params(manifest.tensors)
+    here = {slot.name: slot.shape for unit in runtime.partition.units for slot in unit.slots}
     for name, shape in here.items():
         if name not in saved:
-            raise CheckpointError(f"{path} has no {kind} parameter {name}: it is of another model or trainability")
+            raise CheckpointError(f"{path} has no parameter {name}: it is of another model")
         if saved[name] != shape:
             raise CheckpointError(f"{path} has {name} in shape {saved[name]}; the model has {shape}")
     for name in saved.keys() - here.keys():
-        raise CheckpointError(
-            f"{path} has a {kind} parameter {name}, which the model has not: it is of another model or trainability"
-        )
+        raise CheckpointError(f"{path} has a parameter {name}, which the model has not: it is of another model")
 
 
 def _names(moments: tuple[str | None, str | None]) -> str:
     return " and ".join(name for name in moments if name is not None)
 
 
-def _load_unit(unit: Unit, reader: TensorReader, source: StateLayout, runtime: Runtime) -> None:
+@dataclass(frozen=True)
+class _Source:
+    """Where values come from.
+
+    Attributes:
+        trained: parameters that were trained when the checkpoint was saved.
+        moments: format of the moments; None for zeros.
+    """
+
+    reader: TensorReader
+    trained: Set[str]
+    moments: StateLayout | None
+
+    def weights(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a parameter: its master, or its values if it was frozen."""
+        field = MASTER.name if name in self.trained else FROZEN_FIELD
+        return self.reader.read(f"{field}.{name}", start, stop - start)
+
+
+def _load_unit(unit: Unit, source: _Source, runtime: Runtime) -> None:
     layout = runtime.layout
     with runtime.executor.resident(unit.index) as flat:
         for tile, fields in runtime.pipeline.tiles(unit.index, writable=True):
             start, stop = tile.start, tile.start + tile.numel
             for slot in unit.slots:
                 low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
-                if not slot.trainable or low >= high:
-                    continue
-                first, last = low - slot.offset, high - slot.offset
-                states = layout.narrow(fields, low - start, high - start)
-                master = reader.read(f"{MASTER.name}.{slot.name}", first, last - first)
-                write_master(layout, master, flat[low:high], states)
-                for name, values in moments_of(reader, source, layout, slot.name, first, last).items():
-                    states[name].copy_(values)
+                if slot.trainable and low < high:
+                    states = layout.narrow(fields, low - start, high - start)
+                    _load_piece(slot, low - slot.offset, high - slot.offset, source, layout, flat[low:high], states)
         for slot in unit.slots:
             if not slot.trainable:
-                values = reader.read(f"{FROZEN_FIELD}.{slot.name}", 0, slot.numel)
-                flat[slot.offset : slot.offset + slot.numel].copy_(values)
+                flat[slot.offset : slot.offset + slot.numel].copy_(source.weights(slot.name, 0, slot.numel))
         runtime.executor.mark_changed(unit.index)
+
+
+def _load_piece(
+    slot: ParamSlot,
+    start: int,
+    stop: int,
+    source: _Source,
+    layout: StateLayout,
+    param: torch.Tensor,
+    states: Mapping[str, torch.Tensor],
+) -> None:
+    """Elements [start, stop) of one trained parameter."""
+    write_master(layout, source.weights(slot.name, start, stop).float(), param, states)
+    if source.moments is None:
+        for field in layout.moment_fields:
+            states[field.name].zero_()
+        return
+    for name, values in moments_of(source.reader, source.moments, layout, slot.name, start, stop).items():
+        states[name].copy_(values)

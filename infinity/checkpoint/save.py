@@ -29,12 +29,14 @@ def save_checkpoint(
     steps: Mapping[str, int],
     counters: Mapping[str, int],
     extra: Mapping[str, Any],
+    mark_latest: bool = True,
 ) -> Path:
     """Write a checkpoint; no update may be pending.
 
     Args:
         steps: updates that each parameter has had.
         extra: schedules, random states and the client's state: tensors and plain values only.
+        mark_latest: make it the one that is loaded by default.
 
     Returns:
         The checkpoint's directory.
@@ -44,7 +46,7 @@ def save_checkpoint(
         CheckpointError: `extra` has something that could not be loaded safely.
     """
     content = _serialise(extra)
-    with replacing(directory, tag) as target:
+    with replacing(directory, tag, mark_latest=mark_latest) as target:
         tensors = _save_units(target, runtime)
         write_file(target / EXTRA, content)
         layout = runtime.layout

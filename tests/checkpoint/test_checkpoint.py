@@ -89,6 +89,99 @@ def test_the_last_saved_one_is_loaded_and_an_older_one_by_its_tag(tmp_path) -> N
         assert engine.global_steps == 2
 
 
+# Parts of a checkpoint #
+
+
+def llama_with_frozen_embeddings(seed: int) -> torch.nn.Module:
+    model = tiny_llama(seed)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("saved_as", "loaded_as"),
+    [
+        (tiny_llama, tiny_llama),
+        (tiny_llama, llama_with_frozen_embeddings),
+        (llama_with_frozen_embeddings, tiny_llama),
+    ],
+)
+def test_weights_alone_start_a_new_run(saved_as, loaded_as, placement, tmp_path) -> None:
+    """The run that follows is the one of a model that has these weights from the start."""
+    with make_engine(Placement(), build=saved_as) as engine:
+        run(engine, batches(5))
+        engine.save_checkpoint(tmp_path / "saved")
+        weights = {name: value.float() for name, value in engine.named_parameters()}
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    with make_engine(Placement(*placement, swap), seed=5, build=loaded_as) as engine:
+        run(engine, batches(2))  # leaves moments, which must go
+        before = (engine.global_steps, engine.get_lr())
+        engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
+        assert (engine.global_steps, engine.get_lr()) == before
+        for name, value in engine.named_parameters():
+            assert torch.equal(value.float(), weights[name]), name
+        engine.save_checkpoint(tmp_path / "fresh")
+    for file in (tmp_path / "fresh" / "global_step2").glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                assert not key.startswith("exp_avg") or not tensors.get_tensor(key).any(), key
+
+
+def test_other_trainability_is_refused_unless_weights_are_taken_alone(tmp_path) -> None:
+    with make_engine(Placement(), build=tiny_llama) as engine:
+        engine.save_checkpoint(tmp_path)
+    with (
+        make_engine(Placement(), build=llama_with_frozen_embeddings) as engine,
+        pytest.raises(infinity.CheckpointError, match=r"is frozen, but in .* it was trained: load with load_module_o"),
+    ):
+        engine.load_checkpoint(tmp_path)
+
+
+def test_optimizer_and_schedule_may_start_afresh(tmp_path) -> None:
+    data = batches(9)
+    with make_engine(Placement()) as engine:
+        run(engine, data[:4])
+        engine.save_checkpoint(tmp_path)
+        with_all = run(engine, data[4:])
+        lr = engine.get_lr()
+    losses = {}
+    for kept in ("optimizer", "lr_scheduler"):
+        with make_engine(Placement(), seed=5) as engine:
+            engine.load_checkpoint(tmp_path, **{f"load_{kept}_states": False})
+            assert engine.global_steps == 4
+            losses[kept] = run(engine, data[4:])
+            assert (engine.get_lr() == lr) == (kept == "optimizer")
+        assert losses[kept][0] == with_all[0]
+        assert losses[kept][1:] != with_all[1:]
+
+
+def test_a_checkpoint_may_be_left_out_of_what_is_loaded_by_default(tmp_path) -> None:
+    with make_engine(Placement()) as engine:
+        engine.save_checkpoint(tmp_path, tag="first")
+        engine.save_checkpoint(tmp_path, tag="second", save_latest=False)
+        assert latest_tag(tmp_path) == "first"
+        engine.load_checkpoint(tmp_path, tag="second")
+
+
+@pytest.mark.parametrize(("saved_with", "loaded_with"), [(1, 2), (2, 3), (3, 1)])
+def test_another_number_of_micro_batches_starts_at_a_whole_step(saved_with, loaded_with, tmp_path) -> None:
+    with make_engine(Placement(), Recipe(accumulation=saved_with)) as engine:
+        run(engine, batches(saved_with))
+        engine.save_checkpoint(tmp_path)
+    with make_engine(Placement(), Recipe(accumulation=loaded_with)) as engine:
+        engine.load_checkpoint(tmp_path)
+        run(engine, batches(loaded_with - 1))
+        assert engine.global_steps == 1
+        run(engine, batches(1))
+        assert engine.global_steps == 2
+        engine.save_checkpoint(tmp_path)
+
+
+# What is refused #
+
+
 def test_client_state_with_code_is_refused(tmp_path) -> None:
     with make_engine(Placement()) as engine, pytest.raises(infinity.CheckpointError, match="client_state"):
         engine.save_checkpoint(tmp_path, client_state={"path": Path("/")})
