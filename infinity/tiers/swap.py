@@ -17,7 +17,7 @@ from infinity.io.bench import BenchSession, bench_file
 from infinity.memory import Arena
 from infinity.tiers.checksums import Checksums, check_available
 from infinity.tiers.striping import Piece, Stripe, Striping
-from infinity.tiers.swap_file import OwnedFile, create_owned, forget, remove_on_sigterm, remove_stale
+from infinity.tiers.swap_file import OwnedFile, create_owned, remove_stale
 
 _log = logging.getLogger(__name__)
 ALIGN_BYTES = 4096
@@ -140,7 +140,6 @@ class SwapSpace:
         except BaseException:
             self.close()
             raise
-        remove_on_sigterm(self)
 
     def register(self, span: Span) -> None:
         """Have the kernel keep memory pinned that many requests will use."""
@@ -182,7 +181,6 @@ class SwapSpace:
 
     def close(self) -> None:
         """Finish what is in flight, then close and remove the files."""
-        forget(self)
         for engine in self._engines:
             engine.close()
         for file in self._files:

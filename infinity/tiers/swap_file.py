@@ -21,17 +21,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from infinity.errors import StorageError
 
 _PREFIX, _SUFFIX = "infinity-", ".swap"
-
-
-class HasFiles(Protocol):
-    """Whoever holds swap files that a signal must not leave behind."""
-
-    def files(self) -> tuple[Path, ...]: ...
 
 
 def remove_stale(directory: Path) -> list[Path]:
@@ -74,6 +67,7 @@ def _unlink_own(path: Path, fd: int, owner_pid: int) -> None:
     if os.getpid() != owner_pid:
         return  # a forked child must not remove its parent's file
     path.unlink(missing_ok=True)
+    _live.pop(path, None)
     os.close(fd)
 
 
@@ -106,6 +100,7 @@ def create_owned(directory: Path, rank: int, nbytes: int) -> OwnedFile:
     with _locked(directory):
         try:
             _remove_stale(directory)
+            _remove_on_sigterm(path)
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             owned = OwnedFile(path, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,24 +124,18 @@ def create_owned(directory: Path, rank: int, nbytes: int) -> OwnedFile:
 
 # SIGTERM ends a Python process without running its exit handlers, which would leave the swap files. Where the
 # application has not chosen a handler of its own, ours removes them and dies of the same signal.
-_live: weakref.WeakSet[HasFiles] = weakref.WeakSet()
+_live: dict[Path, int] = {}  # the process that made each; a forked child must not remove its parent's
 
 
-def remove_on_sigterm(space: HasFiles) -> None:
-    """Remove the files of `space` when SIGTERM ends the process, until `forget`."""
-    _live.add(space)
+def _remove_on_sigterm(path: Path) -> None:
+    _live[path] = os.getpid()
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _die_of_sigterm)
 
 
-def forget(space: HasFiles) -> None:
-    """Its files are gone, or will go by other means."""
-    _live.discard(space)
-
-
 def _die_of_sigterm(signum: int, frame: FrameType | None) -> None:
-    for space in list(_live):
-        for path in space.files():
+    for path, owner_pid in list(_live.items()):
+        if owner_pid == os.getpid():
             path.unlink(missing_ok=True)
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)

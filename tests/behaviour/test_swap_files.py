@@ -195,3 +195,27 @@ def test_an_io_error_while_training_reaches_the_loop_and_cleans_up(tmp_path) -> 
     assert time.monotonic() - started < 20
     assert not list(tmp_path.iterdir())
     assert torch.isnan(next(engine.module.parameters())).all()
+
+
+def test_a_child_that_is_terminated_leaves_its_parents_files(tmp_path) -> None:
+    """As a data loader's workers are, which inherit the handler of the signal."""
+    script = f"""
+import os, signal, sys, time
+from pathlib import Path
+from infinity.io import IoOptions
+from infinity.tiers import SwapPath, open_swap
+
+space = open_swap([SwapPath(Path({str(tmp_path)!r}))], IoOptions(), "threads")
+space.reserve(4096)
+space.create()
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+time.sleep(0.2)
+os.kill(child, signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+assert len(space.files()) == 1 and space.files()[0].exists()
+space.close()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=Path(__file__).parents[2])
+    assert not list(tmp_path.iterdir())
