@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from infinity.checkpoint.blocks import Staging
 from infinity.checkpoint.directory import latest_tag, replacing, restore_interrupted
 from infinity.checkpoint.extra import read_extra
 from infinity.checkpoint.format import (
@@ -61,10 +62,11 @@ def convert(source: str | Path, target: str | Path, *, state_format: str, progre
     with (
         replacing(Path(target), path.name, mark_latest=not in_place) as directory,
         TensorReader(path, manifest.tensors) as reader,
+        Staging() as staging,
     ):
         tensors: dict[str, TensorEntry] = {}
         for name in dict.fromkeys(entry.file for entry in manifest.tensors.values()):
-            tensors.update(conversion.file(directory / name, reader))
+            tensors.update(conversion.file(directory / name, reader, staging))
         write_file(directory / EXTRA, (path / EXTRA).read_bytes())
         Manifest(state_format, manifest.moments, tensors, manifest.steps, manifest.counters, manifest.extra_crc).write(
             directory
@@ -125,9 +127,9 @@ class _Conversion:
                 self._params.setdefault(entry.file, {})[key] = entry.shape
         self._total = sum(torch.Size(shape).numel() for keys in self._params.values() for shape in keys.values())
 
-    def file(self, path: Path, reader: TensorReader) -> dict[str, TensorEntry]:
+    def file(self, path: Path, reader: TensorReader, staging: Staging) -> dict[str, TensorEntry]:
         """Write one file's tensors to `path`."""
-        file = TensorFile(path, self._tensors(path.name))
+        file = TensorFile(path, self._tensors(path.name), staging)
         try:
             for key, shape in self._params.get(path.name, {}).items():
                 numel = torch.Size(shape).numel()
@@ -136,10 +138,10 @@ class _Conversion:
                     self._piece(file, reader, key, start, stop)
                     self._done += stop - start
                     self._progress(self._done, self._total)
-            return file.finish()
         except BaseException:
             file.abandon()
             raise
+        return file.finish()
 
     def _tensors(self, file_name: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}

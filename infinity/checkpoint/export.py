@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.blocks import Staging
 from infinity.checkpoint.directory import storage_error
 from infinity.checkpoint.pretrained import INDEX, WEIGHTS
 from infinity.checkpoint.tensors import TensorFile, write_file
@@ -79,19 +80,19 @@ def plan_shards(specs: Specs, shard_bytes: int) -> dict[str, Specs]:
 
 def _write_shards(directory: Path, shards: Mapping[str, Specs], values: Iterable[tuple[str, torch.Tensor]]) -> None:
     home = {name: file for file, specs in shards.items() for name in specs}
-    files: dict[str, TensorFile] = {}
-    try:
-        for file, specs in shards.items():
-            files[file] = TensorFile(directory / file, specs, {"format": "pt"})
-        for name, value in values:
-            dtype, _ = shards[home[name]][name]
-            files[home[name]].write(name, value.detach().cpu().to(dtype).reshape(-1))
-        for tensors in files.values():
-            tensors.finish()
-    except BaseException:
-        for tensors in files.values():
-            tensors.abandon()
-        raise
+    open_files: dict[str, TensorFile] = {}
+    with Staging() as staging:
+        try:
+            for file, specs in shards.items():
+                open_files[file] = TensorFile(directory / file, specs, staging, {"format": "pt"})
+            for name, value in values:
+                dtype, _ = shards[home[name]][name]
+                open_files[home[name]].write(name, value.detach().cpu().to(dtype).reshape(-1))
+            while open_files:
+                open_files.popitem()[1].finish()
+        finally:
+            for unfinished in open_files.values():
+                unfinished.abandon()
     if len(shards) > 1:
         total = sum(torch.Size(s).numel() * d.itemsize for specs in shards.values() for d, s in specs.values())
         index = {"metadata": {"total_size": total}, "weight_map": home}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from infinity.checkpoint.blocks import Staging
 from infinity.checkpoint.directory import replacing
 from infinity.checkpoint.format import EXTRA, FROZEN_FIELD, MASTER, Manifest, stored_fields, stored_shape
 from infinity.checkpoint.tensors import TensorEntry, TensorFile, write_file
@@ -47,7 +46,11 @@ def save_checkpoint(
     """
     content = _serialise(extra)
     with replacing(directory, tag, mark_latest=mark_latest) as target:
-        tensors = _save_units(target, runtime)
+        tensors: dict[str, TensorEntry] = {}
+        with Staging() as staging:
+            for unit in runtime.partition.units:
+                path = target / f"unit-{unit.index:05d}.safetensors"
+                tensors.update(_save_unit(path, unit, runtime, staging))
         write_file(target / EXTRA, content)
         layout = runtime.layout
         moments = (layout.first, layout.second)
@@ -68,23 +71,8 @@ def _serialise(extra: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _save_units(target: Path, runtime: Runtime) -> dict[str, TensorEntry]:
-    """Write every unit's file; one is flushed to the drive while the next is written."""
-    tensors: dict[str, TensorEntry] = {}
-    flushing: deque[Future[dict[str, TensorEntry]]] = deque()
-    with ThreadPoolExecutor(1) as flusher:
-        for unit in runtime.partition.units:
-            file = _write_unit(target / f"unit-{unit.index:05d}.safetensors", unit, runtime)
-            flushing.append(flusher.submit(file.finish))
-            if len(flushing) > 1:
-                tensors.update(flushing.popleft().result())
-        for flush in flushing:
-            tensors.update(flush.result())
-    return tensors
-
-
-def _write_unit(path: Path, unit: Unit, runtime: Runtime) -> TensorFile:
-    file = TensorFile(path, _tensors_of(unit, runtime.layout))
+def _save_unit(path: Path, unit: Unit, runtime: Runtime, staging: Staging) -> dict[str, TensorEntry]:
+    file = TensorFile(path, _tensors_of(unit, runtime.layout), staging)
     try:
         with runtime.executor.resident(unit.index) as flat:
             for tile, fields in runtime.pipeline.tiles(unit.index, writable=False):
@@ -99,10 +87,10 @@ def _write_unit(path: Path, unit: Unit, runtime: Runtime) -> TensorFile:
             for slot in unit.slots:
                 if not slot.trainable:
                     file.write(f"{FROZEN_FIELD}.{slot.name}", flat[slot.offset : slot.offset + slot.numel])
-        return file
     except BaseException:
         file.abandon()
         raise
+    return file.finish()
 
 
 def _tensors_of(unit: Unit, layout: StateLayout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

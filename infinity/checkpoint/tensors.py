@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from infinity.checkpoint.blocks import OutputFile, Staging
 from infinity.errors import CheckpointError
 
 DTYPES = {
@@ -61,6 +62,7 @@ class TensorFile:
 
     Args:
         tensors: dtype and shape by key.
+        staging: memory that several files may share, one after the other or together.
         metadata: what the header says beside them.
     """
 
@@ -68,6 +70,7 @@ class TensorFile:
         self,
         path: Path,
         tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        staging: Staging,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self._path = path
@@ -84,25 +87,19 @@ class TensorFile:
         self._header = header
         self._crc = dict.fromkeys(header, 0)
         self._written = dict.fromkeys(header, 0)
-        self._file: BinaryIO = path.open("wb")
-        try:
-            self._file.write(struct.pack("<Q", len(text)) + text)
-        except BaseException:
-            self.abandon()
-            raise
+        self._file = OutputFile(path, self._data_start + offset, staging)
+        self._file.write(memoryview(struct.pack("<Q", len(text)) + text), 0)
 
     def write(self, key: str, values: torch.Tensor) -> None:
         """Append 1-D `values` to tensor `key`."""
         data = values.contiguous().view(torch.uint8).numpy().data
-        self._file.seek(self._data_start + self._header[key]["data_offsets"][0] + self._written[key])
-        self._file.write(data)
+        self._file.write(data, self._data_start + self._header[key]["data_offsets"][0] + self._written[key])
         self._crc[key] = zlib.crc32(data, self._crc[key])
         self._written[key] += len(data)
 
     def finish(self) -> dict[str, TensorEntry]:
         """Flush to the drive; returns what a manifest says of the tensors."""
-        with self._file:
-            _flush(self._file)
+        self._file.finish()
         entries = {}
         for key, values in self._header.items():
             begin, end = values["data_offsets"]
@@ -144,8 +141,8 @@ def check_files(directory: Path, tensors: Mapping[str, TensorEntry]) -> None:
 
 def _check_file(path: Path, entries: Mapping[str, TensorEntry]) -> None:
     try:
+        _check_header(path, entries)
         with path.open("rb") as file:
-            _check_header(path, file, entries)
             for key, entry in entries.items():
                 _check_tensor(path, file, key, entry)
     except OSError as error:
@@ -159,9 +156,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         CheckpointError: the file cannot be read, or its header is wrong; nothing of it is trusted.
     """
     try:
-        with path.open("rb") as file:
-            header, data_start = _header(path, file)
-            size = path.stat().st_size
+        header, data_start = _header(path)
+        size = path.stat().st_size
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     header.pop("__metadata__", None)
@@ -180,15 +176,17 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """The header of an open file, and where its data starts."""
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a file, and where its data starts."""
     size = path.stat().st_size
-    length_field = file.read(8)
-    length = struct.unpack("<Q", length_field)[0] if len(length_field) == 8 else -1
-    if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
-        raise CheckpointError(f"{path} is damaged: its header has length {length}")
+    with path.open("rb") as file:
+        length_field = file.read(8)
+        length = struct.unpack("<Q", length_field)[0] if len(length_field) == 8 else -1
+        if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(f"{path} is damaged: its header has length {length}")
+        text = file.read(length)
     try:
-        header = json.loads(file.read(length))
+        header = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: its header is no JSON") from error
     if not isinstance(header, dict):
@@ -196,9 +194,9 @@ def _header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _check_header(path: Path, file: BinaryIO, entries: Mapping[str, TensorEntry]) -> None:
+def _check_header(path: Path, entries: Mapping[str, TensorEntry]) -> None:
     size = path.stat().st_size
-    header, data_start = _header(path, file)
+    header, data_start = _header(path)
     for key, entry in entries.items():
         begin = entry.start - data_start
         expected = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, begin + entry.nbytes]}
@@ -263,6 +261,7 @@ class TensorReader:
 
     def close(self) -> None:
         if self._file is not None:
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # leave RAM to training
             self._file.close()
             self._file = None
 
@@ -280,10 +279,5 @@ def write_file(path: Path, content: bytes) -> None:
     """Write a file and flush it to the drive."""
     with path.open("wb") as file:
         file.write(content)
-        _flush(file)
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # not needed again soon; leave RAM to training
+        file.flush()
+        os.fsync(file.fileno())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,19 +77,6 @@ for text in sys.argv[2:]:
             assert sorted(p.name for p in (tmp_path / str(event)).iterdir()) == ["latest", "next", "tag"]
     assert found[0] == 1
     assert found[-1] == 2, "EVENTS end before the save does"
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of 3 MiB."""
-    path = tmp_path / "small"
-    path.mkdir()
-    mount = shutil.which("mount")
-    command = [str(mount), "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(path)]
-    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a filesystem needs root")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
 
 
 def test_a_full_disk_is_an_error_and_the_old_checkpoint_stays(small_disk) -> None:
