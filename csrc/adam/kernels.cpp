@@ -17,6 +17,11 @@ namespace {
 #include "quantize.h"
 // clang-format on
 
+// Elements that go through loading, rule and storing together: few enough for a core to overlap the divisions and
+// square roots of one step with the loads of the next (a tenth for fp32 moments over whole blocks), and enough to fill
+// vectors of bytes.
+constexpr size_t kStep = 128;
+
 inline size_t block_end(size_t begin, size_t end) {
     return end - begin < kBlock ? end : begin + kBlock;
 }
@@ -119,22 +124,6 @@ void sgd(float* __restrict param, float* __restrict momentum, float*, const floa
         momentum[i] = m;
         param[i] += s.step_size * (nesterov ? g + s.m_factor * m : m);
     }
-}
-
-RuleLoop loop_of(Rule rule) {
-    switch (rule) {
-    case Rule::adamw:
-        return adam<false>;
-    case Rule::adam:
-        return adam<true>;
-    case Rule::adagrad:
-        return adagrad;
-    case Rule::lion:
-        return lion;
-    case Rule::sgd:
-        break;
-    }
-    return sgd;
 }
 
 // --- parameters -----------------------------------------------------------------------------------------------------
@@ -259,30 +248,58 @@ void draw(uint64_t seed, uint64_t index, uint32_t* out, size_t n) {
 
 // --- the update -----------------------------------------------------------------------------------------------------
 
-void update(const UpdateArgs& args, size_t begin, size_t end) {
-    alignas(64) float grad_scratch[kBlock];
-    alignas(64) float param_scratch[kBlock];
-    alignas(64) float first_scratch[kBlock];
-    alignas(64) float second_scratch[kBlock];
+struct Scratch {
+    alignas(64) float grad[kStep];
+    alignas(64) float param[kStep];
+    alignas(64) float first[kBlock];
+    alignas(64) float second[kBlock];
     alignas(64) uint32_t random[kBlock];
-    const RuleLoop rule = loop_of(args.rule);
+};
+
+// One block, but for the storing of its moments, whose scale needs all of it.
+template <RuleLoop rule> void compute(const UpdateArgs& args, size_t begin, size_t n, Scratch& scratch) {
+    const MomentKind kind = args.moment_kind;
+    for (size_t at = 0; at < n; at += kStep) {
+        const size_t i = begin + at;
+        const size_t length = n - at < kStep ? n - at : kStep;
+        const float* grad = load(args.grad, args.grad_dtype, i, length, scratch.grad);
+        float* param = load_params(args, i, length, scratch.param);
+        float* first = args.first.values ? load_moment(kind, true, args.first, i, length, scratch.first + at) : nullptr;
+        float* second =
+            args.second.values ? load_moment(kind, false, args.second, i, length, scratch.second + at) : nullptr;
+        rule(param, first, second, grad, length, args.scalars);
+        store_params(args, i, length, param);
+        if (kind != MomentKind::f32)
+            draw(args.seed, args.index + i, scratch.random + at, length);
+    }
+}
+
+template <RuleLoop rule> void update_by(const UpdateArgs& args, size_t begin, size_t end) {
+    Scratch scratch;
     const MomentKind kind = args.moment_kind;
     for (size_t i = begin, stop; i < end; i = stop) {
         stop = block_end(i, end);
         const size_t n = stop - i;
-        const float* grad = load(args.grad, args.grad_dtype, i, n, grad_scratch);
-        float* param = load_params(args, i, n, param_scratch);
-        float* first = args.first.values ? load_moment(kind, true, args.first, i, n, first_scratch) : nullptr;
-        float* second = args.second.values ? load_moment(kind, false, args.second, i, n, second_scratch) : nullptr;
-        rule(param, first, second, grad, n, args.scalars);
-        store_params(args, i, n, param);
-        if (kind == MomentKind::f32)
-            continue;
-        draw(args.seed, args.index + i, random, n);
-        if (first)
-            store_moment(kind, true, args.first, i, n, first, random);
-        if (second)
-            store_moment(kind, false, args.second, i, n, second, random);
+        compute<rule>(args, i, n, scratch);
+        if (kind != MomentKind::f32 && args.first.values)
+            store_moment(kind, true, args.first, i, n, scratch.first, scratch.random);
+        if (kind != MomentKind::f32 && args.second.values)
+            store_moment(kind, false, args.second, i, n, scratch.second, scratch.random);
+    }
+}
+
+void update(const UpdateArgs& args, size_t begin, size_t end) {
+    switch (args.rule) {
+    case Rule::adamw:
+        return update_by<adam<false>>(args, begin, end);
+    case Rule::adam:
+        return update_by<adam<true>>(args, begin, end);
+    case Rule::adagrad:
+        return update_by<adagrad>(args, begin, end);
+    case Rule::lion:
+        return update_by<lion>(args, begin, end);
+    case Rule::sgd:
+        return update_by<sgd>(args, begin, end);
     }
 }
 
