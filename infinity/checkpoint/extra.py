@@ -59,7 +59,7 @@ def read_extra(directory: Path, manifest: Manifest) -> dict[str, Any]:
         content = path.read_bytes()
         if zlib.crc32(content) != manifest.extra_crc:
             raise CheckpointError(f"{path} is damaged: its checksum differs from the manifest's")
-        extra = torch.load(io.BytesIO(content), weights_only=True)
+        extra = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except CheckpointError:

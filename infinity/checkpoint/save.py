@@ -62,7 +62,7 @@ def _serialise(extra: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(dict(extra), buffer)
     try:
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        torch.load(io.BytesIO(buffer.getvalue()), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever unpickling objects to
         raise CheckpointError(
             "client_state and the schedule's state may hold tensors, numbers, strings, lists and dicts only, so that a "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sysconfig
 from pathlib import Path
 
-from infinity.errors import InfinityError
+from infinity.errors import ConfigError, InfinityError
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--lr", type=float, help="learning rate, instead of the JSON's or the checkpoint's")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the data")
     parser.add_argument("--save-dir", type=Path, default=Path("checkpoints"), help="where checkpoints go")
-    parser.add_argument("--save-every", type=int, metavar="N", help="save a checkpoint every N steps")
+    parser.add_argument("--save-every", type=int, metavar="N", help="save a checkpoint every N steps and at the end")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --save-dir")
     parser.add_argument("--json", action="store_true", help="one JSON line a step on standard output")
     parser.set_defaults(run=run)
@@ -35,6 +36,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
+    for name in ("steps", "seq_len", "save_every", "micro_batch_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if args.lr is not None and not 0 <= args.lr < math.inf:
+        raise ConfigError(f"--lr is {args.lr}; it must be a number from 0 on")
     try:
         from infinity.cli.training.loop import Settings, train  # noqa: PLC0415  (torch and transformers take seconds)
     except ModuleNotFoundError as error:

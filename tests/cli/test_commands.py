@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from infinity.cli.main import main
+from infinity.cli.training.models import build_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,11 +84,19 @@ def test_save_exit_resume_continues_bit_for_bit(workspace, capsys) -> None:
 
 
 def test_resume_with_another_batch_size_goes_on_at_the_same_sample(workspace, capsys) -> None:
-    whole = train(workspace, capsys, "--steps", "6", "--save-every", "4")
-    train(workspace, capsys, "--steps", "5", "--resume", "--micro-batch-size", "4")
-    train(workspace, capsys, "--steps", "4", "--save-every", "4")  # again the checkpoint of step 4
-    resumed = train(workspace, capsys, "--steps", "6", "--resume")
-    assert [step["loss"] for step in resumed] == [step["loss"] for step in whole[4:]]
+    """With a learning rate of 0, a loss tells which samples it is of."""
+    whole = train(workspace, capsys, "--steps", "8", "--lr", "0")
+    train(workspace, capsys, "--steps", "4", "--lr", "0", "--save-every", "4")
+    train(workspace, capsys, "--steps", "5", "--lr", "0", "--save-every", "4", "--resume", "--micro-batch-size", "4")
+    resumed = train(workspace, capsys, "--steps", "7", "--lr", "0", "--resume")
+    assert [step["loss"] for step in resumed] == [step["loss"] for step in whole[6:]]
+
+
+def test_a_checkpoint_is_saved_at_the_end(workspace, capsys) -> None:
+    train(workspace, capsys, "--steps", "5", "--save-every", "2")
+    assert sorted(path.name for path in (workspace / "saved").iterdir()) == [
+        *("global_step2", "global_step4", "global_step5", "latest")
+    ]
 
 
 def test_resume_on_other_data_warns(workspace, capsys) -> None:
@@ -139,6 +148,14 @@ def test_batch_and_device_of_the_command_line(workspace, capsys) -> None:
     assert tokens == [pytest.approx(64), pytest.approx(256)]
 
 
+@pytest.mark.parametrize(("name", "params"), [("llama:125m", 125e6), ("llama:4b", 4.05e9), ("llama:1.3b", 1.35e9)])
+def test_sizes_are_what_they_are_called(name, params) -> None:
+    model, weights = build_model(name)
+    assert weights is None
+    assert all(param.is_meta for param in model.parameters())
+    assert sum(param.numel() for param in model.parameters()) == pytest.approx(params, rel=0.01)
+
+
 def test_lines_for_people_end_with_what_moved_where(workspace, capsys) -> None:
     arguments = [argument for argument in train_arguments(workspace, "--steps", "3") if argument != "--json"]
     assert main(arguments) == 0
@@ -171,7 +188,11 @@ def test_a_signal_ends_training_after_the_step(number, code, workspace) -> None:
     [
         (["--model", "gpt3"], "did you mean gpt2"),
         (["--data", "/does/not/exist"], "--data /does/not/exist does not exist"),
-        (["--micro-batch-size", "0"], "train_micro_batch_size_per_gpu"),
+        (["--micro-batch-size", "0"], "--micro-batch-size is 0; it must be at least 1"),
+        (["--seq-len", "0"], "--seq-len is 0"),
+        (["--steps", "-1"], "--steps is -1"),
+        (["--save-every", "0"], "--save-every is 0"),
+        (["--lr", "nan"], "--lr is nan"),
         (["--device", "tpu"], "tpu"),
         (["--seq-len", "100000"], "takes at most 256 tokens"),
         (["--tokenizer", "/does/not/exist"], "--tokenizer /does/not/exist cannot be loaded"),

@@ -89,6 +89,19 @@ def test_a_signal_while_the_model_is_placed_leaves_nothing_behind(number, codes,
     assert not list((workspace / "swap").iterdir())
 
 
+def test_a_signal_saves_what_was_trained(workspace, capsys) -> None:
+    with running(workspace, "--steps", "100000", "--save-every", "100000") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 143
+    last = max([1, *(step["step"] for step in lines(output))])
+    assert sorted(path.name for path in (workspace / "saved").iterdir()) == [f"global_step{last}", "latest"]
+    assert main(train_arguments(workspace, "--steps", str(last + 1), "--resume")) == 0
+    assert [step["step"] for step in lines(capsys.readouterr().out)] == [last + 1]
+
+
 def test_the_second_sigint_does_not_wait_for_the_step(workspace) -> None:
     write_config(workspace, gradient_accumulation_steps=100_000, zero_optimization={"stage": 3}, tiering={})
     with running(workspace) as process:

@@ -154,13 +154,23 @@ def test_persistent_buffers_come_with_the_weights(tmp_path) -> None:
 
 
 def test_the_command_line_trains_from_a_directory(tmp_path, capsys) -> None:
-    path = saved(tmp_path, tiny_llama())
-    (tmp_path / "text.txt").write_bytes(bytes(range(128)) * 40)
-    config = BF16.config(Placement())
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    arguments = ["--data", str(tmp_path / "text.txt"), "--config", str(tmp_path / "config.json"), "--seq-len", "32"]
-    assert main(["train", "--model", str(path), *arguments, "--steps", "2", "--json"]) == 2
-    assert "more than" in capsys.readouterr().err  # bytes are 256 tokens, the model has 128
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    (tmp_path / "config.json").write_text(json.dumps(BF16.config(Placement())))
+    options = ["--data", str(tmp_path / "text.txt"), "--config", str(tmp_path / "config.json"), "--seq-len", "32"]
+    few_tokens = saved(tmp_path / "few", tiny_llama())
+    assert main(["train", "--model", str(few_tokens), *options, "--steps", "1", "--json"]) == 2
+    assert "the tokenizer has 256 tokens, more than" in capsys.readouterr().err
+
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=256, n_positions=32))
+    path = saved(tmp_path, model)
+    first = []
+    for seed in ("1", "1", "2"):
+        assert main(["train", "--model", str(path), *options, "--steps", "30", "--json", "--seed", seed]) == 0
+        steps = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert steps[-1]["loss"] < steps[0]["loss"]
+        first.append(steps[0]["loss"])
+    assert first[0] == first[1]
+    assert first[0] == pytest.approx(first[2], rel=0.05)  # other samples, the same weights
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,11 @@ def train(settings: Settings) -> int:
         signum = 0
         while engine.global_steps < settings.steps and not signum:
             run.step()
-            if settings.save_every and engine.global_steps % settings.save_every == 0:
-                run.save()
             signum = agreed(stop[0] if stop else 0, engine.device)
+            if settings.save_every is not None:
+                over = signum or engine.global_steps == settings.steps
+                if over or engine.global_steps % settings.save_every == 0:
+                    run.save()
         engine.synchronize()
         progress.finish()
     return 128 + signum if signum else 0
@@ -94,7 +96,8 @@ class _Run:
             self._progress.note(f"no checkpoint in {directory}; starting afresh")
             return
         self._progress.note(f"resumed from {path}")
-        self._next_sample = int(state.get("next_sample", 0))
+        seen = self._engine.micro_steps * self._engine.config.micro_batch_size * rank_and_size()[1]
+        self._next_sample = int(state.get("next_sample", seen))  # saved by a loop of the user's own, it has none
         fingerprint = self._samples.fingerprint()
         if state.get("data") != fingerprint:
             saved = state.get("data") or {}
@@ -165,14 +168,16 @@ def _config(settings: Settings) -> Path | dict[str, Any]:
     if settings.lr is None and settings.micro_batch_size is None:
         return settings.config
     try:
-        values: dict[str, Any] = json.loads(settings.config.read_text(encoding="utf-8"))
+        values: Any = json.loads(settings.config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return settings.config  # initialize says what is wrong with it
+    if not isinstance(values, dict):
+        return settings.config
     if settings.micro_batch_size is not None:
         values["train_micro_batch_size_per_gpu"] = settings.micro_batch_size
     if settings.lr is not None:
-        section = values.setdefault("optimizer", {"type": "AdamW"})
-        section.setdefault("params", {})["lr"] = settings.lr
+        section = values.get("optimizer") or {"type": "AdamW"}
+        values["optimizer"] = {**section, "params": {**(section.get("params") or {}), "lr": settings.lr}}
     return values
 
 
