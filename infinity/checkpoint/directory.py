@@ -91,7 +91,7 @@ def restore_interrupted(directory: Path) -> None:
     Raises:
         CheckpointError: it cannot be renamed.
     """
-    if not directory.is_dir():
+    if not any(directory.glob(f"{_OLD}*")):
         return
     try:
         with _locked(directory) as alone:
