@@ -24,6 +24,7 @@ from infinity.checkpoint import (
 )
 from infinity.config import Config, load_config, parse_size
 from infinity.errors import ConfigError, InfinityError, NonFiniteError
+from infinity.optim.loss_scale import LossScale
 from infinity.optim.lr_schedules import make_scheduler
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer, defaults_from_config, groups_of
 from infinity.telemetry import StepStats
@@ -55,6 +56,7 @@ class Engine:
         micro_steps: backward passes so far.
         skipped_steps: updates that were left out because gradients were not finite.
         device: where the model computes.
+        loss_scale: of fp16 training; its `value` is 1 otherwise.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Engine:
         self.global_steps = 0
         self.micro_steps = 0
         self.skipped_steps = 0
+        self.loss_scale = LossScale.of(config.fp16)
         self._runtime = runtime
         self._counters = runtime.counters
         self._executor = runtime.executor
@@ -87,6 +90,7 @@ class Engine:
             optimizer.hyper,
             runtime.schedule,
             config.gradient_clipping,
+            self.loss_scale,
         )
         optimizer.run_step = self._updates.finish_step
         self._hooks = Hooks(model, runtime.partition, self)
@@ -133,7 +137,8 @@ class Engine:
                 )
             self._updates.begin_backward(last=last)
             try:
-                (loss / self.config.gradient_accumulation_steps).backward()
+                share = loss / self.config.gradient_accumulation_steps
+                (share if self.config.fp16 is None else share.float() * self.loss_scale.value).backward()
             except BaseException:
                 # What has arrived cannot be told from earlier micro-batches: the step starts again.
                 self._end_cycle(learn=False)
@@ -163,7 +168,8 @@ class Engine:
             outcome = self._outcome = self._updates.outcome
             if outcome.skipped:
                 self.skipped_steps += 1
-                _log.warning("step %d is skipped: its gradients are not finite", self.global_steps)
+                scale = f"; the loss scale is {self.loss_scale.value:g} now" if self.loss_scale.dynamic else ""
+                _log.warning("step %d is skipped: its gradients are not finite%s", self.global_steps, scale)
             elif self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         self.global_steps += 1
@@ -262,7 +268,7 @@ class Engine:
                 "micro_steps": self.micro_steps,
                 "skipped_steps": self.skipped_steps,
             },
-            extra=collect_extra(self.module, self.optimizer, self.lr_scheduler, client_state or {}),
+            extra=collect_extra(self.module, self.optimizer, self.lr_scheduler, self.loss_scale, client_state or {}),
             mark_latest=save_latest,
         )
 
@@ -305,7 +311,7 @@ class Engine:
             accumulation = self.config.gradient_accumulation_steps  # may differ from the saving run's
             self.micro_steps = -(-counters["micro_steps"] // accumulation) * accumulation
             self.skipped_steps = counters["skipped_steps"]
-        apply_extra(opened.extra, self.module, self.optimizer, self.lr_scheduler, parts)
+        apply_extra(opened.extra, self.module, self.optimizer, self.lr_scheduler, self.loss_scale, parts)
         return opened.path, opened.extra["client_state"]
 
     def save_16bit_model(self, save_dir: str | Path, *, max_shard_size: int | str = "5GB") -> Path:
@@ -426,10 +432,10 @@ def initialize(
 
 def _refuse_unbuilt(config: Config) -> None:
     """Say clearly what this version does not run yet."""
-    if config.precision == "fp16":
-        raise ConfigError("fp16.enabled: fp16 training is not available yet; use bf16 (same memory, no loss scale)")
-    if config.zero.stage != 3:
-        raise ConfigError(f"zero_optimization.stage is {config.zero.stage}; this version runs stage 3 only")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        ranks = torch.distributed.get_world_size()
+        if ranks > 1:
+            raise ConfigError(f"{ranks} ranks are running; this version trains on one process only")
 
 
 def _parameters(

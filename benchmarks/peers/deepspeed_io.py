@@ -26,11 +26,14 @@ aio = AsyncIOBuilder().load()
 def run(job: dict, buffer: torch.Tensor) -> dict:
     path, size = job["path"], buffer.numel()
     half = size // 2
-    handles = [aio.aio_handle(job["block"], job["depth"], False, True, job["threads"]) for _ in range(2)]
+    # Reads and writes at the same time need a handle each, but then two blocks are in flight at depth 1.
+    handles = [aio.aio_handle(job["block"], job["depth"], False, True, job["threads"])]
+    if job["depth"] > 1:
+        handles.append(aio.aio_handle(job["block"], job["depth"], False, True, job["threads"]))
     cpu_s, start_s = time.process_time(), time.perf_counter()
     if job["operation"] == "mixed":
         handles[0].async_pread(buffer[:half], path, 0)
-        handles[1].async_pwrite(buffer[half:], path, half)
+        handles[-1].async_pwrite(buffer[half:], path, half)
         for handle in handles:
             handle.wait()
     elif job["operation"] == "read":

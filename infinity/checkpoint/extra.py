@@ -15,6 +15,7 @@ from torch import nn
 
 from infinity.checkpoint.format import EXTRA, Manifest
 from infinity.errors import CheckpointError
+from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredOptimizer
 
 _log = logging.getLogger(__name__)
@@ -36,12 +37,17 @@ class Parts:
 
 
 def collect_extra(
-    module: nn.Module, optimizer: TieredOptimizer, lr_scheduler: Any | None, client_state: Mapping[str, Any]
+    module: nn.Module,
+    optimizer: TieredOptimizer,
+    lr_scheduler: Any | None,
+    loss_scale: LossScale,
+    client_state: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What `apply_extra` needs to go on, as tensors and plain values."""
     return {
         "optimizer": optimizer.state_dict(),
         "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
+        "loss_scale": loss_scale.state_dict(),
         "rng": _rng_states(),
         "buffers": persistent_buffers(module),
         "client_state": dict(client_state),
@@ -87,8 +93,8 @@ def check_extra(
     Raises:
         CheckpointError: something is missing or does not fit this run.
     """
-    for key, kind in (("optimizer", dict), ("rng", dict), ("buffers", dict), ("client_state", dict)):
-        if not isinstance(extra.get(key), kind):
+    for key in ("optimizer", "loss_scale", "rng", "buffers", "client_state"):
+        if not isinstance(extra.get(key), dict):
             raise CheckpointError(f"{path} has no `{key}`: it was not saved by engine.save_checkpoint")
     if parts.optimizer:
         _check_groups(path, extra["optimizer"].get("param_groups"), optimizer)
@@ -101,7 +107,12 @@ def check_extra(
 
 
 def apply_extra(
-    extra: Mapping[str, Any], module: nn.Module, optimizer: TieredOptimizer, lr_scheduler: Any | None, parts: Parts
+    extra: Mapping[str, Any],
+    module: nn.Module,
+    optimizer: TieredOptimizer,
+    lr_scheduler: Any | None,
+    loss_scale: LossScale,
+    parts: Parts,
 ) -> None:
     """Set what `collect_extra` collected; `check_extra` has passed."""
     if parts.optimizer:
@@ -112,6 +123,7 @@ def apply_extra(
         for name, value in extra["buffers"].items():
             module.get_buffer(name).copy_(value)
     if parts.progress:
+        loss_scale.load_state_dict(extra["loss_scale"])
         _set_rng_states(extra["rng"])
 
 

@@ -4,6 +4,7 @@ from infinity.config.load import load_config
 from infinity.config.resolved import (
     AioConfig,
     Config,
+    Fp16Config,
     NvmeConfig,
     OffloadConfig,
     OptimizerConfig,
@@ -16,6 +17,7 @@ from infinity.config.sizes import format_size, parse_size
 __all__ = [
     "AioConfig",
     "Config",
+    "Fp16Config",
     "NvmeConfig",
     "OffloadConfig",
     "OptimizerConfig",

@@ -15,6 +15,7 @@ from infinity.config.keys import NO_EFFECT, REFUSED
 from infinity.config.resolved import (
     AioConfig,
     Config,
+    Fp16Config,
     NvmeConfig,
     OffloadConfig,
     OptimizerConfig,
@@ -22,7 +23,7 @@ from infinity.config.resolved import (
     TieringConfig,
     ZeroConfig,
 )
-from infinity.config.schema import OffloadSection, RootSection, TieringSection
+from infinity.config.schema import Fp16Section, OffloadSection, RootSection, TieringSection, ZeroSection
 from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -150,6 +151,7 @@ def _resolve(root: RootSection, world_size: int) -> Config:
     if fp16 and bf16:
         raise ConfigError("fp16.enabled and bf16.enabled are both true; enable one")
     zero = root.zero_optimization
+    _check_placement(zero)
     threshold = zero.stage3_param_persistence_threshold
     default_threshold = type(zero)().stage3_param_persistence_threshold
     return Config(
@@ -158,6 +160,7 @@ def _resolve(root: RootSection, world_size: int) -> Config:
         gradient_accumulation_steps=accumulation,
         gradient_clipping=1.0 if root.gradient_clipping == "auto" else float(root.gradient_clipping),
         precision="fp16" if fp16 else "bf16" if bf16 else "fp32",
+        fp16=_fp16(root.fp16) if fp16 else None,
         optimizer=OptimizerConfig(**_without_auto(root.optimizer)) if root.optimizer else None,
         scheduler=SchedulerConfig(**_without_auto(root.scheduler)) if root.scheduler else None,
         zero=ZeroConfig(
@@ -176,6 +179,20 @@ def _resolve(root: RootSection, world_size: int) -> Config:
             root.aio.use_gds,
         ),
     )
+
+
+def _check_placement(zero: ZeroSection) -> None:
+    """What a stage keeps whole on every rank cannot have its home in a lower tier."""
+    if zero.stage < 3 and zero.offload_param.device != "none":
+        raise ConfigError(
+            f"zero_optimization.stage is {zero.stage} but offload_param.device is {zero.offload_param.device}: "
+            "parameters are offloaded by stage 3 only; set stage to 3, or offload_param.device to none"
+        )
+    if zero.stage < 1 and zero.offload_optimizer.device != "none":
+        raise ConfigError(
+            f"zero_optimization.stage is 0 but offload_optimizer.device is {zero.offload_optimizer.device}: "
+            "optimizer states are offloaded by stages 1 to 3; set stage to 1 or more, or the device to none"
+        )
 
 
 def _batch_sizes(root: RootSection, world_size: int) -> tuple[int, int, int]:
@@ -220,6 +237,13 @@ def _without_auto(section: BaseModel) -> dict[str, Any]:
 
 def _offload(section: OffloadSection) -> OffloadConfig:
     return OffloadConfig(section.device, None if section.nvme_path is None else Path(section.nvme_path))
+
+
+def _fp16(section: Fp16Section) -> Fp16Config:
+    """The loss scale, with "auto" replaced by the defaults."""
+    values = section.model_dump(exclude={"enabled"})
+    defaults = Fp16Section().model_dump(exclude={"enabled"})
+    return Fp16Config(**{key: defaults[key] if value == "auto" else value for key, value in values.items()})
 
 
 def _or_none(size: int | str) -> int | None:

@@ -20,6 +20,17 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class Fp16Config:
+    """The loss scale: static, or dynamic if `loss_scale` is 0; see infinity/optim/loss_scale.py."""
+
+    loss_scale: float
+    initial_scale_power: int
+    loss_scale_window: int
+    hysteresis: int
+    min_loss_scale: float
+
+
+@dataclass(frozen=True)
 class SchedulerConfig:
     """A learning-rate schedule by name, and its parameters."""
 
@@ -92,6 +103,7 @@ class Config:
         train_batch_size: samples per update over all ranks.
         micro_batch_size: samples per forward on one rank.
         gradient_clipping: global norm to clip to; 0 for none.
+        fp16: None unless `precision` is fp16.
     """
 
     train_batch_size: int
@@ -99,6 +111,7 @@ class Config:
     gradient_accumulation_steps: int
     gradient_clipping: float
     precision: Precision
+    fp16: Fp16Config | None
     optimizer: OptimizerConfig | None
     scheduler: SchedulerConfig | None
     zero: ZeroConfig

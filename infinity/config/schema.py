@@ -58,11 +58,11 @@ class SchedulerSection(Section):
 
 class Fp16Section(Section):
     enabled: Bool | Auto = False
-    loss_scale: float = Field(0.0, ge=0)
-    initial_scale_power: Count | Auto = 16
-    loss_scale_window: Count | Auto = 1000
-    hysteresis: Count | Auto = 2
-    min_loss_scale: Count | Auto = 1
+    loss_scale: Annotated[float, Field(ge=0)] | Auto = 0.0
+    initial_scale_power: Annotated[Count, Field(ge=0, le=60)] | Auto = 16
+    loss_scale_window: Annotated[Count, Field(ge=1)] | Auto = 1000
+    hysteresis: Annotated[Count, Field(ge=1)] | Auto = 2
+    min_loss_scale: Annotated[float, Field(gt=0)] | Auto = 1.0
 
 
 class Bf16Section(Section):

@@ -20,7 +20,7 @@ from infinity.io.interface import IoFuture, IoOptions, Priority, Span, create_fi
 from infinity.io.probe import open_engine
 
 OPERATIONS = ("read", "write", "mixed", "randread")
-_REQUEST_BYTES = 1 << 20  # of sequential requests at least, so that the engine and not Python cuts them
+_REQUEST_BYTES = 2 << 20  # of sequential requests at least, so that the engine and not Python cuts them
 _LATENCY_SAMPLES = 200
 _SPARE_SHARE = 0.05  # of a drive that is left free
 

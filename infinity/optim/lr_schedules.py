@@ -79,6 +79,94 @@ class RangeTest:
         return 1.0 + self.rate * (math.floor(intervals) if self.staircase else intervals)
 
 
+@dataclass(frozen=True)
+class Cycle:
+    """Up over `first` steps and down over `second`, in stairs where a count is given; then over.
+
+    L. Smith, arXiv 1803.09820.
+    """
+
+    first: int
+    second: int
+    first_stairs: int
+    second_stairs: int
+
+    @property
+    def length(self) -> int:
+        return self.first + self.second
+
+    def height(self, position: int) -> float:
+        """0 at both ends, 1 at the top."""
+        position %= self.length
+        if position <= self.first:
+            return _stairs(position / self.first, self.first_stairs)
+        return _stairs((self.length - position) / self.second, self.second_stairs)
+
+
+def _stairs(height: float, count: int) -> float:
+    return math.floor(height * count + 1e-9) / count if count else height
+
+
+class OneCycle(LRScheduler):
+    """One cycle of the learning rate and, the other way round, of the momentum (`betas[0]`); then both decay.
+
+    As in DeepSpeed, but that `betas[1]` is left as it is, where DeepSpeed sets 0.99.
+
+    Args:
+        low, high: bounds of each group's learning rate.
+        momentum: bounds of the momentum, or None to leave it alone.
+        decay_steps: length of an interval of the decay; 0 for none.
+        lr_decay, momentum_decay: after k intervals the rate is divided, the momentum multiplied by 1 + decay * k.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        cycle: Cycle,
+        low: list[float],
+        high: list[float],
+        momentum: tuple[float, float] | None,
+        decay_steps: int,
+        lr_decay: float,
+        momentum_decay: float,
+    ) -> None:
+        self._cycle = cycle
+        self._bounds = list(zip(low, high, strict=True))
+        self._momentum = momentum
+        self._decay_steps = decay_steps
+        self._lr_decay = lr_decay
+        self._momentum_decay = momentum_decay
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        decay = 1.0 + self._lr_decay * self._intervals()
+        height = self._height()
+        return [(low + (high - low) * height) / decay for low, high in self._bounds]
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        if self._momentum is None:
+            return
+        low, high = self._momentum
+        beta1 = (high - (high - low) * self._height()) * (1.0 + self._momentum_decay * self._intervals())
+        if self.last_epoch == 0:
+            beta1 = low  # DeepSpeed's first step: the rate begins low, and so does the momentum
+        for group in self.optimizer.param_groups:
+            group["betas"] = (beta1, group["betas"][1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the schedule is; its shape comes from the configuration."""
+        return {"last_epoch": self.last_epoch, "_step_count": self._step_count, "_last_lr": self._last_lr}
+
+    def _height(self) -> float:
+        return self._cycle.height(self.last_epoch) if self.last_epoch <= self._cycle.length else 0.0
+
+    def _intervals(self) -> float:
+        """Intervals of decay so far, in parts."""
+        beyond = self.last_epoch - self._cycle.length
+        return beyond / self._decay_steps if beyond > 0 and self._decay_steps else 0.0
+
+
 class FactorLR(LRScheduler):
     """`low + (high - low) * factor(step)` for every parameter group.
 
@@ -117,6 +205,7 @@ def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer) ->
         "WarmupDecayLR": _warmup_decay,
         "WarmupCosineLR": _warmup_cosine,
         "LRRangeTest": _range_test,
+        "OneCycle": _one_cycle,
     }
     if config.type not in makers:
         raise ConfigError(f"scheduler.type is {config.type!r}; choose one of {', '.join(makers)}")
@@ -198,3 +287,35 @@ def _range_test(params: _Params, optimizer: torch.optim.Optimizer) -> LRSchedule
         bool(params.get("lr_range_test_staircase", False)),
     )
     return FactorLR(optimizer, factor, [0.0] * len(low), low)
+
+
+def _one_cycle(params: _Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    low = _per_group(params.need("cycle_min_lr"), optimizer)
+    high = _per_group(params.need("cycle_max_lr"), optimizer)
+    first = int(params.get("cycle_first_step_size", 2000))
+    second = params.get("cycle_second_step_size", None)
+    first_stairs = int(params.get("cycle_first_stair_count", 0))
+    second_stairs = params.get("cycle_second_stair_count", None)
+    if first < 1 or (second is not None and int(second) < 0):
+        raise ConfigError(
+            f"scheduler.params.cycle_first_step_size is {first} and cycle_second_step_size {second}; the first must be "
+            "positive and the second not negative"
+        )
+    cycle = Cycle(
+        first,
+        first if second is None else int(second),
+        first_stairs,
+        first_stairs if second_stairs is None else int(second_stairs),
+    )
+    momentum = (float(params.get("cycle_min_mom", 0.8)), float(params.get("cycle_max_mom", 0.9)))
+    cycles = bool(params.get("cycle_momentum", True)) and "betas" in optimizer.defaults
+    return OneCycle(
+        optimizer,
+        cycle,
+        low,
+        high,
+        momentum if cycles else None,
+        int(params.get("decay_step_size", 0)),
+        float(params.get("decay_lr_rate", 0.0)),
+        float(params.get("decay_mom_rate", 0.0)),
+    )

@@ -20,8 +20,9 @@ RING_SLOTS = 4  # one tile read, one updated, one written, and one of slack betw
 _GRADS_IN_FLIGHT = 3  # units whose gradients the `backward` schedule may hold at once
 _STAGING_UNITS = 3  # of a discrete device: one uploaded, one read, one updated
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_FORMATS = {"fp32": ("fp32",), "bf16": ("split", "bf16", "int8")}  # the exact one, which is the default, first
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# the exact one, which is the default, first
+_FORMATS = {"fp32": ("fp32",), "bf16": ("split", "bf16", "int8"), "fp16": ("master",)}
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,18 @@ def choose_schedule(config: Config) -> UpdateSchedule:
     """Resolve `tiering.update_schedule`.
 
     Raises:
-        ConfigError: `backward` was asked for together with clipping.
+        ConfigError: `backward` was asked for together with clipping or fp16.
     """
     asked = config.tiering.update_schedule
     if asked == "auto":
-        return UpdateSchedule.DEFERRED if config.gradient_clipping > 0 else UpdateSchedule.BACKWARD
+        waits = config.gradient_clipping > 0 or config.precision == "fp16"
+        return UpdateSchedule.DEFERRED if waits else UpdateSchedule.BACKWARD
     schedule = UpdateSchedule(asked)
+    if schedule is UpdateSchedule.BACKWARD and config.precision == "fp16":
+        raise ConfigError(
+            "tiering.update_schedule is backward but fp16 is enabled: whether a step is skipped is known only after "
+            "backward. Use deferred (or auto)"
+        )
     if schedule is UpdateSchedule.BACKWARD and config.gradient_clipping > 0:
         raise ConfigError(
             f"tiering.update_schedule is backward but gradient_clipping is {config.gradient_clipping}: the norm is "

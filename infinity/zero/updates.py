@@ -15,6 +15,7 @@ from enum import Enum
 
 from infinity.errors import NonFiniteError
 from infinity.kernels import Hyper
+from infinity.optim.loss_scale import LossScale
 from infinity.optim.pipeline import Segment
 from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
@@ -50,6 +51,7 @@ class Updates:
     Args:
         hyper_of: the hyper-parameters of a group now.
         max_norm: clip the global norm to this; 0 for no clipping.
+        loss_scale: what the gradients are too large by; 1 unless training is in fp16.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Updates:
         hyper_of: HyperOf,
         schedule: UpdateSchedule,
         max_norm: float,
+        loss_scale: LossScale,
     ) -> None:
         self._partition = partition
         self._executor = executor
@@ -67,6 +70,7 @@ class Updates:
         self._hyper_of = hyper_of
         self._schedule = schedule
         self._max_norm = max_norm
+        self._loss_scale = loss_scale
         self._sum_sq = 0.0  # of the units that `backward` has handed over in this step
         self._finals: list[int] = []
         self.steps: dict[str, int] = {}  # updates that each parameter has had, by name
@@ -106,13 +110,17 @@ class Updates:
                 self.final(unit)
             norm, self._sum_sq = self._sum_sq**0.5, 0.0
             return StepOutcome(norm, skipped=False)
-        norm = self._gradients.norm()
-        if norm != norm:
+        loss_scale = self._loss_scale.value
+        norm = self._gradients.norm() / loss_scale
+        overflow = norm != norm
+        if overflow:
             self._gradients.drop_all()
+        self._loss_scale.after_step(overflow=overflow)
+        if overflow:
             return StepOutcome(norm, skipped=True)
-        scale = 1.0
+        scale = 1.0 / loss_scale
         if self._max_norm > 0:  # as torch.nn.utils.clip_grad_norm_ does
-            scale = min(1.0, self._max_norm / (norm + 1e-6))
+            scale *= min(1.0, self._max_norm / (norm + 1e-6))
         units = self._executor.forward_order(self._gradients.units_with_gradients())
         if self._schedule is UpdateSchedule.DEFERRED:
             self._executor.expect_updates(units)

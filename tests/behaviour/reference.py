@@ -15,6 +15,7 @@ import infinity
 
 VOCAB, SEQ, BATCH = 128, 32, 2
 LR, WEIGHT_DECAY = 1e-3, 0.1
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def tiny_gpt2(seed: int = 0) -> nn.Module:
@@ -82,6 +83,7 @@ class Recipe:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clipping,
             "bf16": {"enabled": self.precision == "bf16"},
+            "fp16": {"enabled": self.precision == "fp16", "initial_scale_power": 10},
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
             "zero_optimization": {
                 "stage": 3,
@@ -130,22 +132,26 @@ def train(model: nn.Module, recipe: Recipe, placement: Placement) -> Result:
 
 
 def train_plainly(model: nn.Module, recipe: Recipe) -> Result:
-    """Train with a plain loop: torch's AdamW on fp32 weights, or on the fp32 masters of bf16 ones."""
+    """Train with a plain loop: torch's AdamW on fp32 weights, or on the fp32 masters of 16-bit ones.
+
+    fp16 has a loss scale of 1024, and skips no step.
+    """
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
     params = list(model.parameters())
-    if recipe.precision == "bf16":
-        for param in params:
-            param.data = param.data.bfloat16()
+    for param in params:
+        param.data = param.data.to(DTYPES[recipe.precision])
+    scale = 1024.0 if recipe.precision == "fp16" else 1.0
     trained = [(m, p) for m, p in zip(masters, params, strict=True) if p.requires_grad]
     optimizer = torch.optim.AdamW([m for m, _ in trained], lr=LR, weight_decay=WEIGHT_DECAY)
     losses = []
     for index, ids in enumerate(batches(recipe.steps * recipe.accumulation)):
         loss = loss_of(model, ids)
-        (loss / recipe.accumulation).backward()
+        share = loss / recipe.accumulation
+        (share if scale == 1.0 else share.float() * scale).backward()
         losses.append(loss.item())
         for master, param in trained:
             if param.grad is not None:
-                grad = param.grad.float()
+                grad = param.grad.float() / scale
                 master.grad = grad if master.grad is None else master.grad + grad
                 param.grad = None
         if (index + 1) % recipe.accumulation:

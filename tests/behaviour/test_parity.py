@@ -15,11 +15,11 @@ from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, Result, 
 
 RECIPES = [
     pytest.param(precision, accumulation, clipping, id=f"{precision}-accumulate{accumulation}-clip{clipping:g}")
-    for precision in ("fp32", "bf16")
+    for precision in ("fp32", "bf16", "fp16")
     for accumulation in (1, 4)
     for clipping in (0.0, 0.5)
 ]
-RELATIVE = {"fp32": 1e-5, "bf16": 1e-3}
+RELATIVE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
 
 
 @cache

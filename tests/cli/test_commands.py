@@ -213,8 +213,7 @@ def test_bad_arguments_are_one_clear_line(arguments, message, workspace, capsys)
         ({"zero_optimisation": {}}, "did you mean `zero_optimization`"),
         ({"tiering": {"nvme": [{"path": "/does/not/exist"}]}}, "cannot use this nvme path"),
         ({"tiering": {"nvme": [{"path": "."}], "host_memory": "10KiB"}}, "needs at least"),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, "fp16 training is not available"),
-        ({"zero_optimization": {"stage": 2}}, "stage 3 only"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offloaded by stage 3 only"),
     ],
 )
 def test_bad_configurations_are_one_clear_line(changes, message, workspace, capsys) -> None:

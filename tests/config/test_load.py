@@ -12,7 +12,7 @@ from infinity.config import format_size, load_config, parse_size
 from infinity.config.keys import NO_EFFECT, REFUSED
 from infinity.errors import ConfigError
 
-NVME = {"offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}}
+NVME = {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_common_spellings_are_understood() -> None:
 
 def test_nvme_paths_come_from_tiering_or_from_the_offload_sections() -> None:
     section = {"device": "nvme", "nvme_path": "/a"}
-    config = load_config({"zero_optimization": {"offload_param": section, "offload_optimizer": section}})
+    config = load_config({"zero_optimization": {"stage": 3, "offload_param": section, "offload_optimizer": section}})
     assert [nvme.path for nvme in config.tiering.nvme] == [Path("/a")]
     config = load_config({"zero_optimization": NVME, "tiering": {"nvme": [{"path": "/b", "capacity": "2GiB"}]}})
     assert [(nvme.path, nvme.capacity_bytes) for nvme in config.tiering.nvme] == [(Path("/b"), 2 << 30)]

@@ -1,0 +1,131 @@
+"""fp16: steps that overflow are skipped, the scale survives a checkpoint, and stages place as they say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import ConfigError, NonFiniteError
+from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
+
+
+def config(placement: Placement, **fp16: Any) -> dict[str, Any]:
+    values = Recipe("fp16", clipping=1.0).config(placement)
+    values["fp16"] |= fp16
+    return values
+
+
+@pytest.mark.parametrize("device", ["none", "nvme"])
+@pytest.mark.parametrize("schedule", ["deferred", "barrier"])
+def test_steps_that_overflow_change_nothing_and_halve_the_scale(device, schedule, tmp_path) -> None:
+    values = config(Placement(device, device, tmp_path, schedule=schedule), initial_scale_power=24, hysteresis=1)
+    with infinity.initialize(model=tiny_gpt2(), config=values)[0] as engine:
+        before = dict(engine.named_parameters())
+        scales, losses = [], []
+        for ids in batches(24):
+            skipped = engine.skipped_steps
+            loss = loss_of(engine, ids)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            scales.append(engine.loss_scale.value)
+            if engine.skipped_steps > skipped:
+                assert engine.stats().skipped
+                assert all(torch.equal(value, before[name]) for name, value in engine.named_parameters())
+            else:
+                before = dict(engine.named_parameters())
+        assert 1 <= engine.skipped_steps < 24
+        assert engine.global_steps == 24
+        assert scales[-1] == 2.0 ** (24 - engine.skipped_steps)
+        assert losses[-1] < losses[0]
+
+
+def test_a_scale_that_can_fall_no_more_is_an_error() -> None:
+    class Overflowing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).sum() * 1e30  # in fp16: infinite
+
+    values = config(Placement(), initial_scale_power=1, hysteresis=1)
+    with infinity.initialize(model=Overflowing(), config=values)[0] as engine:
+        engine.backward(engine(torch.ones(2, 8, dtype=torch.float16)))
+        engine.step()
+        engine.backward(engine(torch.ones(2, 8, dtype=torch.float16)))
+        with pytest.raises(NonFiniteError, match="at its minimum of 1"):
+            engine.step()
+
+
+def test_the_scale_and_the_masters_survive_a_checkpoint(tmp_path) -> None:
+    values = config(Placement(), loss_scale_window=3, initial_scale_power=8)
+
+    def steps(engine: infinity.Engine, ids: list[torch.Tensor]) -> list[float]:
+        losses = []
+        for batch in ids:
+            loss = loss_of(engine, batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    data = batches(12)
+    with infinity.initialize(model=tiny_gpt2(), config=values)[0] as engine:
+        steps(engine, data[:5])
+        engine.save_checkpoint(tmp_path)
+        scale = engine.loss_scale.value
+        rest = steps(engine, data[5:])
+        final = engine.loss_scale.value
+    with infinity.initialize(model=tiny_gpt2(1), config=values)[0] as engine:
+        engine.load_checkpoint(tmp_path)
+        assert engine.loss_scale.value == scale
+        assert steps(engine, data[5:]) == rest
+        assert engine.loss_scale.value == final > scale
+
+
+def test_updates_under_backward_are_refused() -> None:
+    with pytest.raises(ConfigError, match="backward but fp16 is enabled"):
+        infinity.initialize(model=tiny_gpt2(), config=config(Placement(schedule="backward")))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stages_on_one_process_give_the_same_losses(stage, tmp_path) -> None:
+    recipe = Recipe("fp16", clipping=1.0, steps=4)
+    values = recipe.config(Placement("none", "cpu" if stage else "none"))
+    values["zero_optimization"]["stage"] = stage
+    with infinity.initialize(model=tiny_gpt2(), config=values)[0] as engine:
+        losses = []
+        for ids in batches(4):
+            loss = loss_of(engine, ids)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    assert losses == reference_losses()
+
+
+def reference_losses() -> list[float]:
+    recipe = Recipe("fp16", clipping=1.0, steps=4)
+    with infinity.initialize(model=tiny_gpt2(), config=recipe.config(Placement()))[0] as engine:
+        losses = []
+        for ids in batches(4):
+            loss = loss_of(engine, ids)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+
+@pytest.mark.parametrize(
+    ("stage", "params", "optimizer", "message"),
+    [(2, "cpu", "cpu", "offloaded by stage 3 only"), (0, "none", "cpu", "offloaded by stages 1 to 3")],
+)
+def test_what_a_stage_keeps_whole_cannot_be_offloaded(stage, params, optimizer, message) -> None:
+    values = Recipe().config(Placement(params, optimizer))
+    values["zero_optimization"]["stage"] = stage
+    with pytest.raises(ConfigError, match=message):
+        infinity.initialize(model=tiny_gpt2(), config=values)

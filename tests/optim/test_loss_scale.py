@@ -1,0 +1,64 @@
+"""The scale moves as DeepSpeed's does: reference values were worked out by hand from its documentation."""
+
+from __future__ import annotations
+
+import pytest
+
+from infinity.config import Fp16Config
+from infinity.errors import NonFiniteError
+from infinity.optim.loss_scale import LossScale
+
+
+def scale(**changes: float) -> LossScale:
+    values = {
+        "loss_scale": 0.0,
+        "initial_scale_power": 4,
+        "loss_scale_window": 3,
+        "hysteresis": 1,
+        "min_loss_scale": 1.0,
+    }
+    return LossScale.of(Fp16Config(**(values | changes)))  # type: ignore[arg-type]
+
+
+def run(subject: LossScale, overflows: str) -> list[float]:
+    """Values after each step; `x` is one that overflowed."""
+    values = []
+    for step in overflows:
+        subject.after_step(overflow=step == "x")
+        values.append(subject.value)
+    return values
+
+
+def test_it_doubles_after_a_window_of_finite_steps() -> None:
+    assert run(scale(), "......") == [16, 16, 32, 32, 32, 64]
+
+
+def test_it_halves_at_an_overflow_and_the_window_starts_again() -> None:
+    assert run(scale(), ".x...x") == [16, 8, 8, 8, 16, 8]
+
+
+def test_hysteresis_forgives_until_the_scale_rises() -> None:
+    assert run(scale(hysteresis=3), "xx.x") == [16, 16, 16, 8]
+    assert run(scale(hysteresis=2), "x...x.x") == [16, 16, 16, 32, 32, 32, 16]
+
+
+def test_it_falls_no_lower_than_its_minimum_and_then_gives_up() -> None:
+    subject = scale(initial_scale_power=2, min_loss_scale=2.0)
+    assert run(subject, "x") == [2]
+    with pytest.raises(NonFiniteError, match="at its minimum of 2"):
+        subject.after_step(overflow=True)
+
+
+def test_a_static_scale_stays() -> None:
+    assert run(scale(loss_scale=128.0), "x...x.") == [128] * 6
+
+
+def test_it_goes_on_from_its_state() -> None:
+    first, second = scale(hysteresis=2), scale(hysteresis=2)
+    run(first, "x..")
+    second.load_state_dict(first.state_dict())
+    assert run(second, ".x..x") == run(first, ".x..x")
+
+
+def test_without_fp16_it_is_one_for_ever() -> None:
+    assert run(LossScale.of(None), "..x..") == [1] * 5
