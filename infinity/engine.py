@@ -24,9 +24,10 @@ from infinity.checkpoint import (
 )
 from infinity.config import Config, load_config, parse_size
 from infinity.errors import ConfigError, InfinityError, NonFiniteError
+from infinity.optim.kinds import ADAM, OptimizerKind, kind_from_config, kind_of
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.lr_schedules import make_scheduler
-from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer, defaults_from_config, groups_of
+from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.telemetry import StepStats
 from infinity.tiers import CudaLink, Link
 from infinity.zero.build import Runtime, build_runtime
@@ -87,7 +88,7 @@ class Engine:
             runtime.partition,
             runtime.executor,
             self._gradients,
-            optimizer.hyper,
+            optimizer.rule,
             runtime.schedule,
             config.gradient_clipping,
             self.loss_scale,
@@ -391,7 +392,7 @@ def initialize(
         model: any `nn.Module`. Parameters on the meta device are initialised unit by unit, straight in their tier.
         config: a DeepSpeed-style JSON file, or the same as a mapping.
         model_parameters: parameters or parameter groups to train; all that require a gradient by default.
-        optimizer: a torch Adam or AdamW whose groups and hyper-parameters are taken over.
+        optimizer: a torch Adam, AdamW, Adagrad or SGD whose groups and hyper-parameters are taken over.
         training_data: a dataset; a `DataLoader` with the configured micro-batch size is returned for it.
         lr_scheduler: a torch scheduler of `optimizer`, or a callable that makes one from the returned optimizer.
         init_function: initialises the parameters of one module that came on the meta device.
@@ -412,14 +413,13 @@ def initialize(
     link = link or _default_link(device)
     compute_device = torch.device("cpu") if link is None else link.device
     _refuse_unbuilt(resolved)
-    params, defaults = _parameters(model, resolved, model_parameters, optimizer)
-    tiered = TieredOptimizer(params, defaults)
+    tiered = TieredOptimizer(*_parameters(model, resolved, model_parameters, optimizer))
     groups = _group_of_each(model, tiered)
     dtype = compute_dtype(resolved)
     values = InitialValues(model, init_function or _default_init_function(model), weights)
     _rebind(tiered, model, groups)
     _place_buffers(model, dtype, compute_device)
-    runtime = build_runtime(model, groups, resolved, link)
+    runtime = build_runtime(model, groups, resolved, tiered.kind.layout, link)
     try:
         materialize(runtime.partition, values, runtime.executor, runtime.pipeline, runtime.layout)
         scheduler = _scheduler(resolved, tiered, lr_scheduler)
@@ -443,8 +443,8 @@ def _parameters(
     config: Config,
     model_parameters: ParamsOrGroups | None,
     optimizer: torch.optim.Optimizer | None,
-) -> tuple[ParamsOrGroups, Mapping[str, Any]]:
-    """What to train, and the default hyper-parameters."""
+) -> tuple[ParamsOrGroups, Mapping[str, Any], OptimizerKind]:
+    """What to train, the default hyper-parameters, and by which optimizer."""
     if not any(param.is_floating_point() for param in model.parameters()):
         raise ConfigError("the model has no floating-point parameters to train or place")
     for name, param in model.named_parameters():
@@ -453,17 +453,19 @@ def _parameters(
     if optimizer is not None:
         if config.optimizer is not None:
             raise ConfigError("both `optimizer` and the configuration's optimizer section are given; give one")
-        return groups_of(optimizer), {}
+        kind, groups = kind_of(optimizer)
+        return groups, {}, kind
+    kind = ADAM
     defaults: dict[str, Any] = {}
     if config.optimizer is not None:
-        defaults = defaults_from_config(config.optimizer.type, config.optimizer.params)
+        kind, defaults = kind_from_config(config.optimizer.type, config.optimizer.params)
     if model_parameters is None:
         model_parameters = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
     else:
         model_parameters = list(model_parameters)  # type: ignore[assignment]
     if not model_parameters:
         raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
-    return model_parameters, defaults
+    return model_parameters, defaults, kind
 
 
 def _group_of_each(model: nn.Module, optimizer: TieredOptimizer) -> dict[str, int]:

@@ -23,7 +23,7 @@ from infinity.config.resolved import (
     TieringConfig,
     ZeroConfig,
 )
-from infinity.config.schema import Fp16Section, OffloadSection, RootSection, TieringSection, ZeroSection
+from infinity.config.schema import Fp16Section, OffloadSection, RootSection, TieringSection, ZeroSection, boolean
 from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -230,9 +230,10 @@ def _triangle(micro: int | None, accumulation: int | None, total: int, world_siz
 
 
 def _without_auto(section: BaseModel) -> dict[str, Any]:
-    """An optimizer or scheduler section, with "auto" parameters left to their defaults."""
+    """An optimizer or scheduler section, with "auto" parameters left to their defaults, and "true" for true."""
     values = section.model_dump()
-    return {"type": values["type"], "params": {k: v for k, v in values["params"].items() if v != "auto"}}
+    params = {key: boolean(value) for key, value in values["params"].items() if value != "auto"}
+    return {"type": values["type"], "params": params}
 
 
 def _offload(section: OffloadSection) -> OffloadConfig:

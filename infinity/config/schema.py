@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from infinity.config.sizes import parse_size
 
 
-def _boolean(value: Any) -> Any:
+def boolean(value: Any) -> Any:
     """Common files write "true" for true."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
@@ -28,7 +28,7 @@ def _whole(value: Any) -> Any:
 
 
 Auto = Literal["auto"]
-Bool = Annotated[bool, BeforeValidator(_boolean)]
+Bool = Annotated[bool, BeforeValidator(boolean)]
 Count = Annotated[int, BeforeValidator(_whole)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 
@@ -100,7 +100,7 @@ class TieringSection(Section):
     device_memory: SizeOrAuto = "auto"
     host_memory: SizeOrAuto = "auto"
     nvme: list[NvmeSection] = []
-    state_format: Literal["auto", "fp32", "split", "bf16", "int8"] = "auto"
+    state_format: Literal["auto", "fp32", "split", "master", "bf16", "int8"] = "auto"
     update_schedule: Literal["auto", "backward", "deferred", "barrier"] = "auto"
     io_backend: Literal["auto", "io_uring", "threads", "aiofiles"] = "auto"
     checksum: Bool = False

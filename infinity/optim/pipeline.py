@@ -20,7 +20,7 @@ import torch
 
 from infinity.errors import InfinityError
 from infinity.io import IoFuture, Priority
-from infinity.kernels import Dither, Hyper
+from infinity.kernels import Dither, Rule
 from infinity.memory import Lease
 from infinity.optim.formats import StateLayout, update
 from infinity.telemetry import Counters
@@ -35,7 +35,7 @@ class Segment:
 
     start: int
     stop: int
-    hyper: Hyper
+    hyper: Rule
 
 
 @dataclass(frozen=True)

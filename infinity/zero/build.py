@@ -84,18 +84,21 @@ class Runtime:
         self.arena.close()
 
 
-def build_runtime(model: nn.Module, groups: Mapping[str, int], config: Config, link: Link | None) -> Runtime:
+def build_runtime(
+    model: nn.Module, groups: Mapping[str, int], config: Config, optimizer: str, link: Link | None
+) -> Runtime:
     """Lay out the model's states and acquire what they need.
 
     Args:
         groups: parameter group of every parameter that is trained, by name.
+        optimizer: name of its state layout.
         link: to a compute device with memory of its own; None if the compute device is the CPU.
 
     Raises:
         CapacityError: a memory budget is too small; the message has the number that is needed.
         StorageError: an nvme path cannot be used or does not have the space.
     """
-    sizing = size_up(model, groups, config, discrete=link is not None)
+    sizing = size_up(model, groups, config, optimizer, discrete=link is not None)
     needs = host_needs(sizing)
     split = split_memory(needs, _host_capacity(config, needs), "tiering.host_memory")
     counters = Counters()

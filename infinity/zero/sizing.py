@@ -118,18 +118,19 @@ def choose_schedule(config: Config) -> UpdateSchedule:
     return schedule
 
 
-def size_up(model: nn.Module, groups: Mapping[str, int], config: Config, *, discrete: bool) -> Sizing:
+def size_up(model: nn.Module, groups: Mapping[str, int], config: Config, optimizer: str, *, discrete: bool) -> Sizing:
     """Lay out a model's states.
 
     Args:
         groups: parameter group of every parameter that is trained, by name.
+        optimizer: name of its state layout.
 
     Raises:
         ConfigError: the model has no parameters, or the state format does not serve the precision.
     """
     home = config.zero.offload_param.device
     dtype = compute_dtype(config)
-    layout = state_layout(_format(config))
+    layout = state_layout(_format(config), optimizer)
     partition = make_partition(
         model,
         groups,

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from infinity.errors import NonFiniteError
-from infinity.kernels import Hyper
+from infinity.kernels import Rule
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.pipeline import Segment
 from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
 from infinity.zero.partition import Partition, Unit
 
-HyperOf = Callable[[int, int, float], Hyper]  # (parameter group, step, gradient scale)
+RuleOf = Callable[[int, int, float], Rule]  # (parameter group, step, gradient scale)
 
 
 class UpdateSchedule(str, Enum):
@@ -49,7 +49,7 @@ class Updates:
     """Turns final gradients into updates of the units.
 
     Args:
-        hyper_of: the hyper-parameters of a group now.
+        rule_of: the update rule of a group now.
         max_norm: clip the global norm to this; 0 for no clipping.
         loss_scale: what the gradients are too large by; 1 unless training is in fp16.
     """
@@ -59,7 +59,7 @@ class Updates:
         partition: Partition,
         executor: Executor,
         gradients: Gradients,
-        hyper_of: HyperOf,
+        rule_of: RuleOf,
         schedule: UpdateSchedule,
         max_norm: float,
         loss_scale: LossScale,
@@ -67,7 +67,7 @@ class Updates:
         self._partition = partition
         self._executor = executor
         self._gradients = gradients
-        self._hyper_of = hyper_of
+        self._rule_of = rule_of
         self._schedule = schedule
         self._max_norm = max_norm
         self._loss_scale = loss_scale
@@ -155,4 +155,4 @@ class Updates:
             else:
                 runs.append((slot.offset, stop, slot.group, step))
             joinable = True
-        return tuple(Segment(start, stop, self._hyper_of(group, step, scale)) for start, stop, group, step in runs)
+        return tuple(Segment(start, stop, self._rule_of(group, step, scale)) for start, stop, group, step in runs)

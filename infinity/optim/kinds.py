@@ -1,0 +1,139 @@
+"""The optimizers by name: their hyper-parameters, where these are found, and the rule that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.errors import ConfigError
+from infinity.kernels import AdagradHyper, Hyper, LionHyper, Rule, SgdHyper
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """What tells one optimizer from another.
+
+    Attributes:
+        layout: its name among the state layouts (formats.py).
+        defaults: every hyper-parameter of a group, torch's names and values.
+        rule: the numbers of update number `step` at (values of a group, step, gradient scale).
+        torch_classes: optimizers of torch that are of this kind.
+        unsupported: options of those that must be off.
+    """
+
+    layout: str
+    defaults: Values
+    rule: Callable[[Values, int, float], Rule]
+    torch_classes: tuple[type[torch.optim.Optimizer], ...] = ()
+    unsupported: tuple[str, ...] = ()
+
+
+def _adam(values: Values, step: int, grad_scale: float) -> Rule:
+    beta1, beta2 = values["betas"]
+    return Hyper(
+        lr=float(values["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(values["eps"]),
+        weight_decay=float(values["weight_decay"]),
+        step=step,
+        decoupled=bool(values["decoupled"]),
+        grad_scale=grad_scale,
+    )
+
+
+def _adagrad(values: Values, step: int, grad_scale: float) -> Rule:
+    numbers = {name: float(values[name]) for name in ("lr", "lr_decay", "eps", "weight_decay")}
+    return AdagradHyper(**numbers, step=step, grad_scale=grad_scale)
+
+
+def _lion(values: Values, step: int, grad_scale: float) -> Rule:
+    beta1, beta2 = values["betas"]
+    return LionHyper(float(values["lr"]), float(beta1), float(beta2), float(values["weight_decay"]), step, grad_scale)
+
+
+def _sgd(values: Values, step: int, grad_scale: float) -> Rule:
+    numbers = {name: float(values[name]) for name in ("lr", "momentum", "weight_decay")}
+    return SgdHyper(**numbers, step=step, nesterov=bool(values["nesterov"]), grad_scale=grad_scale)
+
+
+_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+
+ADAM = OptimizerKind("adamw", _ADAM, _adam, (torch.optim.Adam, torch.optim.AdamW), ("amsgrad", "maximize"))
+ADAGRAD = OptimizerKind(
+    "adagrad",
+    {"lr": 1e-2, "lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0},
+    _adagrad,
+    (torch.optim.Adagrad,),
+    ("initial_accumulator_value", "maximize"),
+)
+LION = OptimizerKind("lion", {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}, _lion)
+SGD = OptimizerKind(
+    "sgd",
+    {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False},
+    _sgd,
+    (torch.optim.SGD,),
+    ("dampening", "maximize"),
+)
+KINDS = (ADAM, ADAGRAD, LION, SGD)
+
+# The optimizer section's types, and options of theirs that name another way to the same numbers (or are read below).
+_BY_TYPE = {"adam": ADAM, "adamw": ADAM, "adagrad": ADAGRAD, "lion": LION, "sgd": SGD}
+_WITHOUT_EFFECT = ("torch_adam", "adam_w_mode", "fused", "foreach", "fp32_optimizer_states")
+
+
+def kind_from_config(type_name: str, params: Values) -> tuple[OptimizerKind, dict[str, Any]]:
+    """The optimizer of a configuration's section, and the hyper-parameters that it gives.
+
+    As in DeepSpeed, `Adam` decays weights in AdamW's way unless `adam_w_mode` is false.
+
+    Raises:
+        ConfigError: an optimizer or a parameter that is not known, or an option that is not supported.
+    """
+    name = type_name.lower()
+    if name not in _BY_TYPE:
+        raise ConfigError(f"optimizer.type is {type_name!r}; choose Adam, AdamW, Adagrad, Lion or SGD")
+    kind = _BY_TYPE[name]
+    values = {key: value for key, value in params.items() if key in kind.defaults and key != "decoupled"}
+    fixed = {"bias_correction": True, "amsgrad": False, **dict.fromkeys(kind.unsupported, False)}
+    for key in params.keys() - values.keys() - set(_WITHOUT_EFFECT):
+        if key not in fixed:
+            raise ConfigError(f"optimizer.params.{key} is unknown to {type_name}; it has {', '.join(_names(kind))}")
+        if bool(params[key]) is not fixed[key]:
+            raise ConfigError(f"optimizer.params.{key} is {params[key]!r}, which is not supported; leave it out")
+    if kind is ADAM:
+        values["decoupled"] = name == "adamw" or bool(params.get("adam_w_mode", True))
+    return kind, values
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> tuple[OptimizerKind, list[dict[str, Any]]]:
+    """What a torch optimizer that the user built is, and its parameter groups under our names.
+
+    Raises:
+        ConfigError: an optimizer that has no counterpart here, or uses an option that has none.
+    """
+    kind = next((kind for kind in KINDS if isinstance(optimizer, kind.torch_classes)), None)
+    if kind is None:
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} cannot be tiered; pass torch.optim's Adam, AdamW, Adagrad or SGD, "
+            "or name one in the configuration"
+        )
+    groups = []
+    for group in optimizer.param_groups:
+        for option in kind.unsupported:
+            if group.get(option):
+                raise ConfigError(f"optimizer option {option}={group[option]} is not supported; leave it out")
+        kept = {key: group[key] for key in ("params", *kind.defaults) if key in group}
+        if kind is ADAM:
+            kept["decoupled"] = isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+        groups.append(kept)
+    return kind, groups
+
+
+def _names(kind: OptimizerKind) -> list[str]:
+    return [name for name in kind.defaults if name != "decoupled"]
