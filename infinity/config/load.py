@@ -23,17 +23,29 @@ from infinity.config.resolved import (
     TieringConfig,
     ZeroConfig,
 )
-from infinity.config.schema import Fp16Section, OffloadSection, RootSection, TieringSection, ZeroSection, boolean
+from infinity.config.schema import (
+    Fp16Section,
+    OffloadSection,
+    RootSection,
+    SchedulerSection,
+    TieringSection,
+    ZeroSection,
+    boolean,
+)
 from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
 
-def load_config(source: str | Path | Mapping[str, Any], *, world_size: int = 1) -> Config:
+def load_config(
+    source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None, world_size: int = 1
+) -> Config:
     """Parse, check and resolve a configuration.
 
     Args:
         source: path of a JSON file, or its content as a mapping. Dotted keys stand for nested ones.
+        auto: values for keys that the source leaves "auto", by dotted path. The others get their defaults, or follow
+            from the rest; a log line says for each what it became.
         world_size: ranks that share the global batch.
 
     Raises:
@@ -41,6 +53,7 @@ def load_config(source: str | Path | Mapping[str, Any], *, world_size: int = 1) 
             another. The message names the key and says what to do.
     """
     values = _nest(_read(source))
+    _fill(values, auto or {})
     known = dict(_known_keys(RootSection))
     for path in list(_leaves(values, known)):
         if path in REFUSED:
@@ -86,12 +99,36 @@ def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
         head, _, rest = key.partition(".")
         if rest:
             value = {rest: value}
-        if isinstance(value, Mapping):
-            value = _nest(value)
-            if isinstance(nested.get(head), dict):
-                value = {**nested[head], **value}
-        nested[head] = value
+        nested[head] = _merge(nested.get(head), _nest(value)) if isinstance(value, Mapping) else value
     return nested
+
+
+def _merge(below: Any, above: dict[str, Any]) -> dict[str, Any]:
+    """`above` over `below`, section by section."""
+    if not isinstance(below, dict):
+        return above
+    merged = dict(below)
+    for key, value in above.items():
+        merged[key] = _merge(merged.get(key), value) if isinstance(value, dict) else value
+    return merged
+
+
+def _fill(values: dict[str, Any], auto: Mapping[str, Any]) -> None:
+    """Put in what was given for keys that are "auto".
+
+    Raises:
+        ConfigError: the source does not have the key, or has a value for it.
+    """
+    for path, value in auto.items():
+        *parents, last = path.split(".")
+        section: Any = values
+        for parent in parents:
+            section = section.get(parent) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or section.get(last) != "auto":
+            found = section.get(last) if isinstance(section, dict) else None
+            raise ConfigError(f"a value is given for {path}, which is {found!r} in the configuration and not 'auto'")
+        section[last] = value
+        _log.info("configuration key %s is auto: %s was given", path, value)
 
 
 # Keys #
@@ -146,6 +183,7 @@ def _first_problem(error: ValidationError) -> str:
 
 def _resolve(root: RootSection, world_size: int) -> Config:
     micro, accumulation, total = _batch_sizes(root, world_size)
+    optimizer = OptimizerConfig(**_without_auto("optimizer", root.optimizer)) if root.optimizer else None
     fp16 = root.fp16.enabled is True
     bf16 = root.bf16.enabled is True
     if fp16 and bf16:
@@ -161,8 +199,8 @@ def _resolve(root: RootSection, world_size: int) -> Config:
         gradient_clipping=1.0 if root.gradient_clipping == "auto" else float(root.gradient_clipping),
         precision="fp16" if fp16 else "bf16" if bf16 else "fp32",
         fp16=_fp16(root.fp16) if fp16 else None,
-        optimizer=OptimizerConfig(**_without_auto(root.optimizer)) if root.optimizer else None,
-        scheduler=SchedulerConfig(**_without_auto(root.scheduler)) if root.scheduler else None,
+        optimizer=optimizer,
+        scheduler=_scheduler(root.scheduler, optimizer) if root.scheduler else None,
         zero=ZeroConfig(
             stage=zero.stage,
             offload_param=_offload(zero.offload_param),
@@ -229,9 +267,22 @@ def _triangle(micro: int | None, accumulation: int | None, total: int, world_siz
     )
 
 
-def _without_auto(section: BaseModel) -> dict[str, Any]:
+def _scheduler(section: SchedulerSection, optimizer: OptimizerConfig | None) -> SchedulerConfig:
+    """A schedule whose highest rate is "auto" rises to the optimizer's."""
+    resolved = SchedulerConfig(**_without_auto("scheduler", section))
+    if section.params.get("warmup_max_lr") != "auto" or optimizer is None or "lr" not in optimizer.params:
+        return resolved
+    lr = optimizer.params["lr"]
+    _log.info("configuration key scheduler.params.warmup_max_lr is auto: %s, the optimizer's", lr)
+    return SchedulerConfig(resolved.type, {**resolved.params, "warmup_max_lr": lr})
+
+
+def _without_auto(name: str, section: BaseModel) -> dict[str, Any]:
     """An optimizer or scheduler section, with "auto" parameters left to their defaults, and "true" for true."""
     values = section.model_dump()
+    for key, value in values["params"].items():
+        if value == "auto":
+            _log.info("configuration key %s.params.%s is auto: left to its default", name, key)
     params = {key: boolean(value) for key, value in values["params"].items() if value != "auto"}
     return {"type": values["type"], "params": params}
 

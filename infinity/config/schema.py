@@ -78,7 +78,7 @@ class ZeroSection(Section):
     stage: Literal[0, 1, 2, 3] = 0
     offload_param: OffloadSection = OffloadSection()
     offload_optimizer: OffloadSection = OffloadSection()
-    stage3_param_persistence_threshold: Count | Auto = Field(100_000, ge=0)
+    stage3_param_persistence_threshold: Annotated[Count, Field(ge=0)] | Auto = 100_000
 
 
 class AioSection(Section):
