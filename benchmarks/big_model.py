@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--state-format", default="split")
     parser.add_argument("--length", type=int, default=128, help="tokens a step")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
     before = disk_bytes_per_s(args.path)
@@ -104,9 +104,10 @@ def main() -> None:
         facts["steps"].append(step)
         print(json.dumps(step), flush=True)
     facts["tier_peak_bytes"] = engine.stats().peak_bytes
-    engine.close()
     facts["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    facts["disk_bytes_per_s"] = [before, disk_bytes_per_s(args.path)]
+    engine.synchronize()
+    facts["disk_bytes_per_s"] = [before, disk_bytes_per_s(args.path)]  # before the files go, which keeps a drive busy
+    engine.close()
     settled = facts["steps"][2:] or facts["steps"]
     rate = statistics.mean(facts["disk_bytes_per_s"])
     facts["step_s"] = statistics.median(step["seconds"] for step in settled)

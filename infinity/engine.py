@@ -31,6 +31,7 @@ from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.telemetry import StepStats
 from infinity.tiers import CudaLink, Link
 from infinity.zero.build import Runtime, build_runtime
+from infinity.zero.gathered import claim, disclaim
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import Hooks
 from infinity.zero.materialize import InitialValues, WeightSource, materialize
@@ -95,6 +96,7 @@ class Engine:
         )
         optimizer.run_step = self._updates.finish_step
         self._hooks = Hooks(model, runtime.partition, self)
+        claim(self, model, runtime.partition.units)
         self._in_cycle = False  # a forward pass has run whose backward has not
         self._stats = StepStats()
         self._outcome: StepOutcome | None = None
@@ -191,6 +193,13 @@ class Engine:
         """The next `step()` updates the parameters."""
         steps = self.config.gradient_accumulation_steps
         return self.micro_steps % steps == steps - 1
+
+    def begin_gathering(self) -> Runtime:
+        """Carry out pending updates for `infinity.zero.GatheredParameters`; what the engine owns."""
+        if self._in_cycle:
+            raise InfinityError("parameters cannot be gathered between a forward pass and its backward")
+        self.synchronize()
+        return self._runtime
 
     # What the hooks tell #
 
@@ -359,6 +368,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        disclaim(self.module)
         self._hooks.remove()
         self._runtime.close()
 

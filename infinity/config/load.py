@@ -37,9 +37,10 @@ from infinity.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 
-def load_config(
-    source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None, world_size: int = 1
-) -> Config:
+ConfigSource = str | Path | Mapping[str, Any]
+
+
+def load_config(source: ConfigSource, *, auto: Mapping[str, Any] | None = None, world_size: int = 1) -> Config:
     """Parse, check and resolve a configuration.
 
     Args:

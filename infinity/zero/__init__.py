@@ -1,1 +1,20 @@
 """ZeRO as placements: units and their lifecycle, and the hooks that drive it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infinity.zero.gathered import GatheredParameters
+    from infinity.zero.init import Init
+
+_HOMES = {"GatheredParameters": "infinity.zero.gathered", "Init": "infinity.zero.init"}
+
+__all__ = ["GatheredParameters", "Init"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'infinity.zero' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -331,6 +331,13 @@ class Executor:
         finally:
             self._params.unpin(unit)
 
+    def refresh(self, unit: int) -> None:
+        """Let the model's parameters of the unit be what they are for it again: its memory, or NaN while it is away."""
+        if self._params.residency(unit) is Residency.RESIDENT:
+            self._views.show(unit)
+        else:
+            self._views.hide(unit)
+
     @contextmanager
     def created(self, unit: int) -> Iterator[torch.Tensor]:
         """Memory for a unit that has no values yet; what is written becomes its values."""
