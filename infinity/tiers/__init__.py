@@ -4,7 +4,7 @@ from infinity.tiers.discrete import DiscreteParams
 from infinity.tiers.grads import GradLease, GradStore
 from infinity.tiers.link import CudaLink, Link, SameMemory
 from infinity.tiers.params import FlatSpec, ParamStore, Residency, UnifiedParams
-from infinity.tiers.states import StateStore, Tile, cut_into_tiles
+from infinity.tiers.states import StateStore, Tile, cut_into_tiles, stay_in_memory
 from infinity.tiers.swap import Extent, SwapPath, SwapSpace, open_swap
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "UnifiedParams",
     "cut_into_tiles",
     "open_swap",
+    "stay_in_memory",
 ]

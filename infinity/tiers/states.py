@@ -45,6 +45,18 @@ def cut_into_tiles(shard_numels: Sequence[int], tile_numel: int) -> Iterator[int
             yield min(tile_numel, shard_numel - start)
 
 
+def stay_in_memory(tile_sizes: Sequence[int], resident_bytes: int) -> list[bool]:
+    """Which tiles stay in so much host memory: spread evenly among the others."""
+    share = min(1.0, resident_bytes / max(1, sum(tile_sizes)))
+    seen_bytes = held_bytes = 0
+    stay = []
+    for nbytes in tile_sizes:
+        seen_bytes += nbytes
+        stay.append(held_bytes + nbytes <= min(share * seen_bytes, resident_bytes))
+        held_bytes += nbytes if stay[-1] else 0
+    return stay
+
+
 class StateStore:
     """The tiles of every unit and their homes.
 
@@ -68,25 +80,17 @@ class StateStore:
     ) -> None:
         self._swap = swap
         self._counters = counters
-        total = sum(tile_bytes(numel) for numel in cut_into_tiles(shard_numels, tile_numel))
-        resident_share = 1.0 if swap is None or not total else min(1.0, resident_bytes / total)
-        seen_bytes = held_bytes = 0
+        sizes = [tile_bytes(numel) for numel in cut_into_tiles(shard_numels, tile_numel)]
+        stay = iter(stay_in_memory(sizes, sum(sizes) if swap is None else resident_bytes))
         self._tiles: list[list[Tile]] = []
         for unit, shard_numel in enumerate(shard_numels):
             tiles = []
             for index, start in enumerate(range(0, shard_numel, tile_numel)):
                 numel = min(tile_numel, shard_numel - start)
                 nbytes = tile_bytes(numel)
-                seen_bytes += nbytes
-                home: Lease | Extent
-                if swap is None or held_bytes + nbytes <= min(resident_share * seen_bytes, resident_bytes):
-                    home = arena.lease(nbytes)
-                    held_bytes += nbytes
-                else:
-                    home = swap.reserve(nbytes)
+                home = arena.lease(nbytes) if next(stay) or swap is None else swap.reserve(nbytes)
                 tiles.append(Tile(unit, index, start, numel, nbytes, home))
             self._tiles.append(tiles)
-        self.resident_bytes = held_bytes
 
     def tiles(self, unit: int) -> Sequence[Tile]:
         return self._tiles[unit]

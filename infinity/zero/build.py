@@ -100,7 +100,7 @@ def build_runtime(
     """
     sizing = size_up(model, groups, config, optimizer, discrete=link is not None)
     needs = host_needs(sizing)
-    split = split_memory(needs, _host_capacity(config, needs), "tiering.host_memory")
+    split = split_memory(needs, host_capacity(config, needs), "tiering.host_memory")
     counters = Counters()
     with ExitStack() as undo:  # what was acquired goes again if a later step fails
         arena = Arena(_arena_bytes(sizing, needs, split), pin=link is not None and link.device.type == "cuda")
@@ -171,7 +171,8 @@ def _arena_bytes(sizing: Sizing, needs: MemoryNeeds, split: MemorySplit) -> int:
     return needs.ring_bytes + split.grads_bytes + states + (split.params_bytes if sizing.discrete else 0)
 
 
-def _host_capacity(config: Config, needs: MemoryNeeds) -> int:
+def host_capacity(config: Config, needs: MemoryNeeds) -> int:
+    """The host budget: as given, or what is useful of the memory that is free."""
     if config.tiering.host_memory_bytes is not None:
         return config.tiering.host_memory_bytes
     return min(needs.most_bytes, int(_AUTO_SHARE * psutil.virtual_memory().available))

@@ -1,0 +1,68 @@
+"""The plan that is printed is the one that training follows: same bytes, same space."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import infinity
+from infinity.cli.main import main
+from infinity.config import load_config
+from infinity.planner import plan_training
+from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_llama
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+@pytest.mark.parametrize(("params", "optimizer"), [("nvme", "nvme"), ("none", "nvme"), ("nvme", "none")])
+@pytest.mark.parametrize("host_memory", [1_400_000, 2_000_000, 10_000_000])
+def test_bytes_are_those_of_a_step(clipping, params, optimizer, host_memory, tmp_path) -> None:
+    recipe = Recipe("bf16", clipping=clipping)
+    values = recipe.config(Placement(params, optimizer, tmp_path, "64KiB", host_memory))
+    try:
+        plan = plan_training(tiny_llama(), load_config(values))
+    except infinity.CapacityError:
+        with pytest.raises(infinity.CapacityError):
+            infinity.initialize(model=tiny_llama(), config=values)
+        return
+    with infinity.initialize(model=tiny_llama(), config=values)[0] as engine:
+        read, written = [], []
+        for ids in batches(8):
+            engine.backward(loss_of(engine, ids))
+            engine.step()
+            read.append(engine.stats().tier_bytes.get("nvme_read", 0))
+            written.append(engine.stats().tier_bytes.get("nvme_write", 0))
+        assert engine.stats().peak_bytes["nvme"] == plan.nvme_bytes
+    assert sum(read[4:]) / 4 == pytest.approx(plan.read_bytes, rel=0.15, abs=4096)
+    assert sum(written[4:]) / 4 == pytest.approx(plan.write_bytes, rel=0.15, abs=4096)
+
+
+def config_file(tmp_path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB"))))
+    return str(path)
+
+
+def test_the_table_and_the_steps(tmp_path, capsys) -> None:
+    arguments = ["plan", "--model", "gpt2", "--config", config_file(tmp_path), "--host-memory", "1GiB"]
+    assert main([*arguments, "--disk", "2GB", "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert "124,439,808 in" in out
+    assert "host memory     1.00 GiB (at least" in out
+    assert "at least 0." in out
+    assert out.count("transformer.h.3") >= 2
+    assert list(tmp_path.iterdir()) == [tmp_path / "config.json"]
+
+
+def test_json(tmp_path, capsys) -> None:
+    assert main(["plan", "--model", "gpt2", "--config", config_file(tmp_path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["params"] == 124_439_808
+    assert facts["state_format"] == "split"
+    assert len(facts["steps"]) == 2 * sum(unit["offloaded"] for unit in facts["units"])
+
+
+def test_a_budget_that_is_too_small_is_an_error_with_the_number(tmp_path, capsys) -> None:
+    arguments = ["plan", "--model", "gpt2", "--config", config_file(tmp_path), "--host-memory", "10MiB"]
+    assert main(arguments) == 2
+    assert "this model needs at least" in capsys.readouterr().err
