@@ -35,7 +35,7 @@ class Segment:
 
     start: int
     stop: int
-    hyper: Rule
+    rule: Rule
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class UpdatePipeline:
             touched = True
             local = self._layout.narrow(fields, low - tile.start, high - tile.start)
             dither = Dither(job.seed, low)
-            update(self._layout, job.param[low:high], local, job.grad[low:high], segment.hyper, dither)
+            update(self._layout, job.param[low:high], local, job.grad[low:high], segment.rule, dither)
         return touched
 
     # Slots #

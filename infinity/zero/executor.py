@@ -269,7 +269,7 @@ class Executor:
             segments=segments,
             ready=self._params.host_ready(unit),
             write_back=self._params.specs[unit].offloaded and (self._plan is None or unit in self._plan.evicted),
-            seed=segments[0].hyper.step << 24 | unit,  # the same for every placement, and after a resume
+            seed=segments[0].rule.step << 24 | unit,  # the same for every placement, and after a resume
         )
         self._tickets[unit] = (self._pipeline.submit(job), lease)
 

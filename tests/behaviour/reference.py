@@ -119,15 +119,21 @@ class Result:
     weights: dict[str, torch.Tensor]
 
 
+def train_on(engine: infinity.Engine, data: list[torch.Tensor]) -> list[float]:
+    """Train on these batches; their losses."""
+    losses = []
+    for ids in data:
+        loss = loss_of(engine, ids)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
 def train(model: nn.Module, recipe: Recipe, placement: Placement) -> Result:
     """Train with infinity."""
     with infinity.initialize(model=model, config=recipe.config(placement))[0] as engine:
-        losses = []
-        for ids in batches(recipe.steps * recipe.accumulation):
-            loss = loss_of(engine, ids)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        losses = train_on(engine, batches(recipe.steps * recipe.accumulation))
         return Result(losses, dict(engine.named_parameters()))
 
 

@@ -10,7 +10,17 @@ import torch
 import infinity
 from infinity.io.gds import DeviceReader, HostReader
 from infinity.tiers import Link, SameMemory
-from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, Result, batches, loss_of, tiny_gpt2, tiny_llama
+from tests.behaviour.reference import (
+    ARCHITECTURES,
+    Placement,
+    Recipe,
+    Result,
+    batches,
+    loss_of,
+    tiny_gpt2,
+    tiny_llama,
+    train_on,
+)
 from tests.behaviour.test_parity import assert_same_bits, in_memory
 
 
@@ -18,12 +28,7 @@ def train_discrete(model, recipe: Recipe, placement: Placement, link: Link | Non
     config = recipe.config(placement)
     config["tiering"] |= tiering
     with infinity.initialize(model=model, config=config, link=link or SameMemory())[0] as engine:
-        losses = []
-        for ids in batches(recipe.steps * recipe.accumulation):
-            loss = loss_of(engine, ids)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        losses = train_on(engine, batches(recipe.steps * recipe.accumulation))
         return Result(losses, dict(engine.named_parameters()))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import infinity
 from infinity.errors import StorageError
-from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
+from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2, train_on
 
 RECIPE = Recipe("bf16", clipping=1.0)
 
@@ -25,12 +25,7 @@ def config(paths: list[Path], **tiering: Any) -> dict[str, Any]:
 
 def losses(values: dict[str, Any]) -> list[float]:
     engine, *_ = infinity.initialize(model=tiny_gpt2(), config=values)
-    seen = []
-    for ids in batches(8):
-        loss = loss_of(engine, ids)
-        engine.backward(loss)
-        engine.step()
-        seen.append(loss.item())
+    seen = train_on(engine, batches(8))
     assert engine.stats().tier_bytes["nvme_read"] > 0
     engine.close()
     return seen

@@ -10,7 +10,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import ConfigError, NonFiniteError
-from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
+from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2, train, train_on
 
 
 def config(placement: Placement, **fp16: Any) -> dict[str, Any]:
@@ -65,26 +65,17 @@ def test_a_scale_that_can_fall_no_more_is_an_error() -> None:
 def test_the_scale_and_the_masters_survive_a_checkpoint(tmp_path) -> None:
     values = config(Placement(), loss_scale_window=3, initial_scale_power=8)
 
-    def steps(engine: infinity.Engine, ids: list[torch.Tensor]) -> list[float]:
-        losses = []
-        for batch in ids:
-            loss = loss_of(engine, batch)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        return losses
-
     data = batches(12)
     with infinity.initialize(model=tiny_gpt2(), config=values)[0] as engine:
-        steps(engine, data[:5])
+        train_on(engine, data[:5])
         engine.save_checkpoint(tmp_path)
         scale = engine.loss_scale.value
-        rest = steps(engine, data[5:])
+        rest = train_on(engine, data[5:])
         final = engine.loss_scale.value
     with infinity.initialize(model=tiny_gpt2(1), config=values)[0] as engine:
         engine.load_checkpoint(tmp_path)
         assert engine.loss_scale.value == scale
-        assert steps(engine, data[5:]) == rest
+        assert train_on(engine, data[5:]) == rest
         assert engine.loss_scale.value == final > scale
 
 
@@ -99,25 +90,8 @@ def test_stages_on_one_process_give_the_same_losses(stage, tmp_path) -> None:
     values = recipe.config(Placement("none", "cpu" if stage else "none"))
     values["zero_optimization"]["stage"] = stage
     with infinity.initialize(model=tiny_gpt2(), config=values)[0] as engine:
-        losses = []
-        for ids in batches(4):
-            loss = loss_of(engine, ids)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-    assert losses == reference_losses()
-
-
-def reference_losses() -> list[float]:
-    recipe = Recipe("fp16", clipping=1.0, steps=4)
-    with infinity.initialize(model=tiny_gpt2(), config=recipe.config(Placement()))[0] as engine:
-        losses = []
-        for ids in batches(4):
-            loss = loss_of(engine, ids)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        return losses
+        losses = train_on(engine, batches(4))
+    assert losses == train(tiny_gpt2(), recipe, Placement()).losses
 
 
 @pytest.mark.parametrize(

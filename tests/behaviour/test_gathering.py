@@ -11,7 +11,7 @@ from torch import nn
 import infinity
 from infinity.errors import ConfigError, InfinityError
 from infinity.zero import GatheredParameters, Init
-from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
+from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2, train_on
 
 PLACEMENTS = ["none", "cpu", "nvme"]
 
@@ -21,30 +21,20 @@ def engine_for(precision: str, device: str, path: Any, model: nn.Module | None =
     return infinity.initialize(model=model or tiny_gpt2(), config=values)[0]
 
 
-def train(engine: infinity.Engine, ids: list[torch.Tensor]) -> list[float]:
-    losses = []
-    for batch in ids:
-        loss = loss_of(engine, batch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("device", PLACEMENTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_looking_changes_nothing(precision, device, tmp_path) -> None:
     data = batches(6)
     with engine_for(precision, device, tmp_path) as engine:
-        undisturbed = train(engine, data)
+        undisturbed = train_on(engine, data)
     with engine_for(precision, device, tmp_path) as engine:
-        losses = train(engine, data[:3])
+        losses = train_on(engine, data[:3])
         known = dict(engine.named_parameters())
         for modifier in (None, 0):
             with GatheredParameters(engine.module, modifier):
                 for name, param in engine.module.named_parameters():
                     assert torch.equal(param, known[name]), name
-        assert losses + train(engine, data[3:]) == undisturbed
+        assert losses + train_on(engine, data[3:]) == undisturbed
 
 
 @pytest.mark.parametrize("device", PLACEMENTS)
@@ -53,7 +43,7 @@ def test_changes_reach_the_weights_and_only_what_changed_the_masters(precision, 
     """Halving one row exactly, twice: by hand on the in-memory engine's checkpointed state, and by gathering here."""
     data = batches(6)
     with engine_for(precision, device, tmp_path) as engine:
-        train(engine, data[:3])
+        train_on(engine, data[:3])
         before = dict(engine.named_parameters())
         weight = engine.module.get_parameter("transformer.h.1.mlp.c_fc.weight")
         with GatheredParameters([weight], modifier_rank=0), torch.no_grad():
@@ -67,15 +57,15 @@ def test_changes_reach_the_weights_and_only_what_changed_the_masters(precision, 
         expected[3] = 0.25
         expected[5, 7] *= -1
         assert torch.equal(after["transformer.h.1.mlp.c_fc.weight"], expected)
-        rest = train(engine, data[3:])
+        rest = train_on(engine, data[3:])
     if device != "none":
         with engine_for(precision, "none", tmp_path) as engine:
-            train(engine, data[:3])
+            train_on(engine, data[:3])
             weight = engine.module.get_parameter("transformer.h.1.mlp.c_fc.weight")
             with GatheredParameters(weight, 0), torch.no_grad():
                 weight[3] = 0.25
                 weight[5, 7] *= -1
-            assert train(engine, data[3:]) == rest
+            assert train_on(engine, data[3:]) == rest
 
 
 @pytest.mark.parametrize("device", ["none", "nvme"])
@@ -83,11 +73,11 @@ def test_changes_to_frozen_parameters_are_kept(device, tmp_path) -> None:
     model = tiny_gpt2()
     model.transformer.h[0].requires_grad_(False)
     with engine_for("bf16", device, tmp_path, model) as engine:
-        train(engine, batches(2))
+        train_on(engine, batches(2))
         with GatheredParameters(engine.module.transformer.h[0], 0), torch.no_grad():
             for param in engine.module.transformer.h[0].parameters():
                 param.fill_(0.125)
-        train(engine, batches(2))
+        train_on(engine, batches(2))
         for name, value in engine.named_parameters():
             if name.startswith("transformer.h.0."):
                 assert bool((value == 0.125).all()), name
@@ -111,7 +101,7 @@ def test_a_new_shape_is_refused_by_name(tmp_path) -> None:
         named = pytest.raises(InfinityError, match=r"`transformer\.h\.1\.mlp\.c_fc\.weight` has shape \(2,\) now")
         with named, GatheredParameters(weight, 0):
             weight.data = torch.zeros(2)
-        train(engine, batches(1))
+        train_on(engine, batches(1))
 
 
 def test_between_forward_and_backward_it_is_refused(tmp_path) -> None:
@@ -137,7 +127,7 @@ def test_a_model_is_built_without_memory_and_trains(tmp_path) -> None:
         model = tiny_gpt2()
     assert all(param.is_meta for param in model.parameters())
     with infinity.initialize(model=model, config=values)[0] as engine:
-        losses = train(engine, batches(8))
+        losses = train_on(engine, batches(8))
     assert losses[-1] < losses[0]
     with Init(enabled=False):
         assert not any(param.is_meta for param in tiny_gpt2().parameters())

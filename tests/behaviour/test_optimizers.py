@@ -11,7 +11,7 @@ import torch
 
 import infinity
 from infinity.errors import ConfigError
-from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of, tiny_gpt2
+from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of, tiny_gpt2, train_on
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "Adam": {"lr": 1e-3, "betas": [0.8, 0.99], "weight_decay": 0.1, "adam_w_mode": False},
@@ -58,12 +58,7 @@ def train(values: dict[str, Any], **given: Any) -> Result:
     if "optimizer" in given:
         given["optimizer"] = given["optimizer"](model.parameters())
     with infinity.initialize(model=model, config=values, **given)[0] as engine:
-        losses = []
-        for ids in batches(RECIPE.steps):
-            loss = loss_of(engine, ids)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        losses = train_on(engine, batches(RECIPE.steps))
         return Result(losses, dict(engine.named_parameters()))
 
 
@@ -104,22 +99,13 @@ def test_a_checkpoint_goes_on_with_the_same_bits(name, precision, format_name, t
     values["tiering"]["state_format"] = format_name
     data = batches(6)
 
-    def steps(engine: infinity.Engine, ids: list[torch.Tensor]) -> list[float]:
-        losses = []
-        for batch in ids:
-            loss = loss_of(engine, batch)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        return losses
-
     with infinity.initialize(model=tiny_gpt2(), config=values)[0] as engine:
-        steps(engine, data[:3])
+        train_on(engine, data[:3])
         engine.save_checkpoint(tmp_path)
-        rest = steps(engine, data[3:])
+        rest = train_on(engine, data[3:])
     with infinity.initialize(model=tiny_gpt2(1), config=values)[0] as engine:
         engine.load_checkpoint(tmp_path)
-        assert steps(engine, data[3:]) == rest
+        assert train_on(engine, data[3:]) == rest
 
 
 @pytest.mark.parametrize(
