@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Protocol
 
@@ -81,27 +80,42 @@ class GatheredParameters:
             if id(owner) not in runtimes:
                 runtimes[id(owner)] = owner.begin_gathering()
             self._gathered.append((param, runtimes[id(owner)], unit, slot))
-        for param, runtime, unit, slot in self._gathered:
-            with runtime.executor.resident(unit.index) as flat:
-                values = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
-                param.data = values.to(param.device, copy=True)
+        try:
+            for param, runtime, unit, slot in self._gathered:
+                with runtime.executor.resident(unit.index) as flat:
+                    values = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+                    param.data = values.to(param.device, copy=True)
+        except BaseException:  # Python does not call __exit__ then
+            self._restore()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with ExitStack() as undo:
-            for param, runtime, unit, slot in self._gathered:
-                undo.callback(runtime.executor.refresh, unit.index)
-                if self._writes and kind is None:
+        try:
+            if self._writes and kind is None:
+                for param, _, _, slot in self._gathered:  # all of them before the first is written
+                    _check_shape(param, slot)
+                for param, runtime, unit, slot in self._gathered:
                     _write_back(param, runtime, unit, slot)
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        """The parameters are the engine's again."""
+        for _, runtime, unit, _ in self._gathered:
+            runtime.executor.refresh(unit.index)
         self._gathered.clear()
+
+
+def _check_shape(param: nn.Parameter, slot: ParamSlot) -> None:
+    if tuple(param.shape) != tuple(slot.shape):
+        raise InfinityError(f"parameter `{slot.name}` has shape {tuple(param.shape)} now; it must stay {slot.shape}")
 
 
 def _write_back(param: nn.Parameter, runtime: Runtime, unit: Unit, slot: ParamSlot) -> None:
     """Store what differs from the tiers' values."""
     values = param.data.detach().reshape(-1).cpu()
-    if values.numel() != slot.numel:
-        raise InfinityError(f"parameter `{slot.name}` has shape {tuple(param.shape)} now; it must stay {slot.shape}")
     layout = runtime.layout
     with runtime.executor.resident(unit.index) as flat:
         current = flat[slot.offset : slot.offset + slot.numel]

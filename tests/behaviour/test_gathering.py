@@ -98,9 +98,13 @@ def test_without_a_modifier_or_after_an_exception_nothing_is_written(tmp_path) -
 def test_a_new_shape_is_refused_by_name(tmp_path) -> None:
     with engine_for("bf16", "nvme", tmp_path) as engine:
         weight = engine.module.get_parameter("transformer.h.1.mlp.c_fc.weight")
+        known = dict(engine.named_parameters())
+        earlier = engine.module.get_parameter("transformer.h.0.mlp.c_fc.weight")
         named = pytest.raises(InfinityError, match=r"`transformer\.h\.1\.mlp\.c_fc\.weight` has shape \(2,\) now")
-        with named, GatheredParameters(weight, 0):
+        with named, GatheredParameters([earlier, weight], 0), torch.no_grad():
+            earlier.zero_()
             weight.data = torch.zeros(2)
+        assert all(torch.equal(value, known[name]) for name, value in engine.named_parameters())
         train_on(engine, batches(1))
 
 
