@@ -62,7 +62,6 @@ NO_EFFECT: dict[str, str] = {
     "aio.overlap_events": "submission and completion always overlap",
     "aio.thread_count": "see aio.intra_op_parallelism",
     "fp16.auto_cast": "inputs are passed to the model as they are",
-    "fp16.consecutive_hysteresis": "forgiveness is renewed when the scale rises",
     "bf16.check_grad_overflow": "gradients are always checked",
     "bf16.immediate_grad_update": "gradients leave the parameters as backward produces them",
 }

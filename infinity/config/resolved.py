@@ -28,6 +28,7 @@ class Fp16Config:
     loss_scale_window: int
     hysteresis: int
     min_loss_scale: float
+    consecutive_hysteresis: bool
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ class Fp16Section(Section):
     loss_scale_window: Annotated[Count, Field(ge=1)] | Auto = 1000
     hysteresis: Annotated[Count, Field(ge=1)] | Auto = 2
     min_loss_scale: Annotated[float, Field(gt=0)] | Auto = 1.0
+    consecutive_hysteresis: Bool | Auto = False
 
 
 class Bf16Section(Section):

@@ -2,8 +2,9 @@
 
 [Note: dynamic scale]
 Micikevicius et al., arXiv 1710.03740, section 3.2. A step whose gradients are not finite is skipped and the scale is
-halved; after `window` steps in a row that were, it is doubled. As in DeepSpeed, `hysteresis` - 1 such steps are
-forgiven before the scale falls, and forgiveness is renewed when it rises.
+halved; after `window` steps in a row that were, the next one that is doubles it. As in DeepSpeed, `hysteresis` - 1 such
+steps are forgiven before the scale falls, and forgiveness is renewed when it rises (`consecutive_hysteresis`: at every
+finite step).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class LossScale:
     window: int
     hysteresis: int
     minimum: float
+    consecutive: bool = False
     _step: int = 0
     _last_overflow: int = -1
     _forgiven: int = 0
@@ -41,7 +43,14 @@ class LossScale:
             return cls(1.0, dynamic=False, window=1, hysteresis=1, minimum=1.0)
         dynamic = config.loss_scale == 0.0
         value = _FACTOR**config.initial_scale_power if dynamic else config.loss_scale
-        return cls(value, dynamic, config.loss_scale_window, config.hysteresis, config.min_loss_scale)
+        return cls(
+            value,
+            dynamic,
+            config.loss_scale_window,
+            config.hysteresis,
+            config.min_loss_scale,
+            config.consecutive_hysteresis,
+        )
 
     def after_step(self, *, overflow: bool) -> None:
         """Settle the scale for the next step.
@@ -62,9 +71,13 @@ class LossScale:
                 )
             else:
                 self.value = max(self.value / _FACTOR, self.minimum)
-        elif (self._step - self._last_overflow) % self.window == 0:
-            self._forgiven = 0
-            self.value *= _FACTOR
+        else:
+            finite = self._step - self._last_overflow - 1  # steps in a row before this one
+            rises = finite > 0 and finite % self.window == 0
+            if rises or self.consecutive:
+                self._forgiven = 0
+            if rises:
+                self.value *= _FACTOR
         self._step += 1
 
     def state_dict(self) -> dict[str, float]:

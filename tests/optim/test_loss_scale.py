@@ -1,4 +1,4 @@
-"""The scale moves as DeepSpeed's does: reference values were worked out by hand from its documentation."""
+"""The scale moves as DeepSpeed's does: reference values are those of DeepSpeed 0.19.8's DynamicLossScaler."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def scale(**changes: float) -> LossScale:
         "loss_scale_window": 3,
         "hysteresis": 1,
         "min_loss_scale": 1.0,
+        "consecutive_hysteresis": False,
     }
     return LossScale.of(Fp16Config(**(values | changes)))  # type: ignore[arg-type]
 
@@ -30,16 +31,22 @@ def run(subject: LossScale, overflows: str) -> list[float]:
 
 
 def test_it_doubles_after_a_window_of_finite_steps() -> None:
-    assert run(scale(), "......") == [16, 16, 32, 32, 32, 64]
+    assert run(scale(), "......") == [16, 16, 16, 32, 32, 32]
 
 
 def test_it_halves_at_an_overflow_and_the_window_starts_again() -> None:
-    assert run(scale(), ".x...x") == [16, 8, 8, 8, 16, 8]
+    assert run(scale(), ".x....x") == [16, 8, 8, 8, 8, 16, 8]
 
 
 def test_hysteresis_forgives_until_the_scale_rises() -> None:
     assert run(scale(hysteresis=3), "xx.x") == [16, 16, 16, 8]
-    assert run(scale(hysteresis=2), "x...x.x") == [16, 16, 16, 32, 32, 32, 16]
+    assert run(scale(hysteresis=2), "x....x.x") == [16, 16, 16, 16, 32, 32, 32, 16]
+
+
+def test_consecutive_hysteresis_forgives_anew_after_a_finite_step() -> None:
+    assert run(scale(hysteresis=2, loss_scale_window=9), "x.x") == [16, 16, 8]
+    subject = scale(hysteresis=2, loss_scale_window=9, consecutive_hysteresis=True)
+    assert run(subject, "x.xx") == [16, 16, 16, 8]
 
 
 def test_it_falls_no_lower_than_its_minimum_and_then_gives_up() -> None:
