@@ -9,8 +9,7 @@ import pytest
 
 from infinity.config import load_config
 from infinity.config.keys import NO_EFFECT, REFUSED
-from infinity.config.load import _known_keys
-from infinity.config.schema import RootSection
+from infinity.config.load import known_keys
 from tests.behaviour.reference import Placement, Recipe, batches, tiny_gpt2
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +58,7 @@ def test_every_configuration_key_is_documented() -> None:
     for table in (NO_EFFECT, REFUSED):
         for key, reason in table.items():
             assert f"| `{key}` | {reason} |" in text
-    for key, section in _known_keys(RootSection):
+    for key, (section, _) in known_keys():
         is_listed = f"`{key}`" in text or key.split(".")[-1] in ("path", "capacity", "bandwidth")
         assert section is not None or is_listed or key.startswith("bfloat16"), key
 

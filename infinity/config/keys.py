@@ -1,13 +1,22 @@
 """DeepSpeed's keys that are no fields of the schema: those that change nothing here, and those that are refused.
 
-Both tables map a dotted path to the reason, which the log line, the error and the documentation show.
+Both tables map a dotted path to the reason, which the log line, the error and the documentation show. A refused key
+is accepted when its value asks for nothing: off, null, or what DeepSpeed has as its default.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from infinity.config.schema import boolean
+
 _BUCKETS = "nothing is bucketed on one process"
 _BUFFERS = "buffer sizes follow from the model and tiering.host_memory"
 _PREFETCH = "prefetch follows from the recorded trace and the memory budget"
+_COLLECTIVES = "how a unit is gathered is not configurable"
+_GATHERED = "saving always gathers, one unit at a time"
+_CHECKPOINTS = "checkpoints are always stored by parameter name, in safetensors"
 
 NO_EFFECT: dict[str, str] = {
     "steps_per_print": "printing is the training loop's; see engine.stats()",
@@ -20,10 +29,19 @@ NO_EFFECT: dict[str, str] = {
     "disable_allgather": _BUCKETS,
     "prescale_gradients": _BUCKETS,
     "gradient_predivide_factor": _BUCKETS,
-    "communication_data_type": _BUCKETS,
     "sparse_gradients": "sparse gradients are accepted and made dense",
     "disable_python_gc": "Python's garbage collector is left alone",
     "log_level": "use Python's logging configuration",
+    "vocabulary_size": "only makes DeepSpeed warn about its alignment",
+    "use_data_before_expert_parallelism": "there are no expert-parallel groups; see expert_parallel",
+    "seq_parallel_communication_data_type": "there is no sequence parallelism; see sequence_parallel_size",
+    "timers": "engine.stats() always has the seconds of each phase",
+    "optimizer.legacy_fusion": "there is one implementation of each optimizer",
+    "checkpoint.tag_validation": "all ranks write one checkpoint under one tag",
+    "checkpoint.load_universal": _CHECKPOINTS,
+    "checkpoint.parallel_write": _CHECKPOINTS,
+    "checkpoint.checkpoint_serialization": _CHECKPOINTS,
+    "checkpoint.writer": "writing always streams, one unit at a time",
     "zero_optimization.contiguous_gradients": "gradients are always held flat",
     "zero_optimization.overlap_comm": "everything always overlaps",
     "zero_optimization.reduce_scatter": _BUCKETS,
@@ -34,12 +52,27 @@ NO_EFFECT: dict[str, str] = {
     "zero_optimization.round_robin_gradients": _BUCKETS,
     "zero_optimization.sub_group_size": "the optimizer works on tiles; see tiering.tile_size",
     "zero_optimization.stage3_prefetch_bucket_size": _PREFETCH,
+    "zero_optimization.prefetch_bucket_size": _PREFETCH,
     "zero_optimization.stage3_max_live_parameters": "see tiering.host_memory and tiering.device_memory",
+    "zero_optimization.max_live_parameters": "see tiering.host_memory and tiering.device_memory",
     "zero_optimization.stage3_max_reuse_distance": _PREFETCH,
+    "zero_optimization.max_reuse_distance": _PREFETCH,
     "zero_optimization.stage3_model_persistence_threshold": "see tiering.host_memory",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "saving always gathers, one unit at a time",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "saving always gathers, one unit at a time",
+    "zero_optimization.model_persistence_threshold": "see tiering.host_memory",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _GATHERED,
+    "zero_optimization.gather_16bit_weights_on_model_save": _GATHERED,
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _GATHERED,
     "zero_optimization.stage3_module_granularity_threshold": "a transformer block is a unit",
+    "zero_optimization.module_granularity_threshold": "a transformer block is a unit",
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": _COLLECTIVES,
+    "zero_optimization.use_all_reduce_for_fetch_params": _COLLECTIVES,
+    "zero_optimization.stage3_allgather_sequential": _COLLECTIVES,
+    "zero_optimization.allgather_sequential": _COLLECTIVES,
+    "zero_optimization.compute_grad_norm": "squares are summed as gradients arrive, which costs no pass of its own",
+    "zero_optimization.enable_sanity_checks": "checks are always on",
+    "zero_optimization.legacy_stage1": "there is one stage 1",
+    "zero_optimization.parameter_alignment": "parameters are always aligned in their unit's buffer",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "there is no Muon; see optimizer.type",
     "zero_optimization.ignore_unused_parameters": "parameters without a gradient are always skipped",
     "zero_optimization.load_from_fp32_weights": "checkpoints hold the exact masters",
     "zero_optimization.elastic_checkpoint": "checkpoints are stored by parameter name",
@@ -61,8 +94,6 @@ NO_EFFECT: dict[str, str] = {
     "aio.single_submit": "requests are submitted in batches",
     "aio.overlap_events": "submission and completion always overlap",
     "aio.thread_count": "see aio.intra_op_parallelism",
-    "fp16.auto_cast": "inputs are passed to the model as they are",
-    "bf16.check_grad_overflow": "gradients are always checked",
     "bf16.immediate_grad_update": "gradients leave the parameters as backward produces them",
 }
 
@@ -86,10 +117,18 @@ REFUSED: dict[str, str] = {
     "eigenvalue": "not supported",
     "quantize_training": "not supported",
     "hybrid_engine": "not supported",
-    "checkpoint": "checkpoints are always stored by parameter name, in safetensors",
-    "data_types": "gradients are accumulated in float32",
+    "checkpoint.use_node_local_storage": "all ranks write into one directory, which they must share",
+    "data_types.param_dtype": "parameters have the dtype of fp16 or bf16, whichever is enabled",
+    "data_types.buffer_dtype": "buffers that are saved have the parameters' dtype, others keep their own",
+    "data_types.keep_in_fp32_modules": "buffers registered with persistent=False keep their own dtype",
     "compile": "compile the model with torch.compile before initialize",
     "nebula": "not supported",
+    "datastates_ckpt": _CHECKPOINTS,
+    "graph_harvesting": "not supported; removed from DeepSpeed",
+    "gradient_allreduce_op": "gradients are averaged over the ranks; multiply the loss by their number for the sum",
+    "managed_gradient_accumulation": "set gradient_accumulation_steps, and call engine.step() after every backward",
+    "weight_quantization": "quantised weights are for inference only",
+    "expert_parallel": "not supported; a mixture-of-experts block is one unit",
     "pipeline": "use torch.distributed.pipelining",
     "tensor_parallel": "use torch.distributed.tensor.parallel",
     "sequence_parallel_size": "not supported",
@@ -106,7 +145,50 @@ REFUSED: dict[str, str] = {
     "zero_optimization.leaf_module": "a transformer block is already a unit",
     "zero_optimization.offload_optimizer.ratio": "see tiering.host_memory: what fits stays in memory",
     "zero_optimization.offload_optimizer.super_offload": "updates already overlap; see tiering.update_schedule",
+    "zero_optimization.zeropp_loco_param": "quantised collectives are not supported",
+    "fp16.auto_cast": "inputs are passed to the model as they are; cast them in the training loop",
+    "bf16.check_grad_overflow": "a step whose gradients are not finite is always skipped",
     "fp16.fp16_master_weights_and_grads": "masters are exact; see tiering.state_format",
     "bf16.bf16_master_weights_and_grads": "masters are exact; see tiering.state_format",
     "bf16.bf16_optimizer_states": "see tiering.state_format",
 }
+
+# Values of refused keys that ask for nothing, where that is not false or null.
+_OFF: dict[str, object] = {
+    "gradient_allreduce_op": "mean",
+    "managed_gradient_accumulation": True,
+    "sequence_parallel_size": 1,
+    "zero_optimization.zero_hpz_partition_size": 1,
+    "zero_optimization.mics_shard_size": -1,
+    "zero_optimization.offload_optimizer.ratio": 1.0,
+    "bf16.check_grad_overflow": True,
+}
+# Sections that do nothing in DeepSpeed without `"enabled": true`.
+_SWITCHED = {
+    "amp",
+    "autotuning",
+    "comet",
+    "comms_logger",
+    "csv_monitor",
+    "curriculum_learning",
+    "data_efficiency",
+    "eigenvalue",
+    "elasticity",
+    "expert_parallel",
+    "flops_profiler",
+    "hybrid_engine",
+    "nebula",
+    "progressive_layer_drop",
+    "quantize_training",
+    "tensorboard",
+    "torch_autocast",
+    "wandb",
+}
+
+
+def asks_for_nothing(path: str, value: Any) -> bool:
+    """Whether a refused key has a value that switches its feature off."""
+    if isinstance(value, Mapping):
+        switch = value.get("enabled", False if path in _SWITCHED else None)
+        return not value or boolean(switch) is False
+    return value is None or boolean(value) in ("auto", _OFF.get(path, False))

@@ -104,6 +104,8 @@ class Config:
         train_batch_size: samples per update over all ranks.
         micro_batch_size: samples per forward on one rank.
         gradient_clipping: global norm to clip to; 0 for none.
+        communication_data_type: in which gradients travel between ranks and are summed there; by default `precision`.
+        grad_accum_dtype: in which the gradients of micro-batches are summed.
         fp16: None unless `precision` is fp16.
     """
 
@@ -112,6 +114,8 @@ class Config:
     gradient_accumulation_steps: int
     gradient_clipping: float
     precision: Precision
+    communication_data_type: Precision
+    grad_accum_dtype: Precision
     fp16: Fp16Config | None
     optimizer: OptimizerConfig | None
     scheduler: SchedulerConfig | None

@@ -20,24 +20,32 @@ def boolean(value: Any) -> Any:
     return value
 
 
-def _whole(value: Any) -> Any:
-    """JSON files write 5e8 for counts, which JSON reads as a float."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
+def _number(value: Any) -> Any:
+    """True is no number, though Python counts with it."""
+    if isinstance(value, bool):
+        raise ValueError("it must be a number")
     return value
 
 
-Auto = Literal["auto"]
-Bool = Annotated[bool, BeforeValidator(boolean)]
-Count = Annotated[int, BeforeValidator(_whole)]
-Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+def _count(value: Any) -> Any:
+    """JSON files write 5e8 for counts, which JSON reads as a float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else _number(value)
 
 
 def _size_or_auto(value: Any) -> Any:
-    return value if value == "auto" else parse_size(value)
+    return None if value == "auto" else parse_size(value)
 
 
-SizeOrAuto = Annotated[int | Auto, BeforeValidator(_size_or_auto)]
+def _name(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+Bool = Annotated[bool, BeforeValidator(boolean)]
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Count = Annotated[int, BeforeValidator(_count)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+SizeOrAuto = Annotated[int | None, BeforeValidator(_size_or_auto)]
+Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_name)]
 
 
 class Section(BaseModel):
@@ -57,17 +65,21 @@ class SchedulerSection(Section):
 
 
 class Fp16Section(Section):
-    enabled: Bool | Auto = False
-    loss_scale: Annotated[float, Field(ge=0)] | Auto = 0.0
-    initial_scale_power: Annotated[Count, Field(ge=0, le=60)] | Auto = 16
-    loss_scale_window: Annotated[Count, Field(ge=1)] | Auto = 1000
-    hysteresis: Annotated[Count, Field(ge=1)] | Auto = 2
-    min_loss_scale: Annotated[float, Field(gt=0)] | Auto = 1.0
-    consecutive_hysteresis: Bool | Auto = False
+    enabled: Bool = False
+    loss_scale: Number = Field(0.0, ge=0)
+    initial_scale_power: Count = Field(16, ge=0, le=60)
+    loss_scale_window: Count = Field(1000, ge=1)
+    hysteresis: Count = Field(2, ge=1)
+    min_loss_scale: Number = Field(1.0, gt=0)
+    consecutive_hysteresis: Bool = False
 
 
 class Bf16Section(Section):
-    enabled: Bool | Auto = False
+    enabled: Bool = False
+
+
+class DataTypesSection(Section):
+    grad_accum_dtype: Dtype = "fp32"
 
 
 class OffloadSection(Section):
@@ -79,7 +91,7 @@ class ZeroSection(Section):
     stage: Literal[0, 1, 2, 3] = 0
     offload_param: OffloadSection = OffloadSection()
     offload_optimizer: OffloadSection = OffloadSection()
-    stage3_param_persistence_threshold: Annotated[Count, Field(ge=0)] | Auto = 100_000
+    param_persistence_threshold: Count = Field(100_000, ge=0, alias="stage3_param_persistence_threshold")
 
 
 class AioSection(Section):
@@ -93,13 +105,13 @@ class AioSection(Section):
 
 class NvmeSection(Section):
     path: str
-    capacity: SizeOrAuto = "auto"
-    bandwidth: SizeOrAuto = "auto"
+    capacity: SizeOrAuto = None
+    bandwidth: SizeOrAuto = None
 
 
 class TieringSection(Section):
-    device_memory: SizeOrAuto = "auto"
-    host_memory: SizeOrAuto = "auto"
+    device_memory: SizeOrAuto = None
+    host_memory: SizeOrAuto = None
     nvme: list[NvmeSection] = []
     state_format: Literal["auto", "fp32", "split", "master", "bf16", "int8"] = "auto"
     update_schedule: Literal["auto", "backward", "deferred", "barrier"] = "auto"
@@ -109,14 +121,16 @@ class TieringSection(Section):
 
 
 class RootSection(Section):
-    train_batch_size: Count | Auto | None = Field(None)
-    train_micro_batch_size_per_gpu: Count | Auto | None = Field(None)
-    gradient_accumulation_steps: Count | Auto | None = Field(None)
-    gradient_clipping: float | Auto = 1.0
+    train_batch_size: Annotated[Count, Field(ge=1)] | None = None
+    train_micro_batch_size_per_gpu: Annotated[Count, Field(ge=1)] | None = None
+    gradient_accumulation_steps: Annotated[Count, Field(ge=1)] | None = None
+    gradient_clipping: Number = Field(1.0, ge=0)
+    communication_data_type: Dtype | None = None
     optimizer: OptimizerSection | None = None
     scheduler: SchedulerSection | None = None
     fp16: Fp16Section = Fp16Section()
     bf16: Bf16Section = Field(Bf16Section(), alias="bfloat16")
+    data_types: DataTypesSection = DataTypesSection()
     zero_optimization: ZeroSection = ZeroSection()
     aio: AioSection = AioSection()
     tiering: TieringSection = TieringSection()

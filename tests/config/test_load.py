@@ -96,15 +96,15 @@ def test_an_unknown_key_is_an_error_with_the_nearest_name(values, message) -> No
 @pytest.mark.parametrize("path", sorted(REFUSED))
 def test_every_refused_key_says_why(path) -> None:
     with pytest.raises(ConfigError) as refused:
-        load_config({path: 1})
-    assert str(refused.value).startswith(path)
+        load_config({path: "unwanted"})
+    assert str(refused.value).startswith(f"{path} is 'unwanted'")
     assert REFUSED[path] in str(refused.value)
 
 
 @pytest.mark.parametrize("path", sorted(NO_EFFECT))
 def test_every_key_without_effect_is_accepted_with_a_log_line(path, caplog) -> None:
     with caplog.at_level(logging.INFO):
-        load_config({path: 1})
+        load_config({"optimizer": {"type": "AdamW"}, path: 1})
     assert path in caplog.text
     assert NO_EFFECT[path] in caplog.text
 
@@ -117,7 +117,7 @@ def test_every_key_without_effect_is_accepted_with_a_log_line(path, caplog) -> N
         ({"tiering": {"tile_size": "big"}}, "tiering.tile_size is 'big'"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true"),
         ({"zero_optimization": NVME}, "no path is given"),
-        ({"gradient_accumulation_steps": 0}, "at least 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0; it must be greater than or equal to 1"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_name(values, message) -> None:

@@ -45,7 +45,7 @@ def test_a_published_configuration_trains(name) -> None:
 
 
 def test_what_auto_became_is_logged(caplog) -> None:
-    with caplog.at_level("INFO", "infinity.config.load"):
+    with caplog.at_level("INFO", "infinity.config"):
         load_config(CONFIGS / PUBLISHED[0], auto=FILLED)
     assert "key optimizer.params.lr is auto: 0.001 was given" in caplog.text
     assert "key scheduler.params.warmup_min_lr is auto: left to its default" in caplog.text

@@ -1,0 +1,181 @@
+"""From the sections of the file to the frozen `Config`: what follows from what, and what contradicts what."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from infinity.config.resolved import (
+    AioConfig,
+    Config,
+    Fp16Config,
+    NvmeConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    Precision,
+    SchedulerConfig,
+    TieringConfig,
+    ZeroConfig,
+)
+from infinity.config.schema import (
+    DataTypesSection,
+    Fp16Section,
+    OffloadSection,
+    RootSection,
+    SchedulerSection,
+    TieringSection,
+    ZeroSection,
+    boolean,
+)
+from infinity.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+def resolve(root: RootSection, world_size: int) -> Config:
+    micro, accumulation, total = _batch_sizes(root, world_size)
+    optimizer = OptimizerConfig(**_without_auto("optimizer", root.optimizer)) if root.optimizer else None
+    precision = _precision(root)
+    zero = root.zero_optimization
+    _check_placement(zero)
+    return Config(
+        train_batch_size=total,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        gradient_clipping=root.gradient_clipping,
+        precision=precision,
+        communication_data_type=root.communication_data_type or precision,
+        grad_accum_dtype=_grad_accum_dtype(root.data_types),
+        fp16=_fp16(root.fp16) if precision == "fp16" else None,
+        optimizer=optimizer,
+        scheduler=_scheduler(root.scheduler, optimizer) if root.scheduler else None,
+        zero=ZeroConfig(
+            stage=zero.stage,
+            offload_param=_offload(zero.offload_param),
+            offload_optimizer=_offload(zero.offload_optimizer),
+            param_persistence_threshold=zero.param_persistence_threshold,
+        ),
+        tiering=_tiering(root.tiering, zero.offload_param, zero.offload_optimizer),
+        aio=AioConfig(
+            root.aio.block_size,
+            root.aio.queue_depth,
+            root.aio.intra_op_parallelism,
+            root.aio.sqpoll,
+            root.aio.iopoll,
+            root.aio.use_gds,
+        ),
+    )
+
+
+def _precision(root: RootSection) -> Precision:
+    if root.fp16.enabled and root.bf16.enabled:
+        raise ConfigError("fp16.enabled and bf16.enabled are both true; enable one")
+    return "fp16" if root.fp16.enabled else "bf16" if root.bf16.enabled else "fp32"
+
+
+def _grad_accum_dtype(section: DataTypesSection) -> Precision:
+    if section.grad_accum_dtype != "fp32":
+        raise ConfigError(
+            f"data_types.grad_accum_dtype is {section.grad_accum_dtype}: gradients are accumulated in fp32, on the "
+            "tier where they are summed; set it to fp32 or remove the key"
+        )
+    return section.grad_accum_dtype
+
+
+def _check_placement(zero: ZeroSection) -> None:
+    """What a stage keeps whole on every rank cannot have its home in a lower tier."""
+    if zero.stage < 3 and zero.offload_param.device != "none":
+        raise ConfigError(
+            f"zero_optimization.stage is {zero.stage} but offload_param.device is {zero.offload_param.device}: "
+            "parameters are offloaded by stage 3 only; set stage to 3, or offload_param.device to none"
+        )
+    if zero.stage < 1 and zero.offload_optimizer.device != "none":
+        raise ConfigError(
+            f"zero_optimization.stage is 0 but offload_optimizer.device is {zero.offload_optimizer.device}: "
+            "optimizer states are offloaded by stages 1 to 3; set stage to 1 or more, or the device to none"
+        )
+
+
+def _batch_sizes(root: RootSection, world_size: int) -> tuple[int, int, int]:
+    """(micro batch, accumulation steps, global batch), any two of which fix the third."""
+    micro, accumulation = root.train_micro_batch_size_per_gpu, root.gradient_accumulation_steps
+    total = root.train_batch_size
+    if total is not None and (micro is None or accumulation is None):
+        known = (micro or accumulation or 1) * world_size
+        if total % known:
+            raise ConfigError(_triangle(micro, accumulation, total, world_size))
+        if micro is None:
+            accumulation = accumulation or 1
+            micro = total // (accumulation * world_size)
+        else:
+            accumulation = total // known
+    micro, accumulation = micro or 1, accumulation or 1
+    if total is not None and micro * accumulation * world_size != total:
+        raise ConfigError(_triangle(micro, accumulation, total, world_size))
+    return micro, accumulation, micro * accumulation * world_size
+
+
+def _triangle(micro: int | None, accumulation: int | None, total: int, world_size: int) -> str:
+    return (
+        f"train_batch_size is {total}, but train_micro_batch_size_per_gpu ({micro}) x gradient_accumulation_steps "
+        f"({accumulation}) x world size ({world_size}) must equal it; change or leave out one of the three"
+    )
+
+
+def _scheduler(section: SchedulerSection, optimizer: OptimizerConfig | None) -> SchedulerConfig:
+    """A schedule whose highest rate is "auto" rises to the optimizer's."""
+    resolved = SchedulerConfig(**_without_auto("scheduler", section))
+    if section.params.get("warmup_max_lr") != "auto" or optimizer is None or "lr" not in optimizer.params:
+        return resolved
+    lr = optimizer.params["lr"]
+    _log.info("configuration key scheduler.params.warmup_max_lr is auto: %s, the optimizer's", lr)
+    return SchedulerConfig(resolved.type, {**resolved.params, "warmup_max_lr": lr})
+
+
+def _without_auto(name: str, section: BaseModel) -> dict[str, Any]:
+    """An optimizer or scheduler section, with "auto" parameters left to their defaults, and "true" for true."""
+    values = section.model_dump()
+    for key, value in values["params"].items():
+        if value == "auto":
+            _log.info("configuration key %s.params.%s is auto: left to its default", name, key)
+    params = {key: boolean(value) for key, value in values["params"].items() if value != "auto"}
+    return {"type": values["type"], "params": params}
+
+
+def _offload(section: OffloadSection) -> OffloadConfig:
+    return OffloadConfig(section.device, None if section.nvme_path is None else Path(section.nvme_path))
+
+
+def _fp16(section: Fp16Section) -> Fp16Config:
+    initial = 2.0**section.initial_scale_power
+    if section.loss_scale == 0 and section.min_loss_scale > initial:
+        raise ConfigError(
+            f"fp16.min_loss_scale is {section.min_loss_scale:g}, above the scale to begin with, {initial:g} (2 to the "
+            f"power of fp16.initial_scale_power, {section.initial_scale_power}); lower it or raise the power"
+        )
+    return Fp16Config(**section.model_dump(exclude={"enabled"}))
+
+
+def _tiering(tiering: TieringSection, *offloads: OffloadSection) -> TieringConfig:
+    nvme = [NvmeConfig(Path(n.path), n.capacity, n.bandwidth) for n in tiering.nvme]
+    if not nvme:
+        paths = dict.fromkeys(o.nvme_path for o in offloads if o.device == "nvme" and o.nvme_path is not None)
+        nvme = [NvmeConfig(Path(path)) for path in paths]
+    if not nvme and any(offload.device == "nvme" for offload in offloads):
+        raise ConfigError(
+            "an offload section has device nvme but no path is given: set tiering.nvme to "
+            '[{"path": "/a/directory/on/the/drive"}], or nvme_path in the section'
+        )
+    return TieringConfig(
+        device_memory_bytes=tiering.device_memory,
+        host_memory_bytes=tiering.host_memory,
+        nvme=tuple(nvme),
+        state_format=tiering.state_format,
+        update_schedule=tiering.update_schedule,
+        io_backend=tiering.io_backend,
+        checksum=tiering.checksum,
+        tile_size_bytes=tiering.tile_size,
+    )
