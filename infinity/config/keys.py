@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from infinity.config.schema import boolean
+from infinity.config.values import boolean
 
 _BUCKETS = "nothing is bucketed on one process"
 _BUFFERS = "buffer sizes follow from the model and tiering.host_memory"

@@ -19,6 +19,7 @@ from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
+_AN_OBJECT = "it must be an object of keys and values"
 
 ConfigSource = str | Path | Mapping[str, Any]
 
@@ -58,7 +59,7 @@ def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}"
@@ -68,10 +69,21 @@ def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Python's parser keeps the last of two equal keys, silently."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
+        raise ConfigError(f"configuration key `{twice}` is given twice in one section; remove one")
+    return values
+
+
 def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """Copy `values` with dotted keys (`zero_optimization.stage`) turned into nested ones."""
     nested: dict[str, Any] = {}
     for key, value in values.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"configuration key {key!r} is not a string")
         head, _, rest = key.partition(".")
         if rest:
             value = {rest: value}
@@ -149,8 +161,10 @@ def _classify(values: dict[str, Any]) -> None:
                 _log.info("configuration key %s is auto: %s, the default", path, known[path].default)
             if value is None or value == "auto":
                 _remove(values, path)
-        elif path in sections and isinstance(value, Mapping):
-            _remove(values, path)  # a section of which nothing is honoured
+        elif path in sections:  # of which nothing is honoured
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{path} is {value!r}; {_AN_OBJECT}")
+            _remove(values, path)
         else:
             raise ConfigError(_unknown(path, known))
     _check_spellings(values, RootSection)
@@ -200,7 +214,9 @@ def _first_problem(error: ValidationError) -> str:
     path = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         return f"unknown configuration key `{path}`: docs/configuration.md lists the known keys"
+    if problem["type"] == "missing":
+        return f"{path} is missing; add it, or remove the section"
     if problem["type"] in ("model_type", "dict_type"):
-        return f"{path} is {problem['input']!r}; it must be an object of keys and values"
+        return f"{path} is {problem['input']!r}; {_AN_OBJECT}"
     demand = problem["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
     return f"{path} is {problem['input']!r}; {demand}"

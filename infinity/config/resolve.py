@@ -28,8 +28,8 @@ from infinity.config.schema import (
     SchedulerSection,
     TieringSection,
     ZeroSection,
-    boolean,
 )
+from infinity.config.values import boolean
 from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)

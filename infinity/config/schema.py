@@ -11,13 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from infinity.config.sizes import parse_size
-
-
-def boolean(value: Any) -> Any:
-    """Common files write "true" for true."""
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    return value
+from infinity.config.values import boolean
 
 
 def _number(value: Any) -> Any:
@@ -44,7 +38,7 @@ Bool = Annotated[bool, BeforeValidator(boolean)]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Count = Annotated[int, BeforeValidator(_count)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
-SizeOrAuto = Annotated[int | None, BeforeValidator(_size_or_auto)]
+SizeOrAuto = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_size_or_auto)]
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_name)]
 
 
@@ -88,7 +82,7 @@ class OffloadSection(Section):
 
 
 class ZeroSection(Section):
-    stage: Literal[0, 1, 2, 3] = 0
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_count)] = 0
     offload_param: OffloadSection = OffloadSection()
     offload_optimizer: OffloadSection = OffloadSection()
     param_persistence_threshold: Count = Field(100_000, ge=0, alias="stage3_param_persistence_threshold")

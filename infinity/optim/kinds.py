@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from infinity.config.values import number, switch
 from infinity.errors import ConfigError
 from infinity.kernels import AdagradHyper, Hyper, LionHyper, Rule, SgdHyper
 
@@ -99,7 +100,7 @@ def kind_from_config(type_name: str, params: Values) -> tuple[OptimizerKind, dic
     if name not in _BY_TYPE:
         raise ConfigError(f"optimizer.type is {type_name!r}; choose Adam, AdamW, Adagrad, Lion or SGD")
     kind = _BY_TYPE[name]
-    values = {key: value for key, value in params.items() if key in kind.defaults and key != "decoupled"}
+    values = {key: _checked(key, value) for key, value in params.items() if key in _names(kind)}
     fixed = {"bias_correction": True, "amsgrad": False, **dict.fromkeys(kind.unsupported, False)}
     for key in params.keys() - values.keys() - set(_WITHOUT_EFFECT):
         if key not in fixed:
@@ -107,8 +108,25 @@ def kind_from_config(type_name: str, params: Values) -> tuple[OptimizerKind, dic
         if bool(params[key]) is not fixed[key]:
             raise ConfigError(f"optimizer.params.{key} is {params[key]!r}, which is not supported; leave it out")
     if kind is ADAM:
-        values["decoupled"] = name == "adamw" or bool(params.get("adam_w_mode", True))
+        decoupled = switch("optimizer.params.adam_w_mode", params.get("adam_w_mode", True))
+        values["decoupled"] = name == "adamw" or decoupled
     return kind, values
+
+
+def _checked(key: str, value: Any) -> Any:
+    """A hyper-parameter of the configuration, in the range that torch's optimizers demand.
+
+    Raises:
+        ConfigError: a value that is of another kind or out of range.
+    """
+    path = f"optimizer.params.{key}"
+    if key == "nesterov":
+        return switch(path, value)
+    if key != "betas":
+        return number(path, value, least=0)
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise ConfigError(f"{path} is {value!r}; it must be two numbers, such as [0.9, 0.999]")
+    return tuple(number(f"{path}[{index}]", beta, least=0, below=1) for index, beta in enumerate(value))
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> tuple[OptimizerKind, list[dict[str, Any]]]:

@@ -15,6 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.config import SchedulerConfig
+from infinity.config.values import number, switch, whole
 from infinity.errors import ConfigError
 
 
@@ -223,17 +224,36 @@ class _Params:
         self._unread: dict[str, Any] = dict(config.params)
 
     def get(self, name: str, default: Any) -> Any:
-        return self._unread.pop(name, default)
+        value = self._unread.pop(name, None)  # null stands for the default
+        return default if value is None else value
 
     def need(self, name: str) -> Any:
         if name not in self._unread:
             raise ConfigError(f"scheduler.params.{name} is missing; {self._type} needs it")
         return self._unread.pop(name)
 
+    def number(self, name: str, default: float) -> float:
+        return number(f"scheduler.params.{name}", self.get(name, default))
+
+    def whole(self, name: str, default: int, *, least: int = 0) -> int:
+        return whole(f"scheduler.params.{name}", self.get(name, default), least=least)
+
+    def switch(self, name: str, default: bool) -> bool:
+        return switch(f"scheduler.params.{name}", self.get(name, default))
+
+    def rates(self, name: str, value: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+        """One learning rate, or one for each parameter group."""
+        path, groups = f"scheduler.params.{name}", len(optimizer.param_groups)
+        values = value if isinstance(value, list) else [value] * groups
+        if len(values) != groups:
+            raise ConfigError(f"{path} has {len(values)} learning rates but the optimizer {groups} groups")
+        return [number(path, rate, least=0) for rate in values]
+
+    def total(self) -> int:
+        return whole("scheduler.params.total_num_steps", self.need("total_num_steps"), least=1)
+
     def warmup(self) -> Warmup:
-        steps = self.get("warmup_num_steps", 1000)
-        if not isinstance(steps, int) or steps < 1:
-            raise ConfigError(f"scheduler.params.warmup_num_steps is {steps!r}; it must be a positive whole number")
+        steps = self.whole("warmup_num_steps", 1000)
         kind = self.get("warmup_type", "log")
         if kind not in ("log", "linear"):
             raise ConfigError(f"scheduler.params.warmup_type is {kind!r}; choose log or linear")
@@ -248,74 +268,58 @@ def _group_lrs(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def _per_group(value: float | list[float], optimizer: torch.optim.Optimizer) -> list[float]:
-    values = value if isinstance(value, list) else [value] * len(optimizer.param_groups)
-    if len(values) != len(optimizer.param_groups):
-        raise ConfigError(
-            f"the scheduler has {len(values)} learning rates but the optimizer {len(optimizer.param_groups)} groups"
-        )
-    return [float(v) for v in values]
-
-
 def _warmup(params: _Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    low = _per_group(params.get("warmup_min_lr", 0.0), optimizer)
+    low = params.rates("warmup_min_lr", params.get("warmup_min_lr", 0.0), optimizer)
     high = params.get("warmup_max_lr", None)
-    bounds = _group_lrs(optimizer) if high is None else _per_group(high, optimizer)
+    bounds = _group_lrs(optimizer) if high is None else params.rates("warmup_max_lr", high, optimizer)
     return FactorLR(optimizer, params.warmup(), low, bounds)
 
 
 def _warmup_decay(params: _Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    total = int(params.need("total_num_steps"))
-    low = _per_group(params.get("warmup_min_lr", 0.0), optimizer)
-    high = _per_group(params.get("warmup_max_lr", 1e-3), optimizer)
+    total = params.total()
+    low = params.rates("warmup_min_lr", params.get("warmup_min_lr", 0.0), optimizer)
+    high = params.rates("warmup_max_lr", params.get("warmup_max_lr", 1e-3), optimizer)
     return FactorLR(optimizer, WarmupDecay(params.warmup(), total), low, high)
 
 
 def _warmup_cosine(params: _Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    total = int(params.need("total_num_steps"))
-    warmup_min = float(params.get("warmup_min_ratio", 0.0))
-    cosine_min = float(params.get("cos_min_ratio", 1e-4))
+    total = params.total()
+    warmup_min = params.number("warmup_min_ratio", 0.0)
+    cosine_min = params.number("cos_min_ratio", 1e-4)
     factor = WarmupCosine(params.warmup(), total, warmup_min, cosine_min)
     return FactorLR(optimizer, factor, [0.0] * len(optimizer.param_groups), _group_lrs(optimizer))
 
 
 def _range_test(params: _Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    low = _per_group(params.get("lr_range_test_min_lr", 1e-3), optimizer)
+    low = params.rates("lr_range_test_min_lr", params.get("lr_range_test_min_lr", 1e-3), optimizer)
     factor = RangeTest(
-        int(params.get("lr_range_test_step_size", 2000)),
-        float(params.get("lr_range_test_step_rate", 1.0)),
-        bool(params.get("lr_range_test_staircase", False)),
+        params.whole("lr_range_test_step_size", 2000, least=1),
+        params.number("lr_range_test_step_rate", 1.0),
+        params.switch("lr_range_test_staircase", False),
     )
     return FactorLR(optimizer, factor, [0.0] * len(low), low)
 
 
 def _one_cycle(params: _Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    low = _per_group(params.need("cycle_min_lr"), optimizer)
-    high = _per_group(params.need("cycle_max_lr"), optimizer)
-    first = int(params.get("cycle_first_step_size", 2000))
-    second = params.get("cycle_second_step_size", None)
-    first_stairs = int(params.get("cycle_first_stair_count", 0))
-    second_stairs = params.get("cycle_second_stair_count", None)
-    if first < 1 or (second is not None and int(second) < 0):
-        raise ConfigError(
-            f"scheduler.params.cycle_first_step_size is {first} and cycle_second_step_size {second}; the first must be "
-            "positive and the second not negative"
-        )
+    low = params.rates("cycle_min_lr", params.need("cycle_min_lr"), optimizer)
+    high = params.rates("cycle_max_lr", params.need("cycle_max_lr"), optimizer)
+    first = params.whole("cycle_first_step_size", 2000, least=1)
+    first_stairs = params.whole("cycle_first_stair_count", 0)
     cycle = Cycle(
         first,
-        first if second is None else int(second),
+        params.whole("cycle_second_step_size", first),
         first_stairs,
-        first_stairs if second_stairs is None else int(second_stairs),
+        params.whole("cycle_second_stair_count", first_stairs),
     )
-    momentum = (float(params.get("cycle_min_mom", 0.8)), float(params.get("cycle_max_mom", 0.9)))
-    cycles = bool(params.get("cycle_momentum", True)) and "betas" in optimizer.defaults
+    momentum = (params.number("cycle_min_mom", 0.8), params.number("cycle_max_mom", 0.9))
+    cycles = params.switch("cycle_momentum", True) and "betas" in optimizer.defaults
     return OneCycle(
         optimizer,
         cycle,
         low,
         high,
         momentum if cycles else None,
-        int(params.get("decay_step_size", 0)),
-        float(params.get("decay_lr_rate", 0.0)),
-        float(params.get("decay_mom_rate", 0.0)),
+        params.whole("decay_step_size", 0),
+        params.number("decay_lr_rate", 0.0),
+        params.number("decay_mom_rate", 0.0),
     )

@@ -113,6 +113,31 @@ def test_every_key_without_effect_is_accepted_with_a_log_line(path, caplog) -> N
     ("values", "message"),
     [
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage is True; it must be a number"),
+        ({"zero_optimization": True}, "zero_optimization is True; it must be an object"),
+        ({"checkpoint": 3}, "checkpoint is 3; it must be an object"),
+        ({"gradient_clipping": -1}, "gradient_clipping is -1; it must be greater than or equal to 0"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping is nan"),
+        ({"gradient_clipping": float("inf")}, "gradient_clipping is inf; it must be a finite number"),
+        ({"gradient_clipping": "abc"}, "gradient_clipping is 'abc'; it must be a valid number"),
+        ({"fp16": {"loss_scale": float("inf")}}, "fp16.loss_scale is inf; it must be a finite number"),
+        ({"fp16": {"loss_scale": True}}, "fp16.loss_scale is True; it must be a number"),
+        (
+            {"fp16": {"enabled": True, "min_loss_scale": 8, "initial_scale_power": 2}},
+            "fp16.min_loss_scale is 8, above the scale to begin with, 4",
+        ),
+        ({"train_batch_size": True}, "train_batch_size is True; it must be a number"),
+        ({"train_batch_size": 2.5}, "train_batch_size is 2.5; it must be a valid integer"),
+        ({"bfloat16": {"enabled": "x"}}, "bfloat16.enabled is 'x'"),
+        ({"communication_data_type": "int8"}, "communication_data_type is 'int8'; it must be 'fp32', 'fp16' or 'bf16'"),
+        (
+            {"data_types": {"grad_accum_dtype": "bf16"}},
+            "data_types.grad_accum_dtype is bf16: gradients are accumulated",
+        ),
+        ({"optimizer": {"params": {}}}, "optimizer.type is missing"),
+        ({"tiering": {"host_memory": 0}}, "tiering.host_memory is 0"),
+        ({"tiering": {"nvme": [{"path": "/a", "size": 1}]}}, "unknown configuration key `tiering.nvme.0.size`"),
+        ({3: 4}, "configuration key 3 is not a string"),
         ({"bf16": {"enabled": "perhaps"}}, "bf16.enabled is 'perhaps'"),
         ({"tiering": {"tile_size": "big"}}, "tiering.tile_size is 'big'"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true"),
@@ -142,6 +167,22 @@ def test_common_spellings_are_understood() -> None:
     assert dict(config.optimizer.params) == {"betas": [0.9, 0.95]}
 
 
+@pytest.mark.parametrize(("section", "expected"), [("fp16", "fp16"), ("bf16", "bf16"), (None, "fp32")])
+def test_gradients_travel_in_the_precision_unless_told_otherwise(section, expected) -> None:
+    values = {} if section is None else {section: {"enabled": True}}
+    assert load_config(values).communication_data_type == expected
+    config = load_config(values | {"communication_data_type": "FP32", "data_types": {"grad_accum_dtype": "fp32"}})
+    assert (config.communication_data_type, config.grad_accum_dtype) == ("fp32", "fp32")
+
+
+def test_auto_and_null_stand_for_the_default(caplog) -> None:
+    values = {"gradient_clipping": "auto", "fp16": {"hysteresis": "auto"}, "bf16": None, "train_batch_size": "auto"}
+    with caplog.at_level(logging.INFO):
+        assert load_config(values) == load_config({})
+    assert "key gradient_clipping is auto: 1.0, the default" in caplog.text
+    assert "key fp16.hysteresis is auto: 2, the default" in caplog.text
+
+
 def test_nvme_paths_come_from_tiering_or_from_the_offload_sections() -> None:
     section = {"device": "nvme", "nvme_path": "/a"}
     config = load_config({"zero_optimization": {"stage": 3, "offload_param": section, "offload_optimizer": section}})
@@ -156,6 +197,9 @@ def test_a_file_that_is_missing_or_broken_is_named(tmp_path) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text('{"a": }')
     with pytest.raises(ConfigError, match=r"broken\.json is not valid JSON: line 1"):
+        load_config(broken)
+    broken.write_text('{"bf16": {"enabled": true, "enabled": false}}')
+    with pytest.raises(ConfigError, match="key `enabled` is given twice"):
         load_config(broken)
     broken.write_text("[]")
     with pytest.raises(ConfigError, match="must hold a JSON object"):

@@ -150,7 +150,19 @@ def test_a_resumed_schedule_goes_on(name, params, rates, momenta) -> None:
     ("name", "params", "message"),
     [
         ("OneCycle", {"cycle_max_lr": 1e-3}, "cycle_min_lr is missing"),
-        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "must be positive"),
+        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "is 0; .* at least 1"),
+        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": "big"}, r"params.cycle_max_lr is 'big'; it must be a finite"),
+        ("WarmupLR", {"warmup_num_steps": 2.5}, r"params.warmup_num_steps is 2.5; it must be a whole number"),
+        ("WarmupLR", {"warmup_num_steps": True}, r"params.warmup_num_steps is True; it must be a whole number"),
+        ("WarmupLR", {"warmup_max_lr": -1}, r"params.warmup_max_lr is -1; it must be a finite number of at least 0"),
+        ("WarmupLR", {"warmup_max_lr": [1e-3, 1e-3]}, "has 2 learning rates but the optimizer 1 groups"),
+        (
+            "WarmupDecayLR",
+            {"total_num_steps": "auto?"},
+            r"params.total_num_steps is 'auto\?'; it must be a whole number",
+        ),
+        ("WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": float("nan")}, r"params.cos_min_ratio is nan"),
+        ("LRRangeTest", {"lr_range_test_staircase": 3}, r"params.lr_range_test_staircase is 3; .* true or false"),
         ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_mom": 0}, "cycle_mom is unknown to OneCycle"),
         ("WarmupDecayLR", {}, "total_num_steps is missing"),
         ("WarmupLR", {"warmup_type": "cubic"}, "choose log or linear"),
@@ -160,3 +172,10 @@ def test_a_resumed_schedule_goes_on(name, params, rates, momenta) -> None:
 def test_what_cannot_work_is_refused_by_name(name, params, message) -> None:
     with pytest.raises(ConfigError, match=message):
         make_scheduler(SchedulerConfig(name, params), optimizer())
+
+
+def test_numbers_as_people_write_them() -> None:
+    """1e3 is a float to JSON, null stands for the default, and a warm-up of 0 steps takes 2 as in DeepSpeed."""
+    written = {"warmup_num_steps": 1e1, "warmup_min_lr": "1e-5", "warmup_max_lr": None}
+    assert course("WarmupLR", written) == course("WarmupLR", {"warmup_num_steps": 10, "warmup_min_lr": 1e-5})
+    assert course("WarmupLR", {"warmup_num_steps": 0}) == course("WarmupLR", {"warmup_num_steps": 2})
