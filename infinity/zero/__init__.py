@@ -6,12 +6,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infinity.zero.estimates import (
+        estimate_zero2_model_states_mem_needs,
+        estimate_zero2_model_states_mem_needs_all_cold,
+        estimate_zero2_model_states_mem_needs_all_live,
+        estimate_zero3_model_states_mem_needs,
+        estimate_zero3_model_states_mem_needs_all_cold,
+        estimate_zero3_model_states_mem_needs_all_live,
+    )
     from infinity.zero.gathered import GatheredParameters
     from infinity.zero.init import Init
 
-_HOMES = {"GatheredParameters": "infinity.zero.gathered", "Init": "infinity.zero.init"}
+_HOMES = {
+    "GatheredParameters": "infinity.zero.gathered",
+    "Init": "infinity.zero.init",
+    "estimate_zero2_model_states_mem_needs": "infinity.zero.estimates",
+    "estimate_zero2_model_states_mem_needs_all_cold": "infinity.zero.estimates",
+    "estimate_zero2_model_states_mem_needs_all_live": "infinity.zero.estimates",
+    "estimate_zero3_model_states_mem_needs": "infinity.zero.estimates",
+    "estimate_zero3_model_states_mem_needs_all_cold": "infinity.zero.estimates",
+    "estimate_zero3_model_states_mem_needs_all_live": "infinity.zero.estimates",
+}
 
-__all__ = ["GatheredParameters", "Init"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+]
 
 
 def __getattr__(name: str) -> Any:
