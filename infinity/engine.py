@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,10 @@ class Engine:
         self._counters = runtime.counters
         self._executor = runtime.executor
         self._gradients = Gradients(
-            runtime.partition.units, runtime.grads, make_room=runtime.executor.finish_oldest_update
+            runtime.partition.units,
+            runtime.grads,
+            make_room=runtime.executor.finish_oldest_update,
+            counters=runtime.counters,
         )
         self._updates = Updates(
             runtime.partition,
@@ -112,7 +116,7 @@ class Engine:
         """Run the model's forward, with each unit in memory while it is needed."""
         self._check_open()
         training = torch.is_grad_enabled()
-        with self._counters.phase("forward"):
+        with self._counters.phase("forward") if training else nullcontext():
             if not self._in_cycle:
                 self._executor.begin_cycle()
             outputs = self.module(*args, **kwargs)
@@ -268,19 +272,21 @@ class Engine:
         """
         self._check_at_step_boundary("save_checkpoint")
         self.synchronize()
-        return save_checkpoint(
-            Path(save_dir),
-            tag or f"global_step{self.global_steps}",
-            self._runtime,
-            steps=self._updates.steps,
-            counters={
-                "global_steps": self.global_steps,
-                "micro_steps": self.micro_steps,
-                "skipped_steps": self.skipped_steps,
-            },
-            extra=collect_extra(self.module, self.optimizer, self.lr_scheduler, self.loss_scale, client_state or {}),
-            mark_latest=save_latest,
-        )
+        extra = collect_extra(self.module, self.optimizer, self.lr_scheduler, self.loss_scale, client_state or {})
+        with self._counters.aside():
+            return save_checkpoint(
+                Path(save_dir),
+                tag or f"global_step{self.global_steps}",
+                self._runtime,
+                steps=self._updates.steps,
+                counters={
+                    "global_steps": self.global_steps,
+                    "micro_steps": self.micro_steps,
+                    "skipped_steps": self.skipped_steps,
+                },
+                extra=extra,
+                mark_latest=save_latest,
+            )
 
     def load_checkpoint(
         self,
@@ -313,7 +319,8 @@ class Engine:
         if opened is None:
             return None, None
         check_extra(opened.path, opened.extra, self.module, self.optimizer, self.lr_scheduler, parts)
-        load_tensors(opened, self._runtime, moments=parts.optimizer)  # from here on the engine changes
+        with self._counters.aside():
+            load_tensors(opened, self._runtime, moments=parts.optimizer)  # from here on the engine changes
         self._updates.steps = dict(opened.manifest.steps) if parts.optimizer else {}
         if parts.progress:
             counters = opened.manifest.counters
@@ -431,7 +438,8 @@ def initialize(
     _place_buffers(model, dtype, compute_device)
     runtime = build_runtime(model, groups, resolved, tiered.kind.layout, link)
     try:
-        materialize(runtime.partition, values, runtime.executor, runtime.pipeline, runtime.layout)
+        with runtime.counters.aside():
+            materialize(runtime.partition, values, runtime.executor, runtime.pipeline, runtime.layout)
         scheduler = _scheduler(resolved, tiered, lr_scheduler)
         engine = Engine(model, resolved, runtime, tiered, scheduler, compute_device)
     except BaseException:

@@ -23,7 +23,8 @@ from infinity.io import IoFuture, Priority
 from infinity.kernels import Dither, Rule
 from infinity.memory import Lease
 from infinity.optim.formats import StateLayout, update
-from infinity.telemetry import Counters
+from infinity.telemetry import Counters, StallCause, Waits
+from infinity.tiers import Arrival
 from infinity.tiers.states import StateStore, Tile, tile_buffer
 
 WriteParams = Callable[[int, int, int], "IoFuture | None"]  # (unit, start, numel)
@@ -56,7 +57,7 @@ class UpdateJob:
     param: torch.Tensor
     grad: torch.Tensor
     segments: tuple[Segment, ...]
-    ready: IoFuture | None
+    ready: Arrival | None
     write_back: bool
     seed: int = 0
 
@@ -86,6 +87,9 @@ class UpdateTicket:
 class UpdatePipeline:
     """Runs update jobs in the order of submission.
 
+    Attributes:
+        waits: what the worker waited for; who waits for a ticket waits for that too.
+
     Args:
         slots: ring of leases, each as large as a full tile; empty where every tile lives in host memory.
         write_params: starts writing a range of a unit's parameters to their home.
@@ -103,6 +107,7 @@ class UpdatePipeline:
         self._states = states
         self._write_params = write_params
         self._counters = counters
+        self.waits = Waits()
         self._free = deque(slots)
         self._writing: deque[tuple[Tile, Lease, IoFuture]] = deque()
         self._reads: dict[tuple[int, int], tuple[Lease, IoFuture]] = {}
@@ -222,7 +227,8 @@ class UpdatePipeline:
             self._read_ahead(ticket, position)
             slot = tile.home if isinstance(tile.home, Lease) else self._tile_in_memory(tile)
             if position == 0 and job.ready is not None:
-                job.ready.result()
+                with self.waits.waiting(job.ready.cause):
+                    job.ready.future.result()
             start_s = time.perf_counter()
             fields = self._layout.views(tile_buffer(slot, tile), tile.numel)
             touched = self._update_tile(job, tile, fields)
@@ -264,7 +270,8 @@ class UpdatePipeline:
             self._reads[key] = (slot, self._states.read(tile, slot, Priority.DEMAND))
         slot, read = self._reads.pop(key)
         try:
-            read.result()
+            with self.waits.waiting(StallCause.DISK_READ):
+                read.result()
         except BaseException:
             self._free.append(slot)
             raise
@@ -277,7 +284,8 @@ class UpdatePipeline:
             self._settle_oldest()
         if not self._free and self._reads:
             slot, read = self._reads.pop(next(reversed(self._reads)))
-            _quietly(read)
+            with self.waits.waiting(StallCause.DISK_READ):
+                _quietly(read)
             self._free.append(slot)
         return self._free.popleft()
 
@@ -289,7 +297,8 @@ class UpdatePipeline:
     def _settle_oldest(self) -> None:
         _, slot, write = self._writing.popleft()
         self._free.append(slot)
-        _quietly(write)  # whoever waits for the ticket gets the error
+        with self.waits.waiting(StallCause.DISK_WRITE):
+            _quietly(write)  # whoever waits for the ticket gets the error
 
     def _is_written(self, tile: Tile) -> bool:
         """A write of this tile is in flight; a read could overtake it."""

@@ -1,5 +1,6 @@
 """What a step cost: bytes moved, seconds stalled, peaks reached."""
 
-from infinity.telemetry.counters import Counters, StallCause, StepStats
+from infinity.telemetry.counters import Counters, StepStats
+from infinity.telemetry.stalls import StallCause, Waits
 
-__all__ = ["Counters", "StallCause", "StepStats"]
+__all__ = ["Counters", "StallCause", "StepStats", "Waits"]

@@ -12,17 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 
-
-class StallCause(str, Enum):
-    """Why the compute thread waited."""
-
-    DISK_READ = "disk_read"
-    DISK_WRITE = "disk_write"
-    HOST_LINK = "host_link"
-    OPTIMIZER = "optimizer"
-    COLLECTIVE = "collective"
+from infinity.telemetry.stalls import StallCause, Waits
 
 
 @dataclass(frozen=True)
@@ -31,8 +22,11 @@ class StepStats:
 
     Attributes:
         phase_s: wall seconds of the compute thread by phase (`forward`, `backward`, `update`).
-        tier_bytes: bytes moved, by route: `nvme_read`, `nvme_write`, `host_to_device`, `device_to_host`.
-        stall_s: seconds that the compute thread waited, by `StallCause` value.
+        tier_bytes: bytes whose move was started since the last step ended (setting up and checkpoints left out), by
+            route: `nvme_read`, `nvme_write`, `host_to_device`, `device_to_host`.
+        stall_s: seconds of these phases that the compute thread waited, by `StallCause` value.
+        outside_stall_s: the same for what it waited since the last step outside of these phases: in evaluation,
+            `synchronize`, reading parameters.
         peak_bytes: high-water mark since the start, by tier (`host`, `device`).
         optimizer_s: seconds that the optimizer's own thread spent computing (it overlaps with the phases).
         grad_norm: global gradient norm before clipping, or None where the schedule does not need it.
@@ -42,6 +36,7 @@ class StepStats:
     phase_s: dict[str, float] = field(default_factory=dict)
     tier_bytes: dict[str, int] = field(default_factory=dict)
     stall_s: dict[str, float] = field(default_factory=dict)
+    outside_stall_s: dict[str, float] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     optimizer_s: float = 0.0
     grad_norm: float | None = None
@@ -56,10 +51,13 @@ class Counters:
         self._phase_s: defaultdict[str, float] = defaultdict(float)
         self._tier_bytes: defaultdict[str, int] = defaultdict(int)
         self._stall_s: defaultdict[str, float] = defaultdict(float)
+        self._outside_stall_s: defaultdict[str, float] = defaultdict(float)
         self._optimizer_s = 0.0
+        self._in_phase = False
+        self._booked_s = 0.0  # of all stalls so far, so that one within another is not counted twice
 
     def moved(self, route: str, nbytes: int) -> None:
-        """Count `nbytes` over `route`, for example `nvme_read`."""
+        """Count `nbytes` over `route`, for example `nvme_read`, when the move is started."""
         with self._lock:
             self._tier_bytes[route] += nbytes
 
@@ -70,23 +68,56 @@ class Counters:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the compute thread."""
+        """Time a phase of a training step on the compute thread."""
         start = time.perf_counter()
+        self._in_phase = True
         try:
             yield
         finally:
+            self._in_phase = False
             with self._lock:
                 self._phase_s[name] += time.perf_counter() - start
 
     @contextmanager
-    def stalled(self, cause: StallCause) -> Iterator[None]:
-        """Time a wait of the compute thread."""
-        start = time.perf_counter()
+    def stalled(self, cause: StallCause, worker: Waits | None = None) -> Iterator[None]:
+        """Time a wait of the compute thread.
+
+        Args:
+            worker: what is waited for is the work of this thread; what that thread itself waits for meanwhile is
+                booked by its own cause, and only the rest under `cause`.
+        """
+        start, booked_before_s = time.perf_counter(), self._booked_s
+        waits_before = {} if worker is None else worker.totals_s()
+        try:
+            yield
+        finally:
+            rest_s = time.perf_counter() - start - (self._booked_s - booked_before_s)
+            for deeper, total_s in ({} if worker is None else worker.totals_s()).items():
+                waited_s = min(rest_s, total_s - waits_before.get(deeper, 0.0))
+                self._book(deeper, waited_s)
+                rest_s -= waited_s
+            self._book(cause, rest_s)
+
+    def _book(self, cause: StallCause, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        with self._lock:
+            (self._stall_s if self._in_phase else self._outside_stall_s)[cause.value] += seconds
+            self._booked_s += seconds
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is counted meanwhile is no part of training (initialisation, a checkpoint); nothing else may run."""
+        with self._lock:
+            tier_bytes, optimizer_s = dict(self._tier_bytes), self._optimizer_s
+            outside_stall_s = dict(self._outside_stall_s)
         try:
             yield
         finally:
             with self._lock:
-                self._stall_s[cause.value] += time.perf_counter() - start
+                self._tier_bytes = defaultdict(int, tier_bytes)
+                self._outside_stall_s = defaultdict(float, outside_stall_s)
+                self._optimizer_s = optimizer_s
 
     def end_step(self, peak_bytes: dict[str, int], grad_norm: float | None = None, skipped: bool = False) -> StepStats:
         """Return what was counted since the last call, and start from zero."""
@@ -95,13 +126,13 @@ class Counters:
                 phase_s=dict(self._phase_s),
                 tier_bytes=dict(self._tier_bytes),
                 stall_s=dict(self._stall_s),
+                outside_stall_s=dict(self._outside_stall_s),
                 peak_bytes=peak_bytes,
                 optimizer_s=self._optimizer_s,
                 grad_norm=grad_norm,
                 skipped=skipped,
             )
-            self._phase_s.clear()
-            self._tier_bytes.clear()
-            self._stall_s.clear()
+            for counted in (self._phase_s, self._tier_bytes, self._stall_s, self._outside_stall_s):
+                counted.clear()
             self._optimizer_s = 0.0
         return stats

@@ -2,12 +2,13 @@
 
 from infinity.tiers.discrete import DiscreteParams
 from infinity.tiers.grads import GradLease, GradStore
-from infinity.tiers.link import CudaLink, Link, SameMemory
-from infinity.tiers.params import FlatSpec, ParamStore, Residency, UnifiedParams
+from infinity.tiers.link import CudaLink, Link, SameMemory, to_host
+from infinity.tiers.params import Arrival, FlatSpec, ParamStore, Residency, UnifiedParams
 from infinity.tiers.states import StateStore, Tile, cut_into_tiles, stay_in_memory
 from infinity.tiers.swap import Extent, SwapPath, SwapSpace, open_swap
 
 __all__ = [
+    "Arrival",
     "CudaLink",
     "DiscreteParams",
     "Extent",
@@ -26,4 +27,5 @@ __all__ = [
     "cut_into_tiles",
     "open_swap",
     "stay_in_memory",
+    "to_host",
 ]

@@ -15,9 +15,9 @@ import torch
 from infinity.io import IoFuture, Priority
 from infinity.io.gds import DeviceReads
 from infinity.memory import Arena, Budget, Lease
-from infinity.telemetry import Counters
+from infinity.telemetry import Counters, StallCause
 from infinity.tiers.link import Link, Token
-from infinity.tiers.params import FlatSpec, ParamStore, Residency
+from infinity.tiers.params import Arrival, FlatSpec, ParamStore, Residency
 from infinity.tiers.swap import Extent, SwapSpace
 
 
@@ -33,7 +33,7 @@ class _Image:
     """
 
     lease: Lease
-    arriving: IoFuture | None
+    arriving: Arrival | None
     users: int = 1
     overtakes: bool = False
     upload: Token | None = None
@@ -141,7 +141,8 @@ class DiscreteParams(ParamStore):
             image = self._staging_image(unit)
             if image is None or self._swap is None or not isinstance(home, Extent):
                 return False
-            image.arriving = self._swap.read(home, image.lease.span(0, spec.nbytes), priority=priority)
+            read = self._swap.read(home, image.lease.span(0, spec.nbytes), priority=priority)
+            image.arriving = Arrival(read, StallCause.DISK_READ)
             self._counters.moved("nvme_read", spec.nbytes)
         self._images[unit] = image
         self._budget.take(spec.nbytes, spec.name)
@@ -165,15 +166,16 @@ class DiscreteParams(ParamStore):
             return
         if self._residency[unit] is Residency.FETCHING and unit not in self._uploads:
             arriving = self._images[unit].arriving
-            if arriving is None or arriving.done():
+            if arriving is None or arriving.future.done():
                 if arriving is not None:
-                    arriving.result()
+                    arriving.future.result()
                 self._uploads[unit] = self._upload(unit)
 
     def fetch_wait(self, unit: int) -> None:
         if unit in self._arrivals:
             try:
-                self._arrivals.pop(unit).result()
+                with self._counters.stalled(StallCause.DISK_READ):
+                    self._arrivals.pop(unit).result()
             except BaseException:
                 self._move(unit, Residency.FETCHING, Residency.STORED)
                 self._free(unit)
@@ -181,9 +183,7 @@ class DiscreteParams(ParamStore):
             self._move(unit, Residency.FETCHING, Residency.RESIDENT)
             return
         try:
-            arriving = self._images[unit].arriving
-            if arriving is not None:
-                arriving.result()
+            self.host_wait(unit)
         except BaseException:
             self._leave_image(unit, None)
             self._move(unit, Residency.FETCHING, Residency.STORED)
@@ -191,7 +191,7 @@ class DiscreteParams(ParamStore):
             raise
         self.advance(unit)
         token = self._uploads.pop(unit)
-        self._link.compute_waits(token)
+        self._compute_waits(token)
         self._leave_image(unit, token)
         self._move(unit, Residency.FETCHING, Residency.RESIDENT)
 
@@ -210,17 +210,19 @@ class DiscreteParams(ParamStore):
                 return False
             if not isinstance(self._homes[unit], Lease):
                 if unit in self._arrivals:
-                    self._arrivals[unit].result()
+                    with self._counters.stalled(StallCause.DISK_READ):
+                        self._arrivals[unit].result()
                 nbytes = self.specs[unit].nbytes
-                token = self._link.download(image.lease.tensor(self.specs[unit].dtype), self._tensors[unit])
+                with self._counters.stalled(StallCause.HOST_LINK):
+                    token = self._link.download(image.lease.tensor(self.specs[unit].dtype), self._tensors[unit])
                 self._counters.moved("device_to_host", nbytes)
-                image.arriving = _Download(token, nbytes)
+                image.arriving = Arrival(_Download(token, nbytes), StallCause.HOST_LINK)
             image.overtakes = True
             self._images[unit] = image
         self.pin(unit)
         return True
 
-    def host_ready(self, unit: int) -> IoFuture | None:
+    def host_ready(self, unit: int) -> Arrival | None:
         return self._images[unit].arriving
 
     def publish(self, unit: int) -> None:
@@ -228,7 +230,7 @@ class DiscreteParams(ParamStore):
         if image.overtakes:  # else a fetch uploads after the update
             image.overtakes = False
             image.upload = self._upload(unit)
-            self._link.compute_waits(image.upload)
+            self._compute_waits(image.upload)
 
     def host_close(self, unit: int) -> None:
         self.publish(unit)
@@ -257,7 +259,8 @@ class DiscreteParams(ParamStore):
 
     def _resize(self, unit: int, nbytes: int) -> None:
         """Give the unit's storage memory, or take it; see [Note: stable storage]."""
-        self._tensors[unit].untyped_storage().resize_(nbytes)
+        with self._counters.stalled(StallCause.ALLOCATOR):
+            self._tensors[unit].untyped_storage().resize_(nbytes)
 
     def _free(self, unit: int) -> None:
         self._resize(unit, 0)
@@ -265,7 +268,12 @@ class DiscreteParams(ParamStore):
 
     def _upload(self, unit: int) -> Token:
         self._counters.moved("host_to_device", self.specs[unit].nbytes)
-        return self._link.upload(self._tensors[unit], self.host_tensor(unit))
+        with self._counters.stalled(StallCause.HOST_LINK):
+            return self._link.upload(self._tensors[unit], self.host_tensor(unit))
+
+    def _compute_waits(self, token: Token) -> None:
+        with self._counters.stalled(StallCause.HOST_LINK):
+            self._link.compute_waits(token)
 
     # Images #
 
@@ -279,7 +287,8 @@ class DiscreteParams(ParamStore):
         nbytes = self.specs[unit].nbytes
         lease = self._arena.try_lease(nbytes)
         while lease is None and self._retiring:
-            self._retiring[0][0].synchronize()
+            with self._counters.stalled(StallCause.HOST_LINK):
+                self._retiring[0][0].synchronize()
             self._reap()
             lease = self._arena.try_lease(nbytes)
         return None if lease is None else _Image(lease, None)

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from infinity.io.gds import DeviceReader, HostReader, KvikioReader, gds_problem
+from infinity.telemetry import Counters, StallCause
 
 
 class Token(Protocol):
@@ -74,6 +75,17 @@ class CudaLink:
             target.copy_(source, non_blocking=True)
         event: Token = stream.record_event()
         return event
+
+
+def to_host(source: torch.Tensor, counters: Counters) -> torch.Tensor:
+    """A copy in host memory, or `source` itself if it lies there."""
+    if source.device.type == "cpu":
+        return source
+    if source.is_cuda:
+        torch.cuda.current_stream(source.device).synchronize()  # until it is computed: work, and no stall
+    counters.moved("device_to_host", source.nbytes)
+    with counters.stalled(StallCause.HOST_LINK):
+        return source.cpu()
 
 
 class SameMemory:

@@ -22,7 +22,7 @@ import torch
 
 from infinity.io import IoFuture, Priority, Span
 from infinity.memory import Budget, StableBuffer
-from infinity.telemetry import Counters
+from infinity.telemetry import Counters, StallCause
 from infinity.tiers.swap import Extent, SwapSpace
 
 
@@ -55,6 +55,14 @@ class FlatSpec:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Values on their way into host memory, and what they come over."""
+
+    future: IoFuture
+    cause: StallCause
 
 
 class ParamStore(ABC):
@@ -163,8 +171,15 @@ class ParamStore(ABC):
         pinned until `host_close`. False if there is no room now."""
 
     @abstractmethod
-    def host_ready(self, unit: int) -> IoFuture | None:
+    def host_ready(self, unit: int) -> Arrival | None:
         """What `host_tensor` still waits for, if anything."""
+
+    def host_wait(self, unit: int) -> None:
+        """Wait until `host_tensor` has the values."""
+        arrival = self.host_ready(unit)
+        if arrival is not None:
+            with self._counters.stalled(arrival.cause):
+                arrival.future.result()
 
     def publish(self, unit: int) -> None:  # noqa: B027  (device and host may be one memory)
         """What was changed in `host_tensor` reaches the device, if the unit is there already."""
@@ -208,7 +223,8 @@ class UnifiedParams(ParamStore):
             return False
         if spec.offloaded:
             self._budget.take(spec.nbytes, spec.name)
-        self._buffers[unit].allocate()
+        with self._counters.stalled(StallCause.ALLOCATOR):
+            self._buffers[unit].allocate()
         return True
 
     def create(self, unit: int) -> bool:
@@ -226,16 +242,17 @@ class UnifiedParams(ParamStore):
             return False
         self._move(unit, Residency.STORED, Residency.FETCHING)
         self._reads[unit] = self._swap.read(home, self._span(unit, 0, self.specs[unit].numel), priority=priority)
+        self._counters.moved("nvme_read", self.specs[unit].nbytes)
         return True
 
     def fetch_wait(self, unit: int) -> None:
         try:
-            nbytes = self._reads.pop(unit).result()
+            with self._counters.stalled(StallCause.DISK_READ):
+                self._reads.pop(unit).result()
         except BaseException:
             self._move(unit, Residency.FETCHING, Residency.STORED)
             self._free(unit)
             raise
-        self._counters.moved("nvme_read", nbytes)
         self._move(unit, Residency.FETCHING, Residency.RESIDENT)
 
     def evict(self, unit: int) -> None:
@@ -244,15 +261,17 @@ class UnifiedParams(ParamStore):
         self._free(unit)
 
     def _free(self, unit: int) -> None:
-        self._buffers[unit].free()
+        with self._counters.stalled(StallCause.ALLOCATOR):
+            self._buffers[unit].free()
         self._budget.give(self.specs[unit].nbytes)
 
     def host_open(self, unit: int) -> bool:
         self.pin(unit)
         return True
 
-    def host_ready(self, unit: int) -> IoFuture | None:
-        return self._reads.get(unit)
+    def host_ready(self, unit: int) -> Arrival | None:
+        read = self._reads.get(unit)
+        return None if read is None else Arrival(read, StallCause.DISK_READ)
 
     def host_close(self, unit: int) -> None:
         self.unpin(unit)

@@ -92,12 +92,11 @@ class Executor:
         self._start_pending(unit)
         if unit in self._tickets:
             ticket, _ = self._tickets[unit]
-            with self._counters.stalled(StallCause.OPTIMIZER):
+            with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
                 ticket.computed.result()
             self._params.publish(unit)
         if self._params.residency(unit) is Residency.FETCHING:
-            with self._counters.stalled(StallCause.DISK_READ):
-                self._params.fetch_wait(unit)
+            self._params.fetch_wait(unit)
             self._fetching.discard(unit)
             self._views.show(unit)
         self._touch(unit)
@@ -190,7 +189,7 @@ class Executor:
         """Write a dirty unit home and wait; the plan has updates write through, so this is the exception."""
         self._host_open(unit)
         try:
-            self._host_wait(unit)
+            self._params.host_wait(unit)
             write = self._params.write_tile(unit, 0, self._params.specs[unit].numel)
             if write is not None:
                 with self._counters.stalled(StallCause.DISK_WRITE):
@@ -206,12 +205,6 @@ class Executor:
                     f"no host memory is left for the values of unit `{self._params.specs[unit].name}` on their way: "
                     "raise tiering.host_memory"
                 )
-
-    def _host_wait(self, unit: int) -> None:
-        ready = self._params.host_ready(unit)
-        if ready is not None:
-            with self._counters.stalled(StallCause.HOST_LINK):
-                ready.result()
 
     def _make_room(self, unit: int) -> None:
         """Free memory for a unit that is needed now: what was used longest ago first."""
@@ -282,7 +275,7 @@ class Executor:
 
     def _wait_update(self, unit: int) -> None:
         ticket, _ = self._tickets[unit]
-        with self._counters.stalled(StallCause.OPTIMIZER):
+        with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
             ticket.computed.result()
         with self._counters.stalled(StallCause.DISK_WRITE):
             ticket.wait()
@@ -324,7 +317,7 @@ class Executor:
             self._bring(unit)
             self._host_open(unit)
             try:
-                self._host_wait(unit)
+                self._params.host_wait(unit)
                 yield self._params.host_tensor(unit)
             finally:
                 self._params.host_close(unit)

@@ -10,7 +10,8 @@ from torch import nn
 
 from infinity.errors import CapacityError
 from infinity.kernels import GradStats, grad_store
-from infinity.tiers import GradStore
+from infinity.telemetry import Counters
+from infinity.tiers import GradStore, to_host
 from infinity.zero.partition import Unit
 
 MakeRoom = Callable[[], bool]
@@ -23,10 +24,11 @@ class Gradients:
         make_room: frees a gradient buffer that an update holds; False if no update is in flight.
     """
 
-    def __init__(self, units: Sequence[Unit], store: GradStore, make_room: MakeRoom) -> None:
+    def __init__(self, units: Sequence[Unit], store: GradStore, make_room: MakeRoom, counters: Counters) -> None:
         self._units = tuple(units)
         self._store = store
         self._make_room = make_room
+        self._counters = counters
         self._stats: list[dict[int, GradStats]] = [{} for _ in units]  # by slot; present once it has a gradient
         self._awaited = [sum(slot.trainable for slot in unit.slots) for unit in units]
         self._gaps = [_gaps(unit) for unit in units]
@@ -53,7 +55,7 @@ class Gradients:
             grad = grad.to_dense()
         target = buffer[slot.offset : slot.offset + slot.numel]
         seen = self._stats[unit_index]
-        seen[slot_index] = grad_store(target, grad.reshape(-1).cpu(), accumulate=slot_index in seen)
+        seen[slot_index] = grad_store(target, to_host(grad.reshape(-1), self._counters), accumulate=slot_index in seen)
         param.grad = None
         self._arrived[unit_index] += 1
         return self._arrived[unit_index] == self._awaited[unit_index]

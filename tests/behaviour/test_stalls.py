@@ -1,0 +1,295 @@
+"""Every second that the compute thread waits has the cause that it waited for, and no second is counted twice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import infinity
+from infinity.io import IoEngine, IoFile, IoFuture, IoStats, Priority, Span, open_engine
+from infinity.memory import StableBuffer
+from infinity.telemetry import Counters, StallCause, StepStats, Waits
+from infinity.tiers import Link, SameMemory, to_host
+from infinity.tiers.link import Token
+from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_llama
+
+DELAY_S = 0.02
+
+
+class LateFuture(IoFuture):
+    """Over some time after its submission, at the earliest."""
+
+    def __init__(self, future: IoFuture, delay_s: float) -> None:
+        self._future = future
+        self._due_s = time.perf_counter() + delay_s
+
+    def done(self) -> bool:
+        return time.perf_counter() >= self._due_s and self._future.done()
+
+    def result(self, timeout: float | None = None) -> int:
+        time.sleep(max(0.0, self._due_s - time.perf_counter()))
+        return self._future.result(timeout)
+
+
+class SlowDisk(IoEngine):
+    """An engine whose reads or writes take longer."""
+
+    def __init__(self, engine: IoEngine, read_s: float, write_s: float) -> None:
+        self.backend = engine.backend
+        self._engine = engine
+        self._read_s, self._write_s = read_s, write_s
+
+    def _open(self, path: Path, read_only: bool) -> IoFile:
+        return self._engine._open(path, read_only)
+
+    def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
+        return LateFuture(self._engine.read(file, offset, span, priority), self._read_s)
+
+    def write(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.WRITE_BACK) -> IoFuture:
+        return LateFuture(self._engine.write(file, offset, span, priority), self._write_s)
+
+    def stats(self) -> IoStats:
+        return self._engine.stats()
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class SlowLink(SameMemory):
+    """A device with a bus that takes its time, in one direction."""
+
+    def __init__(self, upload_s: float = 0.0, download_s: float = 0.0) -> None:
+        self._upload_s, self._download_s = upload_s, download_s
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Token:
+        return _Late(super().upload(target, source), self._upload_s)
+
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> Token:
+        return _Late(super().download(target, source), self._download_s)
+
+
+class _Late:
+    def __init__(self, token: Token, delay_s: float) -> None:
+        self._token = token
+        self._due_s = time.perf_counter() + delay_s
+
+    def query(self) -> bool:
+        return time.perf_counter() >= self._due_s
+
+    def synchronize(self) -> None:
+        time.sleep(max(0.0, self._due_s - time.perf_counter()))
+
+
+def train(config: dict, link: Link | None = None, steps: int = 4) -> list[tuple[StepStats, float]]:
+    """Statistics and wall seconds, measured from outside, of the steps after the first two."""
+    measured = []
+    with infinity.initialize(model=tiny_llama(), config=config, link=link, device="cpu")[0] as engine:
+        for ids in batches(steps + 2):
+            start_s = time.perf_counter()
+            engine.backward(loss_of(engine, ids))
+            engine.step()
+            measured.append((engine.stats(), time.perf_counter() - start_s))
+    return measured[2:]
+
+
+def assert_the_cause_is(cause: StallCause, measured: list[tuple[StepStats, float]], at_least_s: float) -> None:
+    """Most of what the steps waited was for `cause`, and no step waited longer than it took."""
+    for stats, wall_s in measured:
+        assert sum(stats.stall_s.values()) <= sum(stats.phase_s.values()) <= wall_s
+        assert stats.stall_s[cause.value] >= at_least_s, stats.stall_s
+        assert stats.stall_s[cause.value] >= 0.7 * sum(stats.stall_s.values()), stats.stall_s
+
+
+def least_memory(config: dict, key: str = "host_memory", link: Link | None = None) -> int:
+    """The number that the refusal of too small a budget gives."""
+    tight = config | {"tiering": config["tiering"] | {key: 1}}
+    with pytest.raises(infinity.CapacityError) as refused:
+        infinity.initialize(model=tiny_llama(), config=tight, link=link, device="cpu")
+    return int(str(refused.value).lower().split("raise ")[1].split(" to ")[1].split()[0])
+
+
+@pytest.fixture
+def slow_disk(monkeypatch) -> Callable[[float, float], None]:
+    def slow(read_s: float, write_s: float) -> None:
+        monkeypatch.setattr(
+            "infinity.tiers.swap.open_engine", lambda *args: SlowDisk(open_engine(*args), read_s, write_s)
+        )
+
+    return slow
+
+
+@pytest.mark.parametrize("schedule", ["backward", "deferred", "barrier"])
+@pytest.mark.parametrize("params", ["cpu", "nvme"])
+def test_reading_states_late_is_the_disk_and_not_the_optimizer(schedule, params, slow_disk, tmp_path) -> None:
+    """The compute thread waits for the worker, which waits for the disk."""
+    config = Recipe("bf16").config(Placement(params, "nvme", tmp_path, "64KiB", schedule=schedule))
+    config["tiering"]["host_memory"] = least_memory(config)
+    slow_disk(DELAY_S, 0.0)
+    assert_the_cause_is(StallCause.DISK_READ, train(config), at_least_s=DELAY_S / 2)
+
+
+def test_reading_parameters_late_is_the_disk(slow_disk, tmp_path) -> None:
+    config = Recipe("bf16").config(Placement("nvme", "cpu", tmp_path))
+    config["tiering"]["host_memory"] = least_memory(config)
+    slow_disk(DELAY_S, 0.0)
+    assert_the_cause_is(StallCause.DISK_READ, train(config), at_least_s=DELAY_S / 2)
+
+
+@pytest.mark.parametrize("schedule", ["backward", "barrier"])
+def test_writing_states_late_is_the_disk(schedule, slow_disk, tmp_path) -> None:
+    config = Recipe("bf16").config(Placement("cpu", "nvme", tmp_path, "64KiB", schedule=schedule))
+    config["tiering"]["host_memory"] = least_memory(config)
+    slow_disk(0.0, DELAY_S)
+    assert_the_cause_is(StallCause.DISK_WRITE, train(config), at_least_s=DELAY_S / 2)
+
+
+@pytest.mark.parametrize("schedule", ["backward", "barrier"])
+def test_a_slow_update_is_the_optimizer(schedule, monkeypatch) -> None:
+    from infinity.optim import pipeline  # noqa: PLC0415
+
+    fast = pipeline.update
+
+    def slow(*args) -> None:
+        time.sleep(DELAY_S)
+        fast(*args)
+
+    monkeypatch.setattr(pipeline, "update", slow)
+    config = Recipe("bf16").config(Placement("cpu", "cpu", schedule=schedule))
+    assert_the_cause_is(StallCause.OPTIMIZER, train(config), at_least_s=DELAY_S / 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "upload_s", "download_s"),
+    [("cpu", DELAY_S, 0.0), ("nvme", DELAY_S, 0.0), ("nvme", 0.0, DELAY_S)],
+    ids=["upload", "staged-upload", "download"],
+)
+def test_a_slow_link_is_the_link(device, upload_s, download_s, tmp_path) -> None:
+    """Also where the optimizer's thread waits for a download before it can update."""
+    config = Recipe("bf16").config(Placement(device, device, tmp_path, "64KiB", schedule="backward"))
+    link = SlowLink(upload_s, download_s)
+    config["tiering"]["device_memory"] = least_memory(config, "device_memory", link)
+    assert_the_cause_is(StallCause.HOST_LINK, train(config, link), at_least_s=DELAY_S / 2)
+
+
+def test_slow_memory_is_the_allocator(monkeypatch, tmp_path) -> None:
+    config = Recipe("bf16").config(Placement("nvme", "cpu", tmp_path))
+    config["tiering"]["host_memory"] = least_memory(config)
+    fast = StableBuffer.allocate
+
+    def slow(buffer: StableBuffer) -> None:
+        time.sleep(DELAY_S)
+        fast(buffer)
+
+    monkeypatch.setattr(StableBuffer, "allocate", slow)
+    assert_the_cause_is(StallCause.ALLOCATOR, train(config), at_least_s=DELAY_S)
+
+
+def test_a_gradient_is_copied_over_the_link() -> None:
+    class OnDevice:
+        device = torch.device("xpu")
+        is_cuda = False
+        nbytes = 12
+
+        def cpu(self) -> torch.Tensor:
+            time.sleep(DELAY_S)
+            return torch.zeros(3)
+
+    counters = Counters()
+    with counters.phase("backward"):
+        to_host(OnDevice(), counters)  # type: ignore[arg-type]
+    stats = counters.end_step({})
+    assert stats.tier_bytes == {"device_to_host": 12}
+    assert stats.stall_s["host_link"] >= DELAY_S
+
+
+# What a step is #
+
+
+def test_the_first_step_does_not_pay_for_setting_up(tmp_path) -> None:
+    config = Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB", schedule="barrier"))
+    config["tiering"]["host_memory"] = least_memory(config)
+    written = []
+    with infinity.initialize(model=tiny_llama(), config=config, device="cpu")[0] as engine:
+        params = sum(p.numel() for p in engine.module.parameters())
+        for ids in batches(3):
+            engine.backward(loss_of(engine, ids))
+            engine.step()
+            written.append(engine.stats().tier_bytes["nvme_write"])
+    # units that setting up left in memory are written when they are first evicted, 2 bytes a parameter
+    assert written[2] == written[1] <= written[0] <= written[1] + 2 * params
+
+
+def test_waits_between_steps_are_no_part_of_a_step(slow_disk, tmp_path) -> None:
+    """An evaluation, pending updates that are waited for and a look at the parameters all wait for the disk."""
+    config = Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB", schedule="deferred"))
+    config["tiering"]["host_memory"] = least_memory(config)
+    slow_disk(DELAY_S, 0.0)
+    with infinity.initialize(model=tiny_llama(), config=config, device="cpu")[0] as engine:
+        for ids in batches(3):
+            engine.synchronize()
+            with torch.no_grad():
+                loss_of(engine, ids)
+            dict(engine.named_parameters())
+            start_s = time.perf_counter()
+            engine.backward(loss_of(engine, ids))
+            engine.step()
+            wall_s = time.perf_counter() - start_s
+            stats = engine.stats()
+            assert sum(stats.stall_s.values()) <= sum(stats.phase_s.values()) <= wall_s
+            assert stats.outside_stall_s["disk_read"] >= DELAY_S
+
+
+def test_a_checkpoint_is_no_traffic_of_training(tmp_path) -> None:
+    config = Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB", schedule="barrier"))
+    config["tiering"]["host_memory"] = least_memory(config)
+    moved = []
+    with infinity.initialize(model=tiny_llama(), config=config, device="cpu")[0] as engine:
+        for step, ids in enumerate(batches(6)):
+            if step == 4:
+                engine.save_checkpoint(tmp_path / "saved")
+            engine.backward(loss_of(engine, ids))
+            engine.step()
+            moved.append(engine.stats().tier_bytes["nvme_write"])
+    assert moved[4] == moved[3]
+
+
+# The arithmetic #
+
+
+def test_a_wait_for_a_worker_is_split_by_what_the_worker_waits_for() -> None:
+    counters, worker = Counters(), Waits()
+    with worker.waiting(StallCause.DISK_WRITE):
+        time.sleep(DELAY_S)  # before anybody waits: counts for nobody
+    with counters.phase("update"), counters.stalled(StallCause.OPTIMIZER, worker):
+        with worker.waiting(StallCause.DISK_READ):
+            time.sleep(2 * DELAY_S)
+        time.sleep(DELAY_S)
+    stall_s = counters.end_step({}).stall_s
+    assert stall_s["disk_read"] == pytest.approx(2 * DELAY_S, rel=0.3)
+    assert stall_s["optimizer"] == pytest.approx(DELAY_S, rel=0.3)
+    assert "disk_write" not in stall_s
+
+
+def test_a_wait_that_is_still_under_way_counts_up_to_now() -> None:
+    worker = Waits()
+    with worker.waiting(StallCause.HOST_LINK):
+        time.sleep(DELAY_S)
+        under_way_s = worker.totals_s()[StallCause.HOST_LINK]
+        assert under_way_s >= DELAY_S
+        time.sleep(DELAY_S)
+    assert worker.totals_s()[StallCause.HOST_LINK] >= under_way_s + DELAY_S
+
+
+def test_a_wait_within_a_wait_is_counted_once() -> None:
+    counters = Counters()
+    with counters.phase("update"), counters.stalled(StallCause.DISK_WRITE):
+        time.sleep(DELAY_S)
+        with counters.stalled(StallCause.ALLOCATOR):
+            time.sleep(DELAY_S)
+    stats = counters.end_step({})
+    assert stats.stall_s["allocator"] >= DELAY_S <= stats.stall_s["disk_write"]
+    assert sum(stats.stall_s.values()) <= stats.phase_s["update"]
