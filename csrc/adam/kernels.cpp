@@ -8,6 +8,9 @@
 
 #include <math.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 namespace infinity::adam::INFINITY_ISA {
 namespace {
@@ -15,6 +18,9 @@ namespace {
 // clang-format off: the order matters
 #include "convert.h"
 #include "quantize.h"
+#ifdef __AVX512F__
+#include "quantize_avx512.h"
+#endif
 // clang-format on
 
 // Elements that go through loading, rule and storing together: few enough for a core to overlap the divisions and
@@ -164,7 +170,11 @@ void store_params(const UpdateArgs& args, size_t begin, size_t n, const float* p
 
 template <bool is_signed>
 void decode_block(const uint8_t* __restrict codes, float scale, float* __restrict out, size_t n) {
-    for (size_t i = 0; i < n; ++i)
+    size_t i = 0;
+#ifdef __AVX512F__
+    i = decode_sixteens<is_signed>(codes, scale, out, n);
+#endif
+    for (; i < n; ++i)
         out[i] = (is_signed ? decode_signed(codes[i]) : decode_unsigned(codes[i])) * scale;
 }
 
@@ -179,12 +189,20 @@ float encode_block(const float* __restrict values, const uint32_t* __restrict ra
     }
     const float top = float_of(largest);
     const bool vanishes = top < 0x1p-100f; // its reciprocal would overflow; beside any eps it is nothing
-    const float inverse = vanishes || largest >= kInf ? 0.0f : kTop / top;
-    for (size_t i = 0; i < n; ++i) {
+    if (vanishes || largest >= kInf) {
+        memset(codes, 0, n);
+        return vanishes ? 0.0f : float_of(0x7fc00000u);
+    }
+    const float inverse = kTop / top;
+    size_t i = 0;
+#ifdef __AVX512F__
+    i = encode_sixteens<is_signed>(values, inverse, random, codes, n);
+#endif
+    for (; i < n; ++i) {
         const float x = values[i] * inverse;
         codes[i] = is_signed ? encode_signed(x, random[i] & 0xffffu) : encode_unsigned(x, random[i] >> 16);
     }
-    return largest >= kInf ? float_of(0x7fc00000u) : vanishes ? 0.0f : top / kTop;
+    return top / kTop;
 }
 
 float* load_moment(MomentKind kind, bool is_signed, const Moment& moment, size_t begin, size_t n, float* scratch) {
