@@ -140,7 +140,7 @@ def train(model: nn.Module, recipe: Recipe, placement: Placement) -> Result:
 def train_plainly(model: nn.Module, recipe: Recipe) -> Result:
     """Train with a plain loop: torch's AdamW on fp32 weights, or on the fp32 masters of 16-bit ones.
 
-    fp16 has a loss scale of 1024, and skips no step.
+    fp16 has a loss scale of 1024, and skips no step; test_fp16.py has a loop that does.
     """
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
     params = list(model.parameters())

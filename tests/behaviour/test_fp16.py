@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -10,7 +11,19 @@ from torch import nn
 
 import infinity
 from infinity.errors import ConfigError, NonFiniteError
-from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2, train, train_on
+from tests.behaviour.reference import (
+    LR,
+    WEIGHT_DECAY,
+    Placement,
+    Recipe,
+    batches,
+    loss_of,
+    tiny_gpt2,
+    train,
+    train_on,
+)
+
+WARMUP = 5
 
 
 def config(placement: Placement, **fp16: Any) -> dict[str, Any]:
@@ -42,6 +55,88 @@ def test_steps_that_overflow_change_nothing_and_halve_the_scale(device, schedule
         assert engine.global_steps == 24
         assert scales[-1] == 2.0 ** (24 - engine.skipped_steps)
         assert losses[-1] < losses[0]
+
+
+@dataclass
+class Course:
+    """What a run with a dynamic scale did, step by step."""
+
+    losses: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+
+def plain_course(model: nn.Module, power: int, window: int, recipe: Recipe) -> Course:
+    """torch's AdamW and GradScaler on fp32 masters; the scale rises where [Note: dynamic scale] says."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    masters = [p.detach().clone().requires_grad_() for p in params]
+    model.half()
+    optimizer = torch.optim.AdamW(masters, lr=0.0, weight_decay=WEIGHT_DECAY)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**power, growth_interval=10**6)
+    course = Course()
+    taken = finite_in_a_row = 0
+    data = batches(recipe.steps * recipe.accumulation)
+    for start in range(0, len(data), recipe.accumulation):
+        for ids in data[start : start + recipe.accumulation]:
+            loss = loss_of(model, ids)
+            course.losses.append(loss.item())
+            scaler.scale(loss.float() / recipe.accumulation).backward()
+            for master, param in zip(masters, params, strict=True):
+                assert param.grad is not None
+                master.grad = param.grad.float() + (0 if master.grad is None else master.grad)
+                param.grad = None
+        rate = LR * min(1.0, max(0, taken - 1) / WARMUP)
+        optimizer.param_groups[0]["lr"] = rate
+        scale = scaler.get_scale()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(masters, recipe.clipping)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        skipped = scaler.get_scale() < scale
+        finite_in_a_row = 0 if skipped else finite_in_a_row + 1
+        taken += not skipped
+        if finite_in_a_row > 1 and (finite_in_a_row - 1) % window == 0:
+            scaler.update(2 * scale)
+        course.scales.append(scaler.get_scale())
+        course.skipped.append(skipped)
+        course.rates.append(rate)
+        with torch.no_grad():
+            for master, param in zip(masters, params, strict=True):
+                param.copy_(master)
+    return course
+
+
+def engine_course(power: int, window: int, recipe: Recipe, placement: Placement) -> Course:
+    values = recipe.config(placement)
+    values["fp16"] |= {"initial_scale_power": power, "loss_scale_window": window, "hysteresis": 1}
+    values["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": WARMUP, "warmup_type": "linear"}}
+    course = Course()
+    with infinity.initialize(model=tiny_gpt2(), config=values)[0] as engine:
+        for ids in batches(recipe.steps * recipe.accumulation):
+            last = engine.is_gradient_accumulation_boundary()
+            rate, skipped = engine.get_lr()[0], engine.skipped_steps
+            course.losses += train_on(engine, [ids])
+            if last:
+                course.rates.append(rate)
+                course.scales.append(engine.loss_scale.value)
+                course.skipped.append(engine.skipped_steps > skipped)
+    return course
+
+
+@pytest.mark.parametrize(("accumulation", "device"), [(1, "none"), (3, "nvme")])
+@pytest.mark.parametrize(("power", "window"), [(24, 1000), (20, 3)], ids=["falls", "falls-and-rises"])
+def test_runs_that_skip_steps_follow_torchs_grad_scaler(power, window, accumulation, device, tmp_path) -> None:
+    recipe = Recipe("fp16", accumulation, clipping=1.0, steps=30)
+    plain = plain_course(tiny_gpt2(), power, window, recipe)
+    ours = engine_course(power, window, recipe, Placement(device, device, tmp_path))
+    assert 3 <= sum(plain.skipped) < 15
+    assert ours.skipped == plain.skipped
+    assert ours.scales == plain.scales
+    assert ours.rates == pytest.approx(plain.rates)
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-3)
+    assert sum(ours.losses[-5:]) < 0.95 * sum(ours.losses[:5])
 
 
 def test_a_scale_that_can_fall_no_more_is_an_error() -> None:
