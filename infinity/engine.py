@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -31,13 +31,13 @@ from infinity.optim.lr_schedules import make_scheduler
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.telemetry import StepStats
 from infinity.tiers import CudaLink, Link
-from infinity.zero.build import Runtime, build_runtime
+from infinity.zero.build import Runtime, build_runtime, make_gradients
 from infinity.zero.gathered import claim, disclaim
-from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import Hooks
 from infinity.zero.materialize import InitialValues, WeightSource, materialize
 from infinity.zero.meta import InitFunction
 from infinity.zero.meta import init_function as meta_init_function
+from infinity.zero.ranks import Ranks, join_ranks
 from infinity.zero.sizing import compute_dtype
 from infinity.zero.updates import StepOutcome, Updates, UpdateSchedule
 
@@ -83,12 +83,8 @@ class Engine:
         self._runtime = runtime
         self._counters = runtime.counters
         self._executor = runtime.executor
-        self._gradients = Gradients(
-            runtime.partition.units,
-            runtime.grads,
-            make_room=runtime.executor.finish_oldest_update,
-            counters=runtime.counters,
-        )
+        self._ranks = runtime.ranks
+        self._gradients = make_gradients(runtime, config, device)
         self._updates = Updates(
             runtime.partition,
             runtime.executor,
@@ -136,30 +132,34 @@ class Engine:
         self._check_open()
         last = self.is_gradient_accumulation_boundary()
         with self._counters.phase("backward"):
-            if self._runtime.schedule is UpdateSchedule.BACKWARD and not bool(torch.isfinite(loss).all()):
+            if self._runtime.schedule is UpdateSchedule.BACKWARD and self._ranks.any(
+                not bool(torch.isfinite(loss).all())
+            ):
                 self._end_cycle(learn=False)
                 raise NonFiniteError(
                     f"the loss of step {self.global_steps} is {loss.item()}; no parameter was changed by it. Leave "
                     "this batch out, or set tiering.update_schedule to deferred to have such steps skipped"
                 )
             self._updates.begin_backward(last=last)
+            self._gradients.begin_backward(last=last)
             try:
-                share = loss / self.config.gradient_accumulation_steps
+                share = loss / (self.config.gradient_accumulation_steps * self._ranks.size)
                 (share if self.config.fp16 is None else share.float() * self.loss_scale.value).backward()
             except BaseException:
                 # What has arrived cannot be told from earlier micro-batches: the step starts again.
+                self._gradients.abort_backward()
                 self._end_cycle(learn=False)
                 self._gradients.drop_all()
                 self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
                 raise
             self._end_cycle(learn=True)
+            self._gradients.end_backward()
             if last and self._runtime.schedule is UpdateSchedule.BACKWARD:
                 for unit in self._gradients.units_with_gradients():
                     self._updates.final(unit)  # units with parameters that had no part in this pass
 
     def _end_cycle(self, *, learn: bool) -> None:
         self._hooks.end_backward()
-        self._gradients.end_backward()
         self._executor.end_cycle(learn=learn)
         self._in_cycle = False
 
@@ -213,10 +213,19 @@ class Engine:
     def leave(self, units: tuple[int, ...]) -> None:
         self._executor.leave(units)
 
+    def backward_left(self, units: tuple[int, ...]) -> None:
+        for unit in units:
+            self._complete(self._gradients.leave(unit))
+
     def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
-        complete = self._gradients.take(unit, slot, param)
-        if complete and self.is_gradient_accumulation_boundary():
-            self._updates.final(unit)
+        if self._gradients.take(unit, slot, param):
+            self._complete((unit,))
+
+    def _complete(self, units: Sequence[int]) -> None:
+        """All gradients that these units have in this backward pass are there."""
+        if self.is_gradient_accumulation_boundary():
+            for unit in units:
+                self._updates.final(unit)
 
     # What users ask for #
 
@@ -240,12 +249,13 @@ class Engine:
         return self.train(False)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of the parameters in compute dtype, one unit in memory at a time."""
+        """Copies of the parameters in compute dtype in host memory, one unit at a time; all ranks iterate together."""
         self.synchronize()
         for unit in self._runtime.partition.units:
-            with self._executor.resident(unit.index) as flat:
+            with self._executor.gathered(unit.index) as flat:
                 for slot in unit.slots:
-                    yield slot.name, flat[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
+                    values = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+                    yield slot.name, values.to("cpu", copy=True)
 
     # Checkpoints #
 
@@ -402,6 +412,7 @@ def initialize(
     weights: WeightSource | None = None,
     device: torch.device | str | None = None,
     link: Link | None = None,
+    process_group: Any | None = None,
 ) -> tuple[Engine, TieredOptimizer, Any | None, Any | None]:
     """Place a model's states in the tiers and return what a training loop needs.
 
@@ -417,6 +428,8 @@ def initialize(
             `infinity.integrations.pretrained_model`. Those that it has not are initialised.
         device: where to compute; a CUDA device where there is one, else the CPU.
         link: how bytes get to a device that is neither, and from it.
+        process_group: the ranks that share the states; all of `torch.distributed`'s by default, which is initialised
+            here under a launcher (`infinity run`, `torchrun`) if it was not before.
 
     Returns:
         (engine, optimizer, dataloader or None, lr_scheduler or None)
@@ -425,35 +438,53 @@ def initialize(
         ConfigError: a key, value or combination that cannot work, by name.
         CapacityError: a memory budget that is too small, with the number that is needed.
         StorageError: an nvme path that cannot be used.
+        RankError: another rank has failed.
     """
-    resolved = config if isinstance(config, Config) else load_config(config)
+    ranks = join_ranks(process_group)
+    resolved = config if isinstance(config, Config) else load_config(config, world_size=ranks.size)
+    _check_batch(resolved, ranks)
     link = link or _default_link(device)
     compute_device = torch.device("cpu") if link is None else link.device
-    _refuse_unbuilt(resolved)
     tiered = TieredOptimizer(*_parameters(model, resolved, model_parameters, optimizer))
     groups = _group_of_each(model, tiered)
     dtype = compute_dtype(resolved)
     values = InitialValues(model, init_function or _default_init_function(model), weights)
     _rebind(tiered, model, groups)
     _place_buffers(model, dtype, compute_device)
-    runtime = build_runtime(model, groups, resolved, tiered.kind.layout, link)
+    _agree_on_buffers(model, ranks)
+    runtime = build_runtime(model, groups, resolved, tiered.kind.layout, link, ranks)
     try:
         with runtime.counters.aside():
-            materialize(runtime.partition, values, runtime.executor, runtime.pipeline, runtime.layout)
+            materialize(runtime.partition, values, runtime.executor, runtime.pipeline, runtime.layout, ranks)
         scheduler = _scheduler(resolved, tiered, lr_scheduler)
         engine = Engine(model, resolved, runtime, tiered, scheduler, compute_device)
     except BaseException:
         runtime.close()
         raise
-    return engine, tiered, _dataloader(training_data, resolved), scheduler
+    return engine, tiered, _dataloader(training_data, resolved, ranks), scheduler
 
 
-def _refuse_unbuilt(config: Config) -> None:
-    """Say clearly what this version does not run yet."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        ranks = torch.distributed.get_world_size()
-        if ranks > 1:
-            raise ConfigError(f"{ranks} ranks are running; this version trains on one process only")
+def _check_batch(config: Config, ranks: Ranks) -> None:
+    """A configuration that was resolved before is for this many ranks.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    per_rank = config.micro_batch_size * config.gradient_accumulation_steps
+    if per_rank * ranks.size != config.train_batch_size:
+        raise ConfigError(
+            f"train_batch_size {config.train_batch_size} was resolved for {config.train_batch_size // per_rank} ranks "
+            f"but {ranks.size} are running: give load_config world_size={ranks.size}, or the configuration itself"
+        )
+
+
+def _agree_on_buffers(model: nn.Module, ranks: Ranks) -> None:
+    """Take over rank 0's buffers (its parameters follow as they are placed)."""
+    if ranks.size > 1:
+        for buffer in model.buffers():
+            values = buffer.detach().cpu().contiguous()
+            ranks.broadcast(values)
+            buffer.copy_(values)
 
 
 def _parameters(
@@ -561,7 +592,11 @@ def _scheduler(config: Config, optimizer: TieredOptimizer, given: Any | None) ->
     return make_scheduler(config.scheduler, optimizer)
 
 
-def _dataloader(dataset: Any | None, config: Config) -> Any | None:
+def _dataloader(dataset: Any | None, config: Config, ranks: Ranks) -> Any | None:
+    """Shuffled micro-batches, of this rank's share of the data."""
     if dataset is None:
         return None
-    return torch.utils.data.DataLoader(dataset, batch_size=config.micro_batch_size, shuffle=True)
+    if ranks.size == 1:
+        return torch.utils.data.DataLoader(dataset, batch_size=config.micro_batch_size, shuffle=True)
+    sampler: Any = torch.utils.data.DistributedSampler(dataset, ranks.size, ranks.rank)
+    return torch.utils.data.DataLoader(dataset, batch_size=config.micro_batch_size, sampler=sampler)

@@ -19,6 +19,10 @@ class CheckpointError(InfinityError):
     """A checkpoint that is missing, damaged, or does not belong to this model."""
 
 
+class RankError(InfinityError):
+    """Another rank of this run has failed or stopped answering."""
+
+
 class NonFiniteError(InfinityError):
     """A loss or gradient that is NaN or infinite where nothing may be updated by it."""
 

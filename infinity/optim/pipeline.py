@@ -51,6 +51,7 @@ class UpdateJob:
         ready: what `param` still waits for.
         write_back: also write the updated parameters to their home.
         seed: of this update's stochastic rounding.
+        first: position of the shard's first element in the unit; shards of several ranks round differently.
     """
 
     unit: int
@@ -60,6 +61,7 @@ class UpdateJob:
     ready: Arrival | None
     write_back: bool
     seed: int = 0
+    first: int = 0
 
 
 @dataclass
@@ -254,7 +256,7 @@ class UpdatePipeline:
                 continue
             touched = True
             local = self._layout.narrow(fields, low - tile.start, high - tile.start)
-            dither = Dither(job.seed, low)
+            dither = Dither(job.seed, job.first + low)
             update(self._layout, job.param[low:high], local, job.grad[low:high], segment.rule, dither)
         return touched
 

@@ -4,10 +4,12 @@ from infinity.tiers.discrete import DiscreteParams
 from infinity.tiers.grads import GradLease, GradStore
 from infinity.tiers.link import CudaLink, Link, SameMemory, to_host
 from infinity.tiers.params import Arrival, FlatSpec, ParamStore, Residency, UnifiedParams
+from infinity.tiers.sharding import WHOLE, Piece, Sharding, overlap
 from infinity.tiers.states import StateStore, Tile, cut_into_tiles, stay_in_memory
 from infinity.tiers.swap import Extent, SwapPath, SwapSpace, open_swap
 
 __all__ = [
+    "WHOLE",
     "Arrival",
     "CudaLink",
     "DiscreteParams",
@@ -17,8 +19,10 @@ __all__ = [
     "GradStore",
     "Link",
     "ParamStore",
+    "Piece",
     "Residency",
     "SameMemory",
+    "Sharding",
     "StateStore",
     "SwapPath",
     "SwapSpace",
@@ -26,6 +30,7 @@ __all__ = [
     "UnifiedParams",
     "cut_into_tiles",
     "open_swap",
+    "overlap",
     "stay_in_memory",
     "to_host",
 ]

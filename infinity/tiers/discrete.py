@@ -3,6 +3,9 @@
 A unit's home is a host lease while the host budget lasts, else an extent. On its way between home and device, and
 while the optimizer updates it on the host, a unit has an *image* in host memory: its home lease itself, or a
 staging lease that is given back when nobody needs it any more.
+
+Of a unit that several ranks share, home and image are this rank's shard, and a fetch fills the shard's place in the
+tensor on the device; the others' places are filled by an all-gather, which is not this file's business.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from infinity.memory import Arena, Budget, Lease
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers.link import Link, Token
 from infinity.tiers.params import Arrival, FlatSpec, ParamStore, Residency
+from infinity.tiers.sharding import Piece
 from infinity.tiers.swap import Extent, SwapSpace
 
 
@@ -85,11 +89,11 @@ class DiscreteParams(ParamStore):
         self._homes: list[Lease | Extent | None] = []
         for spec in specs:
             home: Lease | Extent | None = None
-            if spec.offloaded and spec.nbytes <= home_bytes:
-                home = arena.lease(spec.nbytes)
-                home_bytes -= spec.nbytes
+            if spec.offloaded and spec.shard_nbytes <= home_bytes:
+                home = arena.lease(spec.shard_nbytes)
+                home_bytes -= spec.shard_nbytes
             elif spec.offloaded and swap is not None:
-                home = swap.reserve(spec.nbytes)
+                home = swap.reserve(spec.shard_nbytes)
             self._homes.append(home)
         self._tensors: list[torch.Tensor] = []
         for unit, spec in enumerate(specs):
@@ -121,7 +125,7 @@ class DiscreteParams(ParamStore):
 
     def create_done(self, unit: int) -> None:
         if self.specs[unit].offloaded:
-            write = self.write_tile(unit, 0, self.specs[unit].numel)
+            write = self.write_tile(unit, 0, self.specs[unit].shard_numel)
             if write is not None:
                 write.result()
             self._leave_image(unit, None)
@@ -134,16 +138,16 @@ class DiscreteParams(ParamStore):
         if not self._budget.fits(spec.nbytes):
             return False
         image, home = self._home_image(unit), self._homes[unit]
-        if self._direct is not None and isinstance(home, Extent) and not updated:
+        if self._direct is not None and isinstance(home, Extent) and not updated and len(spec.pieces) == 1:
             self._start_direct(unit, self._direct, home)
             return True
         if image is None:
             image = self._staging_image(unit)
             if image is None or self._swap is None or not isinstance(home, Extent):
                 return False
-            read = self._swap.read(home, image.lease.span(0, spec.nbytes), priority=priority)
+            read = self._swap.read(home, image.lease.span(0, spec.shard_nbytes), priority=priority)
             image.arriving = Arrival(read, StallCause.DISK_READ)
-            self._counters.moved("nvme_read", spec.nbytes)
+            self._counters.moved("nvme_read", spec.shard_nbytes)
         self._images[unit] = image
         self._budget.take(spec.nbytes, spec.name)
         self._resize(unit, spec.nbytes)
@@ -155,10 +159,11 @@ class DiscreteParams(ParamStore):
         assert self._swap is not None  # or the home were no extent
         self._budget.take(spec.nbytes, spec.name)
         self._resize(unit, spec.nbytes)
-        target = self._tensors[unit].view(torch.uint8)
-        pieces = self._swap.locate(home, spec.nbytes)
+        (own,) = spec.pieces
+        target = self._tensors[unit].narrow(0, own.whole, own.numel).view(torch.uint8)
+        pieces = self._swap.locate(home, spec.shard_nbytes)
         self._arrivals[unit] = direct.start(pieces, target, self._link.mark().synchronize)
-        self._counters.moved("nvme_read", spec.nbytes)
+        self._counters.moved("nvme_read", spec.shard_nbytes)
         self._move(unit, Residency.STORED, Residency.FETCHING)
 
     def advance(self, unit: int) -> None:
@@ -212,9 +217,9 @@ class DiscreteParams(ParamStore):
                 if unit in self._arrivals:
                     with self._counters.stalled(StallCause.DISK_READ):
                         self._arrivals[unit].result()
-                nbytes = self.specs[unit].nbytes
+                nbytes = self.specs[unit].shard_nbytes
                 with self._counters.stalled(StallCause.HOST_LINK):
-                    token = self._link.download(image.lease.tensor(self.specs[unit].dtype), self._tensors[unit])
+                    token = self._download(unit, image.lease)
                 self._counters.moved("device_to_host", nbytes)
                 image.arriving = Arrival(_Download(token, nbytes), StallCause.HOST_LINK)
             image.overtakes = True
@@ -267,9 +272,18 @@ class DiscreteParams(ParamStore):
         self._budget.give(self.specs[unit].nbytes)
 
     def _upload(self, unit: int) -> Token:
-        self._counters.moved("host_to_device", self.specs[unit].nbytes)
+        spec, source, target = self.specs[unit], self.host_tensor(unit), self._tensors[unit]
+        self._counters.moved("host_to_device", spec.shard_nbytes)
         with self._counters.stalled(StallCause.HOST_LINK):
-            return self._link.upload(self._tensors[unit], self.host_tensor(unit))
+            for piece in spec.pieces:  # on one stream: the last copy's token is good for all
+                token = self._link.upload(_part(target, piece.whole, piece), _part(source, piece.shard, piece))
+        return token
+
+    def _download(self, unit: int, lease: Lease) -> Token:
+        spec, source, target = self.specs[unit], self._tensors[unit], lease.tensor(self.specs[unit].dtype)
+        for piece in spec.pieces:
+            token = self._link.download(_part(target, piece.shard, piece), _part(source, piece.whole, piece))
+        return token
 
     def _compute_waits(self, token: Token) -> None:
         with self._counters.stalled(StallCause.HOST_LINK):
@@ -284,7 +298,7 @@ class DiscreteParams(ParamStore):
     def _staging_image(self, unit: int) -> _Image | None:
         """Memory for an image, waiting for uploads that still read theirs; None if updates hold it all."""
         self._reap()
-        nbytes = self.specs[unit].nbytes
+        nbytes = self.specs[unit].shard_nbytes
         lease = self._arena.try_lease(nbytes)
         while lease is None and self._retiring:
             with self._counters.stalled(StallCause.HOST_LINK):
@@ -310,3 +324,7 @@ class DiscreteParams(ParamStore):
     def _reap(self) -> None:
         while self._retiring and self._retiring[0][0].query():
             self._retiring.pop(0)[1].release()
+
+
+def _part(tensor: torch.Tensor, start: int, piece: Piece) -> torch.Tensor:
+    return tensor[start : start + piece.numel]

@@ -23,6 +23,7 @@ import torch
 from infinity.io import IoFuture, Priority, Span
 from infinity.memory import Budget, StableBuffer
 from infinity.telemetry import Counters, StallCause
+from infinity.tiers.sharding import WHOLE, Piece, Sharding
 from infinity.tiers.swap import Extent, SwapSpace
 
 
@@ -44,6 +45,7 @@ class FlatSpec:
         numel: elements, padded; the first `trainable_numel` of them are trainable.
         dtype: compute dtype.
         offloaded: its home is the tier below; otherwise it is always resident.
+        sharding: which slice of it is this rank's; the home and the host have this slice alone.
     """
 
     name: str
@@ -51,10 +53,24 @@ class FlatSpec:
     trainable_numel: int
     dtype: torch.dtype
     offloaded: bool
+    sharding: Sharding = WHOLE
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.sharding.count
+
+    @property
+    def shard_nbytes(self) -> int:
+        return self.shard_numel * self.dtype.itemsize
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Where the shard's elements lie in the flat tensor."""
+        return self.sharding.pieces(self.trainable_numel, self.numel)
 
 
 @dataclass(frozen=True)
@@ -130,7 +146,7 @@ class ParamStore(ABC):
 
     @abstractmethod
     def host_tensor(self, unit: int) -> torch.Tensor:
-        """The flat values in host memory, where the optimizer updates them; valid between `host_open` and
+        """This rank's shard in host memory, where the optimizer updates it; valid between `host_open` and
         `host_close` once `host_ready` is done."""
 
     @abstractmethod

@@ -25,6 +25,7 @@ from infinity.tiers import (
     GradStore,
     Link,
     ParamStore,
+    SameMemory,
     StateStore,
     SwapPath,
     SwapSpace,
@@ -32,8 +33,11 @@ from infinity.tiers import (
     open_swap,
 )
 from infinity.zero.executor import Executor
+from infinity.zero.gradients import Gradients
 from infinity.zero.partition import Partition
-from infinity.zero.sizing import RING_SLOTS, Sizing, host_needs, size_up
+from infinity.zero.ranks import ALONE, Ranks
+from infinity.zero.reduction import ReducedGradients
+from infinity.zero.sizing import RING_SLOTS, Sizing, host_needs, sharding_of, size_up
 from infinity.zero.updates import UpdateSchedule
 
 _log = logging.getLogger(__name__)
@@ -45,6 +49,7 @@ class Runtime:
     """Everything that one engine owns."""
 
     sizing: Sizing
+    ranks: Ranks
     executor: Executor
     params: ParamStore
     grads: GradStore
@@ -85,7 +90,12 @@ class Runtime:
 
 
 def build_runtime(
-    model: nn.Module, groups: Mapping[str, int], config: Config, optimizer: str, link: Link | None
+    model: nn.Module,
+    groups: Mapping[str, int],
+    config: Config,
+    optimizer: str,
+    link: Link | None,
+    ranks: Ranks = ALONE,
 ) -> Runtime:
     """Lay out the model's states and acquire what they need.
 
@@ -93,19 +103,22 @@ def build_runtime(
         groups: parameter group of every parameter that is trained, by name.
         optimizer: name of its state layout.
         link: to a compute device with memory of its own; None if the compute device is the CPU.
+        ranks: who trains this model together.
 
     Raises:
         CapacityError: a memory budget is too small; the message has the number that is needed.
         StorageError: an nvme path cannot be used or does not have the space.
     """
-    sizing = size_up(model, groups, config, optimizer, discrete=link is not None)
+    if link is None and sharding_of(config, ranks).count > 1:
+        link = SameMemory()  # whole units are gathered beside this rank's shards
+    sizing = size_up(model, groups, config, optimizer, discrete=link is not None, ranks=ranks)
     needs = host_needs(sizing)
     split = split_memory(needs, host_capacity(config, needs), "tiering.host_memory")
     counters = Counters()
     with ExitStack() as undo:  # what was acquired goes again if a later step fails
         arena = Arena(_arena_bytes(sizing, needs, split), pin=link is not None and link.device.type == "cuda")
         undo.callback(arena.close)
-        swap = _open_disk(sizing, config, undo)
+        swap = _open_disk(sizing, config, ranks, undo)
         slot_bytes = sizing.layout.tile_bytes(sizing.tile_numel)
         slots = [arena.lease(slot_bytes) for _ in range(RING_SLOTS if sizing.states_on_nvme else 0)]
         states = StateStore(
@@ -125,8 +138,34 @@ def build_runtime(
                 swap.register(slot.span())
         undo.pop_all()
     pipeline = UpdatePipeline(sizing.layout, states, slots, params.write_tile, counters)
-    executor = Executor(model, sizing.partition, params, grads, pipeline, budget.capacity_bytes, counters)
-    return Runtime(sizing, executor, params, grads, pipeline, arena, budget, swap, counters)
+    executor = Executor(model, sizing.partition, params, grads, pipeline, budget.capacity_bytes, counters, ranks)
+    return Runtime(sizing, ranks, executor, params, grads, pipeline, arena, budget, swap, counters)
+
+
+def make_gradients(runtime: Runtime, config: Config, device: torch.device) -> Gradients:
+    """Where the gradients of a training step are collected.
+
+    Args:
+        device: where the model computes.
+    """
+    units, store, make_room = runtime.partition.units, runtime.grads, runtime.executor.finish_oldest_update
+    if runtime.ranks.size == 1:
+        return Gradients(units, store, make_room, runtime.counters)
+    every_pass = config.zero.stage >= 2
+    compute = runtime.layout.param_dtype
+    collect = compute if every_pass else runtime.sizing.grad_dtype
+    return ReducedGradients(
+        units,
+        store,
+        make_room,
+        runtime.counters,
+        ranks=runtime.ranks,
+        sharding=runtime.partition.sharding,
+        every_pass=every_pass,
+        dtype=collect,
+        collect_dtype=collect,
+        device=device,
+    )
 
 
 def _make_params(
@@ -183,7 +222,7 @@ def _device_capacity(sizing: Sizing, config: Config, device: torch.device) -> in
     total = config.tiering.device_memory_bytes
     if total is None:
         if device.type != "cuda":
-            return sum(sizing.moving_bytes)
+            return sizing.gathered_bytes if sizing.ranks > 1 else sum(sizing.moving_bytes)
         total = int(_AUTO_SHARE * torch.cuda.mem_get_info(device)[0])
     least = sizing.staying_bytes + sizing.working_set_bytes
     if total < least:
@@ -197,7 +236,7 @@ def _device_capacity(sizing: Sizing, config: Config, device: torch.device) -> in
 # Disk #
 
 
-def _open_disk(sizing: Sizing, config: Config, undo: ExitStack) -> SwapSpace | None:
+def _open_disk(sizing: Sizing, config: Config, ranks: Ranks, undo: ExitStack) -> SwapSpace | None:
     if not sizing.params_on_nvme and not sizing.states_on_nvme:
         return None
     paths = [SwapPath(nvme.path, nvme.capacity_bytes, nvme.bytes_per_s) for nvme in config.tiering.nvme]
@@ -205,6 +244,6 @@ def _open_disk(sizing: Sizing, config: Config, undo: ExitStack) -> SwapSpace | N
         raise ConfigError("an offload section says nvme but no path is given: set tiering.nvme or nvme_path")
     aio = config.aio
     options = IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll)
-    swap = open_swap(paths, options, config.tiering.io_backend, checksum=config.tiering.checksum)
+    swap = open_swap(paths, options, config.tiering.io_backend, checksum=config.tiering.checksum, rank=ranks.rank)
     undo.callback(swap.close)
     return swap

@@ -5,6 +5,12 @@
 started and left running. What is in flight is looked at again on every event (`_settle`): finished updates give
 their gradients and pins back, and actions of the plan that had to wait for memory are tried again. The thread
 blocks for memory only when the unit that it needs now has none.
+
+[Note: when a unit is gathered]
+Of a unit that several ranks share, what is fetched and updated is this rank's shard; an all-gather makes it whole.
+All ranks must take part, so whether one is due may depend only on what they do alike: a unit is gathered at the
+beginning of a use, and stays whole until its last use ends (or, if its parameters stay on the device, until the
+next update). It must not depend on residency, which follows each rank's own disk and memory.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from infinity.schedule import Plan, PlanStep, Trace, make_plan
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import GradLease, GradStore, ParamStore, Residency
 from infinity.zero.partition import Partition
+from infinity.zero.ranks import ALONE, Ranks
 
 
 class Executor:
@@ -41,14 +48,18 @@ class Executor:
         pipeline: UpdatePipeline,
         capacity_bytes: int,
         counters: Counters,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self._partition = partition
         self._params = params
         self._pipeline = pipeline
         self._capacity_bytes = capacity_bytes
         self._counters = counters
         self._views = _ParameterViews(model, partition, params)
         self._grads = grads
+        # See [Note: when a unit is gathered].
+        self._ranks = ranks
+        self._uses = [0] * len(partition.units)
+        self._whole: set[int] = set()
         # The cycle that is running, and the plan that it should follow.
         self._trace = Trace()
         self._recording = False
@@ -68,6 +79,7 @@ class Executor:
         """Wait until the units may be computed on, and start what the plan says."""
         for unit in units:
             self._params.pin(unit)  # before anything is evicted for another of them
+            self._uses[unit] += 1
         for unit in units:
             self._settle()
             step = self._follow(unit)
@@ -78,11 +90,15 @@ class Executor:
             if step is not None:
                 self._todo.extend(step.actions)
                 self._work_off()
+            self._gather(unit)
 
     def leave(self, units: tuple[int, ...]) -> None:
         """The units may be evicted again."""
         for unit in units:
             self._params.unpin(unit)
+            self._uses[unit] -= 1
+            if not self._uses[unit] and self._params.specs[unit].offloaded:
+                self._whole.discard(unit)
         self._settle()
 
     def _bring(self, unit: int) -> None:
@@ -100,6 +116,16 @@ class Executor:
             self._fetching.discard(unit)
             self._views.show(unit)
         self._touch(unit)
+
+    def _gather(self, unit: int) -> None:
+        """Have all ranks' shards of a unit that is resident."""
+        if unit in self._whole:
+            return
+        spec = self._params.specs[unit]
+        if spec.sharding.count > 1:
+            with self._counters.stalled(StallCause.COLLECTIVE):
+                self._ranks.all_gather(self._params.tensor(unit), spec.pieces, spec.name)
+        self._whole.add(unit)
 
     def _touch(self, unit: int) -> None:
         """The unit was used last."""
@@ -190,7 +216,7 @@ class Executor:
         self._host_open(unit)
         try:
             self._params.host_wait(unit)
-            write = self._params.write_tile(unit, 0, self._params.specs[unit].numel)
+            write = self._params.write_tile(unit, 0, self._params.specs[unit].shard_numel)
             if write is not None:
                 with self._counters.stalled(StallCause.DISK_WRITE):
                     write.result()
@@ -243,6 +269,7 @@ class Executor:
     def update(self, unit: int, segments: tuple[Segment, ...]) -> None:
         """Update the unit as soon as its values are in memory: now if they are, else when they are fetched."""
         self._pending[unit] = segments
+        self._whole.discard(unit)
         if self._params.residency(unit) is not Residency.STORED:
             self._start_pending(unit)
 
@@ -254,15 +281,18 @@ class Executor:
             self._wait_update(unit)
         lease = self._grads.hand_over(unit)
         self._host_open(unit)
-        shard_numel = self._partition.units[unit].shard_numel
+        spec = self._params.specs[unit]
+        trained = spec.trainable_numel // spec.sharding.count
         job = UpdateJob(
             unit=unit,
-            param=self._params.host_tensor(unit)[:shard_numel],
+            param=self._params.host_tensor(unit)[:trained],
             grad=lease.tensor,
             segments=segments,
             ready=self._params.host_ready(unit),
-            write_back=self._params.specs[unit].offloaded and (self._plan is None or unit in self._plan.evicted),
-            seed=segments[0].rule.step << 24 | unit,  # the same for every placement, and after a resume
+            write_back=spec.offloaded and (self._plan is None or unit in self._plan.evicted),
+            # The same for every placement, and after a resume; there are none where a rank has padding alone.
+            seed=segments[0].rule.step << 24 | unit if segments else 0,
+            first=spec.sharding.rank * trained,
         )
         self._tickets[unit] = (self._pipeline.submit(job), lease)
 
@@ -310,8 +340,26 @@ class Executor:
     # Values outside of a step #
 
     @contextmanager
+    def gathered(self, unit: int) -> Iterator[torch.Tensor]:
+        """The unit's flat parameters, up to date, for as long as the context lasts; all ranks call this together."""
+        if self._params.specs[unit].sharding.count == 1:
+            with self.resident(unit) as flat:
+                yield flat
+            return
+        self._params.pin(unit)
+        try:
+            self._bring(unit)
+            self._whole.discard(unit)
+            self._gather(unit)
+            yield self._params.tensor(unit)
+        finally:
+            if self._params.specs[unit].offloaded:
+                self._whole.discard(unit)
+            self._params.unpin(unit)
+
+    @contextmanager
     def resident(self, unit: int) -> Iterator[torch.Tensor]:
-        """The unit's flat parameters in host memory, up to date, for as long as the context lasts."""
+        """This rank's shard of the unit in host memory, up to date, for as long as the context lasts."""
         self._params.pin(unit)
         try:
             self._bring(unit)
@@ -355,6 +403,7 @@ class Executor:
     def mark_changed(self, unit: int) -> None:
         """The values were written from outside."""
         self._params.set_dirty(unit, True)
+        self._whole.discard(unit)
 
 
 class _ParameterViews:

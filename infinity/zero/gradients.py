@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ class Gradients:
         self._counters = counters
         self._stats: list[dict[int, GradStats]] = [{} for _ in units]  # by slot; present once it has a gradient
         self._awaited = [sum(slot.trainable for slot in unit.slots) for unit in units]
-        self._gaps = [_gaps(unit) for unit in units]
+        self._gaps = [gaps(unit) for unit in units]
         self._arrived = [0] * len(units)  # slots that have arrived in the backward pass that is running
 
     def take(self, unit_index: int, slot_index: int, param: nn.Parameter) -> bool:
@@ -48,6 +48,8 @@ class Gradients:
         buffer = self._store.get(unit_index)
         if buffer is None:
             buffer = self._open(unit)
+            for start, stop in self._gaps[unit_index]:
+                buffer[start:stop] = 0  # kernels run over the padding too
         grad = param.grad
         if grad is None:
             raise RuntimeError(f"gradient of {slot.name} is missing when its hook runs")
@@ -60,8 +62,19 @@ class Gradients:
         self._arrived[unit_index] += 1
         return self._arrived[unit_index] == self._awaited[unit_index]
 
+    def begin_backward(self, *, last: bool) -> None:
+        """A backward pass begins, the `last` one of a step or not."""
+
+    def leave(self, unit: int) -> Sequence[int]:
+        """Backward has left a module of the unit; returns units whose gradients are complete because of that."""
+        return ()
+
     def end_backward(self) -> None:
-        """The next arrival belongs to another backward pass."""
+        """The pass is over: the next arrival belongs to another one."""
+        self._arrived = [0] * len(self._units)
+
+    def abort_backward(self) -> None:
+        """The pass has failed."""
         self._arrived = [0] * len(self._units)
 
     def units_with_gradients(self) -> list[int]:
@@ -74,7 +87,7 @@ class Gradients:
         return all(stats.finite for stats in self._stats[unit].values())
 
     def sum_sq(self, unit: int) -> float:
-        """Sum of the squares of the unit's gradients."""
+        """Sum of the squares of the unit's gradients, or of this rank's shard of them."""
         return math.fsum(stats.sum_sq for stats in self._stats[unit].values())
 
     def norm(self) -> float:
@@ -82,7 +95,11 @@ class Gradients:
         units = self.units_with_gradients()
         if not all(self.is_finite(unit) for unit in units):
             return math.nan
-        return math.sqrt(math.fsum(self.sum_sq(unit) for unit in units))
+        return self.norm_of(math.fsum(self.sum_sq(unit) for unit in units))
+
+    def norm_of(self, sum_sq: float) -> float:
+        """The norm over all ranks' shards, of a sum over this rank's."""
+        return math.sqrt(sum_sq)
 
     def forget(self, unit: int) -> None:
         """The unit's gradients are handed over: what arrives next starts a new sum."""
@@ -98,8 +115,6 @@ class Gradients:
         while True:
             buffer = self._store.try_open(unit.index)
             if buffer is not None:
-                for start, stop in self._gaps[unit.index]:
-                    buffer[start:stop] = 0  # kernels run over the padding too
                 return buffer
             if not self._make_room():
                 raise CapacityError(
@@ -109,16 +124,18 @@ class Gradients:
                 )
 
 
-def _gaps(unit: Unit) -> list[tuple[int, int]]:
-    """Ranges of the trainable shard that belong to no parameter."""
-    gaps = []
+def gaps(unit: Unit, slots: Container[int] | None = None) -> list[tuple[int, int]]:
+    """Ranges of the unit's trainable part that belong to no parameter, or to none of `slots` if they are given."""
+    ranges = []
     position = 0
-    for slot in unit.slots:
+    for index, slot in enumerate(unit.slots):
         if not slot.trainable:
             break
+        if slots is not None and index not in slots:
+            continue
         if slot.offset > position:
-            gaps.append((position, slot.offset))
+            ranges.append((position, slot.offset))
         position = slot.offset + slot.numel
-    if position < unit.shard_numel:
-        gaps.append((position, unit.shard_numel))
-    return gaps
+    if position < unit.trainable_numel:
+        ranges.append((position, unit.trainable_numel))
+    return ranges

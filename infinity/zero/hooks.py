@@ -30,6 +30,9 @@ class Listener(Protocol):
     def leave(self, units: tuple[int, ...]) -> None:
         """The use that the matching `enter` announced is over."""
 
+    def backward_left(self, units: tuple[int, ...]) -> None:
+        """Backward of one call of the module with these units is over; comes after its `leave`."""
+
     def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
         """`param.grad` holds this backward pass's gradient of the slot."""
 
@@ -114,6 +117,7 @@ class _Call:
         if self in self._begun:
             del self._begun[self]
             self._listener.leave(self._units)
+            self._listener.backward_left(self._units)
 
 
 class _EndOfBackward(torch.autograd.Function):

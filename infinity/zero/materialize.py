@@ -8,7 +8,7 @@ initialised one by one, so that the whole model never exists outside of the tier
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -20,6 +20,7 @@ from infinity.optim.pipeline import UpdatePipeline
 from infinity.zero.executor import Executor
 from infinity.zero.meta import InitFunction
 from infinity.zero.partition import Partition, Unit
+from infinity.zero.ranks import ALONE, Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,11 @@ class InitialValues:
         if any(slot.name not in self._values for slot in unit.slots):
             self._initialise(unit)
         return {slot.name: self._values.pop(slot.name).detach().cpu().reshape(-1) for slot in unit.slots}
+
+    def forget(self, unit: Unit) -> None:
+        """Leave a unit's values to another rank."""
+        for slot in unit.slots:
+            self._values.pop(slot.name, None)
 
     def _read(self, name: str) -> None:
         """Take the values of a parameter from where they are stored, if they are."""
@@ -139,26 +145,41 @@ def materialize(
     executor: Executor,
     pipeline: UpdatePipeline,
     layout: StateLayout,
+    ranks: Ranks = ALONE,
 ) -> None:
-    """Write every unit's parameters and fresh optimizer states to their tiers."""
+    """Write every unit's parameters and fresh optimizer states to their tiers; rank 0's values count."""
     for unit in partition.units:
         with executor.created(unit.index) as flat:
-            _fill_unit(unit, flat, values, pipeline, layout)
+            _fill_unit(partition, unit, flat, _from_rank_0(values, unit, ranks), pipeline, layout)
+
+
+def _from_rank_0(values: InitialValues, unit: Unit, ranks: Ranks) -> dict[str, torch.Tensor]:
+    if ranks.size == 1:
+        return values.take(unit)
+    if ranks.rank == 0:
+        initial = {name: value.float() for name, value in values.take(unit).items()}
+    else:
+        values.forget(unit)
+        initial = {slot.name: torch.empty(slot.numel) for slot in unit.slots}
+    for slot in unit.slots:
+        ranks.broadcast(initial[slot.name])
+    return initial
 
 
 def _fill_unit(
-    unit: Unit, flat: torch.Tensor, values: InitialValues, pipeline: UpdatePipeline, layout: StateLayout
+    partition: Partition,
+    unit: Unit,
+    flat: torch.Tensor,
+    initial: Mapping[str, torch.Tensor],
+    pipeline: UpdatePipeline,
+    layout: StateLayout,
 ) -> None:
-    initial = values.take(unit)
-    for slot in unit.slots:
-        if not slot.trainable:
-            flat[slot.offset : slot.offset + slot.numel].copy_(initial[slot.name])
+    for part in partition.parts(unit):
+        if not part.slot.trainable:
+            flat[part.shard].copy_(initial[part.slot.name][part.param])
     for tile, fields in pipeline.tiles(unit.index, writable=True, fresh=True):
         start, stop = tile.start, tile.start + tile.numel
         master = torch.zeros(tile.numel, dtype=torch.float32)
-        for slot in unit.slots:
-            low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
-            if slot.trainable and low < high:
-                source = initial[slot.name][low - slot.offset : high - slot.offset]
-                master[low - start : high - start].copy_(source)
+        for part in partition.parts(unit, start, stop):
+            master[part.start - start : part.stop - start].copy_(initial[part.slot.name][part.param])
         init_states(layout, master, flat[start:stop], fields)

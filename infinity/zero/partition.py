@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity.errors import ConfigError
+from infinity.tiers import WHOLE, Sharding, overlap
 
 PERSISTENT = "persistent"
 
@@ -57,7 +58,7 @@ class Unit:
 
     Attributes:
         slots: trainable parameters first, by group, then frozen ones.
-        shard_numel: padded length of the trainable part, the shard that the optimizer works on.
+        trainable_numel: padded length of the trainable part, whose shards the optimizer works on.
         numel: padded length of the flat tensor.
         persistent: always resident.
     """
@@ -65,9 +66,34 @@ class Unit:
     index: int
     name: str
     slots: tuple[ParamSlot, ...]
-    shard_numel: int
+    trainable_numel: int
     numel: int
     persistent: bool
+
+
+@dataclass(frozen=True)
+class SlotPart:
+    """Neighbouring elements of one parameter in a shard.
+
+    Attributes:
+        start, stop: where they lie in the shard.
+        offset: position of the first of them in the parameter.
+    """
+
+    slot: ParamSlot
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def shard(self) -> slice:
+        """The elements in the shard."""
+        return slice(self.start, self.stop)
+
+    @property
+    def param(self) -> slice:
+        """The elements in the flat parameter."""
+        return slice(self.offset, self.offset + self.stop - self.start)
 
 
 @dataclass(frozen=True)
@@ -75,7 +101,8 @@ class HookPoint:
     """A module whose forward uses the given units.
 
     Attributes:
-        moving: one of the units may be away; otherwise the units only have updates to wait for.
+        moving: one of the units may be away, or its gradients are reduced as backward leaves the module; otherwise
+            the units only have updates to wait for.
     """
 
     module_name: str
@@ -85,10 +112,28 @@ class HookPoint:
 
 @dataclass(frozen=True)
 class Partition:
-    """The units of a model and the modules that use them."""
+    """The units of a model and the modules that use them.
+
+    Attributes:
+        sharding: which slice of each unit is this rank's.
+    """
 
     units: tuple[Unit, ...]
     hook_points: tuple[HookPoint, ...]
+    sharding: Sharding = WHOLE
+
+    def parts(self, unit: Unit, start: int = 0, stop: int | None = None) -> Iterator[SlotPart]:
+        """What lies in elements `[start, stop)` of this rank's shard of a unit, parameter by parameter."""
+        for own in self.sharding.pieces(unit.trainable_numel, unit.numel):
+            low = max(start, own.shard)
+            high = own.shard + own.numel if stop is None else min(stop, own.shard + own.numel)
+            for slot in unit.slots:
+                part = overlap(own, slot.offset, slot.offset + slot.numel)
+                if part is None:
+                    continue
+                first, last = max(low, part.shard), min(high, part.shard + part.numel)
+                if first < last:
+                    yield SlotPart(slot, first, last, part.whole - slot.offset + first - part.shard)
 
     def find(self, param_name: str) -> tuple[Unit, ParamSlot]:
         """The unit and slot of a parameter.
@@ -110,6 +155,8 @@ def make_partition(
     align: Alignment,
     persistence_threshold: int,
     offloaded: bool,
+    sharding: Sharding = WHOLE,
+    watched: bool = False,
 ) -> Partition:
     """Partition a model's floating-point parameters.
 
@@ -117,10 +164,13 @@ def make_partition(
         groups: parameter group of every parameter that is trained, by name.
         persistence_threshold: parameters of at most this many elements outside of blocks stay resident.
         offloaded: parameters have a home below; otherwise every unit is persistent.
+        sharding: which slice of each unit is this rank's.
+        watched: hooks follow every use, also of units that stay.
 
     Raises:
         ConfigError: the model has no floating-point parameters.
     """
+    align = Alignment(align.shard * sharding.count, align.slot)
     names = _canonical_names(model)
     if not names:
         raise ConfigError("the model has no floating-point parameters to train or place")
@@ -154,8 +204,9 @@ def make_partition(
     for module_name, used in uses:
         if used:
             needed = tuple(sorted({by_name[unit_of[name]].index for name in used}))
-            hook_points.append(HookPoint(module_name, needed, any(not units[i].persistent for i in needed)))
-    return Partition(units, tuple(hook_points))
+            moving = watched or any(not units[i].persistent for i in needed)
+            hook_points.append(HookPoint(module_name, needed, moving))
+    return Partition(units, tuple(hook_points), sharding)
 
 
 def _canonical_names(model: nn.Module) -> dict[int, str]:
@@ -195,18 +246,18 @@ def _layout_unit(
     order = sorted(members, key=lambda member: groups.get(member, 1 << 30))  # stable: definition order in a group
     slots: list[ParamSlot] = []
     offset = 0
-    shard_numel = 0
+    trainable_numel = 0
     for member in order:
         param = model.get_parameter(member)
         trainable = member in groups
         if not trainable and (not slots or slots[-1].trainable):
-            shard_numel = offset = _round_up(offset, align.shard)
+            trainable_numel = offset = _round_up(offset, align.shard)
         slots.append(ParamSlot(member, tuple(param.shape), param.numel(), offset, trainable, groups.get(member, -1)))
         offset += _round_up(param.numel(), align.slot)
     numel = _round_up(offset, align.shard)
     if all(slot.trainable for slot in slots):
-        shard_numel = numel
-    return Unit(index, name, tuple(slots), shard_numel, numel, persistent)
+        trainable_numel = numel
+    return Unit(index, name, tuple(slots), trainable_numel, numel, persistent)
 
 
 def _round_up(value: int, multiple: int) -> int:

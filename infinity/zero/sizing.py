@@ -12,8 +12,9 @@ from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
 from infinity.schedule import MemoryNeeds
-from infinity.tiers import FlatSpec, cut_into_tiles
+from infinity.tiers import WHOLE, FlatSpec, Sharding, cut_into_tiles
 from infinity.zero.partition import PERSISTENT, Alignment, Partition, make_partition
+from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.updates import UpdateSchedule
 
 RING_SLOTS = 4  # one tile read, one updated, one written, and one of slack between the rates
@@ -36,6 +37,7 @@ class Sizing:
         params_on_nvme, states_on_nvme: NVMe is home to parameters, to optimizer states.
         discrete: the compute device has memory of its own.
         accumulates: gradients are summed over several backward passes.
+        ranks: how many processes train the model together.
     """
 
     partition: Partition
@@ -48,10 +50,12 @@ class Sizing:
     states_on_nvme: bool
     discrete: bool
     accumulates: bool
+    ranks: int = 1
 
     @property
     def shard_numels(self) -> list[int]:
-        return [unit.shard_numel for unit in self.partition.units]
+        """Elements of each unit that this rank's optimizer has."""
+        return [unit.trainable_numel // self.partition.sharding.count for unit in self.partition.units]
 
     @property
     def standing(self) -> list[int]:
@@ -74,9 +78,19 @@ class Sizing:
         return sum(self.moving_bytes[:2])
 
     @property
+    def home_bytes(self) -> int:
+        """This rank's shards of the units whose parameters come and go."""
+        return sum(spec.shard_nbytes for spec in self.specs if spec.offloaded)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Room for whole units where the ranks' shards are apart from them: one in use, one to come, one to go."""
+        return sum(self.moving_bytes[:3])
+
+    @property
     def staging_bytes(self) -> int:
         """Host memory for images of units on their way to and from a discrete device."""
-        return _STAGING_UNITS * max(spec.nbytes for spec in self.specs) if self.discrete else 0
+        return _STAGING_UNITS * max(spec.shard_nbytes for spec in self.specs) if self.discrete else 0
 
     @property
     def ring_bytes(self) -> int:
@@ -92,6 +106,11 @@ class Sizing:
 def compute_dtype(config: Config) -> torch.dtype:
     """The dtype that the model computes in."""
     return _DTYPES[config.precision]
+
+
+def sharding_of(config: Config, ranks: Ranks) -> Sharding:
+    """What each rank has a slice of: nothing at stage 0, else every unit's states."""
+    return WHOLE if config.zero.stage == 0 else Sharding(ranks.rank, ranks.size)
 
 
 def choose_schedule(config: Config) -> UpdateSchedule:
@@ -118,12 +137,22 @@ def choose_schedule(config: Config) -> UpdateSchedule:
     return schedule
 
 
-def size_up(model: nn.Module, groups: Mapping[str, int], config: Config, optimizer: str, *, discrete: bool) -> Sizing:
+def size_up(
+    model: nn.Module,
+    groups: Mapping[str, int],
+    config: Config,
+    optimizer: str,
+    *,
+    discrete: bool,
+    ranks: Ranks = ALONE,
+) -> Sizing:
     """Lay out a model's states.
 
     Args:
         groups: parameter group of every parameter that is trained, by name.
         optimizer: name of its state layout.
+        discrete: the compute device has memory of its own, or the ranks' shards are apart from what is gathered.
+        ranks: who trains this model together.
 
     Raises:
         ConfigError: the model has no parameters, or the state format does not serve the precision.
@@ -131,25 +160,32 @@ def size_up(model: nn.Module, groups: Mapping[str, int], config: Config, optimiz
     home = config.zero.offload_param.device
     dtype = compute_dtype(config)
     layout = state_layout(_format(config), optimizer)
+    sharding = sharding_of(config, ranks)
+    shards_params = config.zero.stage == 3 and sharding.count > 1
     partition = make_partition(
         model,
         groups,
         align=Alignment(SHARD_ALIGN, max(Alignment.slot, *(field.block for field in layout.fields))),
         persistence_threshold=config.zero.param_persistence_threshold,
-        offloaded=home != "none" if discrete else home == "nvme",
+        offloaded=shards_params or (home != "none" if discrete else home == "nvme"),
+        sharding=sharding,
+        watched=ranks.size > 1,
     )
     accumulates = config.gradient_accumulation_steps > 1
     return Sizing(
         partition=partition,
         layout=layout,
         schedule=choose_schedule(config),
-        specs=tuple(FlatSpec(u.name, u.numel, u.shard_numel, dtype, not u.persistent) for u in partition.units),
+        specs=tuple(
+            FlatSpec(u.name, u.numel, u.trainable_numel, dtype, not u.persistent, sharding) for u in partition.units
+        ),
         grad_dtype=torch.float32 if accumulates else dtype,
         tile_numel=_tile_numel(partition, layout, config.tiering.tile_size_bytes),
         params_on_nvme=home == "nvme",
         states_on_nvme=config.zero.offload_optimizer.device == "nvme",
         discrete=discrete,
         accumulates=accumulates,
+        ranks=ranks.size,
     )
 
 
@@ -165,7 +201,7 @@ def _format(config: Config) -> str:
 
 
 def _tile_numel(partition: Partition, layout: StateLayout, tile_bytes: int) -> int:
-    largest = max(unit.shard_numel for unit in partition.units)
+    largest = max(unit.trainable_numel for unit in partition.units) // partition.sharding.count
     numel = tile_bytes // layout.bytes_per_param // SHARD_ALIGN * SHARD_ALIGN
     return max(SHARD_ALIGN, min(numel, largest))
 
@@ -179,14 +215,13 @@ def host_needs(sizing: Sizing) -> MemoryNeeds:
         grads_min = min(sum(grads), grads[0] + standing)
         grads_most = min(sum(grads), sum(grads[:_GRADS_IN_FLIGHT]) + standing)
     states = sizing.states_bytes
-    moving = sum(sizing.moving_bytes)
     if sizing.discrete:
         always = 0
-        params_min = sizing.staging_bytes + (0 if sizing.params_on_nvme else moving)
-        params_most = sizing.staging_bytes + moving
+        params_min = sizing.staging_bytes + (0 if sizing.params_on_nvme else sizing.home_bytes)
+        params_most = sizing.staging_bytes + sizing.home_bytes
     else:
         always = sizing.staying_bytes
-        params_min, params_most = sizing.working_set_bytes, moving
+        params_min, params_most = sizing.working_set_bytes, sum(sizing.moving_bytes)
     return MemoryNeeds(
         ring_bytes=sizing.ring_bytes,
         params_min_bytes=params_min,

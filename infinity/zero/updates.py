@@ -17,6 +17,7 @@ from infinity.errors import NonFiniteError
 from infinity.kernels import Rule
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.pipeline import Segment
+from infinity.tiers import overlap
 from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
 from infinity.zero.partition import Partition, Unit
@@ -108,7 +109,7 @@ class Updates:
         if self._schedule is UpdateSchedule.BACKWARD:
             for unit in self._gradients.units_with_gradients():
                 self.final(unit)
-            norm, self._sum_sq = self._sum_sq**0.5, 0.0
+            norm, self._sum_sq = self._gradients.norm_of(self._sum_sq), 0.0
             return StepOutcome(norm, skipped=False)
         loss_scale = self._loss_scale.value
         norm = self._gradients.norm() / loss_scale
@@ -136,7 +137,8 @@ class Updates:
         self._executor.update(unit, segments)
 
     def _segments(self, unit: Unit, scale: float) -> tuple[Segment, ...]:
-        """Runs of neighbouring parameters that have a gradient, the same group and the same step count.
+        """Runs of neighbouring parameters that have a gradient, the same group and the same step count, as far as they
+        lie in this rank's shard.
 
         A parameter without a gradient in this step is left alone, as torch does: no decay, no step.
         """
@@ -155,4 +157,11 @@ class Updates:
             else:
                 runs.append((slot.offset, stop, slot.group, step))
             joinable = True
-        return tuple(Segment(start, stop, self._rule_of(group, step, scale)) for start, stop, group, step in runs)
+        segments = []
+        for own in self._partition.sharding.pieces(unit.trainable_numel, unit.trainable_numel):
+            for start, stop, group, step in runs:
+                piece = overlap(own, start, stop)
+                if piece is not None:
+                    rule = self._rule_of(group, step, scale)
+                    segments.append(Segment(piece.shard, piece.shard + piece.numel, rule))
+        return tuple(segments)
