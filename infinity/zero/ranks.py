@@ -18,6 +18,10 @@ import torch.distributed as dist
 from infinity.errors import RankError
 from infinity.tiers import Piece
 
+# torch 2.13 renamed them.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Pending:
     """A collective that was started."""
@@ -73,14 +77,14 @@ class Ranks:
             stop = start + piece.numel * self.size
             own = flat[piece.whole : piece.whole + piece.numel]
             with self.talking(f"the all-gather of unit `{unit}`"):
-                dist.all_gather_into_tensor(flat[start:stop], own, group=self.group)
+                _all_gather(flat[start:stop], own, group=self.group)
             start = stop
 
     def reduce_scatter(self, shard: torch.Tensor, flat: torch.Tensor, unit: str) -> Pending:
         """Start to sum all ranks' `flat`; `shard` becomes this rank's slice of the sum."""
         what = f"the reduce-scatter of the gradients of unit `{unit}`"
         with self.talking(what):
-            return Pending(self, what, dist.reduce_scatter_tensor(shard, flat, group=self.group, async_op=True))
+            return Pending(self, what, _reduce_scatter(shard, flat, group=self.group, async_op=True))
 
     def all_reduce(self, flat: torch.Tensor, unit: str) -> Pending:
         """Start to sum all ranks' `flat` in place."""
