@@ -23,7 +23,7 @@ class Case:
     """One training run on several ranks."""
 
     stage: int = 3
-    placement: Placement = Placement()
+    placement: Placement = field(default_factory=Placement)
     recipe: Recipe = field(default_factory=lambda: Recipe(steps=STEPS))
     architecture: str = "gpt2"
 
