@@ -163,32 +163,35 @@ _OFF: dict[str, object] = {
     "zero_optimization.offload_optimizer.ratio": 1.0,
     "bf16.check_grad_overflow": True,
 }
-# Sections that do nothing in DeepSpeed without `"enabled": true`.
-_SWITCHED = {
-    "amp",
-    "autotuning",
-    "comet",
-    "comms_logger",
-    "csv_monitor",
-    "curriculum_learning",
-    "data_efficiency",
-    "eigenvalue",
-    "elasticity",
-    "expert_parallel",
-    "flops_profiler",
-    "hybrid_engine",
-    "nebula",
-    "progressive_layer_drop",
-    "quantize_training",
-    "tensorboard",
-    "torch_autocast",
-    "wandb",
-}
+# The key that switches a section on; without it the section does nothing in DeepSpeed.
+_SWITCHES = dict.fromkeys(
+    (
+        "amp",
+        "autotuning",
+        "comet",
+        "comms_logger",
+        "csv_monitor",
+        "curriculum_learning",
+        "data_efficiency",
+        "eigenvalue",
+        "elasticity",
+        "expert_parallel",
+        "flops_profiler",
+        "hybrid_engine",
+        "nebula",
+        "progressive_layer_drop",
+        "quantize_training",
+        "tensorboard",
+        "torch_autocast",
+        "wandb",
+    ),
+    "enabled",
+) | {"compile": "deepcompile", "tensor_parallel": "autotp_size"}
 
 
 def asks_for_nothing(path: str, value: Any) -> bool:
     """Whether a refused key has a value that switches its feature off."""
     if isinstance(value, Mapping):
-        switch = value.get("enabled", False if path in _SWITCHED else None)
-        return not value or boolean(switch) is False
+        switch = value.get(_SWITCHES.get(path, "enabled"), path not in _SWITCHES)
+        return not value or boolean(switch) in (False, "auto")
     return value is None or boolean(value) in ("auto", _OFF.get(path, False))

@@ -152,6 +152,7 @@ def _classify(values: dict[str, Any]) -> None:
         if path in REFUSED:
             if not asks_for_nothing(path, value):
                 raise ConfigError(f"{path} is {value!r}: {REFUSED[path]}; remove the key")
+            _log.info("configuration key %s is switched off, and would be refused otherwise", path)
             _remove(values, path)
         elif path in NO_EFFECT:
             _log.info("configuration key %s has no effect here: %s", path, NO_EFFECT[path])

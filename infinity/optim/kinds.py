@@ -102,6 +102,10 @@ def kind_from_config(type_name: str, params: Values) -> tuple[OptimizerKind, dic
     kind = _BY_TYPE[name]
     values = {key: _checked(key, value) for key, value in params.items() if key in _names(kind)}
     fixed = {"bias_correction": True, "amsgrad": False, **dict.fromkeys(kind.unsupported, False)}
+    if "max_grad_norm" in params:
+        raise ConfigError(
+            "optimizer.params.max_grad_norm is given: gradients are clipped by gradient_clipping; move it"
+        )
     for key in params.keys() - values.keys() - set(_WITHOUT_EFFECT):
         if key not in fixed:
             raise ConfigError(f"optimizer.params.{key} is unknown to {type_name}; it has {', '.join(_names(kind))}")

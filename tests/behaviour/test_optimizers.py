@@ -130,6 +130,7 @@ def test_a_torch_optimizer_is_taken_over(name, make) -> None:
         ({"type": "AdamW", "params": {"betas": [0.9]}}, r"params\.betas is \[0\.9\]; it must be two numbers"),
         ({"type": "Adam", "params": {"betas": [0.9, 1.0]}}, r"params\.betas\[1\] is 1\.0; .* less than 1"),
         ({"type": "AdamW", "params": {"betas": 0.9}}, r"params\.betas is 0\.9; it must be two numbers"),
+        ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, "gradients are clipped by gradient_clipping; move it"),
         ({"type": "SGD", "params": {"nesterov": "maybe"}}, r"params\.nesterov is 'maybe'; .* true or false"),
         ({"type": "Lion", "params": {"eps": 1e-8}}, r"params\.eps is unknown to Lion; it has lr, betas, weight_decay"),
         ({"type": "AdamW", "params": {"amsgrad": True}}, r"params\.amsgrad is True, which is not supported"),

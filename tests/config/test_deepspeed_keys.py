@@ -70,6 +70,8 @@ SWITCHED_OFF = {
     "amp": {"enabled": False, "opt_level": "O1"},
     "hybrid_engine": {"enabled": False, "max_out_tokens": 512},
     "weight_quantization": {"enabled": False},
+    "compile": {"deepcompile": False, "offload_activation": False},
+    "tensor_parallel": {"autotp_size": 0},
     "pipeline": None,
     "checkpoint": {"tag_validation": "Warn", "load_universal": False, "use_node_local_storage": False},
     "datastates_ckpt": False,
@@ -92,8 +94,10 @@ def test_every_key_of_deepspeed_is_classified_once(key) -> None:
 
 
 @pytest.mark.parametrize("key", sorted(SWITCHED_OFF))
-def test_what_is_switched_off_is_accepted(key) -> None:
-    assert load_config({key: SWITCHED_OFF[key]}) == load_config({})
+def test_what_is_switched_off_is_accepted(key, caplog) -> None:
+    with caplog.at_level(logging.INFO):
+        assert load_config({key: SWITCHED_OFF[key]}) == load_config({})
+    assert f"configuration key {key}" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -109,6 +113,8 @@ def test_what_is_switched_off_is_accepted(key) -> None:
         ("zero_optimization.zero_hpz_partition_size", 8),
         ("checkpoint.use_node_local_storage", True),
         ("tensor_parallel", {"autotp_size": 2}),
+        ("compile", {"deepcompile": True}),
+        ("zero_optimization.leaf_module", {"classes": ["transformers.Block"]}),
     ],
 )
 def test_what_is_switched_on_and_not_supported_is_refused(key, value) -> None:
