@@ -115,7 +115,11 @@ class Engine:
         with self._counters.phase("forward") if training else nullcontext():
             if not self._in_cycle:
                 self._executor.begin_cycle()
-            outputs = self.module(*args, **kwargs)
+            try:
+                outputs = self.module(*args, **kwargs)
+            except BaseException:
+                self._hooks.abandon()
+                raise
             if training:
                 self._in_cycle = True
             elif not self._in_cycle:
@@ -159,6 +163,7 @@ class Engine:
                     self._updates.final(unit)  # units with parameters that had no part in this pass
 
     def _end_cycle(self, *, learn: bool) -> None:
+        self._hooks.abandon()
         self._hooks.end_backward()
         self._executor.end_cycle(learn=learn)
         self._in_cycle = False

@@ -419,6 +419,7 @@ class _ParameterViews:
         # Made when the unit is first in memory (a view of freed storage cannot be made), then kept.
         self._views: dict[int, list[torch.Tensor]] = {}
 
+    @torch.inference_mode(False)  # a parameter must not become an inference tensor, which cannot be trained
     def show(self, unit: int) -> None:
         if unit not in self._views:
             flat = self._params.tensor(unit)
@@ -428,6 +429,7 @@ class _ParameterViews:
         for param, view in zip(self._parameters[unit], self._views[unit], strict=True):
             param.data = view
 
+    @torch.inference_mode(False)
     def hide(self, unit: int) -> None:
         flat = self._params.tensor(unit)
         nothing = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)

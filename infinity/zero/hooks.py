@@ -7,18 +7,26 @@ the outputs), and is over when the gradients of all its inputs are: the inputs p
 their own, so that another module that uses the same tensor does not delay the event. A call whose inputs need no
 gradient (an embedding) has no such event and is over with the whole backward pass. Calls that are recorded but
 never begin, such as those of a recomputation, hold nothing.
+
+[Note: uses that no output shows]
+Backward may come to a weight before it comes to the call's outputs (a loss that the module keeps in an attribute,
+outputs in an object that hides them), and after the gradients of the inputs (a branch on detached inputs). So the
+result of every function that was given a parameter of such a unit has a hook as well, and its gradient begins the call
+again. The same watch finds a parameter that is not the module's own; its unit joins the call that reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from infinity.zero.partition import Partition
+from infinity.zero.partition import HookPoint, Partition
+from infinity.zero.reads import ParameterReads
 
 
 class Listener(Protocol):
@@ -43,22 +51,29 @@ class Hooks:
     def __init__(self, model: nn.Module, partition: Partition, listener: Listener) -> None:
         self._listener = listener
         self._handles: list[RemovableHandle] = []
+        self._followed = frozenset(chain.from_iterable(p.units for p in partition.hook_points if p.moving))
+        self._running: list[_Call] = []  # calls of watched modules, outermost first
         self._begun: dict[_Call, None] = {}
-        for point in partition.hook_points:
-            module = model.get_submodule(point.module_name)
-            if point.moving:
-                self._watch_module(module, point.units)
-            else:
-                self._watch_updates(module, point.units)
+        unit_of: dict[int, int] = {}
         for unit in partition.units:
             for index, slot in enumerate(unit.slots):
+                param = model.get_parameter(slot.name)
+                unit_of[id(param)] = unit.index
                 if slot.trainable:
-                    self._watch_parameter(model.get_parameter(slot.name), unit.index, index)
+                    self._watch_parameter(param, unit.index, index)
+        self._reads = ParameterReads(unit_of, self._use)
+        for point in partition.hook_points:
+            self._watch_module(model.get_submodule(point.module_name), point)
 
     def end_backward(self) -> None:
         """The backward pass is over: end the calls that had no event of their own."""
         for call in list(self._begun):
             call.end()
+
+    def abandon(self) -> None:
+        """Forget the calls that are running: an exception has ended them, and torch may not have said so."""
+        while self._running:
+            self._close()
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -66,32 +81,53 @@ class Hooks:
         self._handles.clear()
         self.end_backward()
 
-    def _watch_module(self, module: nn.Module, units: tuple[int, ...]) -> None:
-        calls: list[_Call | None] = []  # a stack, since a module may be called recursively
+    # Forward #
 
+    def _watch_module(self, module: nn.Module, point: HookPoint) -> None:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self._listener.enter(units)
-            call = _Call(units, self._listener, self._begun) if torch.is_grad_enabled() else None
-            calls.append(call)
-            return None if call is None else _mark_inputs(call, args, kwargs)
+            call = self._open(module, point.units)
+            return _mark_inputs(call, args, kwargs) if point.moving and torch.is_grad_enabled() else None
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            call = calls.pop() if calls else None
-            if call is not None:
-                for tensor in _tensors(output):
-                    if tensor.requires_grad:
-                        tensor.register_hook(call.begin)
-            self._listener.leave(units)
+            if not self._running or self._running[-1].module is not module:
+                return  # an exception before `before`
+            call = self._close()
+            if call.followed and torch.is_grad_enabled():
+                call.begin_with(output)
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
-    def _watch_updates(self, module: nn.Module, units: tuple[int, ...]) -> None:
-        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _open(self, module: nn.Module, units: tuple[int, ...]) -> _Call:
+        call = _Call(module, units, self._listener, self._begun)
+        try:
             self._listener.enter(units)
+        except BaseException:
             self._listener.leave(units)
+            raise
+        call.followed.extend(unit for unit in units if unit in self._followed)
+        self._reads.__enter__()
+        self._running.append(call)
+        return call
 
-        self._handles.append(module.register_forward_pre_hook(before))
+    def _close(self) -> _Call:
+        call = self._running.pop()
+        self._reads.__exit__(None, None, None)
+        self._listener.leave(tuple(call.units))
+        return call
+
+    def _use(self, units: tuple[int, ...]) -> Callable[[Any], None]:
+        """A torch function is about to read parameters; see [Note: uses that no output shows]."""
+        call = self._running[-1]
+        for unit in units:
+            if unit not in call.units:
+                call.units.append(unit)  # before `enter`, which pins it whatever happens
+                self._listener.enter((unit,))
+                if unit in self._followed:
+                    call.followed.append(unit)
+        return call.begin_with if call.followed and torch.is_grad_enabled() else _nothing
+
+    # Backward #
 
     def _watch_parameter(self, param: nn.Parameter, unit: int, slot: int) -> None:
         def ready(param: torch.Tensor) -> None:
@@ -100,24 +136,43 @@ class Hooks:
         self._handles.append(param.register_post_accumulate_grad_hook(ready))
 
 
-class _Call:
-    """One forward call's part of the backward pass, see [Note: when a unit is in use]."""
+def _nothing(result: Any) -> None:
+    """No gradient of this result will be asked for."""
 
-    def __init__(self, units: tuple[int, ...], listener: Listener, begun: dict[_Call, None]) -> None:
-        self._units = units
+
+class _Call:
+    """One forward call of a module and its part of the backward pass, see [Note: when a unit is in use].
+
+    Attributes:
+        units: what the call has entered so far.
+        followed: those of them that backward enters and leaves as well.
+    """
+
+    def __init__(self, module: nn.Module, units: tuple[int, ...], listener: Listener, begun: dict[_Call, None]) -> None:
+        self.module = module
+        self.units = list(units)
+        self.followed: list[int] = []
         self._listener = listener
         self._begun = begun
+        self._entered: tuple[int, ...] = ()
+
+    def begin_with(self, result: Any) -> None:
+        """The call's backward begins when one of these tensors has its gradient."""
+        for tensor in _tensors(result):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(self.begin)
 
     def begin(self, grad: torch.Tensor) -> None:
         if self not in self._begun:
-            self._listener.enter(self._units)
-            self._begun[self] = None
+            self._entered = tuple(self.followed)
+            self._begun[self] = None  # before `enter`, which pins the units whatever happens
+            self._listener.enter(self._entered)
 
     def end(self) -> None:
         if self in self._begun:
             del self._begun[self]
-            self._listener.leave(self._units)
-            self._listener.backward_left(self._units)
+            self._listener.leave(self._entered)
+            self._listener.backward_left(self._entered)
 
 
 class _EndOfBackward(torch.autograd.Function):

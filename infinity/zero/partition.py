@@ -98,7 +98,7 @@ class SlotPart:
 
 @dataclass(frozen=True)
 class HookPoint:
-    """A module whose forward uses the given units.
+    """A module whose forward uses the given units: those of its own parameters, none if it has none.
 
     Attributes:
         moving: one of the units may be away, or its gradients are reduced as backward leaves the module; otherwise
@@ -202,10 +202,9 @@ def make_partition(
     by_name = {unit.name: unit for unit in units}
     hook_points = []
     for module_name, used in uses:
-        if used:
-            needed = tuple(sorted({by_name[unit_of[name]].index for name in used}))
-            moving = watched or any(not units[i].persistent for i in needed)
-            hook_points.append(HookPoint(module_name, needed, moving))
+        needed = tuple(sorted({by_name[unit_of[name]].index for name in used}))
+        moving = bool(needed) and (watched or any(not units[i].persistent for i in needed))
+        hook_points.append(HookPoint(module_name, needed, moving))
     return Partition(units, tuple(hook_points), sharding)
 
 
