@@ -11,7 +11,8 @@ from typing import Any
 
 from infinity.config.values import boolean
 
-_BUCKETS = "nothing is bucketed on one process"
+_BUCKETS = "collectives work on a unit at a time"
+_PRESCALED = "the loss is divided by the number of ranks before backward"
 _BUFFERS = "buffer sizes follow from the model and tiering.host_memory"
 _PREFETCH = "prefetch follows from the recorded trace and the memory budget"
 _COLLECTIVES = "how a unit is gathered is not configurable"
@@ -27,8 +28,8 @@ NO_EFFECT: dict[str, str] = {
     "zero_force_ds_cpu_optimizer": "there is one CPU optimizer",
     "dataloader_drop_last": "the data loader is the training loop's",
     "disable_allgather": _BUCKETS,
-    "prescale_gradients": _BUCKETS,
-    "gradient_predivide_factor": _BUCKETS,
+    "prescale_gradients": _PRESCALED,
+    "gradient_predivide_factor": _PRESCALED,
     "sparse_gradients": "sparse gradients are accepted and made dense",
     "disable_python_gc": "Python's garbage collector is left alone",
     "log_level": "use Python's logging configuration",

@@ -48,7 +48,7 @@ def resolve(root: RootSection, world_size: int) -> Config:
         gradient_clipping=root.gradient_clipping,
         precision=precision,
         communication_data_type=root.communication_data_type or precision,
-        grad_accum_dtype=_grad_accum_dtype(root.data_types),
+        grad_accum_dtype=_grad_accum_dtype(root.data_types, precision),
         fp16=_fp16(root.fp16) if precision == "fp16" else None,
         optimizer=optimizer,
         scheduler=_scheduler(root.scheduler, optimizer) if root.scheduler else None,
@@ -76,11 +76,11 @@ def _precision(root: RootSection) -> Precision:
     return "fp16" if root.fp16.enabled else "bf16" if root.bf16.enabled else "fp32"
 
 
-def _grad_accum_dtype(section: DataTypesSection) -> Precision:
-    if section.grad_accum_dtype != "fp32":
+def _grad_accum_dtype(section: DataTypesSection, precision: Precision) -> Precision:
+    if section.grad_accum_dtype not in ("fp32", precision):
         raise ConfigError(
-            f"data_types.grad_accum_dtype is {section.grad_accum_dtype}: gradients are accumulated in fp32, on the "
-            "tier where they are summed; set it to fp32 or remove the key"
+            f"data_types.grad_accum_dtype is {section.grad_accum_dtype} but the model trains in {precision}: gradients "
+            f"are accumulated in fp32 or in {precision}; set it to one of them, or remove the key"
         )
     return section.grad_accum_dtype
 

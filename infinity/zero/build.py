@@ -37,7 +37,7 @@ from infinity.zero.gradients import Gradients
 from infinity.zero.partition import Partition
 from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.reduction import ReducedGradients
-from infinity.zero.sizing import RING_SLOTS, Sizing, host_needs, sharding_of, size_up
+from infinity.zero.sizing import RING_SLOTS, Sizing, communication_dtype, host_needs, sharding_of, size_up
 from infinity.zero.updates import UpdateSchedule
 
 _log = logging.getLogger(__name__)
@@ -152,8 +152,6 @@ def make_gradients(runtime: Runtime, config: Config, device: torch.device) -> Gr
     if runtime.ranks.size == 1:
         return Gradients(units, store, make_room, runtime.counters)
     every_pass = config.zero.stage >= 2
-    compute = runtime.layout.param_dtype
-    collect = compute if every_pass else runtime.sizing.grad_dtype
     return ReducedGradients(
         units,
         store,
@@ -162,8 +160,8 @@ def make_gradients(runtime: Runtime, config: Config, device: torch.device) -> Gr
         ranks=runtime.ranks,
         sharding=runtime.partition.sharding,
         every_pass=every_pass,
-        dtype=collect,
-        collect_dtype=collect,
+        dtype=communication_dtype(config),
+        collect_dtype=runtime.layout.param_dtype if every_pass else runtime.sizing.grad_dtype,
         device=device,
     )
 

@@ -108,6 +108,11 @@ def compute_dtype(config: Config) -> torch.dtype:
     return _DTYPES[config.precision]
 
 
+def communication_dtype(config: Config) -> torch.dtype:
+    """The dtype in which gradients travel between ranks."""
+    return _DTYPES[config.communication_data_type]
+
+
 def sharding_of(config: Config, ranks: Ranks) -> Sharding:
     """What each rank has a slice of: nothing at stage 0, else every unit's states."""
     return WHOLE if config.zero.stage == 0 else Sharding(ranks.rank, ranks.size)
@@ -179,7 +184,7 @@ def size_up(
         specs=tuple(
             FlatSpec(u.name, u.numel, u.trainable_numel, dtype, not u.persistent, sharding) for u in partition.units
         ),
-        grad_dtype=torch.float32 if accumulates else dtype,
+        grad_dtype=_DTYPES[config.grad_accum_dtype] if accumulates else dtype,
         tile_numel=_tile_numel(partition, layout, config.tiering.tile_size_bytes),
         params_on_nvme=home == "nvme",
         states_on_nvme=config.zero.offload_optimizer.device == "nvme",

@@ -132,7 +132,7 @@ def test_every_key_without_effect_is_accepted_with_a_log_line(path, caplog) -> N
         ({"communication_data_type": "int8"}, "communication_data_type is 'int8'; it must be 'fp32', 'fp16' or 'bf16'"),
         (
             {"data_types": {"grad_accum_dtype": "bf16"}},
-            "data_types.grad_accum_dtype is bf16: gradients are accumulated",
+            "grad_accum_dtype is bf16 but the model trains in fp32",
         ),
         ({"optimizer": {"params": {}}}, "optimizer.type is missing"),
         ({"tiering": {"host_memory": 0}}, "tiering.host_memory is 0"),
