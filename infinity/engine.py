@@ -24,7 +24,7 @@ from infinity.checkpoint import (
     save_checkpoint,
 )
 from infinity.config import Config, load_config, parse_size
-from infinity.errors import ConfigError, InfinityError, NonFiniteError
+from infinity.errors import CheckpointError, ConfigError, InfinityError, NonFiniteError
 from infinity.optim.kinds import ADAM, OptimizerKind, kind_from_config, kind_of
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.lr_schedules import make_scheduler
@@ -271,7 +271,10 @@ class Engine:
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
     ) -> Path:
-        """Save everything that training needs to go on, in memory bounded by one unit.
+        """Save everything that training needs to go on, in memory bounded by one unit; all ranks call this together.
+
+        The directory is one that rank 0 can write and, for loading, all ranks can read. A checkpoint can be loaded by
+        any number of ranks.
 
         Args:
             tag: name of the checkpoint; `global_step<N>` by default.
@@ -288,6 +291,7 @@ class Engine:
         self._check_at_step_boundary("save_checkpoint")
         self.synchronize()
         extra = collect_extra(self.module, self.optimizer, self.lr_scheduler, self.loss_scale, client_state or {})
+        extra["rng_of_ranks"] = self._ranks.of_all(extra["rng"])
         with self._counters.aside():
             return save_checkpoint(
                 Path(save_dir),
@@ -343,7 +347,9 @@ class Engine:
             accumulation = self.config.gradient_accumulation_steps  # may differ from the saving run's
             self.micro_steps = -(-counters["micro_steps"] // accumulation) * accumulation
             self.skipped_steps = counters["skipped_steps"]
-        apply_extra(opened.extra, self.module, self.optimizer, self.lr_scheduler, self.loss_scale, parts)
+        apply_extra(
+            self._ranks.rank, opened.extra, self.module, self.optimizer, self.lr_scheduler, self.loss_scale, parts
+        )
         return opened.path, opened.extra["client_state"]
 
     def save_16bit_model(self, save_dir: str | Path, *, max_shard_size: int | str = "5GB") -> Path:
@@ -376,7 +382,17 @@ class Engine:
             for name, buffer in buffers.items()
         }
         values = chain(self.named_parameters(), buffers.items())
-        export_model(Path(save_dir), self.module, values, specs, dtype=dtype, shard_bytes=shard_bytes)
+        written = self._ranks.rank != 0
+        try:
+            if not written:
+                export_model(Path(save_dir), self.module, values, specs, dtype=dtype, shard_bytes=shard_bytes)
+                written = True
+        finally:
+            for _ in values:  # all ranks gather together, to the end
+                pass
+            failed = self._ranks.any(not written)
+        if failed:
+            raise CheckpointError("rank 0 could not write the model; its own message says why")
         return Path(save_dir)
 
     def _check_at_step_boundary(self, what: str) -> None:

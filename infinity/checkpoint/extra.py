@@ -107,6 +107,7 @@ def check_extra(
 
 
 def apply_extra(
+    rank: int,
     extra: Mapping[str, Any],
     module: nn.Module,
     optimizer: TieredOptimizer,
@@ -124,7 +125,8 @@ def apply_extra(
             module.get_buffer(name).copy_(value)
     if parts.progress:
         loss_scale.load_state_dict(extra["loss_scale"])
-        _set_rng_states(extra["rng"])
+        states = extra.get("rng_of_ranks", [])
+        _set_rng_states(states[rank] if rank < len(states) else extra["rng"])
 
 
 def _check_groups(path: Path, groups: Any, optimizer: TieredOptimizer) -> None:

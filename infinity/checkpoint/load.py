@@ -24,7 +24,7 @@ from infinity.checkpoint.tensors import TensorReader, check_files
 from infinity.errors import CheckpointError
 from infinity.optim.formats import StateLayout, write_master
 from infinity.zero.build import Runtime
-from infinity.zero.partition import ParamSlot, Unit
+from infinity.zero.partition import SlotPart, Unit
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,16 @@ def open_checkpoint(directory: Path, tag: str | None, runtime: Runtime, *, momen
     Raises:
         CheckpointError: the checkpoint is missing, damaged or of another model.
     """
+    found = runtime.ranks.on_rank_0(lambda: _check(directory, tag, runtime, moments=moments))
+    if found is None:
+        return None
+    path = directory / found
+    manifest = read_manifest(path)
+    return Loaded(path, manifest, read_extra(path, manifest))
+
+
+def _check(directory: Path, tag: str | None, runtime: Runtime, *, moments: bool) -> str | None:
+    """Read all of a checkpoint; its tag, or None if there is none."""
     restore_interrupted(directory)
     if tag is None:
         tag = latest_tag(directory)
@@ -65,7 +75,7 @@ def open_checkpoint(directory: Path, tag: str | None, runtime: Runtime, *, momen
     if moments:
         _check_moments(path, manifest, runtime)
     check_files(path, manifest.tensors)
-    return Loaded(path, manifest, read_extra(path, manifest))
+    return tag
 
 
 def load_tensors(loaded: Loaded, runtime: Runtime, *, moments: bool = True) -> None:
@@ -132,42 +142,38 @@ class _Source:
     trained: Set[str]
     moments: StateLayout | None
 
-    def weights(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a parameter: its master, or its values if it was frozen."""
-        field = MASTER.name if name in self.trained else FROZEN_FIELD
-        return self.reader.read(f"{field}.{name}", start, stop - start)
+    def weights(self, part: SlotPart) -> torch.Tensor:
+        """A part of a parameter: of its master, or of its values if it was frozen."""
+        field = MASTER.name if part.slot.name in self.trained else FROZEN_FIELD
+        return self.reader.read(f"{field}.{part.slot.name}", part.offset, part.stop - part.start)
 
 
 def _load_unit(unit: Unit, source: _Source, runtime: Runtime) -> None:
-    layout = runtime.layout
+    layout, partition = runtime.layout, runtime.partition
     with runtime.executor.resident(unit.index) as flat:
         for tile, fields in runtime.pipeline.tiles(unit.index, writable=True):
-            start, stop = tile.start, tile.start + tile.numel
-            for slot in unit.slots:
-                low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
-                if slot.trainable and low < high:
-                    states = layout.narrow(fields, low - start, high - start)
-                    _load_piece(slot, low - slot.offset, high - slot.offset, source, layout, flat[low:high], states)
-        for slot in unit.slots:
-            if not slot.trainable:
-                flat[slot.offset : slot.offset + slot.numel].copy_(source.weights(slot.name, 0, slot.numel))
+            for part in partition.parts(unit, tile.start, tile.start + tile.numel):
+                states = layout.narrow(fields, part.start - tile.start, part.stop - tile.start)
+                _load_part(part, source, layout, flat[part.shard], states)
+        for part in partition.parts(unit):
+            if not part.slot.trainable:
+                flat[part.shard].copy_(source.weights(part))
         runtime.executor.mark_changed(unit.index)
 
 
-def _load_piece(
-    slot: ParamSlot,
-    start: int,
-    stop: int,
+def _load_part(
+    part: SlotPart,
     source: _Source,
     layout: StateLayout,
     param: torch.Tensor,
     states: Mapping[str, torch.Tensor],
 ) -> None:
-    """Elements [start, stop) of one trained parameter."""
-    write_master(layout, source.weights(slot.name, start, stop).float(), param, states)
+    """A part of one trained parameter."""
+    write_master(layout, source.weights(part).float(), param, states)
     if source.moments is None:
         for field in layout.moment_fields:
             states[field.name].zero_()
         return
-    for name, values in moments_of(source.reader, source.moments, layout, slot.name, start, stop).items():
+    start, stop = part.param.start, part.param.stop
+    for name, values in moments_of(source.reader, source.moments, layout, part.slot.name, start, stop).items():
         states[name].copy_(values)

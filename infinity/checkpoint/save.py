@@ -13,6 +13,7 @@ import torch
 from infinity.checkpoint.blocks import Staging
 from infinity.checkpoint.directory import replacing
 from infinity.checkpoint.format import EXTRA, FROZEN_FIELD, MASTER, Manifest, stored_fields, stored_shape
+from infinity.checkpoint.relay import Relay
 from infinity.checkpoint.tensors import TensorEntry, TensorFile, write_file
 from infinity.errors import CheckpointError
 from infinity.optim.formats import StateLayout, read_master
@@ -30,7 +31,7 @@ def save_checkpoint(
     extra: Mapping[str, Any],
     mark_latest: bool = True,
 ) -> Path:
-    """Write a checkpoint; no update may be pending.
+    """Write a checkpoint, on rank 0 with the other ranks' help; no update may be pending.
 
     Args:
         steps: updates that each parameter has had.
@@ -41,16 +42,21 @@ def save_checkpoint(
         The checkpoint's directory.
 
     Raises:
-        StorageError: writing failed; an earlier checkpoint of the same tag is still there.
+        StorageError: writing failed; an earlier checkpoint of the same tag is still there. The ranks that do not write
+            get a CheckpointError.
         CheckpointError: `extra` has something that could not be loaded safely.
     """
-    content = _serialise(extra)
-    with replacing(directory, tag, mark_latest=mark_latest) as target:
+    relay = Relay(runtime)
+    if runtime.ranks.rank != 0:
+        relay.send_all()
+        return directory / tag
+    with relay, replacing(directory, tag, mark_latest=mark_latest) as target:
+        content = _serialise(extra)
         tensors: dict[str, TensorEntry] = {}
         with Staging() as staging:
             for unit in runtime.partition.units:
                 path = target / f"unit-{unit.index:05d}.safetensors"
-                tensors.update(_save_unit(path, unit, runtime, staging))
+                tensors.update(_save_unit(path, unit, runtime, relay, staging))
         write_file(target / EXTRA, content)
         layout = runtime.layout
         moments = (layout.first, layout.second)
@@ -71,22 +77,21 @@ def _serialise(extra: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _save_unit(path: Path, unit: Unit, runtime: Runtime, staging: Staging) -> dict[str, TensorEntry]:
+def _save_unit(path: Path, unit: Unit, runtime: Runtime, relay: Relay, staging: Staging) -> dict[str, TensorEntry]:
     file = TensorFile(path, _tensors_of(unit, runtime.layout), staging)
+    layout = runtime.layout
     try:
-        with runtime.executor.resident(unit.index) as flat:
-            for tile, fields in runtime.pipeline.tiles(unit.index, writable=False):
-                start, stop = tile.start, tile.start + tile.numel
-                for slot in unit.slots:
-                    low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
-                    if slot.trainable and low < high:
-                        states = runtime.layout.narrow(fields, low - start, high - start)
-                        file.write(f"{MASTER.name}.{slot.name}", read_master(runtime.layout, flat[low:high], states))
-                        for field in runtime.layout.moment_fields:
-                            file.write(f"{field.name}.{slot.name}", states[field.name])
-            for slot in unit.slots:
-                if not slot.trainable:
-                    file.write(f"{FROZEN_FIELD}.{slot.name}", flat[slot.offset : slot.offset + slot.numel])
+        for slice_ in relay.slices(unit):
+            start = slice_.start
+            for part in runtime.partition.parts(unit, start, slice_.stop, rank=slice_.rank):
+                low, high = part.start - start, part.stop - start
+                if not part.slot.trainable:
+                    file.write(f"{FROZEN_FIELD}.{part.slot.name}", slice_.param[low:high])
+                    continue
+                states = layout.narrow(slice_.fields, low, high)
+                file.write(f"{MASTER.name}.{part.slot.name}", read_master(layout, slice_.param[low:high], states))
+                for field in layout.moment_fields:
+                    file.write(f"{field.name}.{part.slot.name}", states[field.name])
     except BaseException:
         file.abandon()
         raise

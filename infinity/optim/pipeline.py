@@ -175,6 +175,10 @@ class UpdatePipeline:
             write.result()
         self._settle_writes()
 
+    def geometry(self, unit: int) -> list[tuple[int, int]]:
+        """First element and elements of every tile of a unit."""
+        return [(tile.start, tile.numel) for tile in self._states.tiles(unit)]
+
     def close(self) -> None:
         """Finish what is queued and stop the worker."""
         with self._wake:

@@ -48,7 +48,7 @@ class GatheredParameters:
 
     What was changed in them goes to the tiers at the end, if `modifier_rank` is given: to the float32 master as well,
     for the elements that changed, and for these alone. Parameters that no engine has are left as they are. After an
-    exception nothing is written.
+    exception, on any rank, nothing is written. All ranks enter and leave together.
 
     Args:
         params: a module (all its parameters), a parameter, or several.
@@ -65,7 +65,7 @@ class GatheredParameters:
         elif isinstance(params, nn.Parameter):
             params = [params]
         self._params = list(dict.fromkeys(params)) if enabled else []
-        self._writes = modifier_rank is not None
+        self._modifier_rank = modifier_rank
         self._gathered: list[tuple[nn.Parameter, Runtime, Unit, ParamSlot]] = []
 
     def __enter__(self) -> None:
@@ -82,7 +82,7 @@ class GatheredParameters:
             self._gathered.append((param, runtimes[id(owner)], unit, slot))
         try:
             for param, runtime, unit, slot in self._gathered:
-                with runtime.executor.resident(unit.index) as flat:
+                with runtime.executor.gathered(unit.index) as flat:
                     values = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
                     param.data = values.to(param.device, copy=True)
         except BaseException:  # Python does not call __exit__ then
@@ -93,13 +93,24 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._writes and kind is None:
-                for param, _, _, slot in self._gathered:  # all of them before the first is written
-                    _check_shape(param, slot)
-                for param, runtime, unit, slot in self._gathered:
-                    _write_back(param, runtime, unit, slot)
+            if self._modifier_rank is not None:
+                self._write(self._modifier_rank, failed=kind is not None)
         finally:
             self._restore()
+
+    def _write(self, source: int, *, failed: bool) -> None:
+        """Store the values of one rank, unless the context has failed on some rank."""
+        problem = None if failed else next(filter(None, map(_shape_problem, self._gathered)), None)
+        for runtime in {id(runtime): runtime for _, runtime, _, _ in self._gathered}.values():
+            failed = runtime.ranks.any(failed or problem is not None)
+        if problem is not None:
+            raise InfinityError(problem)
+        if failed:
+            return
+        for param, runtime, unit, slot in self._gathered:
+            values = param.data.detach().reshape(-1).cpu()
+            runtime.ranks.broadcast(values, source)
+            _write_back(values, runtime, unit, slot)
 
     def _restore(self) -> None:
         """The parameters are the engine's again."""
@@ -108,30 +119,34 @@ class GatheredParameters:
         self._gathered.clear()
 
 
-def _check_shape(param: nn.Parameter, slot: ParamSlot) -> None:
-    if tuple(param.shape) != tuple(slot.shape):
-        raise InfinityError(f"parameter `{slot.name}` has shape {tuple(param.shape)} now; it must stay {slot.shape}")
+def _shape_problem(gathered: tuple[nn.Parameter, Runtime, Unit, ParamSlot]) -> str | None:
+    param, _, _, slot = gathered
+    if tuple(param.shape) == tuple(slot.shape):
+        return None
+    return f"parameter `{slot.name}` has shape {tuple(param.shape)} now; it must stay {slot.shape}"
 
 
-def _write_back(param: nn.Parameter, runtime: Runtime, unit: Unit, slot: ParamSlot) -> None:
-    """Store what differs from the tiers' values."""
-    values = param.data.detach().reshape(-1).cpu()
+def _write_back(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamSlot) -> None:
+    """Store what differs from the tiers' values, as far as it lies in this rank's shard."""
     layout = runtime.layout
     with runtime.executor.resident(unit.index) as flat:
-        current = flat[slot.offset : slot.offset + slot.numel]
-        values = values.to(current.dtype)
-        changed = values != current
-        if not bool(changed.any()):
-            return
-        if not slot.trainable:
-            current.copy_(values)
-        else:
+        for part in runtime.partition.parts(unit):
+            if part.slot is not slot:
+                continue
+            current = flat[part.shard]
+            here = values[part.param].to(current.dtype)
+            changed = here != current
+            if not bool(changed.any()):
+                continue
+            if not slot.trainable:
+                current.copy_(here)
+                continue
             for tile, fields in runtime.pipeline.tiles(unit.index, writable=True):
-                low, high = max(tile.start, slot.offset), min(tile.start + tile.numel, slot.offset + slot.numel)
+                low, high = max(tile.start, part.start), min(tile.start + tile.numel, part.stop)
                 if low >= high:
                     continue
                 states = layout.narrow(fields, low - tile.start, high - tile.start)
-                part = slice(low - slot.offset, high - slot.offset)
-                master = torch.where(changed[part], values[part].float(), read_master(layout, flat[low:high], states))
+                new = slice(low - part.start, high - part.start)
+                master = torch.where(changed[new], here[new].float(), read_master(layout, flat[low:high], states))
                 write_master(layout, master, flat[low:high], states)
         runtime.executor.mark_changed(unit.index)

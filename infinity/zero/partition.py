@@ -122,9 +122,12 @@ class Partition:
     hook_points: tuple[HookPoint, ...]
     sharding: Sharding = WHOLE
 
-    def parts(self, unit: Unit, start: int = 0, stop: int | None = None) -> Iterator[SlotPart]:
-        """What lies in elements `[start, stop)` of this rank's shard of a unit, parameter by parameter."""
-        for own in self.sharding.pieces(unit.trainable_numel, unit.numel):
+    def parts(
+        self, unit: Unit, start: int = 0, stop: int | None = None, *, rank: int | None = None
+    ) -> Iterator[SlotPart]:
+        """What lies in elements `[start, stop)` of a rank's shard of a unit, this one's by default, by parameter."""
+        sharding = self.sharding if rank is None else Sharding(rank, self.sharding.count)
+        for own in sharding.pieces(unit.trainable_numel, unit.numel):
             low = max(start, own.shard)
             high = own.shard + own.numel if stop is None else min(stop, own.shard + own.numel)
             for slot in unit.slots:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from infinity.errors import RankError
+from infinity.errors import CheckpointError, RankError
 from infinity.tiers import Piece
+
+Result = TypeVar("Result")
 
 # torch 2.13 renamed them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -115,20 +117,55 @@ class Ranks:
             dist.all_reduce(total, group=self.host_group)
         return float(total.item())
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Take over rank 0's values, in place; the tensor is in host memory."""
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Take over the values of one rank, in place; the tensor is in host memory."""
         if self.size > 1:
             with self.talking("a broadcast"):
-                dist.broadcast(tensor, group=self.host_group, group_src=0)
+                dist.broadcast(tensor, group=self.host_group, group_src=source)
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value: plain and small."""
+    def on_rank_0(self, action: Callable[[], Result]) -> Result:
+        """Run `action` on rank 0; every rank gets its result, which is plain and small, or its error.
+
+        Raises:
+            InfinityError: what the action raised; on the other ranks with the same message.
+        """
         if self.size == 1:
-            return value
-        held = [value]
+            return action()
+        held: list[Any] = [None, None]
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                held[0] = action()
+            except Exception as error:  # the other ranks wait for word of it, too
+                failure = error
+                held[1] = (isinstance(error, CheckpointError), str(error))
         with self.talking("a broadcast"):
             dist.broadcast_object_list(held, group=self.host_group, group_src=0)
-        return held[0]
+        if failure is not None:
+            raise failure
+        if held[1] is not None:
+            is_checkpoint, message = held[1]
+            raise (CheckpointError if is_checkpoint else RankError)(f"rank 0: {message}")
+        return held[0]  # type: ignore[no-any-return]
+
+    def of_all(self, value: Any) -> list[Any]:
+        """Every rank's value, plain and small, by rank."""
+        if self.size == 1:
+            return [value]
+        held: list[Any] = [None] * self.size
+        with self.talking("an exchange of states"):
+            dist.all_gather_object(held, value, group=self.host_group)
+        return held
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send a tensor in host memory to rank 0."""
+        with self.talking("a transfer to rank 0"):
+            dist.send(tensor, group=self.host_group, group_dst=0)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        """Fill a tensor in host memory with what `rank` sends."""
+        with self.talking(f"a transfer from rank {rank}"):
+            dist.recv(tensor, group=self.host_group, group_src=rank)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
