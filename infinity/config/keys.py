@@ -159,6 +159,7 @@ _OFF: dict[str, object] = {
     "gradient_allreduce_op": "mean",
     "managed_gradient_accumulation": True,
     "sequence_parallel_size": 1,
+    "data_types.keep_in_fp32_modules": [],
     "zero_optimization.zero_hpz_partition_size": 1,
     "zero_optimization.mics_shard_size": -1,
     "zero_optimization.offload_optimizer.ratio": 1.0,
@@ -194,5 +195,9 @@ def asks_for_nothing(path: str, value: Any) -> bool:
     """Whether a refused key has a value that switches its feature off."""
     if isinstance(value, Mapping):
         switch = value.get(_SWITCHES.get(path, "enabled"), path not in _SWITCHES)
-        return not value or boolean(switch) in (False, "auto")
-    return value is None or boolean(value) in ("auto", _OFF.get(path, False))
+        return _is(switch, False) or all(_is(inner, False) for inner in value.values())
+    return _is(value, _OFF.get(path, False))
+
+
+def _is(value: Any, off: object) -> bool:
+    return value is None or boolean(value) in ("auto", off)
