@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,10 @@ from infinity.optim.kinds import ADAM, OptimizerKind, kind_from_config, kind_of
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.lr_schedules import make_scheduler
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
-from infinity.telemetry import StepStats
+from infinity.telemetry import StepStats, now
 from infinity.tiers import CudaLink, Link
 from infinity.zero.build import Runtime, build_runtime, make_gradients
+from infinity.zero.compute_lane import ComputeLane
 from infinity.zero.gathered import claim, disclaim
 from infinity.zero.hooks import Hooks
 from infinity.zero.materialize import InitialValues, WeightSource, materialize
@@ -95,7 +96,11 @@ class Engine:
             self.loss_scale,
         )
         optimizer.run_step = self._updates.finish_step
-        self._hooks = Hooks(model, runtime.partition, self)
+        self._compute_lane: ComputeLane | None = None
+        if runtime.counters.timeline is not None:
+            moment = now if runtime.link is None else runtime.link.mark
+            self._compute_lane = ComputeLane(self, runtime.counters.timeline, moment)
+        self._hooks = Hooks(model, runtime.partition, self._compute_lane or self)
         claim(self, model, runtime.partition.units)
         self._in_cycle = False  # a forward pass has run whose backward has not
         self._stats = StepStats()
@@ -112,7 +117,7 @@ class Engine:
         """Run the model's forward, with each unit in memory while it is needed."""
         self._check_open()
         training = torch.is_grad_enabled()
-        with self._counters.phase("forward") if training else nullcontext():
+        with self._running("forward" if training else "evaluation"):
             if not self._in_cycle:
                 self._executor.begin_cycle()
             try:
@@ -126,6 +131,16 @@ class Engine:
                 self._executor.end_cycle(learn=False)
         return outputs
 
+    @contextmanager
+    def _running(self, name: str) -> Iterator[None]:
+        """A pass over the model; an evaluation is no phase of a training step."""
+        with ExitStack() as around:
+            if name != "evaluation":
+                around.enter_context(self._counters.phase(name))
+            if self._compute_lane is not None:
+                around.enter_context(self._compute_lane.running(name))
+            yield
+
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward on `loss` divided by the gradient accumulation steps.
 
@@ -135,7 +150,7 @@ class Engine:
         """
         self._check_open()
         last = self.is_gradient_accumulation_boundary()
-        with self._counters.phase("backward"):
+        with self._running("backward"):
             if self._runtime.schedule is UpdateSchedule.BACKWARD and self._ranks.any(
                 not bool(torch.isfinite(loss).all())
             ):
@@ -292,7 +307,7 @@ class Engine:
         self.synchronize()
         extra = collect_extra(self.module, self.optimizer, self.lr_scheduler, self.loss_scale, client_state or {})
         extra["rng_of_ranks"] = self._ranks.of_all(extra["rng"])
-        with self._counters.aside():
+        with self._counters.aside("save_checkpoint"):
             return save_checkpoint(
                 Path(save_dir),
                 tag or f"global_step{self.global_steps}",
@@ -338,7 +353,7 @@ class Engine:
         if opened is None:
             return None, None
         check_extra(opened.path, opened.extra, self.module, self.optimizer, self.lr_scheduler, parts)
-        with self._counters.aside():
+        with self._counters.aside("load_checkpoint"):
             load_tensors(opened, self._runtime, moments=parts.optimizer)  # from here on the engine changes
         self._updates.steps = dict(opened.manifest.steps) if parts.optimizer else {}
         if parts.progress:
@@ -475,7 +490,7 @@ def initialize(
     _agree_on_buffers(model, ranks)
     runtime = build_runtime(model, groups, resolved, tiered.kind.layout, link, ranks)
     try:
-        with runtime.counters.aside():
+        with runtime.counters.aside("initialize"):
             materialize(runtime.partition, values, runtime.executor, runtime.pipeline, runtime.layout, ranks)
         scheduler = _scheduler(resolved, tiered, lr_scheduler)
         engine = Engine(model, resolved, runtime, tiered, scheduler, compute_device)

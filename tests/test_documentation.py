@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from infinity.cli.main import main
 from infinity.config import load_config
 from infinity.config.keys import NO_EFFECT, REFUSED
 from infinity.config.load import known_keys
@@ -45,6 +46,14 @@ def test_the_readme_and_the_checkpoint_examples_run(tmp_path, monkeypatch) -> No
     exec(export, scope)
     exec(ending, scope)
     exec(load + ending, scope | {"config": Recipe("bf16").config(Placement())})
+
+
+def test_the_timeline_example_runs(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ((_, code),) = BLOCK.findall((ROOT / "docs/timeline.md").read_text())
+    exec(code, {"model": tiny_gpt2(), "batches": [{"input_ids": ids, "labels": ids} for ids in batches(6)]})
+    assert main(["timeline", "trace.json", "--steps", "3-4"]) == 0
+    assert main(["timeline", "trace.json", "--steps", "6"]) == 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -23,6 +23,10 @@ namespace {
 
 constexpr double kSignalCheck_s = 0.1;
 
+double seconds(Clock::time_point time) {
+    return std::chrono::duration<double>(time.time_since_epoch()).count();
+}
+
 // A Python object that lives as long as a request. The engine's threads never hold the GIL, so they only hand the
 // reference over; the next call from Python drops it.
 class PythonOwner final : public Owner {
@@ -74,7 +78,6 @@ std::shared_ptr<Request> submit(Engine& engine, bool write, std::shared_ptr<File
 
 // Waits without the GIL, but lets Python handle signals meanwhile: Ctrl-C ends the wait, not the request.
 bool wait(Request& request, double timeout_s) {
-    using Clock = std::chrono::steady_clock;
     if (request.orphaned()) {
         throw std::logic_error("this request belongs to the parent process; the child cannot wait for it");
     }
@@ -148,9 +151,14 @@ void register_requests(py::module_& m) {
     py::class_<Request, std::shared_ptr<Request>>(m, "Request")
         .def("done", &Request::done)
         .def("wait", &wait, py::arg("timeout_s"))
-        .def("outcome", [](const Request& request) {
-            const Outcome outcome = request.outcome();
-            return py::make_tuple(outcome.nbytes, outcome.error, outcome.offset);
+        .def("outcome",
+             [](const Request& request) {
+                 const Outcome outcome = request.outcome();
+                 return py::make_tuple(outcome.nbytes, outcome.error, outcome.offset);
+             })
+        .def("times", [](const Request& request) {
+            const Times times = request.times();
+            return py::make_tuple(seconds(times.submitted), seconds(times.started), seconds(times.finished));
         });
 }
 

@@ -28,6 +28,7 @@ bool Request::wait(double timeout_s) {
 void Request::complete() {
     owner_.reset();
     file_.reset();
+    times_.finished = Clock::now();
     {
         const std::lock_guard lock(mutex_);
         done_.store(true, std::memory_order_release);
@@ -46,6 +47,7 @@ bool BlockQueue::push(std::shared_ptr<Request> request) {
             throw std::logic_error("the I/O engine is closed");
         }
         if (request->nbytes == 0) {
+            request->times_.started = request->times_.submitted;
             request->complete();
             return false;
         }
@@ -110,6 +112,9 @@ bool BlockQueue::take(Block& block) {
     const std::shared_ptr<Request> request = line.front();
     const std::size_t nbytes = std::min(block_nbytes_, request->nbytes - request->cut_);
     block = Block{request, priority, request->offset + request->cut_, request->address + request->cut_, nbytes};
+    if (request->cut_ == 0) {
+        request->times_.started = Clock::now();
+    }
     request->cut_ += nbytes;
     request->in_flight_ += 1;
     if (request->cut_ == request->nbytes) {

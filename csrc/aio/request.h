@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -27,6 +28,16 @@ struct Outcome {
     std::size_t nbytes = 0;
     int error = 0;
     std::uint64_t offset = 0;
+};
+
+// Linux's steady clock is CLOCK_MONOTONIC, which Python's time.perf_counter() reads too.
+using Clock = std::chrono::steady_clock;
+
+// When a request was handed over, when its first block was given to the kernel, and when its last one was over.
+struct Times {
+    Clock::time_point submitted;
+    Clock::time_point started;
+    Clock::time_point finished;
 };
 
 // [Note: who keeps the buffer alive]
@@ -63,6 +74,7 @@ class Request {
 
     // Valid once the request is done.
     Outcome outcome() const { return outcome_; }
+    Times times() const { return times_; }
 
   private:
     friend class BlockQueue;
@@ -74,6 +86,7 @@ class Request {
     std::size_t cut_ = 0; // bytes that were cut into blocks so far
     int in_flight_ = 0;
     Outcome outcome_;
+    Times times_{Clock::now(), {}, {}};
 
     std::shared_ptr<File> file_;
     std::unique_ptr<Owner> owner_;

@@ -178,4 +178,6 @@ def _tiering(tiering: TieringSection, *offloads: OffloadSection) -> TieringConfi
         io_backend=tiering.io_backend,
         checksum=tiering.checksum,
         tile_size_bytes=tiering.tile_size,
+        timeline=tiering.timeline,
+        timeline_steps=tiering.timeline_steps,
     )

@@ -72,7 +72,7 @@ class NvmeConfig:
 
 @dataclass(frozen=True)
 class TieringConfig:
-    """Budgets and policies of the tiers; None means chosen at initialize."""
+    """Budgets and policies of the tiers; None means chosen at initialize (for `timeline`: none is written)."""
 
     device_memory_bytes: int | None
     host_memory_bytes: int | None
@@ -82,6 +82,8 @@ class TieringConfig:
     io_backend: str
     checksum: bool
     tile_size_bytes: int
+    timeline: Path | None
+    timeline_steps: int
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ field is honoured; what changes nothing here, or is refused, is listed in keys.p
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -112,6 +113,8 @@ class TieringSection(Section):
     io_backend: Literal["auto", "io_uring", "threads", "aiofiles"] = "auto"
     checksum: Bool = False
     tile_size: Size = 16 << 20
+    timeline: Path | None = None
+    timeline_steps: Count = Field(100, ge=1)
 
 
 class RootSection(Section):

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import threading
+import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -16,6 +17,7 @@ import aiofiles
 
 from infinity.errors import InfinityError, StorageError
 from infinity.io.interface import IoEngine, IoFile, IoFuture, IoOptions, IoStats, Priority, Span, failure
+from infinity.telemetry import Times
 
 
 class _PlainFile(IoFile):
@@ -33,9 +35,17 @@ class _PlainFile(IoFile):
         self.closed = True
 
 
+class _Stamps:
+    """When a request was submitted, begun and over."""
+
+    def __init__(self) -> None:
+        self.submitted_s = self.started_s = self.finished_s = time.perf_counter()
+
+
 class _PlainFuture(IoFuture):
-    def __init__(self, future: Future[int]) -> None:
+    def __init__(self, future: Future[int], stamps: _Stamps) -> None:
         self._future = future
+        self._stamps = stamps
         self._process = os.getpid()
 
     def done(self) -> bool:
@@ -48,6 +58,10 @@ class _PlainFuture(IoFuture):
             return self._future.result(timeout)
         except FutureTimeoutError as error:
             raise TimeoutError(f"the request is not over after {timeout} s") from error
+
+    def times(self) -> Times | None:
+        stamps = self._stamps
+        return Times(stamps.submitted_s, stamps.started_s, stamps.finished_s) if self._future.done() else None
 
 
 class AiofilesEngine(IoEngine):
@@ -84,13 +98,23 @@ class AiofilesEngine(IoEngine):
             raise InfinityError("this I/O engine belongs to the parent process; open one in the child")
         if self._closed:
             raise InfinityError("the I/O engine is closed")
-        return _PlainFuture(asyncio.run_coroutine_threadsafe(self._move(operation, file, offset, span), self._loop))
+        stamps = _Stamps()
+        moving = self._timed_move(operation, file, offset, span, stamps)
+        return _PlainFuture(asyncio.run_coroutine_threadsafe(moving, self._loop), stamps)
+
+    async def _timed_move(self, operation: str, file: _PlainFile, offset: int, span: Span, stamps: _Stamps) -> int:
+        async with self._slots:
+            stamps.started_s = time.perf_counter()
+            try:
+                return await self._move(operation, file, offset, span)
+            finally:
+                stamps.finished_s = time.perf_counter()
 
     async def _move(self, operation: str, file: _PlainFile, offset: int, span: Span) -> int:
         view = memoryview((ctypes.c_char * span.nbytes).from_address(span.address)).cast("B")
         moved = 0
         try:
-            async with self._slots, aiofiles.open(file.path, file.mode, buffering=0) as stream:
+            async with aiofiles.open(file.path, file.mode, buffering=0) as stream:
                 await stream.seek(offset)
                 while moved < span.nbytes:
                     part = view[moved:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -14,6 +15,7 @@ import torch
 
 from infinity.errors import StorageError
 from infinity.io.interface import IoFuture
+from infinity.telemetry import Times
 
 
 def gds_problem() -> str:
@@ -93,10 +95,18 @@ class DeviceReads:
         self, pieces: Sequence[tuple[Path, int, int]], target: torch.Tensor, wait: Callable[[], None]
     ) -> IoFuture:
         """Start filling `target` (uint8, on the device) with (path, offset, nbytes) after `wait` has returned."""
-        return _DeviceRead(self._worker.submit(self._read, tuple(pieces), target, wait))
+        return _DeviceRead(self._worker.submit(self._timed_read, tuple(pieces), target, wait))
 
-    def _read(self, pieces: Sequence[tuple[Path, int, int]], target: torch.Tensor, wait: Callable[[], None]) -> int:
+    def _timed_read(
+        self, pieces: Sequence[tuple[Path, int, int]], target: torch.Tensor, wait: Callable[[], None]
+    ) -> tuple[int, float, float]:
+        """Bytes, and when the read began and was over."""
         wait()
+        started_s = time.perf_counter()
+        nbytes = self._read(pieces, target)
+        return nbytes, started_s, time.perf_counter()
+
+    def _read(self, pieces: Sequence[tuple[Path, int, int]], target: torch.Tensor) -> int:
         begin = 0
         for path, offset, nbytes in pieces:
             part = target[begin : begin + nbytes]
@@ -117,14 +127,22 @@ class DeviceReads:
 
 
 class _DeviceRead(IoFuture):
-    def __init__(self, future: Future[int]) -> None:
+    def __init__(self, future: Future[tuple[int, float, float]]) -> None:
         self._future = future
+        self._submitted_s = time.perf_counter()
 
     def done(self) -> bool:
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> int:
         try:
-            return self._future.result(timeout)
+            return self._future.result(timeout)[0]
         except FutureTimeoutError as error:
             raise TimeoutError(f"the read into device memory is not over after {timeout} s") from error
+
+    def times(self) -> Times | None:
+        if not self._future.done():
+            return None
+        if self._future.exception() is not None:
+            return Times(self._submitted_s, self._submitted_s, self._submitted_s)
+        return Times(self._submitted_s, *self._future.result()[1:])

@@ -10,6 +10,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from infinity.errors import StorageError
+from infinity.telemetry import Times
 
 
 class Priority(IntEnum):
@@ -78,6 +79,10 @@ class IoFuture(ABC):
             InfinityError: a forked child waits for a request of its parent.
             TimeoutError: it is not over after `timeout` seconds; it goes on.
         """
+
+    @abstractmethod
+    def times(self) -> Times | None:
+        """When it was submitted, begun and over; None while it is under way."""
 
 
 class IoFile(ABC):

@@ -21,6 +21,7 @@ from infinity.io.interface import (
     check_aligned,
     failure,
 )
+from infinity.telemetry import Times
 
 _log = logging.getLogger(__name__)
 _WITHOUT_TIMEOUT = -1.0
@@ -70,6 +71,9 @@ class _NativeFuture(IoFuture):
         if error:
             raise failure(error, self._operation, self._path, offset)
         return nbytes
+
+    def times(self) -> Times | None:
+        return Times(*self._request.times()) if self._request.done() else None
 
 
 class NativeEngine(IoEngine):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -109,7 +108,7 @@ class UpdatePipeline:
         self._states = states
         self._write_params = write_params
         self._counters = counters
-        self.waits = Waits()
+        self.waits = Waits(counters.timeline)
         self._free = deque(slots)
         self._writing: deque[tuple[Tile, Lease, IoFuture]] = deque()
         self._reads: dict[tuple[int, int], tuple[Lease, IoFuture]] = {}
@@ -235,10 +234,9 @@ class UpdatePipeline:
             if position == 0 and job.ready is not None:
                 with self.waits.waiting(job.ready.cause):
                     job.ready.future.result()
-            start_s = time.perf_counter()
-            fields = self._layout.views(tile_buffer(slot, tile), tile.numel)
-            touched = self._update_tile(job, tile, fields)
-            self._counters.optimizer_ran(time.perf_counter() - start_s)
+            with self._counters.updating(job.unit, tile.nbytes):
+                fields = self._layout.views(tile_buffer(slot, tile), tile.numel)
+                touched = self._update_tile(job, tile, fields)
             if slot is not tile.home:
                 if touched:
                     write = self._states.write(tile, slot)

@@ -10,10 +10,18 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from infinity.telemetry.stalls import StallCause, Waits
+from infinity.telemetry.timeline import Lane, Timed, Timeline, Times
+
+_LANE = {
+    "nvme_read": Lane.PREFETCH,
+    "nvme_write": Lane.WRITE_BACK,
+    "host_to_device": Lane.UPLOAD,
+    "device_to_host": Lane.DOWNLOAD,
+}
 
 
 @dataclass(frozen=True)
@@ -44,9 +52,14 @@ class StepStats:
 
 
 class Counters:
-    """Running totals of one engine."""
+    """Running totals of one engine.
 
-    def __init__(self) -> None:
+    Args:
+        timeline: has everything that is counted recorded as well.
+    """
+
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self.timeline = timeline
         self._lock = threading.Lock()
         self._phase_s: defaultdict[str, float] = defaultdict(float)
         self._tier_bytes: defaultdict[str, int] = defaultdict(int)
@@ -56,27 +69,43 @@ class Counters:
         self._in_phase = False
         self._booked_s = 0.0  # of all stalls so far, so that one within another is not counted twice
 
-    def moved(self, route: str, nbytes: int) -> None:
-        """Count `nbytes` over `route`, for example `nvme_read`, when the move is started."""
+    def moved(self, route: str, nbytes: int, move: Timed, unit: int | None = None, field: str = "") -> None:
+        """Count `nbytes` over `route`, for example `nvme_read`, when the move is started.
+
+        Args:
+            move: tells the timeline when it ran.
+            unit, field: what is moved.
+        """
         with self._lock:
             self._tier_bytes[route] += nbytes
+        if self.timeline is not None:
+            self.timeline.record(_LANE[route], field, move, unit, nbytes)
 
-    def optimizer_ran(self, seconds: float) -> None:
-        """Count seconds of the optimizer's own thread."""
+    @contextmanager
+    def updating(self, unit: int, nbytes: int) -> Iterator[None]:
+        """Time the arithmetic of the optimizer's own thread on `nbytes` of states."""
+        start_s = time.perf_counter()
+        yield
+        end_s = time.perf_counter()
         with self._lock:
-            self._optimizer_s += seconds
+            self._optimizer_s += end_s - start_s
+        if self.timeline is not None:
+            self.timeline.record(Lane.UPDATE, "update", Times(start_s, start_s, end_s), unit, nbytes)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase of a training step on the compute thread."""
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         self._in_phase = True
         try:
             yield
         finally:
             self._in_phase = False
+            end_s = time.perf_counter()
             with self._lock:
-                self._phase_s[name] += time.perf_counter() - start
+                self._phase_s[name] += end_s - start_s
+            if self.timeline is not None:
+                self.timeline.record(Lane.PHASE, name, Times(start_s, start_s, end_s))
 
     @contextmanager
     def stalled(self, cause: StallCause, worker: Waits | None = None) -> Iterator[None]:
@@ -86,33 +115,38 @@ class Counters:
             worker: what is waited for is the work of this thread; what that thread itself waits for meanwhile is
                 booked by its own cause, and only the rest under `cause`.
         """
-        start, booked_before_s = time.perf_counter(), self._booked_s
+        start_s, booked_before_s = time.perf_counter(), self._booked_s
         waits_before = {} if worker is None else worker.totals_s()
         try:
             yield
         finally:
-            rest_s = time.perf_counter() - start - (self._booked_s - booked_before_s)
+            end_s = time.perf_counter()
+            rest_s = end_s - start_s - (self._booked_s - booked_before_s)
             for deeper, total_s in ({} if worker is None else worker.totals_s()).items():
                 waited_s = min(rest_s, total_s - waits_before.get(deeper, 0.0))
-                self._book(deeper, waited_s)
                 rest_s -= waited_s
-            self._book(cause, rest_s)
+                self._book(deeper, waited_s, end_s - rest_s)
+            self._book(cause, rest_s, end_s)
 
-    def _book(self, cause: StallCause, seconds: float) -> None:
+    def _book(self, cause: StallCause, seconds: float, end_s: float) -> None:
         if seconds <= 0:
             return
         with self._lock:
             (self._stall_s if self._in_phase else self._outside_stall_s)[cause.value] += seconds
             self._booked_s += seconds
+        if self.timeline is not None:
+            start_s = end_s - seconds
+            self.timeline.record(Lane.WAIT, cause.value, Times(start_s, start_s, end_s))
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is counted meanwhile is no part of training (initialisation, a checkpoint); nothing else may run."""
+    def aside(self, name: str) -> Iterator[None]:
+        """Leave out what is counted meanwhile: `name` (a checkpoint, say) is no training. Nothing else may run."""
         with self._lock:
             tier_bytes, optimizer_s = dict(self._tier_bytes), self._optimizer_s
             outside_stall_s = dict(self._outside_stall_s)
         try:
-            yield
+            with self.timeline.aside(name) if self.timeline is not None else nullcontext():
+                yield
         finally:
             with self._lock:
                 self._tier_bytes = defaultdict(int, tier_bytes)
@@ -135,4 +169,6 @@ class Counters:
             for counted in (self._phase_s, self._tier_bytes, self._stall_s, self._outside_stall_s):
                 counted.clear()
             self._optimizer_s = 0.0
+        if self.timeline is not None:
+            self.timeline.end_step()
         return stats

@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 
+from infinity.telemetry.timeline import Lane, Timeline, Times
+
+_SHOWN_S = 10e-6  # below that there was nothing to wait for
+
 
 class StallCause(str, Enum):
     """What a thread waited for.
@@ -29,9 +33,13 @@ class Waits:
     """What a worker thread has waited for so far: a thread that waits for the worker reads it before and after.
 
     The one thread that waits calls `waiting`; any thread may call `totals_s`.
+
+    Args:
+        timeline: where the waits are shown, among what the worker does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self._timeline = timeline
         self._lock = threading.Lock()
         self._totals_s: defaultdict[StallCause, float] = defaultdict(float)
         self._current: tuple[StallCause, float] | None = None  # and since when
@@ -47,7 +55,10 @@ class Waits:
         finally:
             with self._lock:
                 self._current = None
-                self._totals_s[cause] += time.perf_counter() - start_s
+                end_s = time.perf_counter()
+                self._totals_s[cause] += end_s - start_s
+            if self._timeline is not None and end_s - start_s > _SHOWN_S:
+                self._timeline.record(Lane.UPDATE_WAIT, cause.value, Times(start_s, start_s, end_s))
 
     def totals_s(self) -> dict[StallCause, float]:
         """Seconds by cause, with those of the wait that is under way."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from infinity.errors import ConfigError, StorageError
 from infinity.io import IoFuture, Span
+from infinity.telemetry import Times
 
 try:
     import xxhash
@@ -71,6 +72,9 @@ class _Verified(IoFuture):
 
     def done(self) -> bool:
         return self._read.done()
+
+    def times(self) -> Times | None:
+        return self._read.times()
 
     def result(self, timeout: float | None = None) -> int:
         nbytes = self._read.result(timeout)

@@ -18,7 +18,7 @@ import torch
 from infinity.io import IoFuture, Priority
 from infinity.io.gds import DeviceReads
 from infinity.memory import Arena, Budget, Lease
-from infinity.telemetry import Counters, StallCause
+from infinity.telemetry import Counters, StallCause, Times
 from infinity.tiers.link import Link, Token
 from infinity.tiers.params import Arrival, FlatSpec, ParamStore, Residency
 from infinity.tiers.sharding import Piece
@@ -56,6 +56,9 @@ class _Download(IoFuture):
     def result(self, timeout: float | None = None) -> int:
         self._token.synchronize()
         return self._nbytes
+
+    def times(self) -> Times | None:
+        return self._token.times()
 
 
 class DiscreteParams(ParamStore):
@@ -147,7 +150,7 @@ class DiscreteParams(ParamStore):
                 return False
             read = self._swap.read(home, image.lease.span(0, spec.shard_nbytes), priority=priority)
             image.arriving = Arrival(read, StallCause.DISK_READ)
-            self._counters.moved("nvme_read", spec.shard_nbytes)
+            self._counters.moved("nvme_read", spec.shard_nbytes, read, unit, "parameters")
         self._images[unit] = image
         self._budget.take(spec.nbytes, spec.name)
         self._resize(unit, spec.nbytes)
@@ -163,7 +166,7 @@ class DiscreteParams(ParamStore):
         target = self._tensors[unit].narrow(0, own.whole, own.numel).view(torch.uint8)
         pieces = self._swap.locate(home, spec.shard_nbytes)
         self._arrivals[unit] = direct.start(pieces, target, self._link.mark().synchronize)
-        self._counters.moved("nvme_read", spec.shard_nbytes)
+        self._counters.moved("nvme_read", spec.shard_nbytes, self._arrivals[unit], unit, "parameters")
         self._move(unit, Residency.STORED, Residency.FETCHING)
 
     def advance(self, unit: int) -> None:
@@ -218,9 +221,7 @@ class DiscreteParams(ParamStore):
                     with self._counters.stalled(StallCause.DISK_READ):
                         self._arrivals[unit].result()
                 nbytes = self.specs[unit].shard_nbytes
-                with self._counters.stalled(StallCause.HOST_LINK):
-                    token = self._download(unit, image.lease)
-                self._counters.moved("device_to_host", nbytes)
+                token = self._download(unit, image.lease)
                 image.arriving = Arrival(_Download(token, nbytes), StallCause.HOST_LINK)
             image.overtakes = True
             self._images[unit] = image
@@ -248,8 +249,9 @@ class DiscreteParams(ParamStore):
             return None
         itemsize = self.specs[unit].dtype.itemsize
         span = self._images[unit].lease.span(start * itemsize, numel * itemsize)
-        self._counters.moved("nvme_write", span.nbytes)
-        return self._swap.write(home, span, start * itemsize)
+        write = self._swap.write(home, span, start * itemsize)
+        self._counters.moved("nvme_write", span.nbytes, write, unit, "parameters")
+        return write
 
     def close(self) -> None:
         if self._direct is not None:
@@ -273,16 +275,18 @@ class DiscreteParams(ParamStore):
 
     def _upload(self, unit: int) -> Token:
         spec, source, target = self.specs[unit], self.host_tensor(unit), self._tensors[unit]
-        self._counters.moved("host_to_device", spec.shard_nbytes)
-        with self._counters.stalled(StallCause.HOST_LINK):
-            for piece in spec.pieces:  # on one stream: the last copy's token is good for all
+        for piece in spec.pieces:  # on one stream: the last copy's token is good for all
+            with self._counters.stalled(StallCause.HOST_LINK):
                 token = self._link.upload(_part(target, piece.whole, piece), _part(source, piece.shard, piece))
+            self._counters.moved("host_to_device", piece.numel * spec.dtype.itemsize, token, unit, "parameters")
         return token
 
     def _download(self, unit: int, lease: Lease) -> Token:
         spec, source, target = self.specs[unit], self._tensors[unit], lease.tensor(self.specs[unit].dtype)
         for piece in spec.pieces:
-            token = self._link.download(_part(target, piece.shard, piece), _part(source, piece.whole, piece))
+            with self._counters.stalled(StallCause.HOST_LINK):
+                token = self._link.download(_part(target, piece.shard, piece), _part(source, piece.whole, piece))
+            self._counters.moved("device_to_host", piece.numel * spec.dtype.itemsize, token, unit, "parameters")
         return token
 
     def _compute_waits(self, token: Token) -> None:

@@ -258,7 +258,7 @@ class UnifiedParams(ParamStore):
             return False
         self._move(unit, Residency.STORED, Residency.FETCHING)
         self._reads[unit] = self._swap.read(home, self._span(unit, 0, self.specs[unit].numel), priority=priority)
-        self._counters.moved("nvme_read", self.specs[unit].nbytes)
+        self._counters.moved("nvme_read", self.specs[unit].nbytes, self._reads[unit], unit, "parameters")
         return True
 
     def fetch_wait(self, unit: int) -> None:
@@ -301,8 +301,9 @@ class UnifiedParams(ParamStore):
         if home is None or self._swap is None:
             return None
         span = self._span(unit, start, numel)
-        self._counters.moved("nvme_write", span.nbytes)
-        return self._swap.write(home, span, start * self.specs[unit].dtype.itemsize)
+        write = self._swap.write(home, span, start * self.specs[unit].dtype.itemsize)
+        self._counters.moved("nvme_write", span.nbytes, write, unit, "parameters")
+        return write
 
     def close(self) -> None:
         for buffer in self._buffers:

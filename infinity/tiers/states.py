@@ -98,14 +98,16 @@ class StateStore:
     def read(self, tile: Tile, slot: Lease, priority: Priority = Priority.PREFETCH) -> IoFuture:
         """Start reading a stored tile into `slot`."""
         swap, extent = self._stored(tile)
-        self._counters.moved("nvme_read", tile.nbytes)
-        return swap.read(extent, slot.span(0, tile.nbytes), priority=priority)
+        read = swap.read(extent, slot.span(0, tile.nbytes), priority=priority)
+        self._counters.moved("nvme_read", tile.nbytes, read, tile.unit, "states")
+        return read
 
     def write(self, tile: Tile, slot: Lease) -> IoFuture:
         """Start writing a stored tile from `slot`."""
         swap, extent = self._stored(tile)
-        self._counters.moved("nvme_write", tile.nbytes)
-        return swap.write(extent, slot.span(0, tile.nbytes))
+        write = swap.write(extent, slot.span(0, tile.nbytes))
+        self._counters.moved("nvme_write", tile.nbytes, write, tile.unit, "states")
+        return write
 
     def _stored(self, tile: Tile) -> tuple[SwapSpace, Extent]:
         if self._swap is None or not isinstance(tile.home, Extent):

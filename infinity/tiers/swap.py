@@ -15,6 +15,7 @@ import torch
 from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, Priority, Span, open_engine
 from infinity.io.bench import BenchSession, bench_file
 from infinity.memory import Arena
+from infinity.telemetry import Times
 from infinity.tiers.checksums import Checksums, check_available
 from infinity.tiers.striping import Piece, Stripe, Striping
 from infinity.tiers.swap_file import OwnedFile, create_owned, remove_stale
@@ -216,6 +217,13 @@ class _AllOf(IoFuture):
 
     def done(self) -> bool:
         return all(request.done() for request in self._requests)
+
+    def times(self) -> Times | None:
+        parts = [times for request in self._requests if (times := request.times()) is not None]
+        if len(parts) < len(self._requests):
+            return None
+        submitted_s, started_s, finished_s = zip(*parts, strict=True)
+        return Times(min(submitted_s), min(started_s), max(finished_s))
 
     def result(self, timeout: float | None = None) -> int:
         """Waits for all of them, also if one fails: until then the memory is in use."""

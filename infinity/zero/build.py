@@ -19,7 +19,7 @@ from infinity.memory import Arena, Budget
 from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule import MemoryNeeds, MemorySplit, split_memory
-from infinity.telemetry import Counters
+from infinity.telemetry import Counters, Timeline
 from infinity.tiers import (
     DiscreteParams,
     GradStore,
@@ -58,6 +58,7 @@ class Runtime:
     param_budget: Budget
     swap: SwapSpace | None
     counters: Counters
+    link: Link | None
 
     @property
     def partition(self) -> Partition:
@@ -87,6 +88,8 @@ class Runtime:
             self.swap.close()
         self.params.close()
         self.arena.close()
+        if self.counters.timeline is not None:
+            self.counters.timeline.close()
 
 
 def build_runtime(
@@ -114,8 +117,9 @@ def build_runtime(
     sizing = size_up(model, groups, config, optimizer, discrete=link is not None, ranks=ranks)
     needs = host_needs(sizing)
     split = split_memory(needs, host_capacity(config, needs), "tiering.host_memory")
-    counters = Counters()
     with ExitStack() as undo:  # what was acquired goes again if a later step fails
+        timeline = _open_timeline(sizing, config, ranks, link, undo)
+        counters = Counters(timeline)
         arena = Arena(_arena_bytes(sizing, needs, split), pin=link is not None and link.device.type == "cuda")
         undo.callback(arena.close)
         swap = _open_disk(sizing, config, ranks, undo)
@@ -139,7 +143,7 @@ def build_runtime(
         undo.pop_all()
     pipeline = UpdatePipeline(sizing.layout, states, slots, params.write_tile, counters)
     executor = Executor(model, sizing.partition, params, grads, pipeline, budget.capacity_bytes, counters, ranks)
-    return Runtime(sizing, ranks, executor, params, grads, pipeline, arena, budget, swap, counters)
+    return Runtime(sizing, ranks, executor, params, grads, pipeline, arena, budget, swap, counters, link)
 
 
 def make_gradients(runtime: Runtime, config: Config, device: torch.device) -> Gradients:
@@ -229,6 +233,24 @@ def _device_capacity(sizing: Sizing, config: Config, device: torch.device) -> in
             f"on the device at once: raise it to {least} bytes or more, or offload parameters that stay there"
         )
     return min(total - sizing.staying_bytes, sum(sizing.moving_bytes))
+
+
+# Timeline #
+
+
+def _open_timeline(sizing: Sizing, config: Config, ranks: Ranks, link: Link | None, undo: ExitStack) -> Timeline | None:
+    """Where what runs is recorded, if it is asked for: a file for each rank."""
+    path = config.tiering.timeline
+    if path is None:
+        return None
+    if ranks.size > 1:
+        path = path.with_suffix(f".rank{ranks.rank}{path.suffix}")
+    names = [unit.name for unit in sizing.partition.units]
+    timeline = Timeline(path, names, steps=config.tiering.timeline_steps, rank=ranks.rank)
+    undo.callback(timeline.close)
+    if link is not None:
+        link.keep_times()
+    return timeline
 
 
 # Disk #

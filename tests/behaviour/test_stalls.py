@@ -12,7 +12,7 @@ import torch
 import infinity
 from infinity.io import IoEngine, IoFile, IoFuture, IoStats, Priority, Span, open_engine
 from infinity.memory import StableBuffer
-from infinity.telemetry import Counters, StallCause, StepStats, Waits
+from infinity.telemetry import Counters, StallCause, StepStats, Times, Waits
 from infinity.tiers import Link, SameMemory, to_host
 from infinity.tiers.link import Token
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_llama
@@ -33,6 +33,10 @@ class LateFuture(IoFuture):
     def result(self, timeout: float | None = None) -> int:
         time.sleep(max(0.0, self._due_s - time.perf_counter()))
         return self._future.result(timeout)
+
+    def times(self) -> Times | None:
+        times = self._future.times() if self.done() else None
+        return None if times is None else times._replace(finished_s=max(times.finished_s, self._due_s))
 
 
 class SlowDisk(IoEngine):
@@ -79,6 +83,9 @@ class _Late:
 
     def query(self) -> bool:
         return time.perf_counter() >= self._due_s
+
+    def times(self) -> Times | None:
+        return self._token.times() if self.query() else None
 
     def synchronize(self) -> None:
         time.sleep(max(0.0, self._due_s - time.perf_counter()))

@@ -57,6 +57,25 @@ def test_what_is_written_is_read_back(engine, arena, nbytes, tmp_path) -> None:
     file.close()
 
 
+def test_requests_know_when_they_ran(engine, arena, tmp_path) -> None:
+    """On the clock of time.perf_counter."""
+    file = engine.open(tmp_path / "f", create=True, size_bytes=8 * MIB)
+    with random_lease(arena, 8 * MIB) as lease:
+        before_s = time.perf_counter()
+        futures = [engine.write(file, 0, lease.span()) for _ in range(4)]
+        for future in futures:
+            times = future.times()
+            assert times is None or future.done()
+        for future in futures:
+            future.result()
+        after_s = time.perf_counter()
+    stamps = [future.times() for future in futures]
+    for times in stamps:
+        assert before_s <= times.submitted_s <= times.started_s < times.finished_s <= after_s
+    assert [times.submitted_s for times in stamps] == sorted(times.submitted_s for times in stamps)
+    file.close()
+
+
 def test_a_created_file_is_private_and_must_not_exist(engine, tmp_path) -> None:
     path = tmp_path / "f"
     engine.open(path, create=True).close()

@@ -1,0 +1,124 @@
+"""`infinity timeline`: sums up and draws the file that `tiering.timeline` writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from infinity.config import format_size
+from infinity.errors import ConfigError
+from infinity.telemetry import Lane
+from infinity.telemetry.timeline_summary import Ran, TimelineSum, read_timeline, step_windows, sum_up
+
+# Colour-blind safe (Okabe and Ito).
+_COLOURS = {
+    Lane.PHASE: "#999999",
+    Lane.COMPUTE: "#009e73",
+    Lane.WAIT: "#d55e00",
+    Lane.UPDATE: "#cc79a7",
+    Lane.UPDATE_WAIT: "#e0bfd2",
+    Lane.PREFETCH: "#0072b2",
+    Lane.WRITE_BACK: "#56b4e9",
+    Lane.UPLOAD: "#e69f00",
+    Lane.DOWNLOAD: "#f0e442",
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("timeline", help="sum up and draw a timeline of training steps")
+    parser.add_argument("file", type=Path, metavar="FILE", help="what tiering.timeline wrote")
+    parser.add_argument("--steps", type=_steps, metavar="FIRST[-LAST]", help="of these steps; all by default")
+    parser.add_argument("--png", type=Path, metavar="OUT", help="draw it; a few steps are enough for a picture")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the sums; returns the exit code."""
+    spans = read_timeline(args.file)
+    total = sum_up(spans, args.steps)
+    if args.json:
+        print(json.dumps(_facts(total)))
+    else:
+        _show(total)
+    if args.png:
+        _draw(args.png, args.file.name, spans, total)
+    return 0
+
+
+def _steps(text: str) -> range:
+    first, _, last = text.partition("-")
+    try:
+        steps = range(int(first), int(last or first) + 1)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a step nor a range such as 3-5") from error
+    if not steps:
+        raise argparse.ArgumentTypeError(f"{text!r} is an empty range; the smaller number comes first")
+    return steps
+
+
+def _facts(total: TimelineSum) -> dict[str, Any]:
+    return {
+        "steps": total.steps,
+        "wall_s": total.wall_s,
+        "lanes": {
+            lane.value: {
+                "busy_s": part.busy_s,
+                "share": part.busy_s / total.wall_s,
+                "bytes": part.nbytes,
+                "bytes_per_s": part.nbytes / part.busy_s,
+            }
+            for lane, part in total.lanes.items()
+        },
+        "waits_s": total.waits_s,
+    }
+
+
+def _show(total: TimelineSum) -> None:
+    count = len(total.steps)
+    print(f"{count} steps, {total.wall_s / count:.3f} s each; a step has on average")
+    print(f"{'lane':<16}{'busy':>10}{'share':>8}{'moved':>12}{'GB/s':>8}")
+    for lane, part in total.lanes.items():
+        line = f"{lane.value:<16}{part.busy_s / count:>8.3f} s{part.busy_s / total.wall_s:>8.0%}"
+        if part.nbytes:
+            line += f"{format_size(part.nbytes // count):>12}{part.nbytes / part.busy_s / 1e9:>8.2f}"
+        print(line)
+    for cause, seconds in sorted(total.waits_s.items(), key=lambda item: -item[1]):
+        print(f"  waits for {cause.replace('_', ' '):<14}{seconds / count:>8.3f} s{seconds / total.wall_s:>8.0%}")
+
+
+def _draw(path: Path, title: str, spans: Sequence[Ran], total: TimelineSum) -> None:
+    """One row a lane; what overlaps in a lane is drawn over one another."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError("--png needs matplotlib: pip install 'infinity-tiering[plot]'") from error
+    windows = step_windows(spans)
+    begin_s, end_s = windows[total.steps[0]][0], windows[total.steps[-1]][1]
+    lanes = list(total.lanes)
+    figure = Figure(figsize=(12, 0.8 + 0.5 * len(lanes)), layout="constrained")
+    axes = figure.subplots()
+    for row, lane in enumerate(lanes):
+        bars = [
+            (max(span.start_s, begin_s) - begin_s, min(span.end_s, end_s) - max(span.start_s, begin_s))
+            for span in spans
+            if span.lane is lane and span.start_s < end_s and span.end_s > begin_s
+        ]
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=_COLOURS[lane], edgecolors="white", linewidth=0.2)
+    for span in spans:
+        if span.lane is Lane.PHASE and span.start_s < end_s and span.end_s > begin_s:
+            axes.text(span.start_s - begin_s, lanes.index(Lane.PHASE), f" {span.name}", va="center", clip_on=True)
+    for step in total.steps:
+        axes.axvline(windows[step][0] - begin_s, color="black", linewidth=0.8)
+    labels = [f"{lane.value} {total.lanes[lane].busy_s / total.wall_s:.0%}" for lane in lanes]
+    axes.set_yticks(range(len(lanes)), labels)
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel="seconds", xlim=(0, end_s - begin_s))
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:  # the latter for an unknown kind of picture
+        raise ConfigError(f"--png {path}: {error}") from error

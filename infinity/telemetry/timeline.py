@@ -1,0 +1,225 @@
+"""The timeline: what ran when, as a Chrome trace (JSON) that Perfetto opens.
+
+[Note: one clock]
+All times are seconds of `time.perf_counter()`, which is CLOCK_MONOTONIC on Linux: the clock that the I/O engines stamp
+their requests with, and the same for all processes of a machine, so that the files of its ranks can be laid side by
+side. In the file they are microseconds, as the format asks for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from infinity.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_FLUSH_AT = 4096  # spans that are held at most, if no step ends
+
+
+class Lane(str, Enum):
+    """Rows of the timeline, in their order from the top."""
+
+    PHASE = "phase"
+    COMPUTE = "compute"
+    WAIT = "wait"
+    UPDATE = "update"
+    UPDATE_WAIT = "update-wait"
+    PREFETCH = "prefetch"
+    WRITE_BACK = "write-back"
+    UPLOAD = "host-to-device"
+    DOWNLOAD = "device-to-host"
+
+
+class Times(NamedTuple):
+    """When something was handed over, when it began and when it was over; see [Note: one clock]."""
+
+    submitted_s: float
+    started_s: float
+    finished_s: float
+
+    def times(self) -> Times:
+        """What is over already can stand for itself."""
+        return self
+
+
+def now() -> Times:
+    """This moment."""
+    moment_s = time.perf_counter()
+    return Times(moment_s, moment_s, moment_s)
+
+
+class Timed(Protocol):
+    """Something that was started."""
+
+    def times(self) -> Times | None:
+        """When it ran; None while it is under way."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One thing that ran.
+
+    Attributes:
+        unit: index of the unit that it was for.
+        nbytes: that it moved or worked on; 0 where that has no meaning.
+        step: training step that it belongs to, from 1.
+    """
+
+    lane: Lane
+    name: str
+    ran: Timed
+    unit: int | None = None
+    nbytes: int = 0
+    step: int = 1
+
+
+@dataclass
+class _Rows:
+    """The rows that a lane needs because some of its spans overlap: when the last one in each of them ended."""
+
+    ends_s: list[float] = field(default_factory=list)
+
+    def place(self, times: Times) -> int:
+        for row, end_s in enumerate(self.ends_s):
+            if end_s <= times.started_s:
+                self.ends_s[row] = times.finished_s
+                return row
+        self.ends_s.append(times.finished_s)
+        return len(self.ends_s) - 1
+
+
+class Timeline:
+    """Writes spans to a file, a step at a time. Thread-safe.
+
+    The file is a JSON array that is closed at the end; Perfetto, and `infinity timeline`, also open one that a killed
+    process has left without its end.
+
+    Args:
+        path: is replaced if it exists.
+        unit_names: of the units, by index.
+        steps: recording ends after so many.
+        rank: of this process; it is the trace's process number.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, unit_names: Sequence[str], *, steps: int, rank: int = 0) -> None:
+        self.path = path
+        self._unit_names = tuple(unit_names)
+        self._steps = steps
+        self._rank = rank
+        self._step = 1
+        self._lock = threading.Lock()
+        self._paused = False
+        self._spans: list[Span] = []
+        self._rows: defaultdict[Lane, _Rows] = defaultdict(_Rows)
+        try:
+            self._file = path.open("w")
+        except OSError as error:
+            raise ConfigError(f"tiering.timeline: {path} cannot be written ({error.strerror})") from error
+        self._separator = "[\n"
+        self._write([{"ph": "M", "name": "process_name", "args": {"name": f"rank {rank}"}}])
+
+    def record(self, lane: Lane, name: str, ran: Timed, unit: int | None = None, nbytes: int = 0) -> None:
+        """Note something that ran, or that is under way and will have run when the file is written."""
+        with self._lock:
+            if self._file.closed or self._paused:
+                return
+            self._spans.append(Span(lane, name, ran, unit, nbytes, self._step))
+            if len(self._spans) >= _FLUSH_AT:
+                self._flush()
+
+    @contextmanager
+    def aside(self, name: str) -> Iterator[None]:
+        """What runs meanwhile is shown as one span, and is part of no step."""
+        start_s = time.perf_counter()
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+            self.record(Lane.PHASE, name, Times(start_s, start_s, time.perf_counter()))
+
+    def end_step(self) -> None:
+        """A training step is over."""
+        with self._lock:
+            if self._file.closed:
+                return
+            self._flush()
+            self._step += 1
+            if self._step > self._steps:
+                self._close()
+                _log.info("the timeline of %d steps is in %s", self._steps, self.path)
+
+    def close(self) -> None:
+        """Write what is held; what is still under way is left out."""
+        with self._lock:
+            if not self._file.closed:
+                self._close()
+
+    def _close(self) -> None:
+        self._flush()
+        self._spans.clear()
+        with self._file:
+            self._file.write("\n]\n")
+
+    def _flush(self) -> None:
+        """Write the spans that are over, in the order of their beginnings, and keep the others."""
+        over: list[tuple[Times, Span]] = []
+        under_way: list[Span] = []
+        for span in self._spans:
+            times = span.ran.times()
+            if times is None:
+                under_way.append(span)
+            else:
+                over.append((times, span))
+        self._spans = under_way
+        over.sort(key=lambda pair: pair[0].started_s)
+        self._write(event for times, span in over for event in self._events(times, span))
+        self._file.flush()
+
+    def _events(self, times: Times, span: Span) -> Iterator[dict[str, Any]]:
+        """The span as an event, after the name of its row if it is the first there."""
+        rows = self._rows[span.lane]
+        rows_before = len(rows.ends_s)
+        row = rows.place(times)
+        lane = list(Lane).index(span.lane)
+        thread = 1000 * lane + row
+        if row == rows_before:
+            title = span.lane.value if row == 0 else f"{span.lane.value} ({row + 1})"
+            yield {"ph": "M", "tid": thread, "name": "thread_name", "args": {"name": title}}
+            yield {"ph": "M", "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+        arguments: dict[str, Any] = {"step": span.step}
+        if span.nbytes:
+            arguments["bytes"] = span.nbytes
+        if times.submitted_s < times.started_s:
+            arguments["queued_us"] = _microseconds(times.started_s - times.submitted_s)
+        yield {
+            "ph": "X",
+            "tid": thread,
+            "cat": span.lane.value,
+            "name": span.name if span.unit is None else f"{self._unit_names[span.unit]} {span.name}".strip(),
+            "ts": _microseconds(times.started_s),
+            "dur": _microseconds(times.finished_s - times.started_s),
+            "args": arguments,
+        }
+
+    def _write(self, events: Iterable[dict[str, Any]]) -> None:
+        for event in events:
+            self._file.write(self._separator + json.dumps({"pid": self._rank, **event}))
+            self._separator = ",\n"
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
