@@ -106,6 +106,7 @@ class Engine:
         self._stats = StepStats()
         self._outcome: StepOutcome | None = None
         self._closed = False
+        self._syncs = True
 
     # Training loop #
 
@@ -184,8 +185,14 @@ class Engine:
         self._in_cycle = False
 
     def step(self) -> None:
-        """Count a micro-batch; at the last of a step, update the parameters and the learning rate."""
+        """Count a micro-batch; at the last of a step, update the parameters and the learning rate.
+
+        Raises:
+            InfinityError: inside `no_sync`.
+        """
         self._check_open()
+        if not self._syncs:
+            raise InfinityError("step() inside no_sync: leave the context before the last backward of the step")
         last = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not last:
@@ -213,8 +220,39 @@ class Engine:
         self._check_open()
         self._executor.drain()
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside this context, `backward` adds to this rank's gradients, and nothing is reduced over the ranks.
+
+        The next `backward` outside of it reduces the sum; `step()` belongs after that one. Each loss counts
+        `1 / gradient_accumulation_steps`, as everywhere.
+
+        Raises:
+            InfinityError: at stages 2 and 3 on several ranks, where a rank has no room for gradients that are not its
+                own; or within another `no_sync`.
+        """
+        if self._ranks.size > 1 and self.config.zero.stage >= 2:
+            raise InfinityError(
+                f"no_sync keeps whole gradients on every rank, which stage {self.config.zero.stage} is there to avoid: "
+                "leave it out, or use stage 0 or 1, which reduce gradients in the last micro-batch of a step anyway"
+            )
+        if self._ranks.size == 1 and not self._runtime.sizing.holds_all_gradients:
+            raise InfinityError(
+                "no_sync keeps the gradients of all units, but under the update schedule `backward` there is room for "
+                "those on their way only: set tiering.update_schedule to deferred, or gradient_accumulation_steps"
+            )
+        if not self._syncs:
+            raise InfinityError("no_sync is inside another no_sync already")
+        self._syncs = False
+        try:
+            yield
+        finally:
+            self._syncs = True
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """The next `step()` updates the parameters."""
+        if not self._syncs:
+            return False
         steps = self.config.gradient_accumulation_steps
         return self.micro_steps % steps == steps - 1
 

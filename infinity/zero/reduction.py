@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -27,15 +27,20 @@ from infinity.zero.ranks import Pending, Ranks
 
 @dataclass
 class _Collected:
-    """This rank's gradients of a unit: flat, and which slots have one."""
+    """This rank's gradients of a unit: flat, which slots have one, and which have one of the pass that is running."""
 
     flat: torch.Tensor
-    slots: set[int]
+    slots: set[int] = field(default_factory=set)
+    of_pass: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A reduction under way; `shard` will be this rank's slice of the sum, `present` the slots that have a gradient."""
+    """A reduction under way; `shard` will be this rank's slice of the sum.
+
+    Attributes:
+        present: by slot, bytes: it has a gradient on some rank, and it has one of this pass.
+    """
 
     unit: int
     flat: torch.Tensor
@@ -96,13 +101,14 @@ class ReducedGradients(Gradients):
         collected = self._collected.get(unit_index)
         if collected is None:
             numel = self._units[unit_index].trainable_numel
-            collected = self._collected[unit_index] = _Collected(self._memory(numel, self._collect_dtype), set())
+            collected = self._collected[unit_index] = _Collected(self._memory(numel, self._collect_dtype))
         target = collected.flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
         if slot_index in collected.slots:
             target.add_(grad)
         else:
             target.copy_(grad)
         collected.slots.add(slot_index)
+        collected.of_pass.add(slot_index)
         param.grad = None
         return False
 
@@ -120,6 +126,8 @@ class ReducedGradients(Gradients):
             for unit in self._left_over():
                 self._reduce(unit)
             self._finish_reductions()
+        for collected in self._collected.values():
+            collected.of_pass.clear()
         self._of_pass = [set() for _ in self._units]
 
     def abort_backward(self) -> None:
@@ -141,7 +149,7 @@ class ReducedGradients(Gradients):
         complete = self._finish_reductions()
         unit = self._units[unit_index]
         collected = self._collected.pop(unit_index, None) or _Collected(
-            self._memory(unit.trainable_numel, self._collect_dtype), set()
+            self._memory(unit.trainable_numel, self._collect_dtype)
         )
         for start, stop in gaps(unit, collected.slots):
             collected.flat[start:stop] = 0
@@ -149,8 +157,9 @@ class ReducedGradients(Gradients):
         if flat.dtype is not self._dtype:
             flat = self._memory(unit.trainable_numel, self._dtype).copy_(collected.flat)
             self._keep(collected.flat)
-        present = torch.zeros(len(unit.slots), dtype=torch.uint8)
-        present[list(collected.slots)] = 1
+        present = torch.zeros(2, len(unit.slots), dtype=torch.uint8)
+        present[0, list(collected.slots)] = 1
+        present[1, list(collected.of_pass)] = 1
         flags = self._ranks.any_of(present)
         if self._sharding.count == 1:
             shard, sums = flat, self._ranks.all_reduce(flat, unit.name)
@@ -167,11 +176,11 @@ class ReducedGradients(Gradients):
             with self._counters.stalled(StallCause.COLLECTIVE):
                 for pending in reduction.pending:
                     pending.wait()
-            here = {int(slot) for slot in reduction.present.nonzero()}
+            here, of_pass = ({int(slot) for slot in flags.nonzero()} for flags in reduction.present)
             if here:
                 self._add(reduction.unit, reduction.shard)
                 self._present[reduction.unit] |= here
-                self._of_pass[reduction.unit] |= here
+                self._of_pass[reduction.unit] |= of_pass
                 if len(self._of_pass[reduction.unit]) == self._awaited[reduction.unit]:
                     complete.append(reduction.unit)
             self._keep(reduction.flat)

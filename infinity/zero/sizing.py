@@ -63,6 +63,11 @@ class Sizing:
         return [unit.index for unit in self.partition.units if unit.name == PERSISTENT]
 
     @property
+    def holds_all_gradients(self) -> bool:
+        """There is room for the gradients of all units at once."""
+        return self.accumulates or self.schedule is not UpdateSchedule.BACKWARD
+
+    @property
     def moving_bytes(self) -> list[int]:
         """Sizes of the units whose parameters come and go, largest first."""
         return sorted((spec.nbytes for spec in self.specs if spec.offloaded), reverse=True)
@@ -215,7 +220,7 @@ def host_needs(sizing: Sizing) -> MemoryNeeds:
     """What host memory must and may hold."""
     grads = sorted((numel * sizing.grad_dtype.itemsize for numel in sizing.shard_numels), reverse=True)
     grads_min = grads_most = sum(grads)
-    if sizing.schedule is UpdateSchedule.BACKWARD and not sizing.accumulates:
+    if not sizing.holds_all_gradients:
         standing = sum(sizing.shard_numels[unit] for unit in sizing.standing) * sizing.grad_dtype.itemsize
         grads_min = min(sum(grads), grads[0] + standing)
         grads_most = min(sum(grads), sum(grads[:_GRADS_IN_FLIGHT]) + standing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import infinity
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, Result, batches, loss_of, train_plainly
+from tests.behaviour.reference import (
+    ARCHITECTURES,
+    LR,
+    WEIGHT_DECAY,
+    Placement,
+    Recipe,
+    Result,
+    batches,
+    loss_of,
+    train_plainly,
+)
 
 STEPS = 6
 
@@ -115,3 +127,103 @@ def test_placements_give_the_same_bits(precision, clipping, tmp_path) -> None:
                 tolerance = 0 if case.stage == 3 else {"fp32": 1e-4}.get(precision, 3e-2)
                 torch.testing.assert_close(weight, expected.weights[name], rtol=tolerance, atol=tolerance)
     assert not list((tmp_path / "swap").iterdir())
+
+
+def train_without_sync(case: Case) -> Result:
+    """Three backward passes a step, of which the last reduces."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    data = batches(case.recipe.steps * 3 * size)[rank::size]
+    losses = []
+    with infinity.initialize(model=ARCHITECTURES[case.architecture](), config=case.config())[0] as engine:
+        for index, ids in enumerate(data):
+            with nullcontext() if index % 3 == 2 else engine.no_sync():
+                loss = loss_of(engine, ids)
+                engine.backward(loss / 3)
+            losses.append(loss.item())
+            if index % 3 == 2:
+                engine.step()
+        return Result(losses, dict(engine.named_parameters()))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_no_sync_reduces_in_the_last_pass(stage, tmp_path) -> None:
+    case = Case(stage)
+    results = run_ranks(2, train_without_sync, case, path=tmp_path)
+    assert_follows(dataclasses.replace(case, recipe=Recipe(accumulation=3, steps=STEPS)), results, 2)
+
+
+def no_sync_message(case: Case) -> str:
+    with infinity.initialize(model=ARCHITECTURES[case.architecture](), config=case.config())[0] as engine:
+        with pytest.raises(infinity.InfinityError) as refused, engine.no_sync():
+            pass
+        return str(refused.value)
+
+
+def test_no_sync_is_refused_where_gradients_are_sharded(tmp_path) -> None:
+    for message in run_ranks(2, no_sync_message, Case(2), path=tmp_path):
+        assert "no_sync" in message
+        assert "stage 2" in message
+
+
+class Experts(nn.Module):
+    """A block whose tokens choose one of two experts; on a rank, one of them may get none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.never = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return x + self.experts[expert](x).relu()
+
+
+class Mixture(nn.Module):
+    _no_split_modules = ("Experts",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(3))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor, choices: list[int]) -> torch.Tensor:
+        for block, choice in zip(self.blocks, choices, strict=True):
+            x = block(x, choice)
+        return self.head(x).square().mean()
+
+
+CHOICES = [[0, 1, 1], [0, 0, 1], [1, 1, 1], [0, 1, 0], [0, 0, 0], [0, 0, 0]]  # of two ranks in three steps
+
+
+def mixture() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(3)
+    return Mixture(), torch.randn(len(CHOICES), 4, 16)
+
+
+def train_mixture(case: Case) -> dict[str, torch.Tensor]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, data = mixture()
+    with infinity.initialize(model=model, config=case.config())[0] as engine:
+        for x, choices in list(zip(data, CHOICES, strict=True))[rank::size]:
+            engine.backward(engine(x, choices))
+            engine.step()
+        return dict(engine.named_parameters())
+
+
+def test_ranks_may_use_different_experts(tmp_path) -> None:
+    """A parameter without a gradient on any rank is left alone; one with a gradient on some rank is updated on all."""
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    model, data = mixture()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    for index, (x, choices) in enumerate(zip(data, CHOICES, strict=True)):
+        (model(x, choices) / 2).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    cases = [Case(stage, Placement("nvme", "nvme", swap) if stage == 3 else Placement()) for stage in range(4)]
+    for case in cases:
+        path = tmp_path / f"stage{case.stage}"
+        path.mkdir()
+        for weights in run_ranks(2, train_mixture, case, path=path):
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(weights[name], param.data, rtol=1e-5, atol=1e-6, msg=f"{case.stage} {name}")
