@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from infinity import __version__
-from infinity.cli import bench_adam, bench_io, convert_checkpoint, env, plan, timeline, train
+from infinity.cli import bench_adam, bench_io, convert_checkpoint, env, plan, run, timeline, train
 from infinity.errors import InfinityError
 
-COMMANDS = (train, plan, timeline, convert_checkpoint, bench_io, bench_adam, env)
+COMMANDS = (train, run, plan, timeline, convert_checkpoint, bench_io, bench_adam, env)
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 

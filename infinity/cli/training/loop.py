@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from infinity.cli.training.data import ByteTokens, Samples, TokenizedFiles, Tokens, find_files
 from infinity.cli.training.models import build_model, max_tokens
 from infinity.cli.training.progress import Progress, StepReport
-from infinity.cli.training.ranks import agreed, first_sample, rank_and_size
+from infinity.cli.training.ranks import agreed, first_sample, mean_over_ranks, rank_and_size
 from infinity.engine import Engine, initialize
 from infinity.errors import ConfigError, NonFiniteError
 
@@ -136,7 +136,7 @@ class _Run:
             losses.append(loss.detach())
         report = StepReport(
             step=engine.global_steps,
-            loss=torch.stack(losses).float().mean().item(),
+            loss=mean_over_ranks(torch.stack(losses).float().mean()),
             step_s=time.perf_counter() - start_s,
             tokens=accumulation * ranks * size * self._settings.seq_len,
             lr=engine.get_lr()[0],

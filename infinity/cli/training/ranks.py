@@ -18,6 +18,15 @@ def first_sample(next_sample: int, micro_batch: int) -> int:
     return next_sample + rank_and_size()[0] * micro_batch
 
 
+def mean_over_ranks(value: torch.Tensor) -> float:
+    """Mean of a scalar over the ranks."""
+    if rank_and_size()[1] > 1:
+        value = value.clone()
+        dist.all_reduce(value)
+        value /= rank_and_size()[1]
+    return float(value.item())
+
+
 def agreed(signum: int, device: torch.device) -> int:
     """The signal that any rank received (0: none), so that all of them stop after the same step."""
     if rank_and_size()[1] == 1:

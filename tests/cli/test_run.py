@@ -1,0 +1,75 @@
+"""`infinity run` starts the ranks, and what they train is what one process does on the same global batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infinity.cli.main import main
+from tests.cli.test_commands import ROOT, lines, train, train_arguments, workspace, write_config
+
+__all__ = ["workspace"]  # a fixture
+
+TIMEOUT_S = 180
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "infinity.cli.main", "run", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=TIMEOUT_S,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+
+
+def test_two_ranks_train_as_one_process_with_twice_the_micro_batches(workspace, capsys) -> None:
+    write_config(workspace, gradient_accumulation_steps=2)
+    alone = train(workspace, capsys, "--steps", "6")
+    write_config(workspace, gradient_accumulation_steps=1)
+    together = run("--ranks", "2", *train_arguments(workspace, "--steps", "6", "--save-every", "3"))
+    assert together.returncode == 0, together.stderr
+    steps = lines(together.stdout)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]  # rank 0 alone reports
+    for step, expected in zip(steps, alone, strict=True):
+        assert step["loss"] == pytest.approx(expected["loss"], rel=2e-3)
+    write_config(workspace, gradient_accumulation_steps=2)
+    resumed = train(workspace, capsys, "--steps", "7", "--resume")  # on one rank, from what two have saved
+    assert [step["step"] for step in resumed] == [7]
+
+
+def test_an_error_is_told_and_ends_all_ranks(workspace) -> None:
+    ended = run("--ranks", "2", *train_arguments(workspace, "--steps", "2", "--seq-len", "100000"))
+    assert ended.returncode != 0
+    assert "--seq-len is 100000" in ended.stderr
+
+
+def test_every_rank_gets_its_share_of_the_cores(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys; print(os.environ['OMP_NUM_THREADS'], os.environ['WORLD_SIZE'], sys.argv[1:])")
+    ended = run("--ranks", "2", str(script), "--config", "ds.json")
+    assert ended.returncode == 0, ended.stderr
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert ended.stdout.splitlines() == [f"{share} 2 ['--config', 'ds.json']"] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0", "train"], "--ranks is 0"),
+        (["nowhere.py"], "nowhere.py is no file"),
+        (["--nodes", "2", "train"], "give --address"),
+        (["--nodes", "2", "--address", "first", "train"], "give --node-rank"),
+        (["--address", "first", "train"], "give --nodes"),
+    ],
+)
+def test_what_cannot_run_is_refused(arguments, message, capsys, monkeypatch) -> None:
+    monkeypatch.delenv("SLURM_NODEID", raising=False)
+    assert main(["run", *arguments]) == 2
+    assert message in capsys.readouterr().err
