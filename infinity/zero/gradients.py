@@ -28,6 +28,7 @@ class Gradients:
         self._units = tuple(units)
         self._store = store
         self._make_room = make_room
+        self._finish_early: MakeRoom = lambda: False
         self._counters = counters
         self._stats: list[dict[int, GradStats]] = [{} for _ in units]  # by slot; present once it has a gradient
         self._awaited = [sum(slot.trainable for slot in unit.slots) for unit in units]
@@ -64,6 +65,10 @@ class Gradients:
 
     def begin_backward(self, *, last: bool) -> None:
         """A backward pass begins, the `last` one of a step or not."""
+
+    def when_full(self, finish_early: MakeRoom) -> None:
+        """Have this called when there is no room for a unit's gradients, and no update in flight either."""
+        self._finish_early = finish_early
 
     def leave(self, unit: int) -> Sequence[int]:
         """Backward has left a module of the unit; returns units whose gradients are complete because of that."""
@@ -116,11 +121,9 @@ class Gradients:
             buffer = self._store.try_open(unit.index)
             if buffer is not None:
                 return buffer
-            if not self._make_room():
+            if not self._make_room() and not self._finish_early():
                 raise CapacityError(
-                    f"no host memory is left for the gradients of unit `{unit.name}` while other units wait for "
-                    "theirs (parameters without a gradient in this pass keep a unit waiting until its end): "
-                    "raise tiering.host_memory"
+                    f"no host memory is left for the gradients of unit `{unit.name}`: raise tiering.host_memory"
                 )
 
 

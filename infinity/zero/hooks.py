@@ -3,8 +3,8 @@
 [Note: when a unit is in use]
 Forward of a module with units opens with `enter` and closes with `leave`. For backward two more events of that
 same call are needed. It begins when the first gradient of one of the call's outputs is there (a hook on
-the outputs), and is over when the gradients of all its inputs are: the inputs pass through an identity node of
-their own, so that another module that uses the same tensor does not delay the event. A call whose inputs need no
+the outputs), and is over when the gradients of all its inputs are: the call gets aliases of its inputs,
+so that another module that uses the same tensor does not delay the event. A call whose inputs need no
 gradient (an embedding) has no such event and is over with the whole backward pass. Calls that are recorded but
 never begin, such as those of a recomputation, hold nothing.
 
@@ -17,12 +17,13 @@ again. The same watch finds a parameter that is not the module's own; its unit j
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from infinity.zero.partition import HookPoint, Partition
@@ -168,44 +169,30 @@ class _Call:
             self._begun[self] = None  # before `enter`, which pins the units whatever happens
             self._listener.enter(self._entered)
 
-    def end(self) -> None:
+    def end(self, grads: Sequence[torch.Tensor | None] = ()) -> None:
         if self in self._begun:
             del self._begun[self]
             self._listener.leave(self._entered)
             self._listener.backward_left(self._entered)
 
 
-class _EndOfBackward(torch.autograd.Function):
-    """Identity on a call's inputs whose backward runs when all their gradients are known."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.call.end()
-        return None, *grads
-
-
 def _mark_inputs(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Route the inputs that need a gradient through one `_EndOfBackward`; None leaves them as they are.
+    """Give the call aliases of the inputs that need a gradient: it ends when all of theirs are known.
 
-    Inputs inside nested containers are not rerouted, and then none is: an end that comes before the nested ones'
-    gradients would be too early, and the end of the backward pass is only late.
+    Ordinary views are aliases that the module may change in place. None leaves the inputs as they are: if some lie in
+    nested containers, or are not strided, an end without them would be too early, and the end of the backward pass is
+    only late.
     """
     values = [*args, *kwargs.values()]
+    marked = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
     nested = [v for v in values if not isinstance(v, torch.Tensor)]
     if any(tensor.requires_grad for tensor in _tensors(nested)):
         return None
-    marked = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
-    if not marked:
+    if not marked or any(values[i].layout is not torch.strided or values[i].is_nested for i in marked):
         return None
-    outputs = _EndOfBackward.apply(call, *(values[i] for i in marked))  # type: ignore[no-untyped-call]
-    for index, output in zip(marked, outputs, strict=True):
-        values[index] = output
+    for index in marked:
+        values[index] = values[index].view_as(values[index])
+    register_multi_grad_hook([values[i] for i in marked], call.end)
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
 

@@ -74,13 +74,16 @@ class Updates:
         self._loss_scale = loss_scale
         self._sum_sq = 0.0  # of the units that `backward` has handed over in this step
         self._finals: list[int] = []
+        self._last_pass = False  # the backward pass that is running, or was last, is the step's last one
+        gradients.when_full(self._update_early)
         self.steps: dict[str, int] = {}  # updates that each parameter has had, by name
         self.outcome = StepOutcome(0.0, skipped=False)  # of the last step
 
     def begin_backward(self, *, last: bool) -> None:
         """A backward pass begins; after the `last` one of a step the gradients are final."""
+        self._last_pass = last
         if last and self._schedule is UpdateSchedule.BACKWARD and self._finals:
-            self._executor.expect_updates(self._finals)
+            self._executor.expect_updates(list(dict.fromkeys(self._finals)))
             self._finals = []
 
     def final(self, unit: int) -> None:
@@ -100,6 +103,21 @@ class Updates:
         self._finals.append(unit)
         self._sum_sq += self._gradients.sum_sq(unit)
         self._update(unit, 1.0)
+
+    def _update_early(self) -> bool:
+        """Free the gradients of a unit that still waits for others, which may not come (experts without a token).
+
+        Every parameter's gradient comes once in a pass, so its part of the unit can be updated now and the rest later.
+
+        Returns:
+            False if no gradient is final yet.
+        """
+        waiting = self._gradients.units_with_gradients()
+        if self._schedule is not UpdateSchedule.BACKWARD or not self._last_pass or not waiting:
+            return False
+        self.final(waiting[-1])  # backward has probably been there first
+        self._executor.drain()
+        return True
 
     def finish_step(self) -> None:
         """All gradients of the step are there: update what was not updated yet, now or later."""

@@ -1,0 +1,348 @@
+"""What models do that a chain of blocks does not: each trains as in plain PyTorch while its units come and go."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+
+WIDTH, ROWS, STEPS = 32, 6, 4
+LR = 1e-2
+Step = Callable[[Any, torch.Tensor], torch.Tensor]  # (model, batch) -> loss
+
+
+def config(path: Path, host_memory: int | str = "auto", **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "offload_param": {"device": "nvme"},
+            "offload_optimizer": {"device": "nvme"},
+        },
+        "tiering": {"nvme": [{"path": str(path)}], "host_memory": host_memory, "tile_size": "16KiB"},
+    } | more
+
+
+def tightest(model: nn.Module, path: Path, **more: Any) -> dict[str, Any]:
+    """The configuration with the least memory in which this model trains."""
+    with pytest.raises(infinity.CapacityError) as refused:
+        infinity.initialize(model=copy.deepcopy(model), config=config(path, 1, **more))
+    found = re.search(r"Raise tiering.host_memory to (\d+) bytes", str(refused.value))
+    assert found is not None, refused.value
+    return config(path, int(found.group(1)) + getattr(model, "more_memory", 0), **more)
+
+
+def batches(seed: int = 3) -> list[torch.Tensor]:
+    return list(torch.randn(STEPS, ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)))
+
+
+def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def assert_trains_as_plainly(
+    build: Callable[[], nn.Module],
+    path: Path,
+    step: Step = loss_of,
+    settings: dict[str, Any] | None = None,
+    *,
+    stays: bool = False,
+) -> None:
+    """Losses, weights, buffers and gradients of the inputs, step by step, with the least memory (unless it `stays`)."""
+    torch.manual_seed(0)
+    plain = build()
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.is_floating_point()], lr=LR, weight_decay=0.1)
+    engine, *_ = infinity.initialize(model=model, config=settings or tightest(model, path))
+    with engine:
+        for index, batch in enumerate(batches()):
+            theirs, ours = batch.clone().requires_grad_(), batch.clone().requires_grad_()
+            torch.manual_seed(index)
+            expected = step(plain, theirs)
+            expected.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.manual_seed(index)
+            loss = step(engine, ours)
+            engine.backward(loss)
+            engine.step()
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6, msg=f"loss of step {index}")
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+        assert stays or engine.stats().tier_bytes["nvme_read"] > 0
+        weights = dict(engine.named_parameters())
+    for name, param in plain.named_parameters():
+        if name in weights:
+            torch.testing.assert_close(weights[name], param.detach(), rtol=1e-4, atol=1e-5, msg=name)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer, msg=name)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Chain(nn.Module):
+    """Blocks one after the other; most models here change one thing of it."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+# Weights of other modules #
+
+
+class TiedByHand(Chain):
+    """The head reads the stem's weight; nothing is registered twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.stem(x)) @ self.stem.weight.t()
+
+
+class BlocksReadEachOther(Chain):
+    """Every block mixes in a product with the first block's weight, held in a list that torch does not see."""
+
+    class Reading(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other: list[Any] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            for weight in self.other:
+                x = x + F.linear(F.linear(x, weight), weight.T)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Reading() for _ in range(5))
+        for block in self.blocks[1:]:
+            block.other.append(self.blocks[0].up.weight)
+
+    def __deepcopy__(self, memo: Any) -> BlocksReadEachOther:
+        copied = BlocksReadEachOther()
+        copied.load_state_dict(self.state_dict())
+        return copied
+
+
+# Uses that no output shows #
+
+
+class AttentionOfTorch(Chain):
+    """`nn.MultiheadAttention` never calls its output projection as a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # without biases: that of the keys has no gradient but rounding, which Adam would magnify
+        self.attention = nn.MultiheadAttention(WIDTH, 4, bias=False, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[None]
+        return super().forward(self.attention(x, x, x, need_weights=False)[0][0])
+
+
+class HiddenOutputs(Chain):
+    """Each block also leaves a loss in an attribute, made from a detached input, and returns an object."""
+
+    @dataclass
+    class Output:
+        hidden: torch.Tensor
+
+    class Hiding(Block):
+        def forward(self, x: torch.Tensor) -> Any:
+            self.loss = self.down(self.up(x.detach())).square().mean()
+            out = HiddenOutputs.Output(super().forward(x))
+            return type("Opaque", (), {"output": out})()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Hiding() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).output.hidden
+        return x + sum(block.loss for block in self.blocks)
+
+
+class InPlace(Chain):
+    """Blocks change their input in place, as `nn.ReLU(inplace=True)` does."""
+
+    more_memory = 60_000  # autograd does not say when backward leaves such a block
+
+    class Changing(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(F.relu(x.mul_(1.5), inplace=True))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Changing() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * 1.0)
+
+
+# Paths #
+
+
+class Repeated(Chain):
+    """Blocks are called more than once, in another order the second time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in (0, 1, 2, 3, 1, 0, 0):
+            x = self.blocks[index](x)
+        return x
+
+
+class Experts(nn.Module):
+    """A layer that sends each row to its best expert; experts without rows have no gradient in that step."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, count)
+        self.experts = nn.ModuleList(Block() for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share = self.router(x).softmax(-1)
+        self.loss = share.mean(0).square().sum()
+        weight, choice = share.max(-1)
+        out = torch.zeros_like(x)
+        for index in choice.unique().tolist():
+            rows = choice == index
+            out[rows] = weight[rows, None] * self.experts[index](x[rows])
+        return x + out
+
+
+class MixtureOfExperts(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1e-2 * sum(block.loss for block in self.blocks)
+
+
+class SingleExperts(Chain):
+    """The same outside of a block: every expert is a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.mixture(x)) + self.mixture.loss
+
+
+class Checkpointed(Chain):
+    """Checkpointing inside of checkpointing."""
+
+    use_reentrant = False
+
+    def _half(self, half: int, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[2 * half : 2 * half + 2]:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for half in range(2):
+            x = checkpoint(self._half, half, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+class CheckpointedReentrant(Checkpointed):
+    use_reentrant = True
+
+
+# Other than plain float parameters #
+
+
+class Buffers(Chain):
+    """Batch norm's statistics, and parameters and buffers that are no floating-point numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.order = nn.Parameter(torch.randperm(WIDTH), requires_grad=False)
+        self.register_buffer("mask", torch.rand(WIDTH) > 0.3)
+        self.register_buffer("phase", torch.polar(torch.ones(WIDTH), torch.rand(WIDTH)))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.norm(x[:, self.order] * self.mask)
+        return super().forward((x * self.phase).abs())
+
+
+class Autocast(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+MODELS = [
+    TiedByHand,
+    BlocksReadEachOther,
+    AttentionOfTorch,
+    HiddenOutputs,
+    InPlace,
+    Repeated,
+    MixtureOfExperts,
+    SingleExperts,
+    Checkpointed,
+    CheckpointedReentrant,
+    Buffers,
+    Autocast,
+]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch, of nested reentrant checkpoints
+@pytest.mark.parametrize("build", MODELS)
+@pytest.mark.parametrize("clipping", [0.0, 1e9], ids=["backward", "deferred"])
+def test_model_trains_as_in_plain_torch(build, clipping, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    assert_trains_as_plainly(build, tmp_path, settings=tightest(build(), tmp_path, gradient_clipping=clipping))
+
+
+class PenaltyInForward(Chain):
+    """The root, which has no parameters of its own, reads all of them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out + 1e-2 * sum(p.square().sum() for p in self.parameters())
+
+
+def test_a_module_that_reads_all_weights_needs_room_for_them(tmp_path: Path) -> None:
+    """What a module has read of others it holds until its call is over."""
+    settings = tightest(PenaltyInForward(), tmp_path)
+    engine, *_ = infinity.initialize(model=PenaltyInForward(), config=settings)
+    with engine, pytest.raises(infinity.CapacityError, match=r"blocks.0, blocks.1.* are in use together"):
+        engine(batches()[0])
+    assert_trains_as_plainly(PenaltyInForward, tmp_path, settings=config(tmp_path, "1MiB"), stays=True)
