@@ -568,11 +568,7 @@ def _parameters(
     optimizer: torch.optim.Optimizer | None,
 ) -> tuple[ParamsOrGroups, Mapping[str, Any], OptimizerKind]:
     """What to train, the default hyper-parameters, and by which optimizer."""
-    if not any(param.is_floating_point() for param in model.parameters()):
-        raise ConfigError("the model has no floating-point parameters to train or place")
-    for name, param in model.named_parameters():
-        if param.dtype is torch.float64:
-            raise ConfigError(f"parameter `{name}` is float64; convert the model first (model.float())")
+    _check_parameters(model)
     if optimizer is not None:
         if config.optimizer is not None:
             raise ConfigError("both `optimizer` and the configuration's optimizer section are given; give one")
@@ -589,6 +585,26 @@ def _parameters(
     if not model_parameters:
         raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
     return model_parameters, defaults, kind
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Refuse what cannot be trained.
+
+    Raises:
+        ConfigError: by name: a parameter without a shape, in float64, or complex; or there is none to train.
+    """
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.UninitializedParameter):
+            raise ConfigError(f"parameter `{name}` has no shape yet (a lazy module); run one forward pass first")
+        if param.dtype is torch.float64:
+            raise ConfigError(f"parameter `{name}` is float64; convert the model first (model.float())")
+        if param.is_complex() and param.requires_grad:
+            kind = str(param.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"parameter `{name}` is {kind}; hold it as real numbers (torch.view_as_real), or freeze it"
+            )
+    if not any(param.is_floating_point() for param in model.parameters()):
+        raise ConfigError("the model has no floating-point parameters to train or place")
 
 
 def _group_of_each(model: nn.Module, optimizer: TieredOptimizer) -> dict[str, int]:

@@ -16,9 +16,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from tests.behaviour.reference import batches as texts
+from tests.behaviour.reference import loss_of as language_loss
+from tests.behaviour.reference import tiny_llama
 
 WIDTH, ROWS, STEPS = 32, 6, 4
-LR = 1e-2
+ADAM = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-4}  # less would magnify gradients that are only rounding
 Step = Callable[[Any, torch.Tensor], torch.Tensor]  # (model, batch) -> loss
 
 
@@ -26,7 +29,7 @@ def config(path: Path, host_memory: int | str = "auto", **more: Any) -> dict[str
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_clipping": 0,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
+        "optimizer": {"type": "AdamW", "params": ADAM},
         "zero_optimization": {
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
@@ -66,7 +69,7 @@ def assert_trains_as_plainly(
     torch.manual_seed(0)
     plain = build()
     model = copy.deepcopy(plain)
-    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.is_floating_point()], lr=LR, weight_decay=0.1)
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.is_floating_point()], **ADAM)
     engine, *_ = infinity.initialize(model=model, config=settings or tightest(model, path))
     with engine:
         for index, batch in enumerate(batches()):
@@ -81,7 +84,7 @@ def assert_trains_as_plainly(
             engine.backward(loss)
             engine.step()
             torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6, msg=f"loss of step {index}")
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
         assert stays or engine.stats().tier_bytes["nvme_read"] > 0
         weights = dict(engine.named_parameters())
     for name, param in plain.named_parameters():
@@ -346,3 +349,165 @@ def test_a_module_that_reads_all_weights_needs_room_for_them(tmp_path: Path) -> 
     with engine, pytest.raises(infinity.CapacityError, match=r"blocks.0, blocks.1.* are in use together"):
         engine(batches()[0])
     assert_trains_as_plainly(PenaltyInForward, tmp_path, settings=config(tmp_path, "1MiB"), stays=True)
+
+
+# Other loops #
+
+
+def _several_forwards(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Three calls, then one backward, as in contrastive learning."""
+    first, second = model(x), model(x.flip(0))
+    return (first * second).mean() + model(first).square().mean()
+
+
+def _with_evaluation_between(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A look without gradients, between a forward pass and its backward."""
+    out = model(x)
+    with torch.no_grad():
+        target = model(x * 2)
+    return (out - target).square().mean()
+
+
+@pytest.mark.parametrize("step", [_several_forwards, _with_evaluation_between])
+@pytest.mark.parametrize("build", [Chain, Checkpointed, MixtureOfExperts])
+def test_several_forwards_for_one_backward(build, step, tmp_path: Path) -> None:
+    assert_trains_as_plainly(build, tmp_path, step)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("build", [Chain, Buffers, TiedByHand])
+def test_evaluation_sees_the_new_weights_and_leaves_no_trace(build, context, tmp_path: Path) -> None:
+    """Also before the first step, when everything is in memory for the first time."""
+
+    def evaluated(model: Any, x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        module.eval()
+        with context():
+            out = model(x)
+        module.train()
+        return out.clone()
+
+    torch.manual_seed(0)
+    plain = build()
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **ADAM)
+    engine, *_ = infinity.initialize(model=model, config=tightest(model, tmp_path))
+    with engine:
+        for batch in batches():
+            torch.testing.assert_close(evaluated(engine, batch, model), evaluated(plain, batch, plain))
+            expected = loss_of(plain, batch)
+            expected.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = loss_of(engine, batch)
+            engine.backward(loss)
+            engine.step()
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(evaluated(engine.module, batch, model), evaluated(plain, batch, plain))
+
+
+class Failing(Chain):
+    """Raises where it is told to."""
+
+    class Point(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, model: Failing, x: torch.Tensor) -> torch.Tensor:
+            ctx.model = model
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+            if ctx.model.fails == "backward":
+                raise RuntimeError("on purpose")
+            return None, grad
+
+    class Inner(Block):
+        model: list[Failing]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = Failing.Point.apply(self.model[0], torch.tanh(self.up(x)))
+            fails = self.model[0].fails
+            if fails == "forward" or (fails == "recompute" and self.calls % 2):
+                raise RuntimeError("on purpose")
+            if fails == "interrupt":
+                raise KeyboardInterrupt
+            self.calls += 1
+            return x + self.down(hidden)
+
+    fails = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = self.Inner()
+        self.blocks[2].calls = 0
+        self.blocks[2].model = [self]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails != "recompute":
+            return super().forward(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "recompute", "interrupt"])
+@pytest.mark.parametrize("clipping", [0.0, 1e9], ids=["backward", "deferred"])
+def test_after_an_exception_training_goes_on_as_if_the_step_had_not_been(where, clipping, tmp_path: Path) -> None:
+    """Under the `backward` schedule a failed backward pass leaves updates behind, so there the loss is what counts."""
+    torch.manual_seed(0)
+    plain, model = Failing(), Failing()
+    model.load_state_dict(plain.state_dict())
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAM)
+    undone = clipping > 0 or where in ("forward", "interrupt")
+    engine, *_ = infinity.initialize(model=model, config=tightest(model, tmp_path, gradient_clipping=clipping))
+    with engine:
+        for index, batch in enumerate(batches()):
+            if index in (0, 2):
+                model.fails = where
+                kind = KeyboardInterrupt if where == "interrupt" else RuntimeError
+                with pytest.raises(kind):
+                    engine.backward(loss_of(engine, batch.clone().requires_grad_()))
+                model.fails = ""
+                model.blocks[2].calls = 0
+            expected = loss_of(plain, batch)
+            expected.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = loss_of(engine, batch)
+            engine.backward(loss)
+            engine.step()
+            if undone:
+                torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        assert loss < 10 * expected
+        weights = dict(engine.named_parameters())
+    if undone:
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(weights[name], param.detach(), rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_generate_in_eval_mode_gives_the_tokens_of_plain_torch(tmp_path: Path) -> None:
+    plain, model = tiny_llama(), tiny_llama()
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAM)
+    prompts = texts(1, seed=5)[0][:, :6]
+    asked = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    engine, *_ = infinity.initialize(model=model, config=tightest(model, tmp_path))
+    with engine:
+        for ids in texts(3):
+            plain.train()
+            language_loss(plain, ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.train()
+            engine.backward(language_loss(engine, ids))
+            engine.step()
+            engine.eval()
+            assert torch.equal(model.generate(prompts, **asked), plain.eval().generate(prompts, **asked))
+
+
+def test_parameters_that_cannot_be_trained_are_refused_by_name(tmp_path: Path) -> None:
+    lazy = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    with pytest.raises(infinity.ConfigError, match=r"`1.weight` has no shape yet.*run one forward"):
+        infinity.initialize(model=lazy, config=config(tmp_path))
+    turning = Chain()
+    turning.phase = nn.Parameter(torch.ones(WIDTH, dtype=torch.complex64))
+    with pytest.raises(infinity.ConfigError, match=r"`phase` is complex64.*view_as_real"):
+        infinity.initialize(model=turning, config=config(tmp_path))
