@@ -25,6 +25,7 @@ _COLOURS = {
     Lane.UPLOAD: "#e69f00",
     Lane.DOWNLOAD: "#f0e442",
 }
+_LABELLED_SHARE = 0.05  # of the width of the picture; on narrower phases the name has no room
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -110,7 +111,8 @@ def _draw(path: Path, title: str, spans: Sequence[Ran], total: TimelineSum) -> N
         ]
         axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=_COLOURS[lane], edgecolors="white", linewidth=0.2)
     for span in spans:
-        if span.lane is Lane.PHASE and span.start_s < end_s and span.end_s > begin_s:
+        wide = span.end_s - span.start_s > _LABELLED_SHARE * (end_s - begin_s)
+        if span.lane is Lane.PHASE and wide and begin_s <= span.start_s < end_s:
             axes.text(span.start_s - begin_s, lanes.index(Lane.PHASE), f" {span.name}", va="center", clip_on=True)
     for step in total.steps:
         axes.axvline(windows[step][0] - begin_s, color="black", linewidth=0.8)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from infinity.telemetry.stalls import StallCause, Waits
@@ -107,33 +107,21 @@ class Counters:
             if self.timeline is not None:
                 self.timeline.record(Lane.PHASE, name, Times(start_s, start_s, end_s))
 
-    @contextmanager
-    def stalled(self, cause: StallCause, worker: Waits | None = None) -> Iterator[None]:
+    def stalled(self, cause: StallCause, worker: Waits | None = None) -> AbstractContextManager[None]:
         """Time a wait of the compute thread.
 
         Args:
             worker: what is waited for is the work of this thread; what that thread itself waits for meanwhile is
                 booked by its own cause, and only the rest under `cause`.
         """
-        start_s, booked_before_s = time.perf_counter(), self._booked_s
-        waits_before = {} if worker is None else worker.totals_s()
-        try:
-            yield
-        finally:
-            end_s = time.perf_counter()
-            rest_s = end_s - start_s - (self._booked_s - booked_before_s)
-            for deeper, total_s in ({} if worker is None else worker.totals_s()).items():
-                waited_s = min(rest_s, total_s - waits_before.get(deeper, 0.0))
-                rest_s -= waited_s
-                self._book(deeper, waited_s, end_s - rest_s)
-            self._book(cause, rest_s, end_s)
+        return _Stall(self, cause, worker)
 
     def _book(self, cause: StallCause, seconds: float, end_s: float) -> None:
+        """Without the lock: only the compute thread stalls, and only it ends steps."""
         if seconds <= 0:
             return
-        with self._lock:
-            (self._stall_s if self._in_phase else self._outside_stall_s)[cause.value] += seconds
-            self._booked_s += seconds
+        (self._stall_s if self._in_phase else self._outside_stall_s)[cause.value] += seconds
+        self._booked_s += seconds
         if self.timeline is not None:
             start_s = end_s - seconds
             self.timeline.record(Lane.WAIT, cause.value, Times(start_s, start_s, end_s))
@@ -172,3 +160,30 @@ class Counters:
         if self.timeline is not None:
             self.timeline.end_step()
         return stats
+
+
+class _Stall(AbstractContextManager[None]):
+    """One wait. A class, since a generator would cost several microseconds, a few times for every unit that moves."""
+
+    __slots__ = ("_booked_before_s", "_cause", "_counters", "_start_s", "_waits_before_s", "_worker")
+
+    def __init__(self, counters: Counters, cause: StallCause, worker: Waits | None) -> None:
+        self._counters = counters
+        self._cause = cause
+        self._worker = worker
+
+    def __enter__(self) -> None:
+        self._waits_before_s = {} if self._worker is None else self._worker.totals_s()
+        self._booked_before_s = self._counters._booked_s
+        self._start_s = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        end_s = time.perf_counter()
+        counters = self._counters
+        rest_s = end_s - self._start_s - (counters._booked_s - self._booked_before_s)
+        if self._worker is not None:
+            for deeper, total_s in self._worker.totals_s().items():
+                waited_s = min(rest_s, total_s - self._waits_before_s.get(deeper, 0.0))
+                rest_s -= waited_s
+                counters._book(deeper, waited_s, end_s - rest_s)
+        counters._book(self._cause, rest_s, end_s)

@@ -40,6 +40,10 @@ class Lane(str, Enum):
     DOWNLOAD = "device-to-host"
 
 
+_FIRST_THREAD = {lane: 1000 * (index + 1) for index, lane in enumerate(Lane)}  # rows are threads in the format
+_encode = json.JSONEncoder(check_circular=False).encode
+
+
 class Times(NamedTuple):
     """When something was handed over, when it began and when it was over; see [Note: one clock]."""
 
@@ -108,7 +112,7 @@ class Timeline:
         path: is replaced if it exists.
         unit_names: of the units, by index.
         steps: recording ends after so many.
-        rank: of this process; it is the trace's process number.
+        rank: of this process.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -118,7 +122,7 @@ class Timeline:
         self.path = path
         self._unit_names = tuple(unit_names)
         self._steps = steps
-        self._rank = rank
+        self._process = rank + 1  # viewers take 0 for the idle process
         self._step = 1
         self._lock = threading.Lock()
         self._paused = False
@@ -129,7 +133,7 @@ class Timeline:
         except OSError as error:
             raise ConfigError(f"tiering.timeline: {path} cannot be written ({error.strerror})") from error
         self._separator = "[\n"
-        self._write([{"ph": "M", "name": "process_name", "args": {"name": f"rank {rank}"}}])
+        self._write([self._about("process_name", {"name": f"rank {rank}"})])
 
     def record(self, lane: Lane, name: str, ran: Timed, unit: int | None = None, nbytes: int = 0) -> None:
         """Note something that ran, or that is under way and will have run when the file is written."""
@@ -194,12 +198,11 @@ class Timeline:
         rows = self._rows[span.lane]
         rows_before = len(rows.ends_s)
         row = rows.place(times)
-        lane = list(Lane).index(span.lane)
-        thread = 1000 * lane + row
+        thread = _FIRST_THREAD[span.lane] + row
         if row == rows_before:
             title = span.lane.value if row == 0 else f"{span.lane.value} ({row + 1})"
-            yield {"ph": "M", "tid": thread, "name": "thread_name", "args": {"name": title}}
-            yield {"ph": "M", "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+            yield self._about("thread_name", {"name": title}, thread)
+            yield self._about("thread_sort_index", {"sort_index": thread}, thread)
         arguments: dict[str, Any] = {"step": span.step}
         if span.nbytes:
             arguments["bytes"] = span.nbytes
@@ -207,17 +210,22 @@ class Timeline:
             arguments["queued_us"] = _microseconds(times.started_s - times.submitted_s)
         yield {
             "ph": "X",
+            "pid": self._process,
             "tid": thread,
             "cat": span.lane.value,
-            "name": span.name if span.unit is None else f"{self._unit_names[span.unit]} {span.name}".strip(),
+            "name": span.name if span.unit is None else f"{self._unit_names[span.unit]} {span.name}",
             "ts": _microseconds(times.started_s),
             "dur": _microseconds(times.finished_s - times.started_s),
             "args": arguments,
         }
 
+    def _about(self, what: str, arguments: dict[str, Any], thread: int = 0) -> dict[str, Any]:
+        return {"ph": "M", "pid": self._process, "tid": thread, "name": what, "args": arguments}
+
     def _write(self, events: Iterable[dict[str, Any]]) -> None:
         for event in events:
-            self._file.write(self._separator + json.dumps({"pid": self._rank, **event}))
+            self._file.write(self._separator)
+            self._file.write(_encode(event))
             self._separator = ",\n"
 
 

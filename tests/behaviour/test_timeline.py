@@ -88,7 +88,7 @@ def test_the_file_is_a_chrome_trace(tmp_path) -> None:
     path = tmp_path / "trace.json"
     timed_steps(on_nvme(tmp_path, timeline=str(path)), SameMemory())
     events = json.loads(path.read_text())
-    assert {event["pid"] for event in events} == {0}
+    assert {event["pid"] for event in events} == {1}
     assert {event["ph"] for event in events} == {"M", "X"}
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     rows: defaultdict[int, list[dict]] = defaultdict(list)
@@ -146,7 +146,7 @@ def test_every_rank_writes_a_file_of_its_own(tmp_path) -> None:
     run_ranks(2, train_on_rank, tmp_path, path=tmp_path)
     for rank in range(2):
         path = tmp_path / f"trace.rank{rank}.json"
-        assert {event["pid"] for event in json.loads(path.read_text())} == {rank}
+        assert {event["pid"] for event in json.loads(path.read_text())} == {rank + 1}
         assert "collective" in sum_up(read_timeline(path)).waits_s
 
 
