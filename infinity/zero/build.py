@@ -142,7 +142,8 @@ def build_runtime(
                 swap.register(slot.span())
         undo.pop_all()
     pipeline = UpdatePipeline(sizing.layout, states, slots, params.write_tile, counters)
-    executor = Executor(model, sizing.partition, params, grads, pipeline, budget.capacity_bytes, counters, ranks)
+    capacity_bytes = ranks.least(budget.capacity_bytes)
+    executor = Executor(model, sizing.partition, params, grads, pipeline, capacity_bytes, counters, ranks)
     return Runtime(sizing, ranks, executor, params, grads, pipeline, arena, budget, swap, counters, link)
 
 

@@ -5,12 +5,6 @@
 started and left running. What is in flight is looked at again on every event (`_settle`): finished updates give
 their gradients and pins back, and actions of the plan that had to wait for memory are tried again. The thread
 blocks for memory only when the unit that it needs now has none.
-
-[Note: when a unit is gathered]
-Of a unit that several ranks share, what is fetched and updated is this rank's shard; an all-gather makes it whole.
-All ranks must take part, so whether one is due may depend only on what they do alike: a unit is gathered at the
-beginning of a use, and stays whole until its last use ends (or, if its parameters stay on the device, until the
-next update). It must not depend on residency, which follows each rank's own disk and memory.
 """
 
 from __future__ import annotations
@@ -28,6 +22,7 @@ from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTi
 from infinity.schedule import Plan, PlanStep, Trace, make_plan
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import GradLease, GradStore, ParamStore, Residency
+from infinity.zero.gathering import Gathering
 from infinity.zero.partition import Partition
 from infinity.zero.ranks import ALONE, Ranks
 
@@ -56,10 +51,7 @@ class Executor:
         self._counters = counters
         self._views = _ParameterViews(model, partition, params)
         self._grads = grads
-        # See [Note: when a unit is gathered].
-        self._ranks = ranks
-        self._uses = [0] * len(partition.units)
-        self._whole: set[int] = set()
+        self._gathering = Gathering(params, ranks, self._bring, capacity_bytes, counters)
         # The cycle that is running, and the plan that it should follow.
         self._trace = Trace()
         self._recording = False
@@ -79,7 +71,6 @@ class Executor:
         """Wait until the units may be computed on, and start what the plan says."""
         for unit in units:
             self._params.pin(unit)  # before anything is evicted for another of them
-            self._uses[unit] += 1
         for unit in units:
             self._settle()
             step = self._follow(unit)
@@ -90,15 +81,13 @@ class Executor:
             if step is not None:
                 self._todo.extend(step.actions)
                 self._work_off()
-            self._gather(unit)
+            self._gathering.enter(unit)
 
     def leave(self, units: tuple[int, ...]) -> None:
         """The units may be evicted again."""
         for unit in units:
             self._params.unpin(unit)
-            self._uses[unit] -= 1
-            if not self._uses[unit] and self._params.specs[unit].offloaded:
-                self._whole.discard(unit)
+            self._gathering.leave(unit)
         self._settle()
 
     def _bring(self, unit: int) -> None:
@@ -117,16 +106,6 @@ class Executor:
             self._views.show(unit)
         self._touch(unit)
 
-    def _gather(self, unit: int) -> None:
-        """Have all ranks' shards of a unit that is resident."""
-        if unit in self._whole:
-            return
-        spec = self._params.specs[unit]
-        if spec.sharding.count > 1:
-            with self._counters.stalled(StallCause.COLLECTIVE):
-                self._ranks.all_gather(self._params.tensor(unit), spec.pieces, spec.name)
-        self._whole.add(unit)
-
     def _touch(self, unit: int) -> None:
         """The unit was used last."""
         if self._params.specs[unit].offloaded:
@@ -144,6 +123,7 @@ class Executor:
         """A forward pass begins: follow the plan from its start, and record what is used."""
         self._trace = Trace()
         self._recording = True
+        self._gathering.begin_cycle(self._last_uses)
         self._position = 0 if self._plan is not None else None
         if self._plan is not None:
             strangers = [unit for unit in self._recency if unit not in self._plan.resident]
@@ -158,6 +138,7 @@ class Executor:
         """
         self._recording = False
         self._position = None
+        self._gathering.end_cycle()
         if learn:
             self._replan(self._trace)
             self._last_uses = self._trace.uses
@@ -269,7 +250,7 @@ class Executor:
     def update(self, unit: int, segments: tuple[Segment, ...]) -> None:
         """Update the unit as soon as its values are in memory: now if they are, else when they are fetched."""
         self._pending[unit] = segments
-        self._whole.discard(unit)
+        self._gathering.changed(unit)
         if self._params.residency(unit) is not Residency.STORED:
             self._start_pending(unit)
 
@@ -349,12 +330,11 @@ class Executor:
         self._params.pin(unit)
         try:
             self._bring(unit)
-            self._whole.discard(unit)
-            self._gather(unit)
+            self._gathering.gather(unit)
             yield self._params.tensor(unit)
         finally:
             if self._params.specs[unit].offloaded:
-                self._whole.discard(unit)
+                self._gathering.changed(unit)
             self._params.unpin(unit)
 
     @contextmanager
@@ -403,7 +383,7 @@ class Executor:
     def mark_changed(self, unit: int) -> None:
         """The values were written from outside."""
         self._params.set_dirty(unit, True)
-        self._whole.discard(unit)
+        self._gathering.changed(unit)
 
 
 class _ParameterViews:

@@ -72,15 +72,19 @@ class Ranks:
             host = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
         return Ranks(dist.get_rank(group), size, group, host)
 
-    def all_gather(self, flat: torch.Tensor, pieces: Sequence[Piece], unit: str) -> None:
-        """Fill a unit's flat tensor, of which `pieces` are this rank's, with all ranks' pieces."""
+    def all_gather(self, flat: torch.Tensor, pieces: Sequence[Piece], unit: str) -> list[Pending]:
+        """Start to fill a unit's flat tensor, of which `pieces` are this rank's, with all ranks' pieces."""
+        what = f"the all-gather of unit `{unit}`"
+        started = []
         start = 0
         for piece in pieces:
             stop = start + piece.numel * self.size
             own = flat[piece.whole : piece.whole + piece.numel]
-            with self.talking(f"the all-gather of unit `{unit}`"):
-                _all_gather(flat[start:stop], own, group=self.group)
+            with self.talking(what):
+                work = _all_gather(flat[start:stop], own, group=self.group, async_op=True)
+                started.append(Pending(self, what, work))
             start = stop
+        return started
 
     def reduce_scatter(self, shard: torch.Tensor, flat: torch.Tensor, unit: str) -> Pending:
         """Start to sum all ranks' `flat`; `shard` becomes this rank's slice of the sum."""
@@ -116,6 +120,15 @@ class Ranks:
         with self.talking("the sum of the squared gradients"):
             dist.all_reduce(total, group=self.host_group)
         return float(total.item())
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        if self.size == 1:
+            return value
+        least = torch.tensor([value], dtype=torch.int64)
+        with self.talking("an agreement"):
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=self.host_group)
+        return int(least.item())
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Take over the values of one rank, in place; the tensor is in host memory."""

@@ -199,6 +199,10 @@ def mixture() -> tuple[nn.Module, torch.Tensor]:
     return Mixture(), torch.randn(len(CHOICES), 4, 16)
 
 
+def train_mixtures(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
+    return [train_mixture(case) for case in cases]
+
+
 def train_mixture(case: Case) -> dict[str, torch.Tensor]:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, data = mixture()
@@ -221,9 +225,7 @@ def test_ranks_may_use_different_experts(tmp_path) -> None:
             optimizer.step()
             optimizer.zero_grad()
     cases = [Case(stage, Placement("nvme", "nvme", swap) if stage == 3 else Placement()) for stage in range(4)]
-    for case in cases:
-        path = tmp_path / f"stage{case.stage}"
-        path.mkdir()
-        for weights in run_ranks(2, train_mixture, case, path=path):
+    for of_rank in run_ranks(2, train_mixtures, cases, path=tmp_path):
+        for case, weights in zip(cases, of_rank, strict=True):
             for name, param in model.named_parameters():
                 torch.testing.assert_close(weights[name], param.data, rtol=1e-5, atol=1e-6, msg=f"{case.stage} {name}")
