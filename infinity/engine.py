@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from infinity.zero.build import Runtime, build_runtime, make_gradients
 from infinity.zero.compute_lane import ComputeLane
 from infinity.zero.gathered import claim, disclaim
 from infinity.zero.hooks import Hooks
+from infinity.zero.layer_major import LayerMajor
 from infinity.zero.materialize import InitialValues, WeightSource, materialize
 from infinity.zero.meta import InitFunction
 from infinity.zero.meta import init_function as meta_init_function
@@ -44,6 +46,7 @@ from infinity.zero.updates import StepOutcome, Updates, UpdateSchedule
 
 _log = logging.getLogger(__name__)
 
+LossFn = Callable[[Any, Any], torch.Tensor]
 ConfigSource = str | Path | Mapping[str, Any] | Config
 
 
@@ -101,6 +104,9 @@ class Engine:
             moment = now if runtime.link is None else runtime.link.mark
             self._compute_lane = ComputeLane(self, runtime.counters.timeline, moment)
         self._hooks = Hooks(model, runtime.partition, self._compute_lane or self)
+        self._layer_major: LayerMajor | None = None
+        if runtime.sizing.layer_major:
+            self._layer_major = LayerMajor(model, runtime.partition, device)
         claim(self, model, runtime.partition.units)
         self._in_cycle = False  # a forward pass has run whose backward has not
         self._stats = StepStats()
@@ -150,33 +156,118 @@ class Engine:
                 schedule has no way to leave the step out. Nothing has been changed by this loss.
         """
         self._check_open()
+        if self._layer_major is not None:
+            self._end_cycle(learn=False)
+            raise InfinityError(
+                'tiering.accumulation is "layer": the micro-batches of a step go through the model together, by '
+                'engine.train_batch(micro_batches); or set it to "micro_batch"'
+            )
         last = self.is_gradient_accumulation_boundary()
         with self._running("backward"):
-            if self._runtime.schedule is UpdateSchedule.BACKWARD and self._ranks.any(
-                not bool(torch.isfinite(loss).all())
-            ):
+            try:
+                self._check_finite(loss)
+            except NonFiniteError:
                 self._end_cycle(learn=False)
-                raise NonFiniteError(
-                    f"the loss of step {self.global_steps} is {loss.item()}; no parameter was changed by it. Leave "
-                    "this batch out, or set tiering.update_schedule to deferred to have such steps skipped"
-                )
+                raise
             self._updates.begin_backward(last=last)
             self._gradients.begin_backward(last=last)
             try:
-                share = loss / (self.config.gradient_accumulation_steps * self._ranks.size)
-                (share if self.config.fp16 is None else share.float() * self.loss_scale.value).backward()
+                self._scaled(loss).backward()
             except BaseException:
-                # What has arrived cannot be told from earlier micro-batches: the step starts again.
-                self._gradients.abort_backward()
-                self._end_cycle(learn=False)
-                self._gradients.drop_all()
-                self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
+                self._abort_step()
                 raise
-            self._end_cycle(learn=True)
-            self._gradients.end_backward()
-            if last and self._runtime.schedule is UpdateSchedule.BACKWARD:
-                for unit in self._gradients.units_with_gradients():
-                    self._updates.final(unit)  # units with parameters that had no part in this pass
+            self._end_backward(last=last)
+
+    def train_batch(self, micro_batches: Iterable[Any], loss_fn: LossFn | None = None) -> torch.Tensor:
+        """Forward, backward and `step` of one whole training step.
+
+        Under `tiering.accumulation: "layer"` all micro-batches go through a block before the next block is fetched, see
+        docs/tiers.md; the gradients are the same.
+
+        Args:
+            micro_batches: `gradient_accumulation_steps` of them are taken. A mapping is the model's keyword arguments,
+                a tuple or list its positional ones, anything else its one argument.
+            loss_fn: called with the model's output and the micro-batch, returns the loss; by default the output is the
+                loss, or has it as `loss`.
+
+        Returns:
+            The mean of the micro-batches' losses, detached, on their device.
+
+        Raises:
+            InfinityError: there are too few micro-batches, a step has begun with `backward`, or the model cannot be
+                trained layer-major.
+            NonFiniteError: as `backward`; no micro-batch of this step counts.
+        """
+        self._check_at_step_boundary("train_batch")
+        count = self.config.gradient_accumulation_steps
+        batches = list(islice(micro_batches, count))
+        if len(batches) < count:
+            raise InfinityError(
+                f"train_batch was given {len(batches)} micro-batches but gradient_accumulation_steps is {count}"
+            )
+        if self._layer_major is not None:
+            losses = self._train_layer_major(batches, loss_fn)
+        else:
+            losses = []
+            for batch in batches:
+                loss = _loss(_call(self, batch), batch, loss_fn)
+                self.backward(loss)
+                self.step()
+                losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    def _train_layer_major(self, batches: Sequence[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        assert self._layer_major is not None
+        self._check_open()
+
+        def forward(batch: Any) -> torch.Tensor:
+            try:
+                return _loss(_call(self.module, batch), batch, loss_fn)
+            except BaseException:
+                self._hooks.abandon()
+                raise
+
+        self._executor.begin_cycle()
+        self._in_cycle = True
+        self.micro_steps += len(batches) - 1  # this is the last backward pass of the step
+        try:
+            losses = self._layer_major.run([partial(forward, batch) for batch in batches], _LayerMajorStep(self))
+        except BaseException:
+            self._abort_step()
+            raise
+        with self._running("backward"):
+            self._end_backward(last=True)
+        self.step()
+        return losses
+
+    def _check_finite(self, loss: torch.Tensor) -> None:
+        """Under the `backward` schedule, which updates before all gradients are known, the loss must be finite."""
+        if self._runtime.schedule is not UpdateSchedule.BACKWARD:
+            return
+        if self._ranks.any(not bool(torch.isfinite(loss).all())):
+            raise NonFiniteError(
+                f"the loss of step {self.global_steps} is {loss.item()}; no parameter was changed by it. Leave "
+                "this batch out, or set tiering.update_schedule to deferred to have such steps skipped"
+            )
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """What backward begins with."""
+        share = loss / (self.config.gradient_accumulation_steps * self._ranks.size)
+        return share if self.config.fp16 is None else share.float() * self.loss_scale.value
+
+    def _abort_step(self) -> None:
+        """Backward has failed. What has arrived cannot be told from earlier micro-batches: the step starts again."""
+        self._gradients.abort_backward()
+        self._end_cycle(learn=False)
+        self._gradients.drop_all()
+        self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
+
+    def _end_backward(self, *, last: bool) -> None:
+        self._end_cycle(learn=True)
+        self._gradients.end_backward()
+        if last and self._runtime.schedule is UpdateSchedule.BACKWARD:
+            for unit in self._gradients.units_with_gradients():
+                self._updates.final(unit)  # units with parameters that had no part in this pass
 
     def _end_cycle(self, *, learn: bool) -> None:
         self._hooks.abandon()
@@ -266,6 +357,8 @@ class Engine:
     # What the hooks tell #
 
     def enter(self, units: tuple[int, ...]) -> None:
+        if self._layer_major is not None:
+            self._layer_major.entered(units)
         self._executor.enter(units)
 
     def leave(self, units: tuple[int, ...]) -> None:
@@ -281,7 +374,7 @@ class Engine:
 
     def _complete(self, units: Sequence[int]) -> None:
         """All gradients that these units have in this backward pass are there."""
-        if self.is_gradient_accumulation_boundary():
+        if self.is_gradient_accumulation_boundary() and self._layer_major is None:
             for unit in units:
                 self._updates.final(unit)
 
@@ -459,6 +552,8 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        if self._layer_major is not None:
+            self._layer_major.remove()
         disclaim(self.module)
         self._hooks.remove()
         self._runtime.close()
@@ -472,6 +567,66 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise InfinityError("the engine is closed")
+
+
+class _LayerMajorStep:
+    """What an engine does as layer-major micro-batches go through its model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._begun = False
+
+    def forward(self) -> AbstractContextManager[None]:
+        return self._engine._running("forward")
+
+    def start(self, micro_batch: int, loss: torch.Tensor) -> None:
+        engine = self._engine
+        with engine._running("backward"):
+            engine._check_finite(loss)
+            if not self._begun:
+                engine._updates.begin_backward(last=True)
+                self._begun = True
+            self._piece(micro_batch, [engine._scaled(loss)], None)
+
+    def go_on(self, micro_batch: int, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        with self._engine._running("backward"):
+            self._piece(micro_batch, tensors, grads)
+
+    def _piece(self, micro_batch: int, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
+        engine = self._engine
+        engine._gradients.begin_backward(last=micro_batch == engine.config.gradient_accumulation_steps - 1)
+        torch.autograd.backward(tensors, grads)
+        engine._hooks.end_backward()
+
+    def complete(self, units: Sequence[int]) -> None:
+        engine = self._engine
+        if engine._runtime.schedule is not UpdateSchedule.BACKWARD or engine._ranks.size > 1:
+            return
+        ready = set(engine._gradients.units_with_gradients()).intersection(units)
+        with engine._running("backward"):
+            for unit in sorted(ready, reverse=True):
+                engine._updates.final(unit)
+
+
+def _call(model: Any, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _loss(outputs: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
+    """The loss of a micro-batch.
+
+    Raises:
+        InfinityError: there is none.
+    """
+    loss = getattr(outputs, "loss", outputs) if loss_fn is None else loss_fn(outputs, batch)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = "the model's output" if loss_fn is None else "what loss_fn returns"
+        raise InfinityError(
+            f"train_batch needs a loss, one number that has a gradient, and {what} is none: give loss_fn"
+        )
+    return loss
 
 
 def initialize(

@@ -175,6 +175,7 @@ def _tiering(tiering: TieringSection, *offloads: OffloadSection) -> TieringConfi
         nvme=tuple(nvme),
         state_format=tiering.state_format,
         update_schedule=tiering.update_schedule,
+        accumulation=tiering.accumulation,
         io_backend=tiering.io_backend,
         checksum=tiering.checksum,
         tile_size_bytes=tiering.tile_size,

@@ -79,6 +79,7 @@ class TieringConfig:
     nvme: tuple[NvmeConfig, ...]
     state_format: str
     update_schedule: str
+    accumulation: Literal["micro_batch", "layer"]
     io_backend: str
     checksum: bool
     tile_size_bytes: int

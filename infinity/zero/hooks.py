@@ -17,6 +17,7 @@ again. The same watch finds a parameter that is not the module's own; its unit j
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from infinity.zero.coroutines import current_coroutine
 from infinity.zero.partition import HookPoint, Partition
 from infinity.zero.reads import ParameterReads
 
@@ -53,7 +55,8 @@ class Hooks:
         self._listener = listener
         self._handles: list[RemovableHandle] = []
         self._followed = frozenset(chain.from_iterable(p.units for p in partition.hook_points if p.moving))
-        self._running: list[_Call] = []  # calls of watched modules, outermost first
+        self._calls: list[_Call] = []
+        self._of_thread = _OfThread()
         self._begun: dict[_Call, None] = {}
         unit_of: dict[int, int] = {}
         for unit in partition.units:
@@ -65,6 +68,11 @@ class Hooks:
         self._reads = ParameterReads(unit_of, self._use)
         for point in partition.hook_points:
             self._watch_module(model.get_submodule(point.module_name), point)
+
+    @property
+    def _running(self) -> list[_Call]:
+        """Calls of watched modules, outermost first; those of a coroutine are apart from the others."""
+        return self._calls if current_coroutine() is None else self._of_thread.calls
 
     def end_backward(self) -> None:
         """The backward pass is over: end the calls that had no event of their own."""
@@ -135,6 +143,31 @@ class Hooks:
             self._listener.gradient_ready(unit, slot, param)  # type: ignore[arg-type]
 
         self._handles.append(param.register_post_accumulate_grad_hook(ready))
+
+
+class _OfThread(threading.local):
+    """What runs in this thread, a coroutine of its own."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+
+BlockEntry = Callable[[int, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def watch_blocks(model: nn.Module, partition: Partition, entry: BlockEntry) -> list[RemovableHandle]:
+    """Have `entry(index of the block, args, kwargs)` called before a block is, and anything for it is fetched.
+
+    What it returns is what the block is called with.
+    """
+
+    def watch(index: int, name: str) -> RemovableHandle:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return entry(index, args, kwargs)
+
+        return model.get_submodule(name).register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+
+    return [watch(index, name) for index, name in enumerate(partition.blocks)]
 
 
 def _nothing(result: Any) -> None:

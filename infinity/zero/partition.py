@@ -116,11 +116,13 @@ class Partition:
 
     Attributes:
         sharding: which slice of each unit is this rank's.
+        blocks: modules that the model is a sequence of, in definition order.
     """
 
     units: tuple[Unit, ...]
     hook_points: tuple[HookPoint, ...]
     sharding: Sharding = WHOLE
+    blocks: tuple[str, ...] = ()
 
     def parts(
         self, unit: Unit, start: int = 0, stop: int | None = None, *, rank: int | None = None
@@ -180,7 +182,8 @@ def make_partition(
     members: dict[str, list[str]] = {}  # unit name -> its parameters
     unit_of: dict[str, str] = {}  # parameter -> unit name
     uses: list[tuple[str, list[str]]] = []  # module -> the parameters that its forward uses
-    for module_name, module, is_block in _unit_modules(model):
+    modules = list(_unit_modules(model))
+    for module_name, module, is_block in modules:
         used = list(dict.fromkeys(names[id(p)] for p in module.parameters(is_block) if id(p) in names))
         for name in used:
             if name in unit_of:
@@ -204,11 +207,12 @@ def make_partition(
     )
     by_name = {unit.name: unit for unit in units}
     hook_points = []
+    blocks = tuple(name for name, _, is_block in modules if is_block)
     for module_name, used in uses:
         needed = tuple(sorted({by_name[unit_of[name]].index for name in used}))
         moving = bool(needed) and (watched or any(not units[i].persistent for i in needed))
         hook_points.append(HookPoint(module_name, needed, moving))
-    return Partition(units, tuple(hook_points), sharding)
+    return Partition(units, tuple(hook_points), sharding, blocks)
 
 
 def _canonical_names(model: nn.Module) -> dict[int, str]:

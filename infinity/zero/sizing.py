@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class Sizing:
         params_on_nvme, states_on_nvme: NVMe is home to parameters, to optimizer states.
         discrete: the compute device has memory of its own.
         accumulates: gradients are summed over several backward passes.
+        layer_major: all micro-batches of a step go through a block together.
         ranks: how many processes train the model together.
     """
 
@@ -50,6 +52,7 @@ class Sizing:
     states_on_nvme: bool
     discrete: bool
     accumulates: bool
+    layer_major: bool = False
     ranks: int = 1
 
     @property
@@ -59,13 +62,19 @@ class Sizing:
 
     @property
     def standing(self) -> list[int]:
-        """Units whose gradients arrive over the whole backward pass."""
-        return [unit.index for unit in self.partition.units if unit.name == PERSISTENT]
+        """Units whose gradients arrive over the whole backward pass, or together with those of others."""
+        if not self.layer_major:
+            return [unit.index for unit in self.partition.units if unit.name == PERSISTENT]
+        points = self.partition.hook_points
+        users = Counter(unit for point in points for unit in point.units)
+        alone = {unit for point in points if point.module_name in self.partition.blocks for unit in point.units}
+        return [unit.index for unit in self.partition.units if users[unit.index] > 1 or unit.index not in alone]
 
     @property
     def holds_all_gradients(self) -> bool:
         """There is room for the gradients of all units at once."""
-        return self.accumulates or self.schedule is not UpdateSchedule.BACKWARD
+        summed = self.accumulates and not self.layer_major
+        return summed or self.schedule is not UpdateSchedule.BACKWARD
 
     @property
     def moving_bytes(self) -> list[int]:
@@ -195,6 +204,7 @@ def size_up(
         states_on_nvme=config.zero.offload_optimizer.device == "nvme",
         discrete=discrete,
         accumulates=accumulates,
+        layer_major=accumulates and config.tiering.accumulation == "layer",
         ranks=ranks.size,
     )
 

@@ -18,12 +18,12 @@ from tests.behaviour.reference import Placement, Recipe
 LAYERS, HIDDEN, VOCAB = 24, 256, 256
 
 
-def deep_llama() -> torch.nn.Module:
+def deep_llama(layers: int = LAYERS) -> torch.nn.Module:
     """Many equal blocks and small embeddings, so that what is in memory at the turn of the pass hardly counts."""
     config = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=1024,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         vocab_size=VOCAB,
         max_position_embeddings=64,

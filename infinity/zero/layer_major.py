@@ -1,0 +1,340 @@
+"""All micro-batches of a step go through a block before the next block is fetched, in forward and in backward.
+
+[Note: layer-major micro-batches]
+The forward of each micro-batch runs in a coroutine, which pauses where it enters a block. In a round, all micro-batches
+that wait for the same block go through it, in their order. A coroutine that gets to its loss is followed by the
+backward of its last piece at once, so that one micro-batch's logits are in memory at a time.
+
+At a block's entry the autograd graph is cut: the block is given leaves in place of its inputs. So a micro-batch's
+graph is in pieces, one a round, and backward goes through them a round at a time, last round first: a leaf's
+gradient is where backward of the piece before it goes on. A tensor that went from one piece to another past the entry
+of a block would join their graphs; such a model is refused.
+
+[Note: random numbers of a coroutine]
+Each coroutine has a stream of random numbers of its own, that begins with a seed from the global generator, and goes on
+where it stopped when the coroutine paused. An activation checkpoint, which takes the state before its block and sets it
+again to recompute, thus sees the state that the block had.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError, InfinityError
+from infinity.zero.coroutines import Coroutine, abandon, current_coroutine
+from infinity.zero.hooks import watch_blocks
+from infinity.zero.partition import Partition
+
+Forward = Callable[[], torch.Tensor]
+INSTEAD = 'set tiering.accumulation to "micro_batch"'
+
+
+class Listener(Protocol):
+    """What a pass tells."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around the forward of a micro-batch through a block."""
+
+    def start(self, micro_batch: int, loss: torch.Tensor) -> None:
+        """Run autograd's backward from the loss of a micro-batch."""
+
+    def go_on(self, micro_batch: int, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        """Run autograd's backward from these tensors."""
+
+    def complete(self, units: Sequence[int]) -> None:
+        """Backward is through everything that used these units."""
+
+
+class LayerMajor:
+    """Takes micro-batches through the blocks of a model together.
+
+    Args:
+        device: where the model computes.
+
+    Raises:
+        ConfigError: the model is no sequence of blocks.
+    """
+
+    def __init__(self, model: nn.Module, partition: Partition, device: torch.device) -> None:
+        if not partition.blocks:
+            raise ConfigError(
+                f'tiering.accumulation is "layer" but the model ({type(model).__name__}) is no sequence of blocks (in '
+                f"an nn.ModuleList or nn.Sequential, or named by _no_split_modules): {INSTEAD}"
+            )
+        self._blocks = partition.blocks
+        self._device = device
+        self._pass: _Pass | None = None
+        self._checked: set[tuple[int, ...]] = set()  # ways through the blocks whose graph could be cut
+        self._handles = watch_blocks(model, partition, self._entry)
+
+    def run(self, forwards: Sequence[Forward], listener: Listener) -> list[torch.Tensor]:
+        """Forward and backward of all micro-batches of a step.
+
+        Args:
+            forwards: each runs the model on a micro-batch and returns the loss, a scalar.
+
+        Returns:
+            The losses, detached.
+
+        Raises:
+            InfinityError: the model's graph cannot be cut at the entry of its blocks.
+            BaseException: what a forward or the listener raised; no forward runs any more.
+        """
+        self._pass = _Pass(forwards, listener, self._blocks, self._checked, _Generators(self._device))
+        try:
+            return self._pass.run()
+        finally:
+            self._pass.close()
+            self._pass = None
+
+    def entered(self, units: Sequence[int]) -> None:
+        """A module with these units is entered."""
+        if self._pass is not None and current_coroutine() is not None:
+            self._pass.uses(units)
+
+    @property
+    def running(self) -> bool:
+        """Micro-batches are on their way."""
+        return self._pass is not None
+
+    def _entry(
+        self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._pass is None or current_coroutine() is None:  # evaluation, or a recomputation inside backward
+            return args, kwargs
+        return self._pass.enter(block, args, kwargs)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _MicroBatch:
+    """One micro-batch on its way.
+
+    Attributes:
+        path: the blocks that it has entered.
+        cuts: by round, what was cut at the entry of its block for the first time: (tensor, the leaf in its place).
+    """
+
+    def __init__(self, index: int, forward: Forward, generators: _Generators, seed: int) -> None:
+        self.index = index
+        self.coroutine = Coroutine(forward)
+        self.path: list[int] = []
+        self.cuts: defaultdict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        self._leaves: dict[int, torch.Tensor] = {}  # by identity of the tensor, which `cuts` keeps alive
+        self._generators = generators
+        self._random = generators.seeded(seed)
+
+    def resume(self) -> None:
+        """Run up to the entry of the next block, or the loss."""
+        outside = self._generators.states()
+        self._generators.restore(self._random)
+        try:
+            self.coroutine.resume()
+        finally:
+            self._random = self._generators.states()
+            self._generators.restore(outside)
+        if self.coroutine.ended:
+            self._leaves.clear()
+
+    def cut(self, round_index: int, value: Any) -> Any:
+        """The value with leaves in place of its tensors that need a gradient."""
+        if isinstance(value, torch.Tensor):
+            if not value.requires_grad:
+                return value
+            leaf = self._leaves.get(id(value))
+            if leaf is None:
+                leaf = self._leaves[id(value)] = value.detach().requires_grad_()
+                self.cuts[round_index].append((value, leaf))
+            return leaf
+        if isinstance(value, dict) and type(value) is dict:
+            return {key: self.cut(round_index, item) for key, item in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self.cut(round_index, item) for item in value)
+        return value
+
+    def take_cuts(self, round_index: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors that were cut in this round and have a gradient by now, and the gradients; their last use."""
+        reached = [(source, leaf.grad) for source, leaf in self.cuts.pop(round_index, ()) if leaf.grad is not None]
+        return [source for source, _ in reached], [grad for _, grad in reached]
+
+
+class _Pass:
+    """The forward and backward of one step's micro-batches."""
+
+    def __init__(
+        self,
+        forwards: Sequence[Forward],
+        listener: Listener,
+        blocks: Sequence[str],
+        checked: set[tuple[int, ...]],
+        generators: _Generators,
+    ) -> None:
+        self._listener = listener
+        self._blocks = blocks
+        self._checked = checked
+        self._block_of: dict[int, int] = {}  # by round
+        self._round = 0  # that runs; round 0 is what comes before the first block
+        self._first_use: dict[int, int] = {}  # round by unit
+        self._losses = [torch.empty(0)] * len(forwards)
+        seeds = torch.randint(2**62, (len(forwards),)).tolist()
+        threads = _ThreadState(generators.device)
+        self._micro_batches = [
+            _MicroBatch(index, threads.carried_into(forward), generators, seed)
+            for index, (forward, seed) in enumerate(zip(forwards, seeds, strict=True))
+        ]
+
+    def run(self) -> list[torch.Tensor]:
+        waiting = going = self._micro_batches
+        while waiting:
+            for micro_batch in going:
+                with self._listener.forward():
+                    micro_batch.resume()
+                if micro_batch.coroutine.ended:
+                    self._turn(micro_batch)
+            waiting = [micro_batch for micro_batch in waiting if not micro_batch.coroutine.ended]
+            block = min((m.coroutine.at for m in waiting if m.coroutine.at is not None), default=None)
+            going = [micro_batch for micro_batch in waiting if micro_batch.coroutine.at == block]
+            if block is not None:
+                self._round += 1
+                self._block_of[self._round] = block
+        self._complete(self._round)
+        for round_index in range(self._round, 0, -1):
+            for micro_batch in self._micro_batches:
+                tensors, grads = micro_batch.take_cuts(round_index)
+                if tensors:
+                    self._listener.go_on(micro_batch.index, tensors, grads)
+            self._complete(round_index - 1)
+        return self._losses
+
+    def close(self) -> None:
+        """End the forwards that an exception has left waiting."""
+        abandon([micro_batch.coroutine for micro_batch in self._micro_batches])
+
+    def enter(
+        self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A coroutine is at a block: wait until it is the block's turn, then cut the graph."""
+        coroutine = current_coroutine()
+        assert coroutine is not None
+        if not torch.is_grad_enabled():
+            raise InfinityError(
+                f"block `{self._blocks[block]}` is called without gradients in a training step, so layer-major "
+                "micro-batches cannot cut the graph there: checkpoint activations with use_reentrant=False, or "
+                + INSTEAD
+            )
+        coroutine.pause(block)
+        micro_batch = next(m for m in self._micro_batches if m.coroutine is coroutine)
+        micro_batch.path.append(block)
+        return micro_batch.cut(self._round, args), micro_batch.cut(self._round, kwargs)
+
+    def uses(self, units: Sequence[int]) -> None:
+        for unit in units:
+            self._first_use.setdefault(unit, self._round)
+
+    def _turn(self, micro_batch: _MicroBatch) -> None:
+        """A forward is through: run backward of its last piece."""
+        loss = micro_batch.coroutine.take_result()
+        path = tuple(micro_batch.path)
+        if path not in self._checked:
+            self._check(micro_batch, loss)
+            self._checked.add(path)
+        self._losses[micro_batch.index] = loss.detach()
+        self._listener.start(micro_batch.index, loss)
+
+    def _complete(self, round_index: int) -> None:
+        self._listener.complete([unit for unit, first in self._first_use.items() if first == round_index])
+
+    def _check(self, micro_batch: _MicroBatch, loss: torch.Tensor) -> None:
+        """Whether the pieces of the graph have nothing in common.
+
+        Raises:
+            InfinityError: they have.
+        """
+        seen = set(_graph([loss]))
+        for round_index in sorted(micro_batch.cuts, reverse=True):
+            piece = set(_graph([source for source, _ in micro_batch.cuts[round_index]]))
+            common = [node for node in piece & seen if node.name() != "torch::autograd::AccumulateGrad"]
+            if common:
+                block = self._blocks[self._block_of[round_index]]
+                raise InfinityError(
+                    f"a tensor goes past the entry of block `{block}` to a later part of the model (autograd node "
+                    f"{common[0].name()}): layer-major micro-batches serve models in which all that needs a gradient "
+                    f"goes through the blocks' inputs; {INSTEAD}"
+                )
+            seen |= piece
+
+
+def _graph(tensors: Sequence[torch.Tensor]) -> Iterator[torch.autograd.graph.Node]:
+    """The nodes that backward from these tensors goes through."""
+    stack = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack.extend(following for following, _ in node.next_functions)
+            yield node
+
+
+class _Generators:
+    """The global random number generators of the host and the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def states(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        return states
+
+    def restore(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], self.device)
+
+    def seeded(self, seed: int) -> list[torch.Tensor]:
+        """The states that this seed gives."""
+        outside = self.states()
+        torch.manual_seed(seed)
+        states = self.states()
+        self.restore(outside)
+        return states
+
+
+class _ThreadState:
+    """What torch keeps for each thread and a coroutine should have from the thread that starts it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._autocast = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {"cpu", device.type}
+        }
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def carried_into(self, forward: Forward) -> Forward:
+        def run() -> torch.Tensor:
+            with self._set():
+                return forward()
+
+        return run
+
+    @contextmanager
+    def _set(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for kind, (enabled, dtype) in self._autocast.items():
+                if enabled:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype))
+            if self._stream is not None:
+                stack.enter_context(torch.cuda.device(self._device))
+                stack.enter_context(torch.cuda.stream(self._stream))
+            yield
