@@ -103,7 +103,7 @@ class Engine:
         if runtime.counters.timeline is not None:
             moment = now if runtime.link is None else runtime.link.mark
             self._compute_lane = ComputeLane(self, runtime.counters.timeline, moment)
-        self._hooks = Hooks(model, runtime.partition, self._compute_lane or self)
+        self._hooks = Hooks(model, runtime.partition, self._compute_lane or self, alone=self._ranks.size == 1)
         self._layer_major: LayerMajor | None = None
         if runtime.sizing.layer_major:
             self._layer_major = LayerMajor(model, runtime.partition, device)

@@ -28,7 +28,7 @@ class MemoryNeeds:
         grads_bytes: gradients that may usefully be held.
         states_bytes: all optimizer states whose home is below this tier.
         always_bytes: what lives in this tier whatever the budget (states and parameters whose home it is).
-        largest_unit: name of the largest unit, for the error message.
+        largest_unit: name of the largest unit, for the error message, and its bytes.
     """
 
     ring_bytes: int
@@ -39,6 +39,7 @@ class MemoryNeeds:
     states_bytes: int
     always_bytes: int
     largest_unit: str
+    largest_unit_bytes: int = 0
 
     @property
     def least_bytes(self) -> int:
@@ -75,10 +76,20 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySpl
             f"(largest unit `{needs.largest_unit}`), gradients {format_size(needs.grads_min_bytes)}, "
             f"optimizer tiles {format_size(needs.ring_bytes)}, always held {format_size(needs.always_bytes)}. "
             f"Raise {key} to {needs.least_bytes} bytes or more, lower tiering.tile_size, "
-            "or move a section to nvme."
+            "or move a section to nvme." + alone(needs.largest_unit, needs.largest_unit_bytes, capacity_bytes)
         )
     params = min(needs.params_bytes, needs.params_min_bytes + spare)
     spare -= params - needs.params_min_bytes
     grads = min(needs.grads_bytes, needs.grads_min_bytes + spare)
     spare -= grads - needs.grads_min_bytes
     return MemorySplit(params, grads, min(needs.states_bytes, spare))
+
+
+def alone(unit: str, unit_bytes: int, capacity_bytes: int) -> str:
+    """What to do about a unit that no schedule can fit; nothing if it would fit."""
+    if unit_bytes <= capacity_bytes:
+        return ""
+    return (
+        f" Unit `{unit}` alone is larger than that ({format_size(unit_bytes)}): replace its large nn.Linear layers by "
+        "infinity.zero.TiledLinear, whose parts are units of their own."
+    )

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     )
     from infinity.zero.gathered import GatheredParameters
     from infinity.zero.init import Init
+    from infinity.zero.tiling import TiledLinear
 
 _HOMES = {
     "GatheredParameters": "infinity.zero.gathered",
     "Init": "infinity.zero.init",
+    "TiledLinear": "infinity.zero.tiling",
     "estimate_zero2_model_states_mem_needs": "infinity.zero.estimates",
     "estimate_zero2_model_states_mem_needs_all_cold": "infinity.zero.estimates",
     "estimate_zero2_model_states_mem_needs_all_live": "infinity.zero.estimates",
@@ -31,6 +33,7 @@ _HOMES = {
 __all__ = [
     "GatheredParameters",
     "Init",
+    "TiledLinear",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",

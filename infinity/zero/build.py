@@ -18,7 +18,7 @@ from infinity.io.gds import DeviceReads
 from infinity.memory import Arena, Budget
 from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import UpdatePipeline
-from infinity.schedule import MemoryNeeds, MemorySplit, split_memory
+from infinity.schedule import MemoryNeeds, MemorySplit, alone, split_memory
 from infinity.telemetry import Counters, Timeline
 from infinity.tiers import (
     DiscreteParams,
@@ -232,6 +232,7 @@ def _device_capacity(sizing: Sizing, config: Config, device: torch.device) -> in
         raise CapacityError(
             f"tiering.device_memory is {format_size(total)} but the parameters need at least {format_size(least)} "
             f"on the device at once: raise it to {least} bytes or more, or offload parameters that stay there"
+            + alone(sizing.largest.name, sizing.largest.nbytes, total)
         )
     return min(total - sizing.staying_bytes, sum(sizing.moving_bytes))
 

@@ -5,8 +5,9 @@ Forward of a module with units opens with `enter` and closes with `leave`. For b
 same call are needed. It begins when the first gradient of one of the call's outputs is there (a hook on
 the outputs), and is over when the gradients of all its inputs are: the call gets aliases of its inputs,
 so that another module that uses the same tensor does not delay the event. A call whose inputs need no
-gradient (an embedding) has no such event and is over with the whole backward pass. Calls that are recorded but
-never begin, such as those of a recomputation, hold nothing.
+gradient (an embedding) has no such event: it is over when all parameters of its units have their gradients, or with
+the whole backward pass (with several ranks always so, since gradients may come on some of them only). Calls that are
+recorded but never begin, such as those of a recomputation, hold nothing.
 
 [Note: uses that no output shows]
 Backward may come to a weight before it comes to the call's outputs (a loss that the module keeps in an attribute,
@@ -49,15 +50,22 @@ class Listener(Protocol):
 
 
 class Hooks:
-    """Every hook of one engine; `remove` takes them all away."""
+    """Every hook of one engine; `remove` takes them all away.
 
-    def __init__(self, model: nn.Module, partition: Partition, listener: Listener) -> None:
+    Args:
+        alone: no other rank has to see the same events in the same order.
+    """
+
+    def __init__(self, model: nn.Module, partition: Partition, listener: Listener, *, alone: bool) -> None:
         self._listener = listener
         self._handles: list[RemovableHandle] = []
         self._followed = frozenset(chain.from_iterable(p.units for p in partition.hook_points if p.moving))
         self._calls: list[_Call] = []
         self._of_thread = _OfThread()
         self._begun: dict[_Call, None] = {}
+        self._alone = alone
+        self._awaited = [sum(slot.trainable for slot in unit.slots) for unit in partition.units]
+        self._arrived = [0] * len(partition.units)  # gradients in the backward pass that is running
         unit_of: dict[int, int] = {}
         for unit in partition.units:
             for index, slot in enumerate(unit.slots):
@@ -76,6 +84,7 @@ class Hooks:
 
     def end_backward(self) -> None:
         """The backward pass is over: end the calls that had no event of their own."""
+        self._arrived = [0] * len(self._arrived)
         for call in list(self._begun):
             call.end()
 
@@ -141,8 +150,16 @@ class Hooks:
     def _watch_parameter(self, param: nn.Parameter, unit: int, slot: int) -> None:
         def ready(param: torch.Tensor) -> None:
             self._listener.gradient_ready(unit, slot, param)  # type: ignore[arg-type]
+            self._arrived[unit] += 1
+            if self._alone and self._is_complete(unit):
+                for call in [call for call in self._begun if unit in call.followed and not call.has_end]:
+                    if all(self._is_complete(other) for other in call.followed):
+                        call.end()
 
         self._handles.append(param.register_post_accumulate_grad_hook(ready))
+
+    def _is_complete(self, unit: int) -> bool:
+        return self._arrived[unit] == self._awaited[unit]
 
 
 class _OfThread(threading.local):
@@ -180,12 +197,14 @@ class _Call:
     Attributes:
         units: what the call has entered so far.
         followed: those of them that backward enters and leaves as well.
+        has_end: the gradients of its inputs will tell when backward leaves it.
     """
 
     def __init__(self, module: nn.Module, units: tuple[int, ...], listener: Listener, begun: dict[_Call, None]) -> None:
         self.module = module
         self.units = list(units)
         self.followed: list[int] = []
+        self.has_end = False
         self._listener = listener
         self._begun = begun
         self._entered: tuple[int, ...] = ()
@@ -225,6 +244,7 @@ def _mark_inputs(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     for index in marked:
         values[index] = values[index].view_as(values[index])
+    call.has_end = True
     register_multi_grad_hook([values[i] for i in marked], call.end)
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 

@@ -3,8 +3,8 @@
 A unit is one transformer block by default: a module of a class that the model declares indivisible
 (transformers' `_no_split_modules`), else a child of the outermost containers (`ModuleList`, `Sequential`,
 `ModuleDict`). A module outside of them that holds parameters itself (an embedding, a head) is a unit of its
-own. Parameters up to the persistence threshold stay resident in one further unit, because moving them one by
-one costs more than holding them.
+own, and so is every tile of a `TiledLinear`, in a block or not. Parameters up to the persistence threshold stay
+resident in one further unit, because moving them one by one costs more than holding them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.tiers import WHOLE, Sharding, overlap
+from infinity.zero.tiling import Tile
 
 PERSISTENT = "persistent"
 
@@ -184,7 +185,7 @@ def make_partition(
     uses: list[tuple[str, list[str]]] = []  # module -> the parameters that its forward uses
     modules = list(_unit_modules(model))
     for module_name, module, is_block in modules:
-        used = list(dict.fromkeys(names[id(p)] for p in module.parameters(is_block) if id(p) in names))
+        used = list(dict.fromkeys(names[id(p)] for p in _own_parameters(module, is_block) if id(p) in names))
         for name in used:
             if name in unit_of:
                 continue  # tied to a parameter of an earlier module
@@ -220,6 +221,13 @@ def _canonical_names(model: nn.Module) -> dict[int, str]:
     return {id(p): name for name, p in model.named_parameters() if p.is_floating_point()}
 
 
+def _own_parameters(module: nn.Module, is_block: bool) -> Iterator[nn.Parameter]:
+    """Its parameters, for a block with those of its whole subtree but for the tiles, which are units of their own."""
+    for part in module.modules() if is_block else (module,):
+        if part is module or not isinstance(part, Tile):
+            yield from part.parameters(recurse=False)
+
+
 def _unit_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     """Modules that own or use units, in definition order: (name, module, is a block with its whole subtree)."""
     indivisible = frozenset(getattr(model, "_no_split_modules", None) or ())
@@ -229,9 +237,13 @@ def _unit_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     while stack:
         name, module, in_container = stack.pop()
         is_block = type(module).__name__ in indivisible if indivisible else in_container
+        is_block |= isinstance(module, Tile)
         container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
         if is_block and not container and any(True for _ in module.parameters()):
             yield name, module, True
+            for part_name, part in module.named_modules(prefix=name):
+                if part is not module and isinstance(part, Tile):
+                    yield part_name, part, True
             continue
         yield name, module, False
         prefix = f"{name}." if name else ""

@@ -87,6 +87,11 @@ class Sizing:
         return sum(spec.nbytes for spec in self.specs if not spec.offloaded)
 
     @property
+    def largest(self) -> FlatSpec:
+        """The unit with the most bytes."""
+        return max(self.specs, key=lambda spec: spec.nbytes)
+
+    @property
     def working_set_bytes(self) -> int:
         """Least room for parameters that come and go: one unit in use, one on its way."""
         return sum(self.moving_bytes[:2])
@@ -250,5 +255,6 @@ def host_needs(sizing: Sizing) -> MemoryNeeds:
         grads_bytes=grads_most,
         states_bytes=states if sizing.states_on_nvme else 0,
         always_bytes=always + (0 if sizing.states_on_nvme else states),
-        largest_unit=max(sizing.specs, key=lambda spec: spec.nbytes).name,
+        largest_unit=sizing.largest.name,
+        largest_unit_bytes=sizing.largest.nbytes,
     )
