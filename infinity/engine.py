@@ -127,11 +127,8 @@ class Engine:
         with self._running("forward" if training else "evaluation"):
             if not self._in_cycle:
                 self._executor.begin_cycle()
-            try:
+            with self._hooks.forward(training=training):
                 outputs = self.module(*args, **kwargs)
-            except BaseException:
-                self._hooks.abandon()
-                raise
             if training:
                 self._in_cycle = True
             elif not self._in_cycle:
@@ -169,14 +166,15 @@ class Engine:
             except NonFiniteError:
                 self._end_cycle(learn=False)
                 raise
-            self._updates.begin_backward(last=last)
+            alone = self.config.gradient_accumulation_steps == 1
+            self._updates.begin_backward(last=last, in_parts=self._hooks.in_parts(), early=alone)
             self._gradients.begin_backward(last=last)
             try:
                 self._scaled(loss).backward()
             except BaseException:
                 self._abort_step()
                 raise
-            self._end_backward(last=last)
+            self._end_backward()
 
     def train_batch(self, micro_batches: Iterable[Any], loss_fn: LossFn | None = None) -> torch.Tensor:
         """Forward, backward and `step` of one whole training step.
@@ -236,7 +234,7 @@ class Engine:
             self._abort_step()
             raise
         with self._running("backward"):
-            self._end_backward(last=True)
+            self._end_backward()
         self.step()
         return losses
 
@@ -262,12 +260,10 @@ class Engine:
         self._gradients.drop_all()
         self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
 
-    def _end_backward(self, *, last: bool) -> None:
+    def _end_backward(self) -> None:
         self._end_cycle(learn=True)
         self._gradients.end_backward()
-        if last and self._runtime.schedule is UpdateSchedule.BACKWARD:
-            for unit in self._gradients.units_with_gradients():
-                self._updates.final(unit)  # units with parameters that had no part in this pass
+        self._updates.end_backward()
 
     def _end_cycle(self, *, learn: bool) -> None:
         self._hooks.abandon()
@@ -584,7 +580,7 @@ class _LayerMajorStep:
         with engine._running("backward"):
             engine._check_finite(loss)
             if not self._begun:
-                engine._updates.begin_backward(last=True)
+                engine._updates.begin_backward(last=True, early=False)
                 self._begun = True
             self._piece(micro_batch, [engine._scaled(loss)], None)
 

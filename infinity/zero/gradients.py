@@ -123,7 +123,8 @@ class Gradients:
                 return buffer
             if not self._make_room() and not self._finish_early():
                 raise CapacityError(
-                    f"no host memory is left for the gradients of unit `{unit.name}`: raise tiering.host_memory"
+                    f"no host memory is left for the gradients of unit `{unit.name}`: raise tiering.host_memory, or "
+                    "set tiering.update_schedule to deferred, which has room for the gradients of all units"
                 )
 
 

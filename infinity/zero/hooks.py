@@ -14,12 +14,20 @@ Backward may come to a weight before it comes to the call's outputs (a loss that
 outputs in an object that hides them), and after the gradients of the inputs (a branch on detached inputs). So the
 result of every function that was given a parameter of such a unit has a hook as well, and its gradient begins the call
 again. The same watch finds a parameter that is not the module's own; its unit joins the call that reads it.
+
+[Note: gradients in parts]
+In one backward pass autograd adds all uses of a parameter before it gives the gradient. Not so under reentrant
+checkpointing, where every checkpoint is a backward pass of its own: then a unit that several calls use gets
+its gradients in parts, and must not be updated before the last. Such calls show in the forward pass: they run without
+gradients, to be repeated in backward.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Protocol
 
@@ -66,6 +74,9 @@ class Hooks:
         self._alone = alone
         self._awaited = [sum(slot.trainable for slot in unit.slots) for unit in partition.units]
         self._arrived = [0] * len(partition.units)  # gradients in the backward pass that is running
+        self._uses: Counter[int] = Counter()  # calls of the training forward passes whose backward is to come
+        self._uses_without_grad: set[int] = set()
+        self._counting = False
         unit_of: dict[int, int] = {}
         for unit in partition.units:
             for index, slot in enumerate(unit.slots):
@@ -77,6 +88,26 @@ class Hooks:
         for point in partition.hook_points:
             self._watch_module(model.get_submodule(point.module_name), point)
 
+    @contextmanager
+    def forward(self, *, training: bool) -> Iterator[None]:
+        """The model's forward runs inside.
+
+        Args:
+            training: backward will follow.
+        """
+        self._counting = training
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self._counting = False
+
+    def in_parts(self) -> frozenset[int]:
+        """Units whose gradients of the coming backward pass may come in several parts."""
+        return frozenset(unit for unit in self._uses_without_grad if self._uses[unit] > 1)
+
     @property
     def _running(self) -> list[_Call]:
         """Calls of watched modules, outermost first; those of a coroutine are apart from the others."""
@@ -85,6 +116,8 @@ class Hooks:
     def end_backward(self) -> None:
         """The backward pass is over: end the calls that had no event of their own."""
         self._arrived = [0] * len(self._arrived)
+        self._uses.clear()
+        self._uses_without_grad.clear()
         for call in list(self._begun):
             call.end()
 
@@ -124,6 +157,7 @@ class Hooks:
             self._listener.leave(units)
             raise
         call.followed.extend(unit for unit in units if unit in self._followed)
+        self._count(units)
         self._reads.__enter__()
         self._running.append(call)
         return call
@@ -141,9 +175,16 @@ class Hooks:
             if unit not in call.units:
                 call.units.append(unit)  # before `enter`, which pins it whatever happens
                 self._listener.enter((unit,))
+                self._count((unit,))
                 if unit in self._followed:
                     call.followed.append(unit)
         return call.begin_with if call.followed and torch.is_grad_enabled() else _nothing
+
+    def _count(self, units: tuple[int, ...]) -> None:
+        if self._counting:
+            self._uses.update(units)
+            if not torch.is_grad_enabled():
+                self._uses_without_grad.update(units)
 
     # Backward #
 

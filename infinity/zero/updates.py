@@ -75,24 +75,41 @@ class Updates:
         self._sum_sq = 0.0  # of the units that `backward` has handed over in this step
         self._finals: list[int] = []
         self._last_pass = False  # the backward pass that is running, or was last, is the step's last one
+        self._in_parts: frozenset[int] = frozenset()
+        self._early = True
         gradients.when_full(self._update_early)
         self.steps: dict[str, int] = {}  # updates that each parameter has had, by name
         self.outcome = StepOutcome(0.0, skipped=False)  # of the last step
 
-    def begin_backward(self, *, last: bool) -> None:
-        """A backward pass begins; after the `last` one of a step the gradients are final."""
+    def begin_backward(self, *, last: bool, in_parts: frozenset[int] = frozenset(), early: bool = True) -> None:
+        """A backward pass begins.
+
+        Args:
+            last: after it the gradients of the step are final.
+            in_parts: units that are complete at its end only.
+            early: every gradient is final as it comes: there is no sum over passes.
+        """
         self._last_pass = last
+        self._early = early
+        self._in_parts = in_parts
         if last and self._schedule is UpdateSchedule.BACKWARD and self._finals:
             self._executor.expect_updates(list(dict.fromkeys(self._finals)))
             self._finals = []
 
+    def end_backward(self) -> None:
+        """The backward pass is over: so are units in parts, and those with parameters that had no part in it."""
+        self._in_parts = frozenset()
+        if self._last_pass and self._schedule is UpdateSchedule.BACKWARD:
+            for unit in self._gradients.units_with_gradients():
+                self.final(unit)
+
     def final(self, unit: int) -> None:
-        """The unit's gradients of this step are complete.
+        """The unit's gradients of this step are complete, unless they come in parts.
 
         Raises:
             NonFiniteError: under the `backward` schedule, a gradient is not finite.
         """
-        if self._schedule is not UpdateSchedule.BACKWARD:
+        if self._schedule is not UpdateSchedule.BACKWARD or unit in self._in_parts:
             return
         if not self._gradients.is_finite(unit):
             raise NonFiniteError(
@@ -112,8 +129,9 @@ class Updates:
         Returns:
             False if no gradient is final yet.
         """
-        waiting = self._gradients.units_with_gradients()
-        if self._schedule is not UpdateSchedule.BACKWARD or not self._last_pass or not waiting:
+        waiting = [unit for unit in self._gradients.units_with_gradients() if unit not in self._in_parts]
+        final = self._schedule is UpdateSchedule.BACKWARD and self._last_pass and self._early
+        if not final or not waiting:
             return False
         self.final(waiting[-1])  # backward has probably been there first
         self._executor.drain()

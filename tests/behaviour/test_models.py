@@ -287,6 +287,8 @@ class CheckpointedReentrant(Checkpointed):
 class RepeatedReentrant(Repeated):
     """Each checkpoint is a backward pass of its own, so a block's gradients come in several parts."""
 
+    more_memory = 100_000  # for gradients that wait for their other parts
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index in (0, 1, 2, 3, 1, 0, 0):
             x = checkpoint(self.blocks[index], x, use_reentrant=True)
