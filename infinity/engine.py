@@ -30,7 +30,7 @@ from infinity.optim.kinds import ADAM, OptimizerKind, kind_from_config, kind_of
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.lr_schedules import make_scheduler
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
-from infinity.telemetry import StepStats, now
+from infinity.telemetry import StallCause, StepStats, now
 from infinity.tiers import CudaLink, Link
 from infinity.zero.build import Runtime, build_runtime, make_gradients
 from infinity.zero.compute_lane import ComputeLane
@@ -242,7 +242,7 @@ class Engine:
         """Under the `backward` schedule, which updates before all gradients are known, the loss must be finite."""
         if self._runtime.schedule is not UpdateSchedule.BACKWARD:
             return
-        if self._ranks.any(not bool(torch.isfinite(loss).all())):
+        if not self._is_finite_everywhere(loss):
             raise NonFiniteError(
                 f"the loss of step {self.global_steps} is {loss.item()}; no parameter was changed by it. Leave "
                 "this batch out, or set tiering.update_schedule to deferred to have such steps skipped"
@@ -264,6 +264,14 @@ class Engine:
         self._end_cycle(learn=True)
         self._gradients.end_backward()
         self._updates.end_backward()
+
+    def _is_finite_everywhere(self, loss: torch.Tensor) -> bool:
+        """The loss of every rank is a number."""
+        finite = bool(torch.isfinite(loss).all())
+        if self._ranks.size == 1:
+            return finite
+        with self._counters.stalled(StallCause.COLLECTIVE):
+            return not self._ranks.any(not finite)
 
     def _end_cycle(self, *, learn: bool) -> None:
         self._hooks.abandon()

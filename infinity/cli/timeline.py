@@ -109,7 +109,8 @@ def _draw(path: Path, title: str, spans: Sequence[Ran], total: TimelineSum) -> N
             for span in spans
             if span.lane is lane and span.start_s < end_s and span.end_s > begin_s
         ]
-        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=_COLOURS[lane], edgecolors="white", linewidth=0.2)
+        edge = 1.0 if lane is Lane.PHASE else 0.0  # around narrow bars it would hide them
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=_COLOURS[lane], edgecolors="white", linewidth=edge)
     for span in spans:
         wide = span.end_s - span.start_s > _LABELLED_SHARE * (end_s - begin_s)
         if span.lane is Lane.PHASE and wide and begin_s <= span.start_s < end_s:

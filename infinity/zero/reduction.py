@@ -217,7 +217,8 @@ class ReducedGradients(Gradients):
         return frozenset(self._present[unit])
 
     def is_finite(self, unit: int) -> bool:
-        return not self._ranks.any(not self._sums[unit].finite)
+        with self._counters.stalled(StallCause.COLLECTIVE):
+            return not self._ranks.any(not self._sums[unit].finite)
 
     def sum_sq(self, unit: int) -> float:
         return self._sums[unit].sum_sq
@@ -230,7 +231,8 @@ class ReducedGradients(Gradients):
     def norm_of(self, sum_sq: float) -> float:
         if self._sharding.count == 1:
             return math.sqrt(sum_sq)
-        total = self._ranks.sum(sum_sq)
+        with self._counters.stalled(StallCause.COLLECTIVE):
+            total = self._ranks.sum(sum_sq)
         return math.sqrt(total)
 
     def forget(self, unit: int) -> None:

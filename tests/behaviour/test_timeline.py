@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -138,12 +139,29 @@ def test_checkpoints_are_one_span_between_steps(tmp_path) -> None:
     assert any(s.lane is Lane.COMPUTE and s.name.endswith("evaluation") for s in spans)
 
 
-def train_on_rank(path: Path) -> None:
-    timed_steps(on_nvme(path, timeline=str(path / "trace.json")), None)
+LATE_S = 0.1
 
 
-def test_every_rank_writes_a_file_of_its_own(tmp_path) -> None:
-    run_ranks(2, train_on_rank, tmp_path, path=tmp_path)
+def train_on_rank(path: Path) -> list[infinity.StepStats]:
+    """The last rank comes late to every backward pass."""
+    config = on_nvme(path, timeline=str(path / "trace.json"))
+    stats = []
+    with infinity.initialize(model=tiny_llama(), config=config, device="cpu")[0] as engine:
+        for ids in batches(STEPS):
+            loss = loss_of(engine, ids)
+            time.sleep(LATE_S * torch.distributed.get_rank())
+            engine.backward(loss)
+            engine.step()
+            stats.append(engine.stats())
+    return stats
+
+
+def test_every_rank_writes_a_file_of_its_own_and_books_what_it_waits_for_others(tmp_path) -> None:
+    on_time, late = run_ranks(2, train_on_rank, tmp_path, path=tmp_path)
+    for stats in (*on_time, *late):
+        assert sum(stats.stall_s.values()) <= sum(stats.phase_s.values())
+    assert max(stats.stall_s["collective"] for stats in on_time) > 0.8 * LATE_S
+    assert any(stats.stall_s["collective"] < 0.5 * LATE_S for stats in late)
     for rank in range(2):
         path = tmp_path / f"trace.rank{rank}.json"
         assert {event["pid"] for event in json.loads(path.read_text())} == {rank + 1}
