@@ -1,15 +1,15 @@
 """Every stage, offload, world size, precision, accumulation and clipping against a plain PyTorch loop.
 
-    python benchmarks/parity_matrix.py [--worlds 1,2,4] [--json]
+    python benchmarks/parity_matrix.py [--worlds 1,2,4] [--json FILE]
 
 The claim: on the same global batch, ranks that train with any placement follow a single process with torch's own AdamW
 (fp32 masters under 16-bit weights); the placements of one stage and world size give the same bits; what cannot work is
 refused by name. Ranks are gloo processes on this machine.
 
 Three distances are taken over a run: of the losses and of the gradient norms, relative, the largest over the steps, and
-of the final weights, over the way that they have come. They are at most 1e-4 in fp32. In 16 bits they are at most four times
-those between the plain loops in that precision and in fp32: the plain loop itself is that far from the truth. The last
-table has those, and what a mistake would give.
+of the final weights, over the way that they have come. They are at most 1e-4 in fp32. In 16 bits they are at most four
+times those between the plain loops in that precision and in fp32: the plain loop itself is that far from the truth. The
+last table has those, and what a mistake would give.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def yardsticks() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worlds", default="1,2,4", help="numbers of ranks")
-    parser.add_argument("--json", action="store_true", help="one line for each case")
+    parser.add_argument("--json", type=Path, help="a file for all cases, one a line")
     options = parser.parse_args()
     torch.set_num_threads(1)
     worlds = [int(world) for world in options.worlds.split(",")]
@@ -276,9 +276,8 @@ def main() -> int:
         results += run_world(of_world)
     rows = compare(cases, results)
     if options.json:
-        print("\n".join(json.dumps(row) for row in rows))
-    else:
-        print("\n".join([*summarise(rows), "", *yardsticks()]))
+        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print("\n".join([*summarise(rows), "", *yardsticks()]))
     counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in ("follows", "refused", "DIFFERS")}
     differing = sum(not row["same_bits"] for row in rows if row["verdict"] != "refused")
     print(f"{counts}, {differing} not bit-identical to memory, {time.monotonic() - began:.0f} s", file=sys.stderr)

@@ -2,6 +2,6 @@
 
 from infinity.memory.arena import Arena, Lease
 from infinity.memory.budget import Budget
-from infinity.memory.stable import StableBuffer
+from infinity.memory.stable import StableBuffer, StableMemory, stable_memory
 
-__all__ = ["Arena", "Budget", "Lease", "StableBuffer"]
+__all__ = ["Arena", "Budget", "Lease", "StableBuffer", "StableMemory", "stable_memory"]

@@ -1,6 +1,8 @@
-"""A reserved range of addresses whose physical pages come and go."""
+"""Memory that comes and goes behind tensors that stay: pages of a reserved range on the host, a storage on a device."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 
@@ -8,6 +10,45 @@ from infinity.io import Span
 from infinity.memory.mapping import HUGE_PAGE_BYTES, make_mapping, tensor_at
 
 _PAGE_BYTES = 4096
+
+
+class StableMemory(Protocol):
+    """Memory whose tensors stay valid while it is freed and allocated again; it begins as freed."""
+
+    def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The first `numel` elements as a 1-D tensor; made while allocated, valid whenever allocated."""
+
+    def allocate(self) -> None:
+        """Make the memory usable; its content is undefined."""
+
+    def free(self) -> None:
+        """Give the memory back."""
+
+
+def stable_memory(nbytes: int, device: torch.device) -> StableMemory:
+    """Memory on a device. On the CPU it is mapped: an allocator would keep what is freed, in pieces among the rest."""
+    return StableBuffer(nbytes) if device.type == "cpu" else DeviceBuffer(nbytes, device)
+
+
+class DeviceBuffer:
+    """Memory of torch's allocator for a device, behind one storage."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        self._device = device
+        self.nbytes = nbytes
+
+    def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The first `numel` elements as a 1-D tensor; made while allocated, valid whenever allocated."""
+        return torch.empty(0, dtype=dtype, device=self._device).set_(self._storage, 0, (numel,))  # type: ignore[call-overload, no-any-return]
+
+    def allocate(self) -> None:
+        """Make the memory usable; its content is undefined."""
+        self._storage.resize_(self.nbytes)
+
+    def free(self) -> None:
+        """Give the memory back to the allocator."""
+        self._storage.resize_(0)
 
 
 class StableBuffer:

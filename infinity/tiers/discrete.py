@@ -17,7 +17,7 @@ import torch
 
 from infinity.io import IoFuture, Priority
 from infinity.io.gds import DeviceReads
-from infinity.memory import Arena, Budget, Lease
+from infinity.memory import Arena, Budget, Lease, stable_memory
 from infinity.telemetry import Counters, StallCause, Times
 from infinity.tiers.link import Link, Token
 from infinity.tiers.params import Arrival, FlatSpec, ParamStore, Residency
@@ -98,11 +98,13 @@ class DiscreteParams(ParamStore):
             elif spec.offloaded and swap is not None:
                 home = swap.reserve(spec.shard_nbytes)
             self._homes.append(home)
+        self._memory = [stable_memory(spec.nbytes, link.device) for spec in specs]
         self._tensors: list[torch.Tensor] = []
-        for unit, spec in enumerate(specs):
-            self._tensors.append(torch.empty(spec.numel, dtype=spec.dtype, device=link.device))
+        for memory, spec in zip(self._memory, specs, strict=True):
+            memory.allocate()
+            self._tensors.append(memory.tensor(spec.dtype, spec.numel))
             if spec.offloaded:
-                self._resize(unit, 0)  # at once, so that the whole model is never there together
+                memory.free()  # at once, so that the whole model is never there together
         self._images: dict[int, _Image] = {}
         self._uploads: dict[int, Token] = {}
         self._retiring: list[tuple[Token, Lease]] = []
@@ -152,16 +154,14 @@ class DiscreteParams(ParamStore):
             image.arriving = Arrival(read, StallCause.DISK_READ)
             self._counters.moved("nvme_read", spec.shard_nbytes, read, unit, "parameters")
         self._images[unit] = image
-        self._budget.take(spec.nbytes, spec.name)
-        self._resize(unit, spec.nbytes)
+        self._allocate(unit)
         self._move(unit, Residency.STORED, Residency.FETCHING)
         return True
 
     def _start_direct(self, unit: int, direct: DeviceReads, home: Extent) -> None:
         spec = self.specs[unit]
         assert self._swap is not None  # or the home were no extent
-        self._budget.take(spec.nbytes, spec.name)
-        self._resize(unit, spec.nbytes)
+        self._allocate(unit)
         (own,) = spec.pieces
         target = self._tensors[unit].narrow(0, own.whole, own.numel).view(torch.uint8)
         pieces = self._swap.locate(home, spec.shard_nbytes)
@@ -259,18 +259,20 @@ class DiscreteParams(ParamStore):
         for token, _ in self._retiring:
             token.synchronize()
         self._retiring.clear()
-        for unit in range(len(self.specs)):
-            self._resize(unit, 0)
+        for memory in self._memory:
+            memory.free()
 
     # Device memory #
 
-    def _resize(self, unit: int, nbytes: int) -> None:
-        """Give the unit's storage memory, or take it; see [Note: stable storage]."""
+    def _allocate(self, unit: int) -> None:
+        """Give the unit's tensor memory; see [Note: stable storage]."""
+        self._budget.take(self.specs[unit].nbytes, self.specs[unit].name)
         with self._counters.stalled(StallCause.ALLOCATOR):
-            self._tensors[unit].untyped_storage().resize_(nbytes)
+            self._memory[unit].allocate()
 
     def _free(self, unit: int) -> None:
-        self._resize(unit, 0)
+        with self._counters.stalled(StallCause.ALLOCATOR):
+            self._memory[unit].free()
         self._budget.give(self.specs[unit].nbytes)
 
     def _upload(self, unit: int) -> Token:
