@@ -35,7 +35,7 @@ from infinity.tiers import (
 from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
 from infinity.zero.partition import Partition
-from infinity.zero.ranks import ALONE, Ranks
+from infinity.zero.ranks import ALONE, Ranks, ranks_on_this_machine
 from infinity.zero.reduction import ReducedGradients
 from infinity.zero.sizing import RING_SLOTS, Sizing, communication_dtype, host_needs, sharding_of, size_up
 from infinity.zero.updates import UpdateSchedule
@@ -214,10 +214,10 @@ def _arena_bytes(sizing: Sizing, needs: MemoryNeeds, split: MemorySplit) -> int:
 
 
 def host_capacity(config: Config, needs: MemoryNeeds) -> int:
-    """The host budget: as given, or what is useful of the memory that is free."""
+    """The host budget: as given, or what is useful of this process's part of the memory that is free."""
     if config.tiering.host_memory_bytes is not None:
         return config.tiering.host_memory_bytes
-    return min(needs.most_bytes, int(_AUTO_SHARE * psutil.virtual_memory().available))
+    return min(needs.most_bytes, int(_AUTO_SHARE * psutil.virtual_memory().available / ranks_on_this_machine()))
 
 
 def _device_capacity(sizing: Sizing, config: Config, device: torch.device) -> int:

@@ -212,6 +212,11 @@ def join_ranks(group: Any = None) -> Ranks:
     return Ranks.of_group(group)
 
 
+def ranks_on_this_machine() -> int:
+    """How many processes the launcher has started here, which share the machine's memory."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def _leave_ranks() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,0 +1,56 @@
+"""The examples of docs/multi-gpu.md run, on ranks that the command line starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infinity.config import load_config
+from infinity.schedule import MemoryNeeds
+from infinity.zero.build import host_capacity
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/multi-gpu.md").read_text()
+MODEL = """
+from tests.behaviour.reference import batches, tiny_gpt2 as make_model
+
+def make_dataset():
+    return [{"input_ids": sample, "labels": sample} for batch in batches(8) for sample in batch]
+
+"""
+
+
+def run(path: Path, code: str, ranks: int) -> str:
+    """Standard output of a script on so many ranks."""
+    (path / "train.py").write_text(MODEL + code)
+    done = subprocess.run(
+        [sys.executable, "-m", "infinity.cli.main", "run", "--ranks", str(ranks), "train.py"],
+        cwd=path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_training_script_runs_on_two_ranks(tmp_path) -> None:
+    (tmp_path / "swap").mkdir()
+    code = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[0]
+    assert "trained on 2 ranks with 1 threads each" in run(tmp_path, code, 2)
+    assert (tmp_path / "checkpoints/latest").read_text() == "global_step2"
+    assert not list((tmp_path / "swap").iterdir())
+
+
+def test_an_automatic_budget_is_a_share_of_the_machine(monkeypatch) -> None:
+    plenty = MemoryNeeds(0, 0, 1 << 60, 0, 0, 0, 0, "unit")
+    alone = host_capacity(load_config({}), plenty)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert host_capacity(load_config({}), plenty) == pytest.approx(alone / 8, rel=0.2)  # others use the memory, too
