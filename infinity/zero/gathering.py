@@ -95,9 +95,13 @@ class Gathering:
 
     def gather(self, unit: int) -> None:
         """All ranks make a resident unit whole now."""
-        with self._counters.stalled(StallCause.COLLECTIVE):
-            for pending in self._start(unit):
-                pending.wait()
+        self._wait(self._start(unit))
+
+    def _wait(self, gathers: Sequence[Pending]) -> None:
+        if gathers:
+            with self._counters.stalled(StallCause.COLLECTIVE):
+                for pending in gathers:
+                    pending.wait()
 
     def _start(self, unit: int) -> list[Pending]:
         self._whole.add(unit)
@@ -139,9 +143,7 @@ class Gathering:
             return
         ahead, self._ahead = self._ahead, None
         try:
-            with self._counters.stalled(StallCause.COLLECTIVE):
-                for pending in ahead.pending:
-                    pending.wait()
+            self._wait(ahead.pending)
         finally:
             self._params.unpin(ahead.unit)
 

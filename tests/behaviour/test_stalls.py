@@ -110,6 +110,7 @@ def assert_the_cause_is(cause: StallCause, measured: list[tuple[StepStats, float
     """
     for stats, wall_s in measured:
         assert sum(stats.stall_s.values()) <= sum(stats.phase_s.values()) <= wall_s
+        assert "collective" not in stats.stall_s  # on one process
     stalls = [stats.stall_s for stats, _ in measured]
     assert any(s[cause.value] >= max(at_least_s, 0.6 * sum(s.values())) for s in stalls), stalls
 

@@ -39,8 +39,11 @@ def timed_steps(config: dict, link: Link | None) -> list[infinity.StepStats]:
     stats = []
     with infinity.initialize(model=tiny_llama(), config=config, link=link, device="cpu")[0] as engine:
         for ids in batches(STEPS):
-            engine.backward(loss_of(engine, ids))
-            engine.step()
+            if config["tiering"].get("accumulation") == "layer":
+                engine.train_batch([{"input_ids": ids, "labels": ids}])
+            else:
+                engine.backward(loss_of(engine, ids))
+                engine.step()
             stats.append(engine.stats())
     return stats
 
@@ -72,9 +75,10 @@ def test_the_timeline_agrees_with_the_counters(schedule, discrete, tmp_path) -> 
     assert units >= {"model.embed_tokens", "model.layers.0", "model.layers.2", "lm_head"}
 
 
-def test_what_computes_does_not_wait(tmp_path) -> None:
+@pytest.mark.parametrize("accumulation", ["micro_batch", "layer"])
+def test_what_computes_does_not_wait(accumulation, tmp_path) -> None:
     """On the CPU one thread does both: together they are the phases."""
-    config = on_nvme(tmp_path, timeline=str(tmp_path / "trace.json"))
+    config = on_nvme(tmp_path, timeline=str(tmp_path / "trace.json"), accumulation=accumulation)
     config["tiering"]["host_memory"] = least_memory(config)
     timed_steps(config, None)
     spans = read_timeline(tmp_path / "trace.json")
