@@ -24,7 +24,8 @@ _PEERS = Path(__file__).parent / "peers"
 
 def run_worker(python: str, system: str, options: list[str]) -> dict[str, Any]:
     """One run of one system in a process of its own."""
-    command = [python, str(_PEERS / f"{system}_step.py"), *options]
+    worker = "torch" if system == "compute" else system
+    command = [python, str(_PEERS / f"{worker}_step.py"), *options, *(["--no-update"] if system == "compute" else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
@@ -43,6 +44,7 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
         "read_bytes_per_param": statistics.median(r["read_bytes_per_param"] for r in results),
         "write_bytes_per_param": statistics.median(r["write_bytes_per_param"] for r in results),
         "peak_rss_bytes": max(r["peak_rss_bytes"] for r in results),
+        "optimizer_s": statistics.median(r["optimizer_s"] for r in results),
         "init_s": statistics.median(r["init_s"] for r in results),
         "first_losses": first["losses"][:4],
     }
@@ -66,24 +68,48 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         print(f"infinity / {row['system']}: step time {time_ratio:.2f}, peak memory {memory_ratio:.2f}")
 
 
+def floor(ours: dict[str, Any], compute: dict[str, Any], rates: list[float]) -> dict[str, Any]:
+    """The least that a step can take: its bytes over the drive's rate, or computing, in the same run."""
+    disk_bytes = (ours["read_bytes_per_param"] + ours["write_bytes_per_param"]) * ours["params"]
+    facts = {
+        "disk_bytes": disk_bytes,
+        "disk_bytes_per_s": rates,
+        "disk_s": disk_bytes / statistics.median(rates),
+        "compute_s": compute["step_s"],
+        "optimizer_s": ours["optimizer_s"],  # on the same cores
+    }
+    facts["floor_s"] = max(facts["disk_s"], facts["compute_s"] + facts["optimizer_s"])
+    facts["ratio"] = ours["step_s"] / facts["floor_s"]
+    print(
+        f"floor {facts['floor_s']:.2f} s: disk {disk_bytes / 1e9:.2f} GB in {facts['disk_s']:.2f} s, compute "
+        f"{facts['compute_s']:.2f} s and optimizer {facts['optimizer_s']:.2f} s; infinity / floor {facts['ratio']:.2f}"
+    )
+    return facts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(parents=[arguments()], add_help=False, description=__doc__)
     parser.add_argument("--peer", action="append", default=[], choices=["deepspeed", "torch"])
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter of DeepSpeed's environment")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument(
+        "--floor", action="store_true", help="measure the drive and the computation in every round, too"
+    )
     args = parser.parse_args()
-    own = {"peer", "peer_python", "rounds", "json"}
+    own = {"peer", "peer_python", "rounds", "json", "floor", "no_update"}
     options = [f"--{k.replace('_', '-')}={v}" for k, v in vars(args).items() if k not in own]
-    systems = ["infinity", *args.peer]
+    systems = ["infinity", *args.peer, *(["disk", "compute"] if args.floor else [])]
     results: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
     for index in range(args.rounds):
         for system in systems:
             print(f"round {index + 1} of {args.rounds}: {system}", file=sys.stderr, flush=True)
             python = args.peer_python if system == "deepspeed" else sys.executable
             results[system].append(run_worker(python, system, options))
-    rows = [summarise(results[system]) for system in systems]
+    rows = [summarise(results[system]) for system in systems if system != "disk"]
     print_table(rows)
+    if args.floor:
+        rows.append(floor(rows[0], rows[-1], [r["bytes_per_s"] for r in results["disk"]]))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -31,6 +31,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--nvme", type=Path, default=Path())
     parser.add_argument("--host-memory", default="auto", help="budget of infinity, for example 1GiB")
     parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument("--no-update", action="store_true", help="torch alone: forward and backward, and no optimizer")
     return parser
 
 
@@ -57,19 +58,26 @@ def disk_bytes() -> tuple[int, int]:
 
 
 def measure(
-    system: str, args: argparse.Namespace, params: int, init_s: float, step: Callable[[], torch.Tensor]
+    system: str,
+    args: argparse.Namespace,
+    params: int,
+    init_s: float,
+    step: Callable[[], torch.Tensor],
+    optimizer_s: Callable[[], float] = lambda: 0.0,
 ) -> None:
     """Run the steps and print one JSON line.
 
     Args:
         step: one whole update; returns the loss.
+        optimizer_s: seconds that the optimizer ran beside the last step's computation.
     """
-    seconds, reads, writes, losses = [], [], [], []
+    seconds, reads, writes, losses, optimizer = [], [], [], [], []
     for _ in range(args.warmup + args.steps):
         read_before, written_before = disk_bytes()
         start_s = time.perf_counter()
         losses.append(step().item())
         seconds.append(time.perf_counter() - start_s)
+        optimizer.append(optimizer_s())
         read, written = disk_bytes()
         reads.append((read - read_before) / params)
         writes.append((written - written_before) / params)
@@ -85,6 +93,7 @@ def measure(
         "read_bytes_per_param": statistics.median(reads[kept]),
         "write_bytes_per_param": statistics.median(writes[kept]),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "optimizer_s": statistics.median(optimizer[kept]),
         "init_s": init_s,
         "losses": losses,
     }

@@ -42,7 +42,7 @@ def main() -> None:
             engine.step()
             return loss
 
-        measure("infinity", args, params, time.perf_counter() - start_s, step)
+        measure("infinity", args, params, time.perf_counter() - start_s, step, lambda: engine.stats().optimizer_s)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,25 @@ def main() -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(gpt2_config(args)).bfloat16()
     weights = list(model.parameters())
-    masters = [p.detach().float().requires_grad_() for p in weights]
-    optimizer = torch.optim.AdamW(masters, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     ids = token_ids(args)
 
-    def step() -> torch.Tensor:
+    def compute() -> torch.Tensor:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
+        if args.no_update:
+            for weight in weights:
+                weight.grad = None
+        return loss
+
+    params = sum(p.numel() for p in weights)
+    if args.no_update:
+        measure("compute", args, params, time.perf_counter() - start_s, compute)
+        return
+    masters = [p.detach().float().requires_grad_() for p in weights]
+    optimizer = torch.optim.AdamW(masters, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def step() -> torch.Tensor:
+        loss = compute()
         for master, weight in zip(masters, weights, strict=True):
             master.grad = weight.grad.float()
             weight.grad = None
@@ -37,7 +49,6 @@ def main() -> None:
                 weight.copy_(master)
         return loss
 
-    params = sum(p.numel() for p in weights)
     measure("torch", args, params, time.perf_counter() - start_s, step)
 
 
