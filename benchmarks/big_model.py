@@ -69,6 +69,7 @@ def main() -> None:
     args = parser.parse_args()
     rates = [disk_bytes_per_s(args.path)] if args.offload == "nvme" else []
     start_s = time.perf_counter()
+    torch.manual_seed(0)
     model, _ = build_model(args.model)
     engine, *_ = infinity.initialize(model=model, config=config(args))
     params = sum(param.numel() for param in model.parameters())
