@@ -1,5 +1,5 @@
 #!/bin/sh
-# Stresses the I/O engines under AddressSanitizer with UBSan, then under ThreadSanitizer.
+# Stresses the I/O engines and the optimizer's kernels under AddressSanitizer with UBSan, then under ThreadSanitizer.
 set -eu
 cmake="$(command -v cmake || echo .venv/bin/cmake)"
 scratch="$(mktemp -d)"
@@ -11,4 +11,5 @@ for sanitizer in address,undefined thread; do
     echo "== $sanitizer"
     # The kernel's side of a ring is not seen by ThreadSanitizer; what our threads share is.
     UBSAN_OPTIONS=halt_on_error=1 TSAN_OPTIONS=halt_on_error=1 "$build/aio_stress" "$scratch"
+    UBSAN_OPTIONS=halt_on_error=1 TSAN_OPTIONS=halt_on_error=1 "$build/adam_stress"
 done
