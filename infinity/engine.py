@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -32,7 +32,7 @@ from infinity.optim.lr_schedules import make_scheduler
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.telemetry import StallCause, StepStats, now
 from infinity.tiers import CudaLink, Link
-from infinity.zero.build import Runtime, build_runtime, make_gradients
+from infinity.zero.build import Runtime, build_runtime, make_gradients, open_activations
 from infinity.zero.compute_lane import ComputeLane
 from infinity.zero.gathered import claim, disclaim
 from infinity.zero.hooks import Hooks
@@ -99,6 +99,7 @@ class Engine:
             self.loss_scale,
         )
         optimizer.run_step = self._updates.finish_step
+        self._activations = open_activations(config, runtime, model)
         self._compute_lane: ComputeLane | None = None
         if runtime.counters.timeline is not None:
             moment = now if runtime.link is None else runtime.link.mark
@@ -127,13 +128,17 @@ class Engine:
         with self._running("forward" if training else "evaluation"):
             if not self._in_cycle:
                 self._executor.begin_cycle()
-            with self._hooks.forward(training=training):
+            with self._hooks.forward(training=training), self._saving():
                 outputs = self.module(*args, **kwargs)
             if training:
                 self._in_cycle = True
             elif not self._in_cycle:
                 self._executor.end_cycle(learn=False)
         return outputs
+
+    def _saving(self) -> AbstractContextManager[None]:
+        """What autograd saves meanwhile goes to its tier."""
+        return nullcontext() if self._activations is None else self._activations.saving()
 
     @contextmanager
     def _running(self, name: str) -> Iterator[None]:
@@ -220,7 +225,8 @@ class Engine:
 
         def forward(batch: Any) -> torch.Tensor:
             try:
-                return _loss(_call(self.module, batch), batch, loss_fn)
+                with self._saving():
+                    return _loss(_call(self.module, batch), batch, loss_fn)
             except BaseException:
                 self._hooks.abandon()
                 raise
@@ -302,9 +308,10 @@ class Engine:
             elif self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         self.global_steps += 1
-        self._stats = self._counters.end_step(
-            self._runtime.peak_bytes(), grad_norm=outcome.grad_norm, skipped=outcome.skipped
-        )
+        peak_bytes = self._runtime.peak_bytes()
+        if self._activations is not None:
+            peak_bytes["host"] += self._activations.peak_bytes
+        self._stats = self._counters.end_step(peak_bytes, grad_norm=outcome.grad_norm, skipped=outcome.skipped)
 
     def synchronize(self) -> None:
         """Carry out every pending update and wait for it and its writes.
@@ -560,6 +567,8 @@ class Engine:
             self._layer_major.remove()
         disclaim(self.module)
         self._hooks.remove()
+        if self._activations is not None:
+            self._activations.close()
         self._runtime.close()
 
     def __enter__(self) -> Engine:

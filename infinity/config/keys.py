@@ -95,13 +95,17 @@ NO_EFFECT: dict[str, str] = {
     "aio.single_submit": "requests are submitted in batches",
     "aio.overlap_events": "submission and completion always overlap",
     "aio.thread_count": "see aio.intra_op_parallelism",
+    "activation_checkpointing.partition_activations": "no rank holds another's activations",
+    "activation_checkpointing.contiguous_memory_optimization": "what is moved lies in one arena",
+    "activation_checkpointing.number_checkpoints": "the arena's size is tiering.activation_memory",
+    "activation_checkpointing.synchronize_checkpoint_boundary": "nothing needs it",
+    "activation_checkpointing.profile": "engine.stats() always has the seconds of each phase",
     "bf16.immediate_grad_update": "gradients leave the parameters as backward produces them",
 }
 
 REFUSED: dict[str, str] = {
     "amp": "apex AMP is not supported; use bf16",
     "torch_autocast": "use torch.autocast inside the model",
-    "activation_checkpointing": "use torch.utils.checkpoint or the model's own switch; both work with offload",
     "sparse_attention": "not supported; use the model's attention implementation",
     "tensorboard": "not supported; log engine.stats() from the training loop",
     "wandb": "not supported; log engine.stats() from the training loop",

@@ -21,6 +21,7 @@ from infinity.config.resolved import (
     ZeroConfig,
 )
 from infinity.config.schema import (
+    ActivationSection,
     DataTypesSection,
     Fp16Section,
     OffloadSection,
@@ -58,7 +59,7 @@ def resolve(root: RootSection, world_size: int) -> Config:
             offload_optimizer=_offload(zero.offload_optimizer),
             param_persistence_threshold=zero.param_persistence_threshold,
         ),
-        tiering=_tiering(root.tiering, zero.offload_param, zero.offload_optimizer),
+        tiering=_tiering(root.tiering, root.activation_checkpointing, zero.offload_param, zero.offload_optimizer),
         aio=AioConfig(
             root.aio.block_size,
             root.aio.queue_depth,
@@ -159,7 +160,9 @@ def _fp16(section: Fp16Section) -> Fp16Config:
     return Fp16Config(**section.model_dump(exclude={"enabled"}))
 
 
-def _tiering(tiering: TieringSection, *offloads: OffloadSection) -> TieringConfig:
+def _tiering(
+    tiering: TieringSection, activation_checkpointing: ActivationSection, *offloads: OffloadSection
+) -> TieringConfig:
     nvme = [NvmeConfig(Path(n.path), n.capacity, n.bandwidth) for n in tiering.nvme]
     if not nvme:
         paths = dict.fromkeys(o.nvme_path for o in offloads if o.device == "nvme" and o.nvme_path is not None)
@@ -168,6 +171,14 @@ def _tiering(tiering: TieringSection, *offloads: OffloadSection) -> TieringConfi
         raise ConfigError(
             "an offload section has device nvme but no path is given: set tiering.nvme to "
             '[{"path": "/a/directory/on/the/drive"}], or nvme_path in the section'
+        )
+    activations = tiering.activations
+    if activations == "auto":
+        activations = "cpu" if activation_checkpointing.cpu_checkpointing else "none"
+    if activations == "nvme" and not nvme:
+        raise ConfigError(
+            "tiering.activations is nvme but no path is given: set tiering.nvme to "
+            '[{"path": "/a/directory/on/the/drive"}]'
         )
     return TieringConfig(
         device_memory_bytes=tiering.device_memory,
@@ -179,6 +190,8 @@ def _tiering(tiering: TieringSection, *offloads: OffloadSection) -> TieringConfi
         io_backend=tiering.io_backend,
         checksum=tiering.checksum,
         tile_size_bytes=tiering.tile_size,
+        activations=activations,
+        activation_memory_bytes=tiering.activation_memory,
         timeline=tiering.timeline,
         timeline_steps=tiering.timeline_steps,
     )

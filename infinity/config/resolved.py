@@ -83,6 +83,8 @@ class TieringConfig:
     io_backend: str
     checksum: bool
     tile_size_bytes: int
+    activations: Literal["none", "cpu", "nvme"]
+    activation_memory_bytes: int
     timeline: Path | None
     timeline_steps: int
 

@@ -104,6 +104,10 @@ class NvmeSection(Section):
     bandwidth: SizeOrAuto = None
 
 
+class ActivationSection(Section):
+    cpu_checkpointing: Bool = False
+
+
 class TieringSection(Section):
     device_memory: SizeOrAuto = None
     host_memory: SizeOrAuto = None
@@ -114,6 +118,8 @@ class TieringSection(Section):
     io_backend: Literal["auto", "io_uring", "threads", "aiofiles"] = "auto"
     checksum: Bool = False
     tile_size: Size = 16 << 20
+    activations: Literal["auto", "none", "cpu", "nvme"] = "auto"
+    activation_memory: Size = 256 << 20
     timeline: Path | None = None
     timeline_steps: Count = Field(100, ge=1)
 
@@ -130,5 +136,6 @@ class RootSection(Section):
     bf16: Bf16Section = Field(Bf16Section(), alias="bfloat16")
     data_types: DataTypesSection = DataTypesSection()
     zero_optimization: ZeroSection = ZeroSection()
+    activation_checkpointing: ActivationSection = ActivationSection()
     aio: AioSection = AioSection()
     tiering: TieringSection = TieringSection()

@@ -1,7 +1,7 @@
 """Aligned memory: one arena, leases on it, stable ranges, and the ledger of a budget."""
 
-from infinity.memory.arena import Arena, Lease
+from infinity.memory.arena import Arena, FreeList, Lease
 from infinity.memory.budget import Budget
 from infinity.memory.stable import StableBuffer, StableMemory, stable_memory
 
-__all__ = ["Arena", "Budget", "Lease", "StableBuffer", "StableMemory", "stable_memory"]
+__all__ = ["Arena", "Budget", "FreeList", "Lease", "StableBuffer", "StableMemory", "stable_memory"]

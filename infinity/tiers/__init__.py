@@ -1,5 +1,7 @@
 """The tiered memory manager: where each field lives, and what moves it."""
 
+from infinity.tiers.activation_file import ActivationFiles
+from infinity.tiers.activations import ActivationStore
 from infinity.tiers.discrete import DiscreteParams
 from infinity.tiers.grads import GradLease, GradStore
 from infinity.tiers.link import CudaLink, Link, SameMemory, to_host
@@ -10,6 +12,8 @@ from infinity.tiers.swap import Extent, SwapPath, SwapSpace, open_swap
 
 __all__ = [
     "WHOLE",
+    "ActivationFiles",
+    "ActivationStore",
     "Arrival",
     "CudaLink",
     "DiscreteParams",

@@ -13,7 +13,7 @@ from torch import nn
 
 from infinity.config import Config, format_size
 from infinity.errors import CapacityError, ConfigError
-from infinity.io import IoOptions
+from infinity.io import IoOptions, open_engine
 from infinity.io.gds import DeviceReads
 from infinity.memory import Arena, Budget
 from infinity.optim.formats import StateLayout
@@ -21,6 +21,8 @@ from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule import MemoryNeeds, MemorySplit, alone, split_memory
 from infinity.telemetry import Counters, Timeline
 from infinity.tiers import (
+    ActivationFiles,
+    ActivationStore,
     DiscreteParams,
     GradStore,
     Link,
@@ -255,7 +257,38 @@ def _open_timeline(sizing: Sizing, config: Config, ranks: Ranks, link: Link | No
     return timeline
 
 
+# Activations #
+
+
+def open_activations(config: Config, runtime: Runtime, model: nn.Module) -> ActivationStore | None:
+    """The lower tier of what autograd saves, if there is one."""
+    tiering = config.tiering
+    if tiering.activations == "none":
+        return None
+    if tiering.activations == "cpu" and runtime.link is None:
+        _log.info("tiering.activations is cpu: they are there already, since the model computes on the CPU")
+        return None
+    kept = [runtime.params.tensor(unit.index) for unit in runtime.partition.units]
+    kept += [buffer for buffer in model.buffers() if buffer.layout is torch.strided]
+    storages = {tensor.untyped_storage()._cdata for tensor in kept}
+    link = runtime.link if runtime.link is not None else SameMemory()
+    files = None
+    if tiering.activations == "nvme":
+        files = ActivationFiles(
+            open_engine(_io_options(config), tiering.io_backend),
+            [nvme.path for nvme in tiering.nvme],
+            runtime.ranks.rank,
+            checksum=tiering.checksum,
+        )
+    return ActivationStore(link, tiering.activation_memory_bytes, files, storages, runtime.counters)
+
+
 # Disk #
+
+
+def _io_options(config: Config) -> IoOptions:
+    aio = config.aio
+    return IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll)
 
 
 def _open_disk(sizing: Sizing, config: Config, ranks: Ranks, undo: ExitStack) -> SwapSpace | None:
@@ -264,8 +297,8 @@ def _open_disk(sizing: Sizing, config: Config, ranks: Ranks, undo: ExitStack) ->
     paths = [SwapPath(nvme.path, nvme.capacity_bytes, nvme.bytes_per_s) for nvme in config.tiering.nvme]
     if not paths:
         raise ConfigError("an offload section says nvme but no path is given: set tiering.nvme or nvme_path")
-    aio = config.aio
-    options = IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll)
-    swap = open_swap(paths, options, config.tiering.io_backend, checksum=config.tiering.checksum, rank=ranks.rank)
+    swap = open_swap(
+        paths, _io_options(config), config.tiering.io_backend, checksum=config.tiering.checksum, rank=ranks.rank
+    )
     undo.callback(swap.close)
     return swap

@@ -26,14 +26,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from infinity.zero.coroutines import current_coroutine
@@ -193,7 +192,7 @@ class Hooks:
             self._listener.gradient_ready(unit, slot, param)  # type: ignore[arg-type]
             self._arrived[unit] += 1
             if self._alone and self._is_complete(unit):
-                for call in [call for call in self._begun if unit in call.followed and not call.has_end]:
+                for call in [call for call in self._begun if unit in call.followed and not call.inputs]:
                     if all(self._is_complete(other) for other in call.followed):
                         call.end()
 
@@ -238,14 +237,16 @@ class _Call:
     Attributes:
         units: what the call has entered so far.
         followed: those of them that backward enters and leaves as well.
-        has_end: the gradients of its inputs will tell when backward leaves it.
+        inputs: how many inputs have gradients that tell when backward leaves it. The graph holds the call through its
+            hooks, so the call must hold nothing of the graph, which would never be freed.
     """
 
     def __init__(self, module: nn.Module, units: tuple[int, ...], listener: Listener, begun: dict[_Call, None]) -> None:
         self.module = module
         self.units = list(units)
         self.followed: list[int] = []
-        self.has_end = False
+        self.inputs = 0
+        self._awaited_inputs = 0
         self._listener = listener
         self._begun = begun
         self._entered: tuple[int, ...] = ()
@@ -259,10 +260,17 @@ class _Call:
     def begin(self, grad: torch.Tensor) -> None:
         if self not in self._begun:
             self._entered = tuple(self.followed)
+            self._awaited_inputs = self.inputs
             self._begun[self] = None  # before `enter`, which pins the units whatever happens
             self._listener.enter(self._entered)
 
-    def end(self, grads: Sequence[torch.Tensor | None] = ()) -> None:
+    def input_done(self, grad: torch.Tensor) -> None:
+        """The gradient of an input is known; one that gets none leaves the call open until the end of the pass."""
+        self._awaited_inputs -= 1
+        if self._awaited_inputs == 0:
+            self.end()
+
+    def end(self) -> None:
         if self in self._begun:
             del self._begun[self]
             self._listener.leave(self._entered)
@@ -285,8 +293,8 @@ def _mark_inputs(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     for index in marked:
         values[index] = values[index].view_as(values[index])
-    call.has_end = True
-    register_multi_grad_hook([values[i] for i in marked], call.end)
+        values[index].register_hook(call.input_done)
+    call.inputs = len(marked)
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -494,6 +496,36 @@ def test_after_an_exception_training_goes_on_as_if_the_step_had_not_been(where, 
     if undone:
         for name, param in plain.named_parameters():
             torch.testing.assert_close(weights[name], param.detach(), rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("build", [Chain, Checkpointed, TiedByHand])
+@pytest.mark.parametrize("ending", ["backward", "dropped"])
+def test_a_graph_is_freed_with_its_last_reference(build, ending, tmp_path: Path) -> None:
+    """Hooks must not hold it, or the nodes of every step would stay."""
+
+    class Witness(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            nodes.append(weakref.ref(ctx))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad
+
+    nodes: list[weakref.ref[Any]] = []
+    engine, *_ = infinity.initialize(model=build(), config=config(tmp_path))
+    gc.disable()
+    try:
+        with engine:
+            loss = loss_of(engine, Witness.apply(batches()[0].requires_grad_()))
+            if ending == "backward":
+                engine.backward(loss)
+                engine.step()
+            del loss
+            assert [node() for node in nodes] == [None]
+    finally:
+        gc.enable()
 
 
 def test_generate_in_eval_mode_gives_the_tokens_of_plain_torch(tmp_path: Path) -> None:

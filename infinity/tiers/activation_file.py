@@ -1,0 +1,104 @@
+"""Space for activations on the drives: files that grow, since how much they need shows in the first step."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.errors import StorageError
+from infinity.io import IoEngine, IoFuture, Priority, Span
+from infinity.memory import FreeList
+from infinity.tiers.checksums import Checksums
+from infinity.tiers.swap_file import create_owned
+
+_GROWTH_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor is: in which file, and at which offset."""
+
+    file: int
+    offset: int
+
+
+class ActivationFiles:
+    """A file in each directory; tensors go to them in turn.
+
+    Args:
+        engine: closed with the files.
+        checksum: verify on every read what was written.
+    """
+
+    def __init__(self, engine: IoEngine, directories: Sequence[Path], rank: int, *, checksum: bool) -> None:
+        self._engine = engine
+        self._checksums: dict[Place, Checksums] | None = {} if checksum else None
+        self._files = [_File(engine, directory, rank) for directory in directories]
+        self._turn = 0
+
+    def take(self, nbytes: int) -> Place:
+        """Space for an aligned number of bytes.
+
+        Raises:
+            StorageError: the drive is full.
+        """
+        self._turn = (self._turn + 1) % len(self._files)
+        return Place(self._turn, self._files[self._turn].take(nbytes))
+
+    def give(self, place: Place, nbytes: int) -> None:
+        """The space may hold another tensor."""
+        self._files[place.file].free.give(place.offset, nbytes)
+
+    def write(self, place: Place, span: Span) -> IoFuture:
+        if self._checksums is not None:
+            self._checksums[place] = Checksums()
+            self._checksums[place].written(0, span)
+        return self._engine.write(self._files[place.file].file, place.offset, span)
+
+    def read(self, place: Place, span: Span, priority: Priority) -> IoFuture:
+        file = self._files[place.file].file
+        read = self._engine.read(file, place.offset, span, priority)
+        return read if self._checksums is None else self._checksums[place].verified(read, 0, span, file.path)
+
+    def close(self) -> None:
+        """Finish what is under way, and remove the files."""
+        self._engine.close()
+        for file in self._files:
+            file.file.close()
+            file.owned.remove()
+
+
+class _File:
+    def __init__(self, engine: IoEngine, directory: Path, rank: int) -> None:
+        self.owned = create_owned(directory, rank, 0)
+        self.file = engine.open(self.owned.path)
+        self.free = FreeList(0)
+        self._size = 0
+
+    def take(self, nbytes: int) -> int:
+        offset = self.free.take(nbytes)
+        if offset is None:
+            self._grow(max(nbytes, _GROWTH_BYTES))
+            offset = self.free.take(nbytes)
+            assert offset is not None
+        return offset
+
+    def _grow(self, nbytes: int) -> None:
+        try:
+            descriptor = os.open(self.owned.path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                os.posix_fallocate(descriptor, self._size, nbytes)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StorageError(
+                error.errno or errno.EIO,
+                f"cannot reserve {nbytes} bytes more for activations: free some, or choose another nvme path",
+                str(self.owned.path),
+                self._size,
+            ) from error
+        self.free.give(self._size, nbytes)
+        self._size += nbytes

@@ -1,0 +1,277 @@
+"""What autograd saves in forward, kept in a lower tier until backward asks for it.
+
+[Note: which activations are in memory]
+The arena is a cache over the drive. A saved tensor is copied into it and written at once; when room is needed, what
+was saved first goes, because backward, which runs the other way round, needs it last. As backward frees what it has
+used, the next ones are read ahead into the room. With checkpointing, what autograd saves is little but the
+checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from infinity.errors import CapacityError
+from infinity.io import IoFuture, Priority
+from infinity.memory import Arena, Lease
+from infinity.telemetry import Counters, StallCause
+from infinity.tiers.activation_file import ActivationFiles, Place
+from infinity.tiers.link import Link, Token
+
+_LEAST_BYTES = 32 << 10  # of a tensor that is worth a request
+
+
+class ActivationStore:
+    """Holds saved tensors in host memory, and on a drive if there is one.
+
+    Args:
+        link: to the compute device.
+        memory_bytes: of the arena. What does not fit and cannot go to a drive stays where it is.
+        files: None without a drive.
+        keep: storages that are left alone, by `_cdata`: parameters and buffers are no activations.
+    """
+
+    def __init__(
+        self, link: Link, memory_bytes: int, files: ActivationFiles | None, keep: Collection[int], counters: Counters
+    ) -> None:
+        self._link = link
+        self._arena = Arena(memory_bytes, pin=link.device.type == "cuda")
+        self._files = files
+        self._keep = frozenset(keep)
+        self._counters = counters
+        self._count = 0
+        self._entries: dict[int, _Entry] = {}  # in the order in which they were saved
+        self._dropped: deque[_Entry] = deque()  # autograd has freed them; filled from any thread
+        self._leaving: list[_Entry] = []  # dropped, with a move under way
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """What autograd saves inside goes through this store."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    @property
+    def peak_bytes(self) -> int:
+        """Host memory, at most so far."""
+        return self._arena.peak_bytes
+
+    def close(self) -> None:
+        """Give memory and files back; no backward can follow."""
+        if self._files is not None:
+            self._files.close()
+        self._arena.close()
+
+    # What autograd calls #
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if not self._takes(tensor):
+            return tensor
+        self._settle()
+        lease = self._room(_padded(tensor.nbytes))
+        if lease is None:
+            return tensor
+        entry = _Entry(self._count, tensor, lease)
+        self._count += 1
+        entry.move = self._link.download(entry.view(), tensor)
+        self._counters.moved("device_to_host", entry.nbytes, entry.move, field="activations")
+        self._entries[entry.serial] = entry
+        self._settle()
+        return _Saved(entry, self._dropped)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Saved):
+            return packed  # type: ignore[no-any-return]
+        self._settle()
+        entry = packed.entry
+        if entry.source is not None:
+            return entry.source
+        if entry.lease is None:
+            self._read(entry, Priority.DEMAND, self._needed_room(entry))
+        if entry.read is not None:
+            with self._counters.stalled(StallCause.DISK_READ):
+                entry.read.result()
+            entry.read = None
+        target = torch.empty_strided(entry.size, entry.stride, dtype=entry.dtype, device=self._link.device)
+        entry.move = self._link.upload(target, entry.view())
+        self._counters.moved("host_to_device", entry.nbytes, entry.move, field="activations")
+        self._link.compute_waits(entry.move)
+        self._read_ahead(entry.serial)
+        return target
+
+    def _takes(self, tensor: torch.Tensor) -> bool:
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.nbytes >= _LEAST_BYTES
+            and tensor.is_floating_point()
+            and tensor.layout is torch.strided
+            and tensor.device == self._link.device
+            and _padded(tensor.nbytes) <= self._arena.capacity_bytes
+            and tensor.untyped_storage()._cdata not in self._keep
+            and _is_dense(tensor)
+        )
+
+    # Room #
+
+    def _room(self, nbytes: int) -> Lease | None:
+        """A lease, for which what backward needs last leaves memory; None if nothing can."""
+        while True:
+            lease = self._arena.try_lease(nbytes)
+            if lease is not None:
+                return lease
+            if not self._free_one():
+                return None
+
+    def _free_one(self) -> bool:
+        """Have a lease given back, by waiting if need be; False if none can be."""
+        for entry in self._leaving:
+            self._wait(entry)
+            self._settle()
+            return True
+        if self._files is None:
+            return False
+        for entry in self._entries.values():
+            if entry.lease is not None and entry.read is None and entry.place is not None:
+                self._wait(entry)
+                entry.free()
+                return True
+        for entry in self._entries.values():
+            if entry.lease is not None:  # still on its way from the device, or read ahead
+                self._wait(entry)
+                self._settle()
+                return True
+        return False
+
+    def _needed_room(self, entry: _Entry) -> Lease:
+        lease = self._room(_padded(entry.nbytes))
+        if lease is None:
+            raise CapacityError(
+                f"no {entry.nbytes} bytes in one piece are left for an activation: raise tiering.activation_memory"
+            )
+        return lease
+
+    def _wait(self, entry: _Entry) -> None:
+        if entry.move is not None:
+            with self._counters.stalled(StallCause.HOST_LINK):
+                entry.move.synchronize()
+        for future, cause in ((entry.write, StallCause.DISK_WRITE), (entry.read, StallCause.DISK_READ)):
+            if future is not None:
+                with self._counters.stalled(cause):
+                    future.result()
+        entry.read = None
+
+    def _settle(self) -> None:
+        """Take note of what is over: start writes, free what autograd has dropped."""
+        while self._dropped:
+            entry = self._dropped.popleft()
+            del self._entries[entry.serial]
+            self._leaving.append(entry)
+        for entry in [entry for entry in self._leaving if entry.is_still()]:
+            self._leaving.remove(entry)
+            entry.free()
+            if entry.place is not None and self._files is not None:
+                self._files.give(entry.place, _padded(entry.nbytes))
+        for entry in reversed(self._entries.values()):
+            if entry.source is None:
+                break  # the older ones have arrived before it
+            if entry.move is not None and entry.move.query():
+                self._arrived(entry)
+
+    def _arrived(self, entry: _Entry) -> None:
+        """The values are in the arena: they can be written, and the device's memory be freed."""
+        entry.source = None
+        if self._files is None or entry.lease is None:
+            return
+        entry.place = self._files.take(_padded(entry.nbytes))
+        entry.write = self._files.write(entry.place, entry.lease.span())
+        self._counters.moved("nvme_write", entry.lease.nbytes, entry.write, field="activations")
+
+    # Reads #
+
+    def _read(self, entry: _Entry, priority: Priority, lease: Lease) -> None:
+        assert self._files is not None  # only what was written has left memory
+        assert entry.place is not None
+        entry.lease = lease
+        entry.read = self._files.read(entry.place, lease.span(), priority)
+        self._counters.moved("nvme_read", lease.nbytes, entry.read, field="activations")
+
+    def _read_ahead(self, serial: int) -> None:
+        """Read what was saved before this into the room that is free."""
+        for entry in reversed(self._entries.values()):
+            if entry.serial >= serial or entry.lease is not None:
+                continue
+            lease = self._arena.try_lease(_padded(entry.nbytes))
+            if lease is None:
+                return
+            self._read(entry, Priority.PREFETCH, lease)
+
+
+class _Saved:
+    """What autograd holds in place of a tensor."""
+
+    def __init__(self, entry: _Entry, dropped: deque[_Entry]) -> None:
+        self.entry = entry
+        self._dropped = dropped
+
+    def __del__(self) -> None:
+        self._dropped.append(self.entry)
+
+
+class _Entry:
+    """A saved tensor.
+
+    Attributes:
+        serial: its place in the order of saving.
+        source: the tensor itself, until its values are in the arena.
+        lease: its memory in the arena; None while it is on the drive only.
+        place: where it is on the drive.
+        move, write, read: what is under way, or was last.
+    """
+
+    def __init__(self, serial: int, tensor: torch.Tensor, lease: Lease) -> None:
+        self.serial = serial
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.dtype = tensor.dtype
+        self.nbytes = tensor.nbytes
+        self.source: torch.Tensor | None = tensor
+        self.lease: Lease | None = lease
+        self.place: Place | None = None
+        self.move: Token | None = None
+        self.write: IoFuture | None = None
+        self.read: IoFuture | None = None
+
+    def view(self) -> torch.Tensor:
+        """The values in the arena, in the tensor's own layout: kernels may round by it."""
+        assert self.lease is not None
+        flat = self.lease.tensor(self.dtype, self.nbytes // self.dtype.itemsize)
+        return flat.as_strided(self.size, self.stride)
+
+    def is_still(self) -> bool:
+        """Nothing moves from or to the arena."""
+        moved = self.move is None or self.move.query()
+        return moved and all(future is None or future.done() for future in (self.write, self.read))
+
+    def free(self) -> None:
+        """Give the memory in the arena back."""
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Its elements fill a range of memory, each once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
