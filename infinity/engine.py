@@ -40,6 +40,7 @@ from infinity.zero.layer_major import LayerMajor
 from infinity.zero.materialize import InitialValues, WeightSource, materialize
 from infinity.zero.meta import InitFunction
 from infinity.zero.meta import init_function as meta_init_function
+from infinity.zero.model_parts import model_parts
 from infinity.zero.ranks import Ranks, join_ranks
 from infinity.zero.sizing import compute_dtype
 from infinity.zero.updates import StepOutcome, Updates, UpdateSchedule
@@ -451,7 +452,7 @@ class Engine:
         extra["rng_of_ranks"] = self._ranks.of_all(extra["rng"])
         with self._counters.aside("save_checkpoint"):
             return save_checkpoint(
-                Path(save_dir),
+                self._directory(save_dir),
                 tag or f"global_step{self.global_steps}",
                 self._runtime,
                 steps=self._updates.steps,
@@ -491,7 +492,7 @@ class Engine:
         self.synchronize()
         whole = not load_module_only
         parts = Parts(load_optimizer_states and whole, load_lr_scheduler_states and whole, whole)
-        opened = open_checkpoint(Path(load_dir), tag, self._runtime, moments=parts.optimizer)
+        opened = open_checkpoint(self._directory(load_dir), tag, self._runtime, moments=parts.optimizer)
         if opened is None:
             return None, None
         check_extra(opened.path, opened.extra, self.module, self.optimizer, self.lr_scheduler, parts)
@@ -524,7 +525,13 @@ class Engine:
         Raises:
             StorageError: writing failed; an earlier export is still there.
             ConfigError: `max_shard_size` is no size.
+            InfinityError: the model is divided by tensor parallelism.
         """
+        if self._runtime.parts.ranks.size > 1:
+            raise InfinityError(
+                "save_16bit_model writes whole parameters, and this model is divided by tensor parallelism: use "
+                "save_checkpoint, which writes the parts"
+            )
         try:
             shard_bytes = parse_size(max_shard_size)
         except ValueError as error:
@@ -551,6 +558,11 @@ class Engine:
         if failed:
             raise CheckpointError("rank 0 could not write the model; its own message says why")
         return Path(save_dir)
+
+    def _directory(self, path: str | Path) -> Path:
+        """Where the checkpoints of this process's part of the model are."""
+        parts = self._runtime.parts.ranks
+        return Path(path) if parts.size == 1 else Path(path) / f"part-{parts.rank}-of-{parts.size}"
 
     def _check_at_step_boundary(self, what: str) -> None:
         if self.micro_steps % self.config.gradient_accumulation_steps or self._in_cycle:
@@ -659,7 +671,8 @@ def initialize(
     """Place a model's states in the tiers and return what a training loop needs.
 
     Args:
-        model: any `nn.Module`. Parameters on the meta device are initialised unit by unit, straight in their tier.
+        model: any `nn.Module`. Parameters on the meta device are initialised unit by unit, straight in their tier. One
+            that `torch.distributed.tensor.parallel` has divided comes with its values.
         config: a DeepSpeed-style JSON file, or the same as a mapping.
         model_parameters: parameters or parameter groups to train; all that require a gradient by default.
         optimizer: a torch Adam, AdamW, Adagrad or SGD whose groups and hyper-parameters are taken over.
@@ -685,6 +698,7 @@ def initialize(
     ranks = join_ranks(process_group)
     resolved = config if isinstance(config, Config) else load_config(config, world_size=ranks.size)
     _check_batch(resolved, ranks)
+    parts = model_parts(model, ranks)
     link = link or _default_link(device)
     compute_device = torch.device("cpu") if link is None else link.device
     tiered = TieredOptimizer(*_parameters(model, resolved, model_parameters, optimizer))
@@ -694,7 +708,7 @@ def initialize(
     _rebind(tiered, model, groups)
     _place_buffers(model, dtype, compute_device)
     _agree_on_buffers(model, ranks)
-    runtime = build_runtime(model, groups, resolved, tiered.kind.layout, link, ranks)
+    runtime = build_runtime(model, groups, resolved, tiered.kind.layout, link, ranks, parts)
     try:
         with runtime.counters.aside("initialize"):
             materialize(runtime.partition, values, runtime.executor, runtime.pipeline, runtime.layout, ranks)

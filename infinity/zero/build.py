@@ -36,6 +36,7 @@ from infinity.tiers import (
 )
 from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
+from infinity.zero.model_parts import UNDIVIDED, ModelParts
 from infinity.zero.partition import Partition
 from infinity.zero.ranks import ALONE, Ranks, ranks_on_this_machine
 from infinity.zero.reduction import ReducedGradients
@@ -61,6 +62,7 @@ class Runtime:
     swap: SwapSpace | None
     counters: Counters
     link: Link | None
+    parts: ModelParts
 
     @property
     def partition(self) -> Partition:
@@ -101,6 +103,7 @@ def build_runtime(
     optimizer: str,
     link: Link | None,
     ranks: Ranks = ALONE,
+    parts: ModelParts = UNDIVIDED,
 ) -> Runtime:
     """Lay out the model's states and acquire what they need.
 
@@ -109,6 +112,7 @@ def build_runtime(
         optimizer: name of its state layout.
         link: to a compute device with memory of its own; None if the compute device is the CPU.
         ranks: who trains this model together.
+        parts: who holds the other parts of the model, if it is divided.
 
     Raises:
         CapacityError: a memory budget is too small; the message has the number that is needed.
@@ -146,7 +150,7 @@ def build_runtime(
     pipeline = UpdatePipeline(sizing.layout, states, slots, params.write_tile, counters)
     capacity_bytes = ranks.least(budget.capacity_bytes)
     executor = Executor(model, sizing.partition, params, grads, pipeline, capacity_bytes, counters, ranks)
-    return Runtime(sizing, ranks, executor, params, grads, pipeline, arena, budget, swap, counters, link)
+    return Runtime(sizing, ranks, executor, params, grads, pipeline, arena, budget, swap, counters, link, parts)
 
 
 def make_gradients(runtime: Runtime, config: Config, device: torch.device) -> Gradients:
@@ -157,7 +161,7 @@ def make_gradients(runtime: Runtime, config: Config, device: torch.device) -> Gr
     """
     units, store, make_room = runtime.partition.units, runtime.grads, runtime.executor.finish_oldest_update
     if runtime.ranks.size == 1:
-        return Gradients(units, store, make_room, runtime.counters)
+        return Gradients(units, store, make_room, runtime.counters, runtime.parts)
     every_pass = config.zero.stage >= 2
     return ReducedGradients(
         units,
@@ -170,6 +174,7 @@ def make_gradients(runtime: Runtime, config: Config, device: torch.device) -> Gr
         dtype=communication_dtype(config),
         collect_dtype=runtime.layout.param_dtype if every_pass else runtime.sizing.grad_dtype,
         device=device,
+        parts=runtime.parts,
     )
 
 

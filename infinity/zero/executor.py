@@ -23,6 +23,7 @@ from infinity.schedule import Plan, PlanStep, Trace, make_plan
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import GradLease, GradStore, ParamStore, Residency
 from infinity.zero.gathering import Gathering
+from infinity.zero.model_parts import set_local_part
 from infinity.zero.partition import Partition
 from infinity.zero.ranks import ALONE, Ranks
 
@@ -407,14 +408,14 @@ class _ParameterViews:
                 flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self._units[unit].slots
             ]
         for param, view in zip(self._parameters[unit], self._views[unit], strict=True):
-            param.data = view
+            set_local_part(param, view)
 
     @torch.inference_mode(False)
     def hide(self, unit: int) -> None:
         flat = self._params.tensor(unit)
         nothing = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
         for param, slot in zip(self._parameters[unit], self._units[unit].slots, strict=True):
-            param.data = nothing.expand(slot.shape)
+            set_local_part(param, nothing.expand(slot.shape))
 
     def hide_all(self) -> None:
         for unit in range(len(self._units)):

@@ -13,6 +13,7 @@ from torch import nn
 from infinity.errors import InfinityError
 from infinity.optim.formats import read_master, write_master
 from infinity.zero.build import Runtime
+from infinity.zero.model_parts import is_distributed
 from infinity.zero.partition import ParamSlot, Unit
 
 Gatherable = nn.Module | nn.Parameter | Iterable[nn.Parameter]
@@ -73,6 +74,8 @@ class GatheredParameters:
         for param in self._params:
             if id(param) not in _owners:
                 continue
+            if is_distributed(param):
+                raise InfinityError("parameters that tensor parallelism has divided cannot be gathered")
             reference, owner_reference, unit, slot = _owners[id(param)]
             owner = owner_reference()
             if owner is None or id(reference()) != id(param):

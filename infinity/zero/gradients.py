@@ -12,6 +12,7 @@ from infinity.errors import CapacityError
 from infinity.kernels import GradStats, grad_store
 from infinity.telemetry import Counters
 from infinity.tiers import GradStore, to_host
+from infinity.zero.model_parts import UNDIVIDED, ModelParts, local_gradient
 from infinity.zero.partition import Unit
 
 MakeRoom = Callable[[], bool]
@@ -22,14 +23,23 @@ class Gradients:
 
     Args:
         make_room: frees a gradient buffer that an update holds; False if no update is in flight.
+        parts: who holds the other parts of the model, if it is divided.
     """
 
-    def __init__(self, units: Sequence[Unit], store: GradStore, make_room: MakeRoom, counters: Counters) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        store: GradStore,
+        make_room: MakeRoom,
+        counters: Counters,
+        parts: ModelParts = UNDIVIDED,
+    ) -> None:
         self._units = tuple(units)
         self._store = store
         self._make_room = make_room
         self._finish_early: MakeRoom = lambda: False
         self._counters = counters
+        self._parts = parts
         self._stats: list[dict[int, GradStats]] = [{} for _ in units]  # by slot; present once it has a gradient
         self._awaited = [sum(slot.trainable for slot in unit.slots) for unit in units]
         self._gaps = [gaps(unit) for unit in units]
@@ -51,7 +61,7 @@ class Gradients:
             buffer = self._open(unit)
             for start, stop in self._gaps[unit_index]:
                 buffer[start:stop] = 0  # kernels run over the padding too
-        grad = param.grad
+        grad = local_gradient(param)
         if grad is None:
             raise RuntimeError(f"gradient of {slot.name} is missing when its hook runs")
         if grad.layout is not torch.strided:
@@ -89,22 +99,26 @@ class Gradients:
         return frozenset(self._stats[unit])
 
     def is_finite(self, unit: int) -> bool:
+        """So are all of the unit's gradients, on every rank and in every part of the model."""
+        return not self._parts.ranks.any(not self._is_finite_here(unit))
+
+    def _is_finite_here(self, unit: int) -> bool:
         return all(stats.finite for stats in self._stats[unit].values())
 
     def sum_sq(self, unit: int) -> float:
-        """Sum of the squares of the unit's gradients, or of this rank's shard of them."""
-        return math.fsum(stats.sum_sq for stats in self._stats[unit].values())
+        """What the unit's gradients, or this rank's shard of them, contribute to the square of the norm."""
+        slots = self._units[unit].slots
+        return math.fsum(s.sum_sq * self._parts.share(slots[slot].name) for slot, s in self._stats[unit].items())
 
     def norm(self) -> float:
         """Euclidean norm over all gradients of the step; NaN if one of them is not finite."""
         units = self.units_with_gradients()
-        if not all(self.is_finite(unit) for unit in units):
-            return math.nan
-        return self.norm_of(math.fsum(self.sum_sq(unit) for unit in units))
+        finite = all(self._is_finite_here(unit) for unit in units)
+        return self.norm_of(math.fsum(self.sum_sq(unit) for unit in units) if finite else math.nan)
 
     def norm_of(self, sum_sq: float) -> float:
-        """The norm over all ranks' shards, of a sum over this rank's."""
-        return math.sqrt(sum_sq)
+        """The norm over all ranks' shards and the model's parts, of a sum over this rank's."""
+        return math.sqrt(self._parts.ranks.sum(sum_sq))
 
     def forget(self, unit: int) -> None:
         """The unit's gradients are handed over: what arrives next starts a new sum."""

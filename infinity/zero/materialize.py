@@ -19,6 +19,7 @@ from infinity.optim.formats import StateLayout, init_states
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.zero.executor import Executor
 from infinity.zero.meta import InitFunction
+from infinity.zero.model_parts import local_part, set_local_part
 from infinity.zero.partition import Partition, Unit
 from infinity.zero.ranks import ALONE, Ranks
 
@@ -54,8 +55,8 @@ class InitialValues:
             if param.is_meta:
                 _replace_everywhere(model, param)
             else:
-                self._values[name] = param.data
-                param.data = _placeholder(param)
+                values = self._values[name] = local_part(param).data
+                set_local_part(param, _placeholder(values))
 
     def take(self, unit: Unit) -> dict[str, torch.Tensor]:
         """The initial values of a unit's parameters by name, flat, in the dtype they came in; forgotten here.

@@ -16,6 +16,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.tiers import WHOLE, Sharding, overlap
+from infinity.zero.model_parts import local_part
 from infinity.zero.tiling import Tile
 
 PERSISTENT = "persistent"
@@ -189,7 +190,7 @@ def make_partition(
         for name in used:
             if name in unit_of:
                 continue  # tied to a parameter of an earlier module
-            is_small = not is_block and model.get_parameter(name).numel() <= persistence_threshold
+            is_small = not is_block and local_part(model.get_parameter(name)).numel() <= persistence_threshold
             unit_of[name] = PERSISTENT if is_small else module_name
             members.setdefault(unit_of[name], []).append(name)
         uses.append((module_name, used))
@@ -266,7 +267,7 @@ def _layout_unit(
     offset = 0
     trainable_numel = 0
     for member in order:
-        param = model.get_parameter(member)
+        param = local_part(model.get_parameter(member))
         trainable = member in groups
         if not trainable and (not slots or slots[-1].trainable):
             trainable_numel = offset = _round_up(offset, align.shard)

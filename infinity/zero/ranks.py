@@ -69,7 +69,8 @@ class Ranks:
             return ALONE
         host = group
         if "gloo" not in str(dist.get_backend_config(group)):
-            host = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+            members = dist.get_process_group_ranks(group)  # others may be making groups of their own
+            host = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         return Ranks(dist.get_rank(group), size, group, host)
 
     def all_gather(self, flat: torch.Tensor, pieces: Sequence[Piece], unit: str) -> list[Pending]:

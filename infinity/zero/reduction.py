@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from infinity.kernels import GradStats, grad_store
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import GradStore, Sharding, to_host
+from infinity.tiers import GradStore, Sharding, overlap, to_host
 from infinity.zero.gradients import Gradients, MakeRoom, gaps
+from infinity.zero.model_parts import UNDIVIDED, ModelParts, local_gradient
 from infinity.zero.partition import Unit
 from infinity.zero.ranks import Pending, Ranks
 
@@ -57,6 +58,7 @@ class ReducedGradients(Gradients):
         dtype: dtype in which gradients travel.
         collect_dtype: dtype in which they are collected before that.
         device: where the model computes.
+        parts: who holds the other parts of the model, if it is divided.
     """
 
     def __init__(
@@ -72,8 +74,9 @@ class ReducedGradients(Gradients):
         dtype: torch.dtype,
         collect_dtype: torch.dtype,
         device: torch.device,
+        parts: ModelParts = UNDIVIDED,
     ) -> None:
-        super().__init__(units, store, make_room, counters)
+        super().__init__(units, store, make_room, counters, parts)
         self._ranks = ranks
         self._sharding = sharding
         self._every_pass = every_pass
@@ -92,7 +95,7 @@ class ReducedGradients(Gradients):
 
     def take(self, unit_index: int, slot_index: int, param: nn.Parameter) -> bool:
         """Move `param.grad` to the other gradients of its unit; never complete before it is reduced."""
-        grad = param.grad
+        grad = local_gradient(param)
         slot = self._units[unit_index].slots[slot_index]
         if grad is None:
             raise RuntimeError(f"gradient of {slot.name} is missing when its hook runs")
@@ -194,7 +197,20 @@ class ReducedGradients(Gradients):
         fresh = buffer is None
         if buffer is None:
             buffer = self._open(self._units[unit])
-        self._sums[unit] = grad_store(buffer, to_host(shard, self._counters), accumulate=not fresh)
+        stats = grad_store(buffer, to_host(shard, self._counters), accumulate=not fresh)
+        self._sums[unit] = replace(stats, sum_sq=stats.sum_sq - self._counted_elsewhere(unit, buffer))
+
+    def _counted_elsewhere(self, unit_index: int, shard: torch.Tensor) -> float:
+        """Squares of what other parts of the model hold alike, as far as they account for it."""
+        unit, total = self._units[unit_index], 0.0
+        for own in self._sharding.pieces(unit.trainable_numel, unit.trainable_numel):
+            for slot in unit.slots:
+                share = self._parts.share(slot.name)
+                here = overlap(own, slot.offset, slot.offset + slot.numel) if share < 1 and slot.trainable else None
+                if here is not None:
+                    values = shard[here.shard : here.shard + here.numel].double()
+                    total += (1 - share) * float(values.square().sum())
+        return total
 
     # Memory of what is collected #
 
@@ -218,7 +234,8 @@ class ReducedGradients(Gradients):
 
     def is_finite(self, unit: int) -> bool:
         with self._counters.stalled(StallCause.COLLECTIVE):
-            return not self._ranks.any(not self._sums[unit].finite)
+            finite = not self._ranks.any(not self._sums[unit].finite)
+            return not self._parts.ranks.any(not finite)
 
     def sum_sq(self, unit: int) -> float:
         return self._sums[unit].sum_sq
@@ -230,10 +247,10 @@ class ReducedGradients(Gradients):
 
     def norm_of(self, sum_sq: float) -> float:
         if self._sharding.count == 1:
-            return math.sqrt(sum_sq)
+            return super().norm_of(sum_sq)
         with self._counters.stalled(StallCause.COLLECTIVE):
             total = self._ranks.sum(sum_sq)
-        return math.sqrt(total)
+        return super().norm_of(total)
 
     def forget(self, unit: int) -> None:
         self._present[unit] = set()

@@ -16,6 +16,7 @@ from infinity.zero.build import host_capacity
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/multi-gpu.md").read_text()
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 MODEL = """
 from tests.behaviour.reference import batches, tiny_gpt2 as make_model
 
@@ -43,10 +44,37 @@ def run(path: Path, code: str, ranks: int) -> str:
 
 def test_the_training_script_runs_on_two_ranks(tmp_path) -> None:
     (tmp_path / "swap").mkdir()
-    code = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[0]
-    assert "trained on 2 ranks with 1 threads each" in run(tmp_path, code, 2)
+    assert "trained on 2 ranks with 1 threads each" in run(tmp_path, EXAMPLES[0], 2)
     assert (tmp_path / "checkpoints/latest").read_text() == "global_step2"
     assert not list((tmp_path / "swap").iterdir())
+
+
+MLP = """
+import torch
+from torch import nn
+
+config = {
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 3},
+}
+
+def make_mlp():
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("up", nn.Linear(32, 64))
+    model.add_module("activation", nn.GELU())
+    model.add_module("down", nn.Linear(64, 32))
+    return model
+
+"""
+
+
+def test_the_tensor_parallel_script_runs_on_four_ranks(tmp_path) -> None:
+    run(tmp_path, MLP + EXAMPLES[1], 4)
+    for part in range(2):
+        assert (tmp_path / f"checkpoints/part-{part}-of-2/latest").read_text() == "global_step3"
 
 
 def test_an_automatic_budget_is_a_share_of_the_machine(monkeypatch) -> None:
