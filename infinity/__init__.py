@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         ConfigError,
         InfinityError,
         NonFiniteError,
+        RankError,
         StorageError,
     )
     from infinity.integrations import from_pretrained
@@ -33,6 +34,7 @@ _HOMES = {
     "ConfigError": "infinity.errors",
     "InfinityError": "infinity.errors",
     "NonFiniteError": "infinity.errors",
+    "RankError": "infinity.errors",
     "StorageError": "infinity.errors",
 }
 
@@ -43,6 +45,7 @@ __all__ = [
     "Engine",
     "InfinityError",
     "NonFiniteError",
+    "RankError",
     "StorageError",
     "__version__",
     "from_pretrained",
