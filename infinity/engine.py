@@ -386,9 +386,12 @@ class Engine:
 
     def _complete(self, units: Sequence[int]) -> None:
         """All gradients that these units have in this backward pass are there."""
-        if self.is_gradient_accumulation_boundary() and self._layer_major is None:
-            for unit in units:
+        if self._layer_major is not None:
+            return  # other micro-batches have not been through these units yet
+        for unit in units:
+            if self.is_gradient_accumulation_boundary():
                 self._updates.final(unit)
+            self._gradients.rest(unit)
 
     # What users ask for #
 
@@ -625,12 +628,13 @@ class _LayerMajorStep:
 
     def complete(self, units: Sequence[int]) -> None:
         engine = self._engine
-        if engine._runtime.schedule is not UpdateSchedule.BACKWARD or engine._ranks.size > 1:
-            return
+        if engine._ranks.size > 1:
+            return  # sums may be under way
         ready = set(engine._gradients.units_with_gradients()).intersection(units)
         with engine._running("backward"):
             for unit in sorted(ready, reverse=True):
                 engine._updates.final(unit)
+                engine._gradients.rest(unit)
 
 
 def _call(model: Any, batch: Any) -> Any:

@@ -107,7 +107,9 @@ def plan_training(model: nn.Module, config: Config) -> TrainingPlan:
         needs=needs,
         host_bytes=capacity,
         split=split,
-        nvme_bytes=_stored_states(sizing, split) + (_params_space(sizing) if sizing.params_on_nvme else 0),
+        nvme_bytes=_stored_states(sizing, split)
+        + (_params_space(sizing) if sizing.params_on_nvme else 0)
+        + _spilled_grads(sizing, split),
         steps=plan,
         read_bytes=read,
         write_bytes=written,
@@ -127,9 +129,14 @@ def _params_space(sizing: Sizing) -> int:
     return sum(-(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES for spec in sizing.specs if spec.offloaded)
 
 
+def _spilled_grads(sizing: Sizing, split: MemorySplit) -> int:
+    """Bytes of gradients that go to the drives and come back."""
+    return sum(sizing.grad_sizes[unit] for unit in sizing.spilled_units(split.grads_bytes))
+
+
 def _traffic(sizing: Sizing, split: MemorySplit, plan: Plan) -> tuple[int, int]:
-    """(read, written) in a step: states that do not stay both ways, parameters as the plan says."""
-    states = _stored_states(sizing, split)
+    """(read, written) in a step: states and gradients that do not stay both ways, parameters as the plan says."""
+    states = _stored_states(sizing, split) + _spilled_grads(sizing, split)
     if not sizing.params_on_nvme:
         return states, states
     updated = sum(sizing.specs[unit].nbytes for unit in plan.evicted)

@@ -83,7 +83,7 @@ class StatesHome:
             flat,
             _flat(gradient.detach()),
             segments=(Segment(0, flat.numel(), hyper),),
-            ready=None,
+            ready=(),
             write_back=False,
             seed=hyper.step << 24 | unit,
         )

@@ -47,7 +47,7 @@ class UpdateJob:
         param: the shard's trainable elements in compute dtype, in host memory; updated in place.
         grad: gradients, same length.
         segments: what to update, and how; elements outside are left alone.
-        ready: what `param` still waits for.
+        ready: what `param` and `grad` still wait for.
         write_back: also write the updated parameters to their home.
         seed: of this update's stochastic rounding.
         first: position of the shard's first element in the unit; shards of several ranks round differently.
@@ -57,7 +57,7 @@ class UpdateJob:
     param: torch.Tensor
     grad: torch.Tensor
     segments: tuple[Segment, ...]
-    ready: Arrival | None
+    ready: tuple[Arrival, ...]
     write_back: bool
     seed: int = 0
     first: int = 0
@@ -231,9 +231,10 @@ class UpdatePipeline:
         for position, tile in enumerate(tiles):
             self._read_ahead(ticket, position)
             slot = tile.home if isinstance(tile.home, Lease) else self._tile_in_memory(tile)
-            if position == 0 and job.ready is not None:
-                with self.waits.waiting(job.ready.cause):
-                    job.ready.future.result()
+            if position == 0:
+                for arrival in job.ready:
+                    with self.waits.waiting(arrival.cause):
+                        arrival.future.result()
             with self._counters.updating(job.unit, tile.nbytes):
                 fields = self._layout.views(tile_buffer(slot, tile), tile.numel)
                 touched = self._update_tile(job, tile, fields)

@@ -3,6 +3,7 @@
 from infinity.tiers.activation_file import ActivationFiles
 from infinity.tiers.activations import ActivationStore
 from infinity.tiers.discrete import DiscreteParams
+from infinity.tiers.grad_spill import SpillingGradStore, choose_spilled
 from infinity.tiers.grads import GradLease, GradStore
 from infinity.tiers.link import CudaLink, Link, SameMemory, to_host
 from infinity.tiers.params import Arrival, FlatSpec, ParamStore, Residency, UnifiedParams
@@ -27,11 +28,13 @@ __all__ = [
     "Residency",
     "SameMemory",
     "Sharding",
+    "SpillingGradStore",
     "StateStore",
     "SwapPath",
     "SwapSpace",
     "Tile",
     "UnifiedParams",
+    "choose_spilled",
     "cut_into_tiles",
     "open_swap",
     "overlap",

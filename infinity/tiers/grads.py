@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.io import IoFuture
 from infinity.memory import Arena, Lease
 
 
@@ -62,6 +63,21 @@ class GradStore:
         self._open[unit] = GradLease(self, unit, memory, memory.tensor(self._dtype))
         return self._open[unit].tensor
 
+    def holds(self, unit: int) -> bool:
+        """The unit has gradients, in its buffer or elsewhere: `try_open` gives them back."""
+        return unit in self._open
+
+    def rest(self, unit: int) -> None:
+        """Nothing is added to the unit's gradients for a while."""
+
+    def make_room(self, unit: int) -> bool:
+        """Free room in which the unit's gradients could be; False if that is not the way."""
+        return False
+
+    def try_hand_over(self, unit: int) -> GradLease | None:
+        """As `hand_over`; None while there is no room for gradients that are elsewhere."""
+        return self.hand_over(unit)
+
     def hand_over(self, unit: int) -> GradLease:
         """Pass the buffer to the unit's update, which releases it."""
         return self._open.pop(unit)
@@ -79,12 +95,17 @@ class GradStore:
 
 @dataclass(frozen=True)
 class GradLease:
-    """One unit's gradients of one step."""
+    """One unit's gradients of one step.
+
+    Attributes:
+        arrival: what `tensor` still waits for.
+    """
 
     store: GradStore
     unit: int
     memory: Lease
     tensor: torch.Tensor
+    arrival: IoFuture | None = None
 
     def release(self) -> None:
         """The gradients were used; the buffer may hold others."""

@@ -28,6 +28,7 @@ from infinity.tiers import (
     Link,
     ParamStore,
     SameMemory,
+    SpillingGradStore,
     StateStore,
     SwapPath,
     SwapSpace,
@@ -140,7 +141,7 @@ def build_runtime(
             swap=swap if sizing.states_on_nvme else None,
             counters=counters,
         )
-        grads = GradStore(sizing.shard_numels, sizing.grad_dtype, arena, split.grads_bytes, sizing.standing)
+        grads = _make_grads(sizing, split, arena, swap, counters)
         params, budget = _make_params(sizing, config, split, arena, swap, counters, link)
         if swap is not None:
             swap.create()
@@ -176,6 +177,16 @@ def make_gradients(runtime: Runtime, config: Config, device: torch.device) -> Gr
         device=device,
         parts=runtime.parts,
     )
+
+
+def _make_grads(
+    sizing: Sizing, split: MemorySplit, arena: Arena, swap: SwapSpace | None, counters: Counters
+) -> GradStore:
+    """The store of the gradients; those that are to be held but do not fit have a place on the drive."""
+    numels, dtype, capacity, standing = sizing.shard_numels, sizing.grad_dtype, split.grads_bytes, sizing.standing
+    if swap is None or not sizing.spilled_units(capacity):
+        return GradStore(numels, dtype, arena, capacity, standing)
+    return SpillingGradStore(numels, dtype, arena, capacity, standing, swap, counters)
 
 
 def _make_params(

@@ -21,7 +21,7 @@ from infinity.io import Priority
 from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket
 from infinity.schedule import Plan, PlanStep, Trace, make_plan
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import GradLease, GradStore, ParamStore, Residency
+from infinity.tiers import Arrival, GradLease, GradStore, ParamStore, Residency
 from infinity.zero.gathering import Gathering
 from infinity.zero.model_parts import set_local_part
 from infinity.zero.partition import Partition
@@ -177,7 +177,7 @@ class Executor:
                 if not self._params.fetch_start(unit, Priority.PREFETCH, updated=unit in self._pending):
                     return
                 self._fetching.add(unit)
-                self._start_pending(unit)
+                self._try_pending(unit)
             self._todo.popleft()
 
     def _try_evict(self, unit: int) -> bool:
@@ -224,6 +224,9 @@ class Executor:
             return
         for other in range(len(self._params.specs)):  # fetched ahead for a use that did not come
             if self._params.residency(other) is Residency.FETCHING and not self._params.is_pinned(other):
+                if other in self._pending:
+                    self._start_pending(other)
+                    return
                 self._params.fetch_wait(other)
                 self._fetching.discard(other)
                 self._views.show(other)
@@ -253,24 +256,40 @@ class Executor:
         self._pending[unit] = segments
         self._gathering.changed(unit)
         if self._params.residency(unit) is not Residency.STORED:
-            self._start_pending(unit)
+            self._try_pending(unit)
+
+    def _try_pending(self, unit: int) -> None:
+        """Start the unit's update, unless its gradients have no room yet; it is tried again on every event."""
+        if unit in self._pending:
+            if unit in self._tickets:  # last step's values are computed, but not all written yet
+                self._wait_update(unit)
+            lease = self._grads.try_hand_over(unit)
+            if lease is not None:
+                self._submit(unit, lease)
 
     def _start_pending(self, unit: int) -> None:
-        segments = self._pending.pop(unit, None)
-        if segments is None:
-            return
-        if unit in self._tickets:  # last step's values are computed, but not all written yet
-            self._wait_update(unit)
-        lease = self._grads.hand_over(unit)
+        """Start the unit's update, if one is pending."""
+        while unit in self._pending:
+            self._try_pending(unit)
+            if unit in self._pending and not self._grads.make_room(unit) and not self.finish_oldest_update():
+                raise CapacityError(
+                    f"no host memory is left for the gradients of unit `{self._params.specs[unit].name}`: "
+                    "raise tiering.host_memory"
+                )
+
+    def _submit(self, unit: int, lease: GradLease) -> None:
+        segments = self._pending.pop(unit)
         self._host_open(unit)
         spec = self._params.specs[unit]
         trained = spec.trainable_numel // spec.sharding.count
+        values = self._params.host_ready(unit)
+        gradients = None if lease.arrival is None else Arrival(lease.arrival, StallCause.DISK_READ)
         job = UpdateJob(
             unit=unit,
             param=self._params.host_tensor(unit)[:trained],
             grad=lease.tensor,
             segments=segments,
-            ready=self._params.host_ready(unit),
+            ready=tuple(arrival for arrival in (values, gradients) if arrival is not None),
             write_back=spec.offloaded and (self._plan is None or unit in self._plan.evicted),
             # The same for every placement, and after a resume; there are none where a rank has padding alone.
             seed=segments[0].rule.step << 24 | unit if segments else 0,
@@ -297,8 +316,11 @@ class Executor:
         """Take note of finished updates and use the memory that they gave back."""
         for unit in [unit for unit, (ticket, _) in self._tickets.items() if ticket.finished()]:
             self._finish_update(unit)
+        for unit in list(self._pending):
+            if self._params.residency(unit) is not Residency.STORED:
+                self._try_pending(unit)
         for unit in self._fetching:
-            if unit not in self._tickets:
+            if unit not in self._tickets and unit not in self._pending:
                 self._params.advance(unit)
         self._work_off()
 

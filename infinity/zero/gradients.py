@@ -58,8 +58,9 @@ class Gradients:
         slot = unit.slots[slot_index]
         buffer = self._store.get(unit_index)
         if buffer is None:
+            fresh = not self._store.holds(unit_index)
             buffer = self._open(unit)
-            for start, stop in self._gaps[unit_index]:
+            for start, stop in self._gaps[unit_index] if fresh else ():
                 buffer[start:stop] = 0  # kernels run over the padding too
         grad = local_gradient(param)
         if grad is None:
@@ -120,6 +121,10 @@ class Gradients:
         """The norm over all ranks' shards and the model's parts, of a sum over this rank's."""
         return math.sqrt(self._parts.ranks.sum(sum_sq))
 
+    def rest(self, unit: int) -> None:
+        """Nothing more is added to the unit's gradients for a while."""
+        self._store.rest(unit)
+
     def forget(self, unit: int) -> None:
         """The unit's gradients are handed over: what arrives next starts a new sum."""
         self._stats[unit] = {}
@@ -135,7 +140,7 @@ class Gradients:
             buffer = self._store.try_open(unit.index)
             if buffer is not None:
                 return buffer
-            if not self._make_room() and not self._finish_early():
+            if not (self._store.make_room(unit.index) or self._make_room() or self._finish_early()):
                 raise CapacityError(
                     f"no host memory is left for the gradients of unit `{unit.name}`: raise tiering.host_memory, or "
                     "set tiering.update_schedule to deferred, which has room for the gradients of all units"

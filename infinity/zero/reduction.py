@@ -194,7 +194,7 @@ class ReducedGradients(Gradients):
 
     def _add(self, unit: int, shard: torch.Tensor) -> None:
         buffer = self._store.get(unit)
-        fresh = buffer is None
+        fresh = not self._store.holds(unit)
         if buffer is None:
             buffer = self._open(self._units[unit])
         stats = grad_store(buffer, to_host(shard, self._counters), accumulate=not fresh)

@@ -13,7 +13,7 @@ from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
 from infinity.schedule import MemoryNeeds
-from infinity.tiers import WHOLE, FlatSpec, Sharding, cut_into_tiles
+from infinity.tiers import WHOLE, FlatSpec, Sharding, choose_spilled, cut_into_tiles
 from infinity.zero.partition import PERSISTENT, Alignment, Partition, make_partition
 from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.updates import UpdateSchedule
@@ -75,6 +75,22 @@ class Sizing:
         """There is room for the gradients of all units at once."""
         summed = self.accumulates and not self.layer_major
         return summed or self.schedule is not UpdateSchedule.BACKWARD
+
+    @property
+    def spills_gradients(self) -> bool:
+        """Gradients that are to be held but do not fit go to NVMe."""
+        return self.holds_all_gradients and (self.params_on_nvme or self.states_on_nvme)
+
+    @property
+    def grad_sizes(self) -> list[int]:
+        """Bytes of each unit's gradients, of those that this rank's optimizer has."""
+        return [numel * self.grad_dtype.itemsize for numel in self.shard_numels]
+
+    def spilled_units(self, grads_bytes: int) -> tuple[int, ...]:
+        """Units whose gradients go to NVMe when so much host memory is there for gradients."""
+        if not self.spills_gradients or sum(self.grad_sizes) <= grads_bytes:
+            return ()
+        return choose_spilled(self.grad_sizes, self.standing, grads_bytes).spilled
 
     @property
     def moving_bytes(self) -> list[int]:
@@ -233,11 +249,12 @@ def _tile_numel(partition: Partition, layout: StateLayout, tile_bytes: int) -> i
 
 def host_needs(sizing: Sizing) -> MemoryNeeds:
     """What host memory must and may hold."""
-    grads = sorted((numel * sizing.grad_dtype.itemsize for numel in sizing.shard_numels), reverse=True)
+    grads = sorted(sizing.grad_sizes, reverse=True)
     grads_min = grads_most = sum(grads)
-    if not sizing.holds_all_gradients:
-        standing = sum(sizing.shard_numels[unit] for unit in sizing.standing) * sizing.grad_dtype.itemsize
+    standing = sum(sizing.grad_sizes[unit] for unit in sizing.standing)
+    if sizing.spills_gradients or not sizing.holds_all_gradients:
         grads_min = min(sum(grads), grads[0] + standing)
+    if not sizing.holds_all_gradients:
         grads_most = min(sum(grads), sum(grads[:_GRADS_IN_FLIGHT]) + standing)
     states = sizing.states_bytes
     if sizing.discrete:

@@ -147,13 +147,13 @@ def test_reading_past_the_host_gives_the_same_bits(clipping, names, tmp_path) ->
     for path in paths:
         path.mkdir()
     reader = CountingReader()
-    placed = past_the_host(Placement("nvme", "nvme", tmp_path, "64KiB", "900KB"), clipping, reader, *paths)
+    placed = past_the_host(Placement("nvme", "nvme", tmp_path, "64KiB", "640KB"), clipping, reader, *paths)
     assert reader.reads > 20
     assert_same_bits(placed, in_memory("llama", "bf16", 1, clipping))
 
 
 def test_no_way_past_the_host_is_a_warning(tmp_path, caplog) -> None:
-    placement = Placement("nvme", "nvme", tmp_path, "64KiB", "900KB")
+    placement = Placement("nvme", "nvme", tmp_path, "64KiB", "640KB")
     placed = past_the_host(placement, 0.5, "cuFile is absent", tmp_path)
     assert "parameters go through host memory: cuFile is absent" in caplog.text
     assert_same_bits(placed, in_memory("llama", "bf16", 1, 0.5))
@@ -165,7 +165,7 @@ def test_a_failing_read_past_the_host_names_the_file(tmp_path) -> None:
             raise RuntimeError("cuFile error 5011")
 
     with pytest.raises(infinity.StorageError, match="cuFile error 5011") as failed:
-        past_the_host(Placement("nvme", "nvme", tmp_path, "64KiB", "900KB"), 0.0, Failing(), tmp_path)
+        past_the_host(Placement("nvme", "nvme", tmp_path, "64KiB", "640KB"), 0.0, Failing(), tmp_path)
     assert str(tmp_path) in failed.value.filename
 
 

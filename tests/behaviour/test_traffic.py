@@ -39,7 +39,9 @@ def disk_bytes() -> tuple[int, int]:
 
 # Bytes per parameter and step with everything on NVMe and one micro-batch (the design's table): every parameter is
 # read twice and written once, every other field is read and written once.
+# Gradients that wait for their norm are written and read once, where memory cannot hold them.
 TABLE = {"fp32": (4 + 4 + 8, 4 + 8), "bf16": (2 + 2 + 10, 2 + 10)}
+SPILLED = {"fp32": 4, "bf16": 2}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -70,7 +72,8 @@ def test_disk_traffic_is_what_the_format_says(precision, clipping, tmp_path) -> 
             moved = engine.stats().tier_bytes
             counted += moved["nvme_read"] + moved["nvme_write"]
         read, written = (after - b for after, b in zip(disk_bytes(), before, strict=True))
-    expected_read, expected_written = (n * params * steps for n in TABLE[precision])
+    spilled = SPILLED[precision] if clipping else 0
+    expected_read, expected_written = ((n + spilled) * params * steps for n in TABLE[precision])
     assert read == pytest.approx(expected_read, rel=0.03)
     assert written == pytest.approx(expected_written, rel=0.03)
     assert counted == pytest.approx(read + written, rel=0.03)

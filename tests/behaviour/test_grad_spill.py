@@ -1,0 +1,49 @@
+"""Gradients that host memory cannot hold go through NVMe: the numbers stay, and the least budget falls."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import infinity
+from infinity.config import load_config
+from infinity.planner import plan_training
+from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_llama, train
+from tests.behaviour.test_parity import assert_same_bits, least_host_memory
+
+STEPS = 4
+
+
+def spilling(recipe: Recipe, path: Path, schedule: str = "auto", room: int = 0) -> Placement:
+    placement = Placement("nvme", "nvme", path, "64KiB", schedule=schedule)
+    return dataclasses.replace(placement, host_memory=least_host_memory(recipe, placement) + room)
+
+
+@pytest.mark.parametrize("room", [0, 150_000, 400_000], ids=["least", "more", "much"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("accumulation", "clipping", "schedule"),
+    [(3, 0.0, "backward"), (1, 0.5, "deferred"), (3, 0.5, "deferred"), (2, 0.5, "barrier")],
+)
+def test_the_numbers_are_those_of_memory(accumulation, clipping, schedule, precision, room, tmp_path) -> None:
+    recipe = Recipe(precision, accumulation, clipping, STEPS)
+    placement = spilling(recipe, tmp_path, schedule, room)
+    assert_same_bits(train(tiny_llama(), recipe, placement), train(tiny_llama(), recipe, Placement()))
+
+
+def test_the_least_budget_is_that_of_one_unit_and_the_plan_says_so(tmp_path) -> None:
+    recipe = Recipe("fp32", clipping=1.0)
+    config = recipe.config(spilling(recipe, tmp_path))
+    plan = plan_training(tiny_llama(), load_config(config))
+    largest = max(unit.nbytes for unit in plan.units)  # fp32: a unit's gradients are as large as its parameters
+    standing = next(unit.nbytes for unit in plan.units if not unit.offloaded)
+    assert plan.needs.grads_min_bytes == largest + standing < plan.needs.grads_bytes / 3
+    with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
+        for ids in batches(STEPS):
+            engine.backward(loss_of(engine, ids))
+            engine.step()
+        assert engine.stats().peak_bytes["nvme"] == plan.nvme_bytes
+        written = engine.stats().tier_bytes["nvme_write"]
+    assert written == pytest.approx(plan.write_bytes, rel=0.15)
