@@ -176,7 +176,7 @@ class Engine:
             self._updates.begin_backward(last=last, in_parts=self._hooks.in_parts(), early=alone)
             self._gradients.begin_backward(last=last)
             try:
-                self._scaled(loss).backward()
+                self.scaled(loss).backward()
             except BaseException:
                 self._abort_step()
                 raise
@@ -220,6 +220,37 @@ class Engine:
                 losses.append(loss.detach())
         return torch.stack(losses).mean()
 
+    @contextmanager
+    def driven_step(self) -> Iterator[None]:
+        """Train one step whose passes something else runs inside, such as a schedule of `torch.distributed.pipelining`.
+
+        Each of the `gradient_accumulation_steps` micro-batches has its forward through `module`; its backward begins
+        with `scaled(loss)`. The update follows at the end of the context.
+
+        Raises:
+            InfinityError: a step has begun with `backward`, or micro-batches are layer-major.
+        """
+        self._check_at_step_boundary("driven_step")
+        self._check_open()
+        if self._layer_major is not None:
+            raise InfinityError(
+                'driven_step runs no layer-major micro-batches: set tiering.accumulation to "micro_batch"'
+            )
+        self._executor.begin_cycle()
+        self._in_cycle = True
+        self.micro_steps += self.config.gradient_accumulation_steps - 1
+        self._updates.begin_backward(
+            last=True, in_parts=frozenset(range(len(self._runtime.partition.units))), early=False
+        )
+        self._gradients.begin_backward(last=True)
+        try:
+            yield
+        except BaseException:
+            self._abort_step()
+            raise
+        self._end_backward()
+        self.step()
+
     def _train_layer_major(self, batches: Sequence[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
         assert self._layer_major is not None
         self._check_open()
@@ -255,8 +286,8 @@ class Engine:
                 "this batch out, or set tiering.update_schedule to deferred to have such steps skipped"
             )
 
-    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """What backward begins with."""
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """What the backward of a micro-batch's loss begins with: its share of the step's, times the loss scale."""
         share = loss / (self.config.gradient_accumulation_steps * self._ranks.size)
         return share if self.config.fp16 is None else share.float() * self.loss_scale.value
 
@@ -614,7 +645,7 @@ class _LayerMajorStep:
             if not self._begun:
                 engine._updates.begin_backward(last=True, early=False)
                 self._begun = True
-            self._piece(micro_batch, [engine._scaled(loss)], None)
+            self._piece(micro_batch, [engine.scaled(loss)], None)
 
     def go_on(self, micro_batch: int, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         with self._engine._running("backward"):

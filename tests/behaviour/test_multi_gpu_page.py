@@ -68,6 +68,9 @@ def make_mlp():
     model.add_module("down", nn.Linear(64, 32))
     return model
 
+def make_stage(index):
+    return make_mlp()
+
 """
 
 
@@ -75,6 +78,12 @@ def test_the_tensor_parallel_script_runs_on_four_ranks(tmp_path) -> None:
     run(tmp_path, MLP + EXAMPLES[1], 4)
     for part in range(2):
         assert (tmp_path / f"checkpoints/part-{part}-of-2/latest").read_text() == "global_step3"
+
+
+def test_the_pipeline_script_runs_on_two_ranks(tmp_path) -> None:
+    run(tmp_path, MLP + EXAMPLES[2], 2)
+    for stage in range(2):
+        assert (tmp_path / f"checkpoints/stage-{stage}/latest").read_text() == "global_step3"
 
 
 def test_an_automatic_budget_is_a_share_of_the_machine(monkeypatch) -> None:
