@@ -160,3 +160,30 @@ def test_what_cannot_work_is_refused(tmp_path) -> None:
     for same, meta in run_ranks(2, refuse_here, path=tmp_path):
         assert "distributed over ranks [0, 1], which would also share its states" in same
         assert "`0.up.weight` is a DTensor on the meta device" in meta
+
+
+def resume_here(path: str) -> bool:
+    """Trained on from a checkpoint, this part has the bits that it has without one."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    config = {"train_batch_size": BATCH, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    batches = global_batches()
+
+    def train(engine: infinity.Engine, steps: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        for x in steps:
+            engine.backward(loss_of(engine, x, torch.float32))
+            engine.step()
+        return dict(engine.named_parameters())
+
+    group = mesh["dp"].get_group()
+    with infinity.initialize(model=divided_model(mesh["tp"]), config=config, process_group=group)[0] as engine:
+        train(engine, batches[:2])
+        engine.save_checkpoint(path)
+        expected = train(engine, batches[2:])
+    with infinity.initialize(model=divided_model(mesh["tp"], seed=1), config=config, process_group=group)[0] as engine:
+        engine.load_checkpoint(path)
+        resumed = train(engine, batches[2:])
+    return all(torch.equal(resumed[name], weight) for name, weight in expected.items())
+
+
+def test_a_divided_model_resumes_to_the_same_bits(tmp_path) -> None:
+    assert run_ranks(2, resume_here, str(tmp_path / "checkpoints"), path=tmp_path) == [True, True]
