@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infinity.config import load_config
-    from infinity.engine import Engine, initialize
+    from infinity.engine import Engine
     from infinity.errors import (
         CapacityError,
         CheckpointError,
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
         StorageError,
     )
     from infinity.integrations import from_pretrained
+    from infinity.setup import initialize
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Engine": "infinity.engine",
-    "initialize": "infinity.engine",
+    "initialize": "infinity.setup",
     "from_pretrained": "infinity.integrations",
     "load_config": "infinity.config",
     "CapacityError": "infinity.errors",

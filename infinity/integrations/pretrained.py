@@ -10,9 +10,10 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from infinity.checkpoint import PretrainedWeights
-from infinity.engine import ConfigSource, Engine, initialize
+from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.optim.optimizer import TieredOptimizer
+from infinity.setup import ConfigSource, initialize
 from infinity.zero.meta import construct_on_meta
 
 

@@ -336,7 +336,7 @@ def resident():
 directory = Path(sys.argv[1])
 tiny = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8)
 transformers.AutoModelForCausalLM.from_config(tiny)(torch.zeros(1, 1, dtype=torch.long))  # what it imports
-import infinity.engine, infinity.integrations
+import infinity.setup, infinity.integrations
 before = resident()
 engine = infinity.from_pretrained(directory / "model", directory / "config.json")[0]
 loaded = resident()

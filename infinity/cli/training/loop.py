@@ -20,8 +20,9 @@ from infinity.cli.training.data import ByteTokens, Samples, TokenizedFiles, Toke
 from infinity.cli.training.models import build_model, max_tokens
 from infinity.cli.training.progress import Progress, StepReport
 from infinity.cli.training.ranks import agreed, first_sample, mean_over_ranks, rank_and_size
-from infinity.engine import Engine, initialize
+from infinity.engine import Engine
 from infinity.errors import ConfigError, NonFiniteError
+from infinity.setup import initialize
 
 MAX_SKIPPED = 30  # in a row: more than a loss scale needs to settle
 

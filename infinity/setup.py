@@ -1,0 +1,247 @@
+"""From a model, a configuration and what else a training script has to an engine: `initialize`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import Config, load_config
+from infinity.engine import Engine
+from infinity.errors import ConfigError
+from infinity.optim.kinds import ADAM, OptimizerKind, kind_from_config, kind_of
+from infinity.optim.lr_schedules import make_scheduler
+from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
+from infinity.tiers import CudaLink, Link
+from infinity.zero.build import build_runtime
+from infinity.zero.materialize import InitialValues, WeightSource, materialize
+from infinity.zero.meta import InitFunction
+from infinity.zero.meta import init_function as meta_init_function
+from infinity.zero.model_parts import model_parts
+from infinity.zero.ranks import Ranks, join_ranks
+from infinity.zero.sizing import compute_dtype
+
+ConfigSource = str | Path | Mapping[str, Any] | Config
+
+
+def initialize(
+    model: nn.Module,
+    config: ConfigSource,
+    model_parameters: ParamsOrGroups | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    training_data: Any | None = None,
+    lr_scheduler: Any | None = None,
+    *,
+    init_function: InitFunction | None = None,
+    weights: WeightSource | None = None,
+    device: torch.device | str | None = None,
+    link: Link | None = None,
+    process_group: Any | None = None,
+) -> tuple[Engine, TieredOptimizer, Any | None, Any | None]:
+    """Place a model's states in the tiers and return what a training loop needs.
+
+    Args:
+        model: any `nn.Module`. Parameters on the meta device are initialised unit by unit, straight in their tier. One
+            that `torch.distributed.tensor.parallel` has divided comes with its values.
+        config: a DeepSpeed-style JSON file, or the same as a mapping.
+        model_parameters: parameters or parameter groups to train; all that require a gradient by default.
+        optimizer: a torch Adam, AdamW, Adagrad or SGD whose groups and hyper-parameters are taken over.
+        training_data: a dataset; a `DataLoader` with the configured micro-batch size is returned for it.
+        lr_scheduler: a torch scheduler of `optimizer`, or a callable that makes one from the returned optimizer.
+        init_function: initialises the parameters of one module that came on the meta device.
+        weights: where stored values of parameters on the meta device are, read unit by unit; see
+            `infinity.integrations.pretrained_model`. Those that it has not are initialised.
+        device: where to compute; a CUDA device where there is one, else the CPU.
+        link: how bytes get to a device that is neither, and from it.
+        process_group: the ranks that share the states; all of `torch.distributed`'s by default, which is initialised
+            here under a launcher (`infinity run`, `torchrun`) if it was not before.
+
+    Returns:
+        (engine, optimizer, dataloader or None, lr_scheduler or None)
+
+    Raises:
+        ConfigError: a key, value or combination that cannot work, by name.
+        CapacityError: a memory budget that is too small, with the number that is needed.
+        StorageError: an nvme path that cannot be used.
+        RankError: another rank has failed.
+    """
+    ranks = join_ranks(process_group)
+    resolved = config if isinstance(config, Config) else load_config(config, world_size=ranks.size)
+    _check_batch(resolved, ranks)
+    parts = model_parts(model, ranks)
+    link = link or _default_link(device)
+    compute_device = torch.device("cpu") if link is None else link.device
+    tiered = TieredOptimizer(*_parameters(model, resolved, model_parameters, optimizer))
+    groups = _group_of_each(model, tiered)
+    dtype = compute_dtype(resolved)
+    values = InitialValues(model, init_function or _default_init_function(model), weights)
+    _rebind(tiered, model, groups)
+    _place_buffers(model, dtype, compute_device)
+    _agree_on_buffers(model, ranks)
+    runtime = build_runtime(model, groups, resolved, tiered.kind.layout, link, ranks, parts)
+    try:
+        with runtime.counters.aside("initialize"):
+            materialize(runtime.partition, values, runtime.executor, runtime.pipeline, runtime.layout, ranks)
+        scheduler = _scheduler(resolved, tiered, lr_scheduler)
+        engine = Engine(model, resolved, runtime, tiered, scheduler, compute_device)
+    except BaseException:
+        runtime.close()
+        raise
+    return engine, tiered, _dataloader(training_data, resolved, ranks), scheduler
+
+
+def _check_batch(config: Config, ranks: Ranks) -> None:
+    """A configuration that was resolved before is for this many ranks.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    per_rank = config.micro_batch_size * config.gradient_accumulation_steps
+    if per_rank * ranks.size != config.train_batch_size:
+        raise ConfigError(
+            f"train_batch_size {config.train_batch_size} was resolved for {config.train_batch_size // per_rank} ranks "
+            f"but {ranks.size} are running: give load_config world_size={ranks.size}, or the configuration itself"
+        )
+
+
+def _agree_on_buffers(model: nn.Module, ranks: Ranks) -> None:
+    """Take over rank 0's buffers (its parameters follow as they are placed)."""
+    if ranks.size > 1:
+        for buffer in model.buffers():
+            values = buffer.detach().cpu().contiguous()
+            ranks.broadcast(values)
+            buffer.copy_(values)
+
+
+def _parameters(
+    model: nn.Module,
+    config: Config,
+    model_parameters: ParamsOrGroups | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> tuple[ParamsOrGroups, Mapping[str, Any], OptimizerKind]:
+    """What to train, the default hyper-parameters, and by which optimizer."""
+    _check_parameters(model)
+    if optimizer is not None:
+        if config.optimizer is not None:
+            raise ConfigError("both `optimizer` and the configuration's optimizer section are given; give one")
+        kind, groups = kind_of(optimizer)
+        return groups, {}, kind
+    kind = ADAM
+    defaults: dict[str, Any] = {}
+    if config.optimizer is not None:
+        kind, defaults = kind_from_config(config.optimizer.type, config.optimizer.params)
+    if model_parameters is None:
+        model_parameters = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    else:
+        model_parameters = list(model_parameters)  # type: ignore[assignment]
+    if not model_parameters:
+        raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
+    return model_parameters, defaults, kind
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Refuse what cannot be trained.
+
+    Raises:
+        ConfigError: by name: a parameter without a shape, in float64, or complex; or there is none to train.
+    """
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.UninitializedParameter):
+            raise ConfigError(f"parameter `{name}` has no shape yet (a lazy module); run one forward pass first")
+        if param.dtype is torch.float64:
+            raise ConfigError(f"parameter `{name}` is float64; convert the model first (model.float())")
+        if param.is_complex() and param.requires_grad:
+            kind = str(param.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"parameter `{name}` is {kind}; hold it as real numbers (torch.view_as_real), or freeze it"
+            )
+    if not any(param.is_floating_point() for param in model.parameters()):
+        raise ConfigError("the model has no floating-point parameters to train or place")
+
+
+def _group_of_each(model: nn.Module, optimizer: TieredOptimizer) -> dict[str, int]:
+    """Parameter group by parameter name.
+
+    Raises:
+        ConfigError: a group has a parameter that is not the model's.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups: dict[str, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            name = names.get(id(param))
+            if name is None:
+                raise ConfigError(
+                    f"parameter group {index} has a parameter of shape {tuple(param.shape)} that is not the model's"
+                )
+            if param.requires_grad and param.is_floating_point():
+                groups[name] = index
+    return groups
+
+
+def _rebind(optimizer: TieredOptimizer, model: nn.Module, groups: Mapping[str, int]) -> None:
+    """Have the groups hold the model's present parameters (those that came on meta were replaced)."""
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"] = [model.get_parameter(name) for name, member in groups.items() if member == index]
+
+
+def _place_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Move buffers to the device, and cast floating-point ones that are part of the state, as the parameters are.
+
+    Buffers that are not saved (rotary frequencies, masks) are constants of the architecture and keep the
+    precision that it chose.
+    """
+    for module in model.modules():
+        transient = module._non_persistent_buffers_set
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            kept = name in transient or not buffer.is_floating_point()
+            placed = buffer.to(device, buffer.dtype if kept else dtype)
+            module.register_buffer(name, placed, persistent=name not in transient)
+
+
+def _default_link(device: torch.device | str | None) -> Link | None:
+    """The link to the compute device; None for the CPU.
+
+    Raises:
+        ConfigError: a device of another kind, or CUDA where there is none.
+    """
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"device {device!r} does not exist; choose cpu or a CUDA device") from error
+    if chosen.type == "cpu":
+        return None
+    if chosen.type != "cuda" or not torch.cuda.is_available():
+        raise ConfigError(f"device {chosen} is not available; choose cpu or a CUDA device that torch sees")
+    index: int | None = chosen.index
+    return CudaLink(torch.device("cuda", torch.cuda.current_device() if index is None else index))
+
+
+def _default_init_function(model: nn.Module) -> InitFunction | None:
+    if any(param.is_meta for param in model.parameters()):
+        return meta_init_function(model)
+    return None
+
+
+def _scheduler(config: Config, optimizer: TieredOptimizer, given: Any | None) -> Any | None:
+    if given is not None:
+        made = given(optimizer) if callable(given) and not hasattr(given, "step") else given
+        if made.optimizer is not optimizer:
+            made.optimizer = optimizer
+        return made
+    if config.scheduler is None:
+        return None
+    return make_scheduler(config.scheduler, optimizer)
+
+
+def _dataloader(dataset: Any | None, config: Config, ranks: Ranks) -> Any | None:
+    """Shuffled micro-batches, of this rank's share of the data."""
+    if dataset is None:
+        return None
+    if ranks.size == 1:
+        return torch.utils.data.DataLoader(dataset, batch_size=config.micro_batch_size, shuffle=True)
+    sampler: Any = torch.utils.data.DistributedSampler(dataset, ranks.size, ranks.rank)
+    return torch.utils.data.DataLoader(dataset, batch_size=config.micro_batch_size, sampler=sampler)
