@@ -98,6 +98,11 @@ class Engine:
         self._hooks = Hooks(model, runtime.partition, self._compute_lane or self, alone=self._ranks.size == 1)
         self._layer_major: LayerMajor | None = None
         if runtime.sizing.layer_major:
+            if self._ranks.size > 1:
+                raise ConfigError(
+                    f'tiering.accumulation is "layer" but {self._ranks.size} ranks train together: layer-major '
+                    'micro-batches serve one process; set it to "micro_batch"'
+                )
             self._layer_major = LayerMajor(model, runtime.partition, device)
         claim(self, model, runtime.partition.units)
         self._in_cycle = False  # a forward pass has run whose backward has not
