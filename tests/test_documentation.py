@@ -9,7 +9,7 @@ import pytest
 
 from infinity.cli.main import main
 from infinity.config import load_config
-from infinity.config.keys import NO_EFFECT, REFUSED
+from infinity.config.keys import DEPRECATED, NO_EFFECT, REFUSED
 from infinity.config.load import known_keys
 from tests.behaviour.reference import Placement, Recipe, batches, tiny_gpt2
 
@@ -67,6 +67,8 @@ def test_every_configuration_key_is_documented() -> None:
     for table in (NO_EFFECT, REFUSED):
         for key, reason in table.items():
             assert f"| `{key}` | {reason} |" in text
+    for key in DEPRECATED:
+        assert f"`{key}`" in text
     for key, (section, _) in known_keys():
         is_listed = f"`{key}`" in text or key.split(".")[-1] in ("path", "capacity", "bandwidth")
         assert section is not None or is_listed or key.startswith("bfloat16"), key

@@ -1,7 +1,7 @@
-"""DeepSpeed's keys that are no fields of the schema: those that change nothing here, and those that are refused.
+"""DeepSpeed's keys that are no fields of the schema: those that change nothing here, those that are refused, and old ones.
 
-Both tables map a dotted path to the reason, which the log line, the error and the documentation show. A refused key
-is accepted when its value asks for nothing: off, null, or what DeepSpeed has as its default.
+The first two tables map a dotted path to the reason, which the log line, the error and the documentation show. A
+refused key is accepted when its value asks for nothing: off, null, or what DeepSpeed has as its default.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from infinity.config.values import boolean
 _BUCKETS = "collectives work on a unit at a time"
 _PRESCALED = "the loss is divided by the number of ranks before backward"
 _BUFFERS = "buffer sizes follow from the model and tiering.host_memory"
+_PINNED = "host memory is pinned where there is a GPU"
 _PREFETCH = "prefetch follows from the recorded trace and the memory budget"
 _COLLECTIVES = "how a unit is gathered is not configurable"
 _GATHERED = "saving always gathers, one unit at a time"
@@ -81,11 +82,12 @@ NO_EFFECT: dict[str, str] = {
     "zero_optimization.override_module_apply": "torch is not patched",
     "zero_optimization.log_trace_cache_warnings": "leaving the trace is no event worth a warning",
     "zero_optimization.pipeline_loading_checkpoint": "loading always streams",
-    "zero_optimization.offload_param.pin_memory": "host memory is pinned where there is a GPU",
+    "zero_optimization.cpu_offload_use_pin_memory": _PINNED,
+    "zero_optimization.offload_param.pin_memory": _PINNED,
     "zero_optimization.offload_param.buffer_count": _BUFFERS,
     "zero_optimization.offload_param.buffer_size": _BUFFERS,
     "zero_optimization.offload_param.max_in_cpu": _BUFFERS,
-    "zero_optimization.offload_optimizer.pin_memory": "host memory is pinned where there is a GPU",
+    "zero_optimization.offload_optimizer.pin_memory": _PINNED,
     "zero_optimization.offload_optimizer.buffer_count": _BUFFERS,
     "zero_optimization.offload_optimizer.pipeline": "reads and writes are always pipelined",
     "zero_optimization.offload_optimizer.pipeline_read": "reads are always pipelined",
@@ -138,9 +140,6 @@ REFUSED: dict[str, str] = {
     "tensor_parallel": "use torch.distributed.tensor.parallel",
     "sequence_parallel_size": "not supported",
     "zero_optimization.zenflow": "updates already overlap; see tiering.update_schedule",
-    "zero_optimization.cpu_offload": "deprecated by DeepSpeed; use offload_optimizer",
-    "zero_optimization.cpu_offload_param": "deprecated by DeepSpeed; use offload_param",
-    "zero_optimization.cpu_offload_use_pin_memory": "deprecated by DeepSpeed; use offload_param",
     "zero_optimization.zero_hpz_partition_size": "hierarchical partitioning is not supported",
     "zero_optimization.zero_quantized_weights": "quantised collectives are not supported",
     "zero_optimization.zero_quantized_nontrainable_weights": "quantised collectives are not supported",
@@ -156,6 +155,12 @@ REFUSED: dict[str, str] = {
     "fp16.fp16_master_weights_and_grads": "masters are exact; see tiering.state_format",
     "bf16.bf16_master_weights_and_grads": "masters are exact; see tiering.state_format",
     "bf16.bf16_optimizer_states": "see tiering.state_format",
+}
+
+# Switches that DeepSpeed has deprecated, and the section that has device cpu where one is on.
+DEPRECATED: dict[str, str] = {
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
+    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
 }
 
 # Values of refused keys that ask for nothing, where that is not false or null.

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from infinity.config.keys import NO_EFFECT, REFUSED, asks_for_nothing
+from infinity.config.keys import DEPRECATED, NO_EFFECT, REFUSED, asks_for_nothing
 from infinity.config.resolve import resolve
 from infinity.config.resolved import Config
 from infinity.config.schema import RootSection
+from infinity.config.values import switch
 from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ def known_keys(section: type[BaseModel] = RootSection, prefix: str = "") -> Iter
 
 
 def _classify(values: dict[str, Any]) -> None:
-    """Leave in `values` what the schema honours, without "auto" and null, for which defaults stand.
+    """Leave in `values` what the schema honours, under its present names, without "auto" and null: defaults stand there.
 
     Raises:
         ConfigError: a key that is unknown, refused and not switched off, or given under both of its spellings.
@@ -157,6 +158,10 @@ def _classify(values: dict[str, Any]) -> None:
         elif path in NO_EFFECT:
             _log.info("configuration key %s has no effect here: %s", path, NO_EFFECT[path])
             _remove(values, path)
+        elif path in DEPRECATED:
+            _remove(values, path)
+            if value not in (None, "auto") and switch(path, value):
+                _offload_to_cpu(values, path)
         elif path in known:
             if value == "auto" and known[path].default not in (None, "auto"):
                 _log.info("configuration key %s is auto: %s, the default", path, known[path].default)
@@ -169,6 +174,15 @@ def _classify(values: dict[str, Any]) -> None:
         else:
             raise ConfigError(_unknown(path, known))
     _check_spellings(values, RootSection)
+
+
+def _offload_to_cpu(values: dict[str, Any], path: str) -> None:
+    """Honour one of DeepSpeed's old switches, which like there excludes the section that has replaced it."""
+    section, _, name = DEPRECATED[path].rpartition(".")
+    if values[section].get(name) not in (None, "auto"):
+        raise ConfigError(f"{path} is deprecated and {DEPRECATED[path]} is given as well; remove {path}")
+    values[section][name] = {"device": "cpu"}
+    _log.info("configuration key %s is deprecated: %s.device is cpu", path, DEPRECATED[path])
 
 
 def _entries(values: Mapping[str, Any], sections: Container[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -201,7 +215,7 @@ def _check_spellings(values: Mapping[str, Any], section: type[BaseModel], prefix
 
 
 def _unknown(path: str, known: Iterable[str]) -> str:
-    everything = [*known, *NO_EFFECT, *REFUSED]
+    everything = [*known, *NO_EFFECT, *REFUSED, *DEPRECATED]
     parent = path.rpartition(".")[0]
     siblings = [key for key in everything if key.rpartition(".")[0] == parent]
     nearest = difflib.get_close_matches(path, siblings, 1, 0.6) or difflib.get_close_matches(path, everything, 1, 0.6)

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from infinity.config import load_config
-from infinity.config.keys import NO_EFFECT, REFUSED
+from infinity.config.keys import DEPRECATED, NO_EFFECT, REFUSED
 from infinity.config.load import known_keys
 from infinity.errors import ConfigError
 
@@ -94,7 +94,7 @@ SWITCHED_OFF = {
 @pytest.mark.parametrize("key", DEEPSPEED_KEYS)
 def test_every_key_of_deepspeed_is_classified_once(key) -> None:
     known = dict(known_keys())
-    homes = [key in NO_EFFECT, key in REFUSED, key in known]
+    homes = [key in NO_EFFECT, key in REFUSED, key in DEPRECATED, key in known]
     is_section_of_listed_keys = any(path.startswith(key + ".") for path in (*NO_EFFECT, *REFUSED))
     assert sum(homes) == 1 or (not any(homes) and is_section_of_listed_keys)
 
@@ -150,3 +150,32 @@ def test_the_spellings_without_stage3_mean_the_same(caplog) -> None:
 def test_a_key_given_under_two_names_is_refused(values, names) -> None:
     with pytest.raises(ConfigError, match=f"{names} are two names of one key"):
         load_config(values)
+
+
+@pytest.mark.parametrize(("old", "new"), [("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")])
+def test_old_switches_are_the_sections_that_replaced_them(old, new, caplog) -> None:
+    zero = {"stage": 3}
+    for on in (True, "true"):
+        with caplog.at_level(logging.INFO):
+            config = load_config({"zero_optimization": zero | {old: on, "cpu_offload_use_pin_memory": True}})
+        assert config == load_config({"zero_optimization": zero | {new: {"device": "cpu"}}})
+        lines = [record.getMessage() for record in caplog.records if f".{old} " in record.getMessage()]
+        assert lines == [
+            f"configuration key zero_optimization.{old} is deprecated: zero_optimization.{new}.device is cpu"
+        ]
+        caplog.clear()
+    for off in (False, None, "auto", "false"):
+        assert load_config({"zero_optimization": zero | {old: off}}) == load_config({"zero_optimization": zero})
+
+
+def test_old_switches_are_refused_where_they_contradict_the_rest() -> None:
+    both = {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "none"}}
+    for given in (both, dict(reversed(both.items()))):
+        with pytest.raises(ConfigError, match=r"offload_optimizer is given as well; remove .*cpu_offload"):
+            load_config({"zero_optimization": given})
+    with pytest.raises(ConfigError, match=r"cpu_offload is 1; it must be true or false"):
+        load_config({"zero_optimization": {"stage": 2, "cpu_offload": 1}})
+    with pytest.raises(ConfigError, match=r"stage is 2 but offload_param.device is cpu"):
+        load_config({"zero_optimization": {"stage": 2, "cpu_offload_param": True}})
+    with pytest.raises(ConfigError, match=r"did you mean `zero_optimization.cpu_offload_param`"):
+        load_config({"zero_optimization": {"stage": 3, "cpu_offload_params": True}})
