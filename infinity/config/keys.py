@@ -1,4 +1,4 @@
-"""DeepSpeed's keys that are no fields of the schema: those that change nothing here, those that are refused, and old ones.
+"""DeepSpeed's keys that are no fields of the schema: without effect here, refused, or deprecated.
 
 The first two tables map a dotted path to the reason, which the log line, the error and the documentation show. A
 refused key is accepted when its value asks for nothing: off, null, or what DeepSpeed has as its default.

@@ -142,7 +142,7 @@ def known_keys(section: type[BaseModel] = RootSection, prefix: str = "") -> Iter
 
 
 def _classify(values: dict[str, Any]) -> None:
-    """Leave in `values` what the schema honours, under its present names, without "auto" and null: defaults stand there.
+    """Leave in `values` what the schema honours, by present names, without "auto" and null, for which defaults stand.
 
     Raises:
         ConfigError: a key that is unknown, refused and not switched off, or given under both of its spellings.
