@@ -25,7 +25,7 @@ from infinity.checkpoint import (
     save_checkpoint,
 )
 from infinity.config import Config, parse_size
-from infinity.errors import CheckpointError, ConfigError, InfinityError, NonFiniteError
+from infinity.errors import CheckpointError, ConfigError, InfinityError, NonFiniteError, StorageError
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.telemetry import StallCause, StepStats, now
@@ -109,6 +109,7 @@ class Engine:
         self._stats = StepStats()
         self._outcome: StepOutcome | None = None
         self._closed = False
+        self._failure: StorageError | None = None  # of a tier, after which its states are not those of one step
         self._syncs = True
 
     # Training loop #
@@ -140,6 +141,7 @@ class Engine:
     def _running(self, name: str) -> Iterator[None]:
         """A pass over the model; an evaluation is no phase of a training step."""
         with ExitStack() as around:
+            around.enter_context(self._stopped_by_failures())
             if name != "evaluation":
                 around.enter_context(self._counters.phase(name))
             if self._compute_lane is not None:
@@ -238,12 +240,13 @@ class Engine:
             last=True, in_parts=frozenset(range(len(self._runtime.partition.units))), early=False
         )
         self._gradients.begin_backward(last=True)
-        try:
-            yield
-        except BaseException:
-            self._abort_step()
-            raise
-        self._end_backward()
+        with self._stopped_by_failures():
+            try:
+                yield
+            except BaseException:
+                self._abort_step()
+                raise
+            self._end_backward()
         self.step()
 
     def _train_layer_major(self, batches: Sequence[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
@@ -325,7 +328,7 @@ class Engine:
         self.micro_steps += 1
         if not last:
             return
-        with self._counters.phase("update"):
+        with self._stopped_by_failures(), self._counters.phase("update"):
             self.optimizer.step()
             outcome = self._outcome = self._updates.outcome
             if outcome.skipped:
@@ -347,7 +350,8 @@ class Engine:
             StorageError: a read or write of the NVMe tier failed.
         """
         self._check_open()
-        self._executor.drain()
+        with self._stopped_by_failures():
+            self._executor.drain()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -604,13 +608,14 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        if self._layer_major is not None:
-            self._layer_major.remove()
-        disclaim(self.module)
-        self._hooks.remove()
-        if self._activations is not None:
-            self._activations.close()
-        self._runtime.close()
+        with ExitStack() as rest:  # in reverse, and all of it, whatever fails
+            rest.callback(self._runtime.close)
+            if self._activations is not None:
+                rest.callback(self._activations.close)
+            rest.callback(self._hooks.remove)
+            rest.callback(disclaim, self.module)
+            if self._layer_major is not None:
+                rest.callback(self._layer_major.remove)
 
     def __enter__(self) -> Engine:
         return self
@@ -618,9 +623,23 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @contextmanager
+    def _stopped_by_failures(self) -> Iterator[None]:
+        """Of a step in which a tier fails, some units may be updated and others not: nothing may go on from there."""
+        try:
+            yield
+        except StorageError as error:
+            self._failure = self._failure or error
+            raise
+
     def _check_open(self) -> None:
         if self._closed:
             raise InfinityError("the engine is closed")
+        if self._failure is not None:
+            raise InfinityError(
+                f"the engine has stopped after an error ({self._failure}): close it, and resume from the last "
+                "checkpoint"
+            ) from self._failure
 
 
 class _LayerMajorStep:

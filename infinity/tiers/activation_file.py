@@ -61,7 +61,13 @@ class ActivationFiles:
     def read(self, place: Place, span: Span, priority: Priority) -> IoFuture:
         file = self._files[place.file].file
         read = self._engine.read(file, place.offset, span, priority)
-        return read if self._checksums is None else self._checksums[place].verified(read, 0, span, file.path)
+        if self._checksums is None:
+            return read
+
+        def locate(offset: int, nbytes: int) -> list[tuple[Path, int, int]]:
+            return [(file.path, place.offset + offset, nbytes)]
+
+        return self._checksums[place].verified(read, 0, span, locate)
 
     def close(self) -> None:
         """Finish what is under way, and remove the files."""

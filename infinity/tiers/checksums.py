@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from infinity.errors import ConfigError, StorageError
@@ -19,6 +20,9 @@ try:
     import xxhash
 except ImportError:
     xxhash = None  # type: ignore[assignment]
+
+
+Locate = Callable[[int, int], Sequence[tuple[Path, int, int]]]  # (offset in the extent, bytes): file, offset, bytes
 
 
 def check_available() -> None:
@@ -45,7 +49,7 @@ class Checksums:
                 del self._digests[other]
         self._digests[offset] = (span.nbytes, _digest(span))
 
-    def verified(self, read: IoFuture, offset: int, span: Span, path: Path) -> IoFuture:
+    def verified(self, read: IoFuture, offset: int, span: Span, locate: Locate) -> IoFuture:
         """The same read, that fails if a range within it is not what was written there."""
         stop = offset + span.nbytes
         expected = {
@@ -53,19 +57,19 @@ class Checksums:
             for other, (nbytes, digest) in list(self._digests.items())
             if offset <= other and other + nbytes <= stop
         }
-        return _Verified(read, span, expected, path, offset)
+        return _Verified(read, span, expected, locate, offset)
 
 
 class _Verified(IoFuture):
     """Checks once, with the first `result`: after that the memory may change."""
 
     def __init__(
-        self, read: IoFuture, span: Span, expected: dict[int, tuple[int, int]], path: Path, offset: int
+        self, read: IoFuture, span: Span, expected: dict[int, tuple[int, int]], locate: Locate, offset: int
     ) -> None:
         self._read = read
         self._span = span
         self._expected = expected
-        self._path = path
+        self._locate = locate
         self._offset = offset
         self._lock = threading.Lock()
         self._problem: StorageError | None = None
@@ -82,14 +86,21 @@ class _Verified(IoFuture):
             expected, self._expected = self._expected, {}
             for start, (length, digest) in expected.items():
                 if _digest(Span(self._span.address + start, length, self._span.owner)) != digest:
-                    self._problem = StorageError(
-                        errno.EBADMSG,
-                        f"the {length} bytes read here are not those that were written (checksum): the drive, its "
-                        "cable or the memory is failing; resume from the last checkpoint on another drive",
-                        str(self._path),
-                        self._offset + start,
-                    )
+                    self._problem = _damage(length, self._locate(self._offset + start, length))
                     break
             if self._problem is not None:
                 raise self._problem
         return nbytes
+
+
+def _damage(nbytes: int, places: Sequence[tuple[Path, int, int]]) -> StorageError:
+    """The error for a range that lies in these places; one digest is over all of them."""
+    (path, offset, _), *others = places
+    also = "".join(f" and in {other}" for other, _, _ in others)
+    return StorageError(
+        errno.EBADMSG,
+        f"the {nbytes} bytes read here{also} are not those that were written (checksum): the drive, its cable or the "
+        "memory is failing; resume from the last checkpoint on another drive",
+        str(path),
+        offset,
+    )

@@ -17,6 +17,7 @@ from infinity.io import IoFuture, Priority
 from infinity.memory import Arena, Lease
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers.grads import GradLease, GradStore
+from infinity.tiers.params import Arrival
 from infinity.tiers.states import stay_in_memory
 from infinity.tiers.swap import Extent, SwapSpace
 
@@ -128,12 +129,13 @@ class SpillingGradStore(GradStore):
             self._resting.pop(unit, None)
             return super().try_hand_over(unit)
         if unit in self._writing:
-            slot, arrival = self._writing.pop(unit)  # the update only reads what is written
+            slot, write = self._writing.pop(unit)  # the update only reads what is written
+            arrival = Arrival(write, StallCause.DISK_WRITE)
         else:
             taken = self._take_slot()
             if taken is None:
                 return None
-            slot, arrival = taken, self._read(unit, taken, Priority.PREFETCH)
+            slot, arrival = taken, Arrival(self._read(unit, taken, Priority.PREFETCH), StallCause.DISK_READ)
         self._spilled.discard(unit)
         lease = self._opened(unit, slot, arrival)
         del self._open[unit]
@@ -146,7 +148,7 @@ class SpillingGradStore(GradStore):
             self._resting.pop(unit, None)
             super().drop(unit)
 
-    def _opened(self, unit: int, slot: Lease, arrival: IoFuture | None = None) -> GradLease:
+    def _opened(self, unit: int, slot: Lease, arrival: Arrival | None = None) -> GradLease:
         self._lent.add(unit)
         tensor = slot.tensor(self._dtype, self._sizes[unit] // self._dtype.itemsize)
         self._open[unit] = GradLease(self, unit, slot, tensor, arrival)

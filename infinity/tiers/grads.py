@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.io import IoFuture
 from infinity.memory import Arena, Lease
+from infinity.tiers.params import Arrival
 
 
 class GradStore:
@@ -105,7 +105,7 @@ class GradLease:
     unit: int
     memory: Lease
     tensor: torch.Tensor
-    arrival: IoFuture | None = None
+    arrival: Arrival | None = None
 
     def release(self) -> None:
         """The gradients were used; the buffer may hold others."""

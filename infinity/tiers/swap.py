@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -157,14 +158,11 @@ class SwapSpace:
         )
         if self._checksums is None:
             return read
-        return self._checksums[extent].verified(read, offset, span, self._files[extent.pieces[0].file].path)
+        return self._checksums[extent].verified(read, offset, span, partial(_locate, self.files(), extent))
 
     def locate(self, extent: Extent, nbytes: int) -> list[tuple[Path, int, int]]:
         """Where the first bytes of an extent are: (file, offset, bytes) of each piece."""
-        return [
-            (self._files[piece.file].path, piece.offset, part.nbytes)
-            for piece, part in _overlap(extent, Span(0, nbytes, None), 0)
-        ]
+        return _locate(self.files(), extent, 0, nbytes)
 
     def write(self, extent: Extent, span: Span, offset: int = 0) -> IoFuture:
         """Start writing `span` at `offset` within the extent."""
@@ -205,6 +203,12 @@ def _overlap(extent: Extent, span: Span, offset: int) -> list[tuple[Piece, Span]
             within = Piece(piece.file, piece.offset + begin - start, end - begin)
             parts.append((within, Span(span.address + begin - offset, end - begin, span.owner)))
     return parts
+
+
+def _locate(files: Sequence[Path], extent: Extent, offset: int, nbytes: int) -> list[tuple[Path, int, int]]:
+    """Where bytes of an extent are: (file, offset, bytes) of each piece."""
+    parts = _overlap(extent, Span(0, nbytes, None), offset)
+    return [(files[piece.file], piece.offset, part.nbytes) for piece, part in parts]
 
 
 def _together(requests: Sequence[IoFuture]) -> IoFuture:

@@ -114,7 +114,7 @@ def create_owned(directory: Path, rank: int, nbytes: int) -> OwnedFile:
         free = os.statvfs(directory)
         raise StorageError(
             error.errno or errno.EIO,
-            f"cannot reserve {nbytes} bytes for the optimizer and parameter states "
+            f"cannot reserve {nbytes} bytes for the model's states "
             f"({free.f_bavail * free.f_frsize} bytes are free): free some, or choose another nvme path",
             str(directory),
             0,

@@ -21,7 +21,7 @@ from infinity.io import Priority
 from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket
 from infinity.schedule import Plan, PlanStep, Trace, make_plan
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import Arrival, GradLease, GradStore, ParamStore, Residency
+from infinity.tiers import GradLease, GradStore, ParamStore, Residency
 from infinity.zero.gathering import Gathering
 from infinity.zero.model_parts import set_local_part
 from infinity.zero.partition import Partition
@@ -283,13 +283,12 @@ class Executor:
         spec = self._params.specs[unit]
         trained = spec.trainable_numel // spec.sharding.count
         values = self._params.host_ready(unit)
-        gradients = None if lease.arrival is None else Arrival(lease.arrival, StallCause.DISK_READ)
         job = UpdateJob(
             unit=unit,
             param=self._params.host_tensor(unit)[:trained],
             grad=lease.tensor,
             segments=segments,
-            ready=tuple(arrival for arrival in (values, gradients) if arrival is not None),
+            ready=tuple(arrival for arrival in (values, lease.arrival) if arrival is not None),
             write_back=spec.offloaded and (self._plan is None or unit in self._plan.evicted),
             # The same for every placement, and after a resume; there are none where a rank has padding alone.
             seed=segments[0].rule.step << 24 | unit if segments else 0,

@@ -4,63 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 import infinity
-from infinity.io import IoEngine, IoFile, IoFuture, IoStats, Priority, Span, open_engine
 from infinity.memory import StableBuffer
 from infinity.telemetry import Counters, StallCause, StepStats, Times, Waits
 from infinity.tiers import Link, SameMemory, to_host
 from infinity.tiers.link import Token
+from tests.behaviour.disks import SlowDisk, swap_on
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_llama
 
 DELAY_S = 0.02
-
-
-class LateFuture(IoFuture):
-    """Over some time after its submission, at the earliest."""
-
-    def __init__(self, future: IoFuture, delay_s: float) -> None:
-        self._future = future
-        self._due_s = time.perf_counter() + delay_s
-
-    def done(self) -> bool:
-        return time.perf_counter() >= self._due_s and self._future.done()
-
-    def result(self, timeout: float | None = None) -> int:
-        time.sleep(max(0.0, self._due_s - time.perf_counter()))
-        return self._future.result(timeout)
-
-    def times(self) -> Times | None:
-        times = self._future.times() if self.done() else None
-        return None if times is None else times._replace(finished_s=max(times.finished_s, self._due_s))
-
-
-class SlowDisk(IoEngine):
-    """An engine whose reads or writes take longer."""
-
-    def __init__(self, engine: IoEngine, read_s: float, write_s: float) -> None:
-        self.backend = engine.backend
-        self._engine = engine
-        self._read_s, self._write_s = read_s, write_s
-
-    def _open(self, path: Path, read_only: bool) -> IoFile:
-        return self._engine._open(path, read_only)
-
-    def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
-        return LateFuture(self._engine.read(file, offset, span, priority), self._read_s)
-
-    def write(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.WRITE_BACK) -> IoFuture:
-        return LateFuture(self._engine.write(file, offset, span, priority), self._write_s)
-
-    def stats(self) -> IoStats:
-        return self._engine.stats()
-
-    def close(self) -> None:
-        self._engine.close()
 
 
 class SlowLink(SameMemory):
@@ -125,12 +81,7 @@ def least_memory(config: dict, key: str = "host_memory", link: Link | None = Non
 
 @pytest.fixture
 def slow_disk(monkeypatch) -> Callable[[float, float], None]:
-    def slow(read_s: float, write_s: float) -> None:
-        monkeypatch.setattr(
-            "infinity.tiers.swap.open_engine", lambda *args: SlowDisk(open_engine(*args), read_s, write_s)
-        )
-
-    return slow
+    return lambda read_s, write_s: swap_on(monkeypatch, lambda engine: SlowDisk(engine, read_s, write_s))
 
 
 @pytest.mark.parametrize("schedule", ["backward", "deferred", "barrier"])

@@ -87,7 +87,7 @@ def test_a_drive_that_is_too_full_names_itself_and_leaves_nothing(tmp_path) -> N
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     space = open_swap([SwapPath(tmp_path / "a", 4 * MIB), SwapPath(tmp_path / "b", 2 * free)], OPTIONS)
-    space.reserve(free + 64 * MIB)
+    space.reserve((free + free // 2) // 4096 * 4096)  # others may free some meanwhile
     with pytest.raises(StorageError, match="cannot reserve") as full:
         space.create()
     assert full.value.errno == errno.ENOSPC
@@ -123,11 +123,32 @@ def test_a_checksum_notices_a_flipped_bit(file, arena, tmp_path) -> None:
             with pytest.raises(StorageError, match="not those that were written") as damaged:
                 read.result()
         assert damaged.value.errno == errno.EBADMSG
+        assert damaged.value.filename == str(space.files()[0])  # the digest is over the parts on both drives
+        assert f"and in {space.files()[1]}" in str(damaged.value)
         flip_a_byte(space, file, extent.pieces[file].offset + 12345)
         again = space.read(extent, lease.span(), priority=Priority.DEMAND)
         again.result()
         lease.tensor(torch.uint8).zero_()  # whoever waited may change the memory, and others still ask
         assert again.result() == 6 * MIB
+    space.close()
+
+
+def test_damage_is_where_it_is_in_the_file(arena, tmp_path) -> None:
+    """Of an extent's second half, which lies on the second drive alone."""
+    space = open_swap(
+        [SwapPath(path.path, bytes_per_s=1e9) for path in paths(tmp_path, "a", "b")], OPTIONS, checksum=True
+    )
+    space.reserve(4 * MIB)
+    extent = space.reserve(8 * MIB)
+    space.create()
+    with arena.lease(8 * MIB) as lease:
+        for half in (0, 4 * MIB):
+            space.write(extent, lease.span(half, 4 * MIB), half).result()
+        flip_a_byte(space, 1, extent.pieces[1].offset + 12345)
+        with pytest.raises(StorageError, match="not those that were written") as damaged:
+            space.read(extent, lease.span(), priority=Priority.DEMAND).result()
+    assert damaged.value.filename == str(space.files()[1])
+    assert damaged.value.offset == extent.pieces[1].offset > 0
     space.close()
 
 

@@ -1,0 +1,110 @@
+"""Drives that are slow or fail, put in through the seam of the I/O interface."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infinity.io import IoEngine, IoFile, IoFuture, IoStats, Priority, Span, open_engine
+from infinity.io.interface import failure
+from infinity.telemetry import Times
+
+
+def swap_on(monkeypatch: pytest.MonkeyPatch, wrap: Callable[[IoEngine], IoEngine]) -> None:
+    """From now on engines of swap space are wrapped."""
+    monkeypatch.setattr("infinity.tiers.swap.open_engine", lambda *args: wrap(open_engine(*args)))
+
+
+class Disk(IoEngine):
+    """An engine around another."""
+
+    def __init__(self, engine: IoEngine) -> None:
+        self.backend = engine.backend
+        self._engine = engine
+
+    def _open(self, path: Path, read_only: bool) -> IoFile:
+        return self._engine._open(path, read_only)
+
+    def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
+        return self._engine.read(file, offset, span, priority)
+
+    def write(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.WRITE_BACK) -> IoFuture:
+        return self._engine.write(file, offset, span, priority)
+
+    def stats(self) -> IoStats:
+        return self._engine.stats()
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class SlowDisk(Disk):
+    """Its reads or writes take longer."""
+
+    def __init__(self, engine: IoEngine, read_s: float, write_s: float) -> None:
+        super().__init__(engine)
+        self._read_s, self._write_s = read_s, write_s
+
+    def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
+        return LateFuture(super().read(file, offset, span, priority), self._read_s)
+
+    def write(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.WRITE_BACK) -> IoFuture:
+        return LateFuture(super().write(file, offset, span, priority), self._write_s)
+
+
+class FailingDisk(Disk):
+    """Answers EIO instead of moving anything, where `fails(operation, offset)` says so."""
+
+    def __init__(self, engine: IoEngine, fails: Callable[[str, int], bool]) -> None:
+        super().__init__(engine)
+        self._fails = fails
+
+    def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
+        if self._fails("read", offset):
+            return FailedFuture("read", file.path, offset)
+        return super().read(file, offset, span, priority)
+
+    def write(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.WRITE_BACK) -> IoFuture:
+        if self._fails("write", offset):
+            return FailedFuture("write", file.path, offset)
+        return super().write(file, offset, span, priority)
+
+
+class LateFuture(IoFuture):
+    """Over some time after its submission, at the earliest."""
+
+    def __init__(self, future: IoFuture, delay_s: float) -> None:
+        self._future = future
+        self._due_s = time.perf_counter() + delay_s
+
+    def done(self) -> bool:
+        return time.perf_counter() >= self._due_s and self._future.done()
+
+    def result(self, timeout: float | None = None) -> int:
+        time.sleep(max(0.0, self._due_s - time.perf_counter()))
+        return self._future.result(timeout)
+
+    def times(self) -> Times | None:
+        times = self._future.times() if self.done() else None
+        return None if times is None else times._replace(finished_s=max(times.finished_s, self._due_s))
+
+
+class FailedFuture(IoFuture):
+    """Over at once, with EIO."""
+
+    def __init__(self, operation: str, path: Path, offset: int) -> None:
+        self._error = failure(errno.EIO, operation, path, offset)
+        self._at_s = time.perf_counter()
+
+    def done(self) -> bool:
+        return True
+
+    def result(self, timeout: float | None = None) -> int:
+        raise self._error
+
+    def times(self) -> Times | None:
+        return Times(self._at_s, self._at_s, self._at_s)
