@@ -9,7 +9,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.schedule import MemoryNeeds, MemorySplit, Plan, make_plan, split_memory
-from infinity.tiers import cut_into_tiles, stay_in_memory
+from infinity.tiers import cut_into_tiles, resident_tiles
 from infinity.tiers.swap import ALIGN_BYTES
 from infinity.zero.build import host_capacity
 from infinity.zero.sizing import Sizing, host_needs, size_up
@@ -120,8 +120,9 @@ def _stored_states(sizing: Sizing, split: MemorySplit) -> int:
     """Bytes of optimizer states that live on the drives."""
     if not sizing.states_on_nvme:
         return 0
-    sizes = [sizing.layout.tile_bytes(numel) for numel in cut_into_tiles(sizing.shard_numels, sizing.tile_numel)]
-    stay = stay_in_memory(sizes, split.states_bytes)
+    numels, tile_bytes = sizing.shard_numels, sizing.layout.tile_bytes
+    sizes = [tile_bytes(numel) for numel in cut_into_tiles(numels, sizing.tile_numel)]
+    stay = resident_tiles(numels, sizing.tile_numel, tile_bytes, split.states_bytes)
     return sum(size for size, stays in zip(sizes, stay, strict=True) if not stays)
 
 

@@ -1,9 +1,10 @@
 """The optimizer step as a pipeline of tiles: while one tile is updated, the next are read and the last are written.
 
-One worker thread takes the units whose gradients are final. For every tile of a unit it reads the optimizer's
-fields into a slot of the ring (unless they live in host memory), runs the fused kernel over it, and starts writing
-the fields, and the parameters where their home is below, without waiting. Reads run ahead into the units that
-are expected next, so that the disk is busy before their gradients are there.
+One worker thread takes the units whose gradients are final, that first which the next forward pass needs first: what
+is still queued when backward ends is then needed last, and updated under the forward pass. For every tile of a unit the
+worker reads the optimizer's fields into a slot of the ring (unless they live in host memory), runs the fused kernel
+over it, and starts writing the fields, and the parameters where their home is below, without waiting. Reads run ahead
+into the units that are expected next, so that the disk is busy before their gradients are there.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class UpdateJob:
         write_back: also write the updated parameters to their home.
         seed: of this update's stochastic rounding.
         first: position of the shard's first element in the unit; shards of several ranks round differently.
+        needed: when the unit is needed next, among those that are queued; the lowest goes first.
     """
 
     unit: int
@@ -61,6 +63,7 @@ class UpdateJob:
     write_back: bool
     seed: int = 0
     first: int = 0
+    needed: int = 0
 
 
 @dataclass
@@ -86,7 +89,7 @@ class UpdateTicket:
 
 
 class UpdatePipeline:
-    """Runs update jobs in the order of submission.
+    """Runs update jobs in the order in which they are needed; of equals, in the order of submission.
 
     Attributes:
         waits: what the worker waited for; who waits for a ticket waits for that too.
@@ -112,7 +115,7 @@ class UpdatePipeline:
         self._free = deque(slots)
         self._writing: deque[tuple[Tile, Lease, IoFuture]] = deque()
         self._reads: dict[tuple[int, int], tuple[Lease, IoFuture]] = {}
-        self._queue: deque[UpdateTicket] = deque()
+        self._queue: list[UpdateTicket] = []  # with the one that is being carried out
         self._expected: tuple[int, ...] = ()
         self._wake = threading.Condition()
         self._closing = False
@@ -138,6 +141,15 @@ class UpdatePipeline:
             self._expected = tuple(unit for unit in self._expected if unit != job.unit)
             self._wake.notify()
         return ticket
+
+    def first_computed(self, tickets: Sequence[UpdateTicket]) -> UpdateTicket:
+        """Wait until one of these updates is computed, or has failed, and return it."""
+        with self._wake:
+            while True:
+                for ticket in tickets:
+                    if ticket.computed.done():
+                        return ticket
+                self._wake.wait()
 
     def tiles(
         self, unit: int, *, writable: bool, fresh: bool = False
@@ -212,7 +224,7 @@ class UpdatePipeline:
                     self._wake.notify_all()
                     return
                 self._idle = False
-                ticket = self._queue[0] if self._queue else None
+                ticket = next(iter(self._in_order(self._queue)), None)
             if ticket is None:
                 self._read_ahead(None, 0)
                 continue
@@ -223,7 +235,13 @@ class UpdatePipeline:
             else:
                 ticket.computed.set_result(None)
             with self._wake:
-                self._queue.popleft()
+                self._queue.remove(ticket)
+                self._wake.notify_all()
+
+    def _in_order(self, tickets: Sequence[UpdateTicket]) -> list[UpdateTicket]:
+        """What is needed first goes first, behind what is being read already."""
+        begun = {unit for unit, _ in self._reads}
+        return sorted(tickets, key=lambda ticket: (ticket.job.unit not in begun, ticket.job.needed))
 
     def _update(self, ticket: UpdateTicket) -> None:
         job = ticket.job
@@ -320,7 +338,8 @@ class UpdatePipeline:
     def _upcoming(self, current: UpdateTicket | None, position: int) -> Iterator[Tile]:
         """Stored tiles in the order in which they will be needed."""
         with self._wake:
-            queued = [ticket.job.unit for ticket in self._queue if ticket is not current]
+            others = [ticket for ticket in self._queue if ticket is not current]
+            queued = [ticket.job.unit for ticket in self._in_order(others)]
             expected = [unit for unit in self._expected if unit not in queued]
         if current is not None:
             yield from self._states.tiles(current.job.unit)[position:]

@@ -8,7 +8,7 @@ from infinity.tiers.grads import GradLease, GradStore
 from infinity.tiers.link import CudaLink, Link, SameMemory, to_host
 from infinity.tiers.params import Arrival, FlatSpec, ParamStore, Residency, UnifiedParams
 from infinity.tiers.sharding import WHOLE, Piece, Sharding, overlap
-from infinity.tiers.states import StateStore, Tile, cut_into_tiles, stay_in_memory
+from infinity.tiers.states import StateStore, Tile, cut_into_tiles, resident_tiles
 from infinity.tiers.swap import Extent, SwapPath, SwapSpace, open_swap
 
 __all__ = [
@@ -38,6 +38,6 @@ __all__ = [
     "cut_into_tiles",
     "open_swap",
     "overlap",
-    "stay_in_memory",
+    "resident_tiles",
     "to_host",
 ]

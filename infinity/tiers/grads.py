@@ -36,11 +36,17 @@ class GradStore:
         self._dtype = dtype
         self._arena = arena
         self._left_bytes = capacity_bytes
-        own = range(len(numels)) if sum(self._sizes) <= capacity_bytes else standing
+        own = range(len(numels)) if sum(self._sizes) <= capacity_bytes else self._with_largest(standing, capacity_bytes)
         self._own = {unit: arena.lease(self._sizes[unit]) for unit in own if self._sizes[unit]}
         self._left_bytes -= sum(self._sizes[unit] for unit in own)
         self._open: dict[int, GradLease] = {}
         self._lent: set[int] = set()
+
+    def _with_largest(self, standing: Collection[int], capacity_bytes: int) -> Collection[int]:
+        """These units, and the largest other one if there is room: it would seldom find so much in one piece."""
+        by_size = sorted(set(range(len(self._sizes))) - set(standing), key=self._sizes.__getitem__, reverse=True)
+        spare = capacity_bytes - sum(self._sizes[unit] for unit in (*standing, *by_size[:2]))
+        return [*standing, by_size[0]] if len(by_size) > 1 and spare >= 0 else standing
 
     def get(self, unit: int) -> torch.Tensor | None:
         """The unit's gradient buffer, if it is open."""

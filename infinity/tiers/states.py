@@ -1,12 +1,14 @@
 """Optimizer states of every unit, as tiles that live in host memory or in the NVMe tier.
 
 A training step touches every tile once, so the share that fits in host memory simply stays there: for a cyclic
-scan no replacement policy hits more. The resident tiles are spread evenly among the stored ones, which
-keeps the disk's load even over the step.
+scan no replacement policy hits more. Those of the first unit stay before others: its gradients come last in a
+backward pass and the next forward begins with it, so nothing would hide its traffic. Otherwise the resident tiles are
+spread evenly among the stored ones, which keeps the disk's load even over the step.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -57,6 +59,17 @@ def stay_in_memory(tile_sizes: Sequence[int], resident_bytes: int) -> list[bool]
     return stay
 
 
+def resident_tiles(
+    shard_numels: Sequence[int], tile_numel: int, tile_bytes: Callable[[int], int], resident_bytes: int
+) -> list[bool]:
+    """Which tiles of these shards, in the order in which a model uses them, stay in so much host memory."""
+    sizes = [tile_bytes(numel) for numel in cut_into_tiles(shard_numels, tile_numel)]
+    first = -(-next((numel for numel in shard_numels if numel), 0) // tile_numel)
+    within = sum(total <= resident_bytes for total in itertools.accumulate(sizes[:first]))
+    left_bytes = resident_bytes - sum(sizes[:within])
+    return [True] * within + stay_in_memory(sizes[within:], left_bytes)
+
+
 class StateStore:
     """The tiles of every unit and their homes.
 
@@ -80,15 +93,14 @@ class StateStore:
     ) -> None:
         self._swap = swap
         self._counters = counters
-        sizes = [tile_bytes(numel) for numel in cut_into_tiles(shard_numels, tile_numel)]
-        stay = iter(stay_in_memory(sizes, sum(sizes) if swap is None else resident_bytes))
+        stay = iter(resident_tiles(shard_numels, tile_numel, tile_bytes, resident_bytes))
         self._tiles: list[list[Tile]] = []
         for unit, shard_numel in enumerate(shard_numels):
             tiles = []
             for index, start in enumerate(range(0, shard_numel, tile_numel)):
                 numel = min(tile_numel, shard_numel - start)
                 nbytes = tile_bytes(numel)
-                home = arena.lease(nbytes) if next(stay) or swap is None else swap.reserve(nbytes)
+                home = arena.lease(nbytes) if swap is None or next(stay) else swap.reserve(nbytes)
                 tiles.append(Tile(unit, index, start, numel, nbytes, home))
             self._tiles.append(tiles)
 

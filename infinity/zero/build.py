@@ -160,7 +160,7 @@ def make_gradients(runtime: Runtime, config: Config, device: torch.device) -> Gr
     Args:
         device: where the model computes.
     """
-    units, store, make_room = runtime.partition.units, runtime.grads, runtime.executor.finish_oldest_update
+    units, store, make_room = runtime.partition.units, runtime.grads, runtime.executor.finish_an_update
     if runtime.ranks.size == 1:
         return Gradients(units, store, make_room, runtime.counters, runtime.parts)
     every_pass = config.zero.stage >= 2

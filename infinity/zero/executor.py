@@ -57,6 +57,7 @@ class Executor:
         self._trace = Trace()
         self._recording = False
         self._last_uses: list[int] = []
+        self._first_uses: dict[int, int] = {}  # position of each unit's first use in the last cycle
         self._plan: Plan | None = None
         self._position: int | None = None  # None: the cycle has left the plan
         self._todo: deque[tuple[str, int]] = deque()
@@ -143,6 +144,7 @@ class Executor:
         if learn:
             self._replan(self._trace)
             self._last_uses = self._trace.uses
+            self._first_uses = {unit: index for index, unit in reversed(list(enumerate(self._last_uses)))}
         else:
             self._todo.clear()
 
@@ -208,7 +210,7 @@ class Executor:
 
     def _host_open(self, unit: int) -> None:
         while not self._params.host_open(unit):
-            if not self.finish_oldest_update():
+            if not self.finish_an_update():
                 raise CapacityError(
                     f"no host memory is left for the values of unit `{self._params.specs[unit].name}` on their way: "
                     "raise tiering.host_memory"
@@ -220,7 +222,7 @@ class Executor:
             if self._params.residency(other) is Residency.RESIDENT and not self._params.is_pinned(other):
                 self._try_evict(other)
                 return
-        if self.finish_oldest_update():
+        if self.finish_an_update():
             return
         for other in range(len(self._params.specs)):  # fetched ahead for a use that did not come
             if self._params.residency(other) is Residency.FETCHING and not self._params.is_pinned(other):
@@ -241,9 +243,11 @@ class Executor:
 
     def forward_order(self, units: Sequence[int]) -> list[int]:
         """The units in the order in which the next cycle will probably use them first."""
-        uses = self._last_uses
-        first_use = {unit: index for index, unit in reversed(list(enumerate(uses)))}
-        return sorted(units, key=lambda unit: first_use.get(unit, len(uses)))
+        return sorted(units, key=self._needed)
+
+    def _needed(self, unit: int) -> int:
+        """When the next cycle will probably use the unit first."""
+        return self._first_uses.get(unit, len(self._last_uses))
 
     # Updates #
 
@@ -271,7 +275,7 @@ class Executor:
         """Start the unit's update, if one is pending."""
         while unit in self._pending:
             self._try_pending(unit)
-            if unit in self._pending and not self._grads.make_room(unit) and not self.finish_oldest_update():
+            if unit in self._pending and not self._grads.make_room(unit) and not self.finish_an_update():
                 raise CapacityError(
                     f"no host memory is left for the gradients of unit `{self._params.specs[unit].name}`: "
                     "raise tiering.host_memory"
@@ -293,14 +297,17 @@ class Executor:
             # The same for every placement, and after a resume; there are none where a rank has padding alone.
             seed=segments[0].rule.step << 24 | unit if segments else 0,
             first=spec.sharding.rank * trained,
+            needed=self._needed(unit),
         )
         self._tickets[unit] = (self._pipeline.submit(job), lease)
 
-    def finish_oldest_update(self) -> bool:
-        """Wait for the update that was submitted first; False if there is none."""
+    def finish_an_update(self) -> bool:
+        """Wait for one update, whichever is the first to be done; False if there is none."""
         if not self._tickets:
             return False
-        self._wait_update(next(iter(self._tickets)))
+        with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
+            ticket = self._pipeline.first_computed([ticket for ticket, _ in self._tickets.values()])
+        self._wait_update(ticket.job.unit)
         return True
 
     def _wait_update(self, unit: int) -> None:
@@ -336,7 +343,7 @@ class Executor:
             self._params.pin(unit)
             self._bring(unit)
             self._params.unpin(unit)
-        while self.finish_oldest_update():
+        while self.finish_an_update():
             pass
         self._settle()
 

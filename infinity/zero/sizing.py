@@ -20,6 +20,8 @@ from infinity.zero.updates import UpdateSchedule
 
 RING_SLOTS = 4  # one tile read, one updated, one written, and one of slack between the rates
 _GRADS_IN_FLIGHT = 3  # units whose gradients the `backward` schedule may hold at once
+# Of all gradients: those whose updates may be left to the next forward pass, under which the drive would idle.
+_GRADS_LEFT_SHARE = 4
 _STAGING_UNITS = 3  # of a discrete device: one uploaded, one read, one updated
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -255,7 +257,8 @@ def host_needs(sizing: Sizing) -> MemoryNeeds:
     if sizing.spills_gradients or not sizing.holds_all_gradients:
         grads_min = min(sum(grads), grads[0] + standing)
     if not sizing.holds_all_gradients:
-        grads_most = min(sum(grads), sum(grads[:_GRADS_IN_FLIGHT]) + standing)
+        left = sum(grads) // _GRADS_LEFT_SHARE if sizing.states_on_nvme else 0
+        grads_most = min(sum(grads), sum(grads[:_GRADS_IN_FLIGHT]) + standing + left)
     states = sizing.states_bytes
     if sizing.discrete:
         always = 0

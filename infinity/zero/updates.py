@@ -1,7 +1,8 @@
 """When a unit is updated, and with which numbers.
 
 [Note: update schedules]
-`backward`: a unit is updated as soon as its gradients are final, under the rest of the backward pass.
+`backward`: a unit is updated as soon as its gradients are final, under the rest of the backward pass; where updates
+cannot keep up, those that the next forward needs last are left to run under it.
 `deferred`: once the global norm is known, unit by unit as the next forward pass fetches them.
 `barrier`: all of them inside `step()`.
 The numbers are the same. `backward` cannot wait for the global norm, so it serves training without clipping.
