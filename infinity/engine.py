@@ -649,7 +649,9 @@ class _LayerMajorStep:
         self._engine = engine
         self._begun = False
 
-    def forward(self) -> AbstractContextManager[None]:
+    def forward(self, round_index: int, micro_batch: int) -> AbstractContextManager[None]:
+        if self._engine._activations is not None:
+            self._engine._activations.take_turn(round_index, micro_batch)
         return self._engine._running("forward")
 
     def start(self, micro_batch: int, loss: torch.Tensor) -> None:

@@ -2,13 +2,15 @@
 
 [Note: which activations are in memory]
 The arena is a cache over the drive. A saved tensor is copied into it and written at once; when room is needed, what
-was saved first goes, because backward, which runs the other way round, needs it last. As backward frees what it has
-used, the next ones are read ahead into the room. With checkpointing, what autograd saves is little but the
-checkpoints.
+backward needs last goes. That is what was saved first, as backward runs the other way round; but of layer-major
+micro-batches, backward takes the rounds the other way round, and in a round the micro-batches in their order. As
+backward frees what it has used, the next ones are read ahead into the room. With checkpointing, what autograd saves is
+little but the checkpoints.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -46,7 +48,10 @@ class ActivationStore:
         self._keep = frozenset(keep)
         self._counters = counters
         self._count = 0
-        self._entries: dict[int, _Entry] = {}  # in the order in which they were saved
+        self._turn = (0, 0)
+        self._coming: deque[_Entry] = deque()  # on their way from the device, in the order in which they were saved
+        self._here = _ByNeed()  # in the arena
+        self._away = _ByNeed()  # on the drive only
         self._dropped: deque[_Entry] = deque()  # autograd has freed them; filled from any thread
         self._leaving: list[_Entry] = []  # dropped, with a move under way
 
@@ -56,10 +61,20 @@ class ActivationStore:
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
 
+    def take_turn(self, round_index: int, micro_batch: int) -> None:
+        """What is saved from now on belongs to this round of layer-major micro-batches, and to this one of them."""
+        self._turn = (round_index, -micro_batch)
+
     @property
     def peak_bytes(self) -> int:
         """Host memory, at most so far."""
         return self._arena.peak_bytes
+
+    @property
+    def count(self) -> int:
+        """How many tensors autograd holds through this store."""
+        self._settle()
+        return len(self._here) + len(self._away)
 
     def close(self) -> None:
         """Give memory and files back; no backward can follow."""
@@ -76,11 +91,12 @@ class ActivationStore:
         lease = self._room(_padded(tensor.nbytes))
         if lease is None:
             return tensor
-        entry = _Entry(self._count, tensor, lease)
+        entry = _Entry((*self._turn, self._count), tensor, lease)
         self._count += 1
         entry.move = self._link.download(entry.view(), tensor)
         self._counters.moved("device_to_host", entry.nbytes, entry.move, field="activations")
-        self._entries[entry.serial] = entry
+        self._coming.append(entry)
+        self._here.add(entry)
         self._settle()
         return _Saved(entry, self._dropped)
 
@@ -101,7 +117,7 @@ class ActivationStore:
         entry.move = self._link.upload(target, entry.view())
         self._counters.moved("host_to_device", entry.nbytes, entry.move, field="activations")
         self._link.compute_waits(entry.move)
-        self._read_ahead(entry.serial)
+        self._read_ahead(entry)
         return target
 
     def _takes(self, tensor: torch.Tensor) -> bool:
@@ -135,16 +151,17 @@ class ActivationStore:
             return True
         if self._files is None:
             return False
-        for entry in self._entries.values():
-            if entry.lease is not None and entry.read is None and entry.place is not None:
+        for entry in self._here:
+            if entry.read is None and entry.place is not None:
                 self._wait(entry)
                 entry.free()
+                self._here.remove(entry)
+                self._away.add(entry)
                 return True
-        for entry in self._entries.values():
-            if entry.lease is not None:  # still on its way from the device, or read ahead
-                self._wait(entry)
-                self._settle()
-                return True
+        for entry in self._here:  # still on its way from the device, or read ahead
+            self._wait(entry)
+            self._settle()
+            return True
         return False
 
     def _needed_room(self, entry: _Entry) -> Lease:
@@ -169,18 +186,15 @@ class ActivationStore:
         """Take note of what is over: start writes, free what autograd has dropped."""
         while self._dropped:
             entry = self._dropped.popleft()
-            del self._entries[entry.serial]
+            (self._here if entry.lease is not None else self._away).remove(entry)
             self._leaving.append(entry)
         for entry in [entry for entry in self._leaving if entry.is_still()]:
             self._leaving.remove(entry)
             entry.free()
             if entry.place is not None and self._files is not None:
                 self._files.give(entry.place, _padded(entry.nbytes))
-        for entry in reversed(self._entries.values()):
-            if entry.source is None:
-                break  # the older ones have arrived before it
-            if entry.move is not None and entry.move.query():
-                self._arrived(entry)
+        while self._coming and self._coming[0].has_moved():
+            self._arrived(self._coming.popleft())
 
     def _arrived(self, entry: _Entry) -> None:
         """The values are in the arena: they can be written, and the device's memory be freed."""
@@ -196,19 +210,43 @@ class ActivationStore:
     def _read(self, entry: _Entry, priority: Priority, lease: Lease) -> None:
         assert self._files is not None  # only what was written has left memory
         assert entry.place is not None
+        self._away.remove(entry)
+        self._here.add(entry)
         entry.lease = lease
         entry.read = self._files.read(entry.place, lease.span(), priority)
         self._counters.moved("nvme_read", lease.nbytes, entry.read, field="activations")
 
-    def _read_ahead(self, serial: int) -> None:
-        """Read what was saved before this into the room that is free."""
-        for entry in reversed(self._entries.values()):
-            if entry.serial >= serial or entry.lease is not None:
-                continue
+    def _read_ahead(self, used: _Entry) -> None:
+        """Read what is needed after this into the room that is free."""
+        while (entry := self._away.next_after(used)) is not None:
             lease = self._arena.try_lease(_padded(entry.nbytes))
             if lease is None:
                 return
             self._read(entry, Priority.PREFETCH, lease)
+
+
+class _ByNeed:
+    """Entries, those first that backward needs last."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+
+    def __iter__(self) -> Iterator[_Entry]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, entry: _Entry) -> None:
+        insort(self._entries, entry, key=_need)
+
+    def remove(self, entry: _Entry) -> None:
+        del self._entries[bisect_left(self._entries, entry.need, key=_need)]
+
+    def next_after(self, entry: _Entry) -> _Entry | None:
+        """What backward needs next after this, which need not be one of these."""
+        index = bisect_left(self._entries, entry.need, key=_need)
+        return self._entries[index - 1] if index else None
 
 
 class _Saved:
@@ -226,15 +264,15 @@ class _Entry:
     """A saved tensor.
 
     Attributes:
-        serial: its place in the order of saving.
+        need: its place in the order in which backward needs them, reversed.
         source: the tensor itself, until its values are in the arena.
         lease: its memory in the arena; None while it is on the drive only.
         place: where it is on the drive.
         move, write, read: what is under way, or was last.
     """
 
-    def __init__(self, serial: int, tensor: torch.Tensor, lease: Lease) -> None:
-        self.serial = serial
+    def __init__(self, need: tuple[int, int, int], tensor: torch.Tensor, lease: Lease) -> None:
+        self.need = need
         self.size, self.stride = tensor.size(), tensor.stride()
         self.dtype = tensor.dtype
         self.nbytes = tensor.nbytes
@@ -251,16 +289,23 @@ class _Entry:
         flat = self.lease.tensor(self.dtype, self.nbytes // self.dtype.itemsize)
         return flat.as_strided(self.size, self.stride)
 
+    def has_moved(self) -> bool:
+        """No copy from or to the device is under way."""
+        return self.move is None or self.move.query()
+
     def is_still(self) -> bool:
         """Nothing moves from or to the arena."""
-        moved = self.move is None or self.move.query()
-        return moved and all(future is None or future.done() for future in (self.write, self.read))
+        return self.has_moved() and all(future is None or future.done() for future in (self.write, self.read))
 
     def free(self) -> None:
         """Give the memory in the arena back."""
         if self.lease is not None:
             self.lease.release()
             self.lease = None
+
+
+def _need(entry: _Entry) -> tuple[int, int, int]:
+    return entry.need
 
 
 def _padded(nbytes: int) -> int:

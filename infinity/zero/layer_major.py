@@ -5,10 +5,10 @@ The forward of each micro-batch runs in a coroutine, which pauses where it enter
 that wait for the same block go through it, in their order. A coroutine that gets to its loss is followed by the
 backward of its last piece at once, so that one micro-batch's logits are in memory at a time.
 
-At a block's entry the autograd graph is cut: the block is given leaves in place of its inputs. So a micro-batch's
-graph is in pieces, one a round, and backward goes through them a round at a time, last round first: a leaf's
-gradient is where backward of the piece before it goes on. A tensor that went from one piece to another past the entry
-of a block would join their graphs; such a model is refused.
+At a block's entry the autograd graph is cut (see [Note: what a cut holds]): the block is given aliases in place of its
+inputs. So a micro-batch's graph is in pieces, one a round, and backward goes through them a round at a time, last
+round first: an alias's gradient is where backward of the piece before it goes on. A tensor that went from one piece to
+another past the entry of a block would join their graphs; such a model is refused.
 
 [Note: random numbers of a coroutine]
 Each coroutine has a stream of random numbers of its own, that begins with a seed from the global generator, and goes on
@@ -18,7 +18,6 @@ again to recompute, thus sees the state that the block had.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
@@ -28,6 +27,7 @@ from torch import nn
 
 from infinity.errors import ConfigError, InfinityError
 from infinity.zero.coroutines import Coroutine, abandon, current_coroutine
+from infinity.zero.cuts import Cuts
 from infinity.zero.hooks import watch_blocks
 from infinity.zero.partition import Partition
 
@@ -38,7 +38,7 @@ INSTEAD = 'set tiering.accumulation to "micro_batch"'
 class Listener(Protocol):
     """What a pass tells."""
 
-    def forward(self) -> AbstractContextManager[None]:
+    def forward(self, round_index: int, micro_batch: int) -> AbstractContextManager[None]:
         """Around the forward of a micro-batch through a block."""
 
     def start(self, micro_batch: int, loss: torch.Tensor) -> None:
@@ -121,15 +121,14 @@ class _MicroBatch:
 
     Attributes:
         path: the blocks that it has entered.
-        cuts: by round, what was cut at the entry of its block for the first time: (tensor, the leaf in its place).
+        cuts: of its graph, at the entries of blocks.
     """
 
     def __init__(self, index: int, forward: Forward, generators: _Generators, seed: int) -> None:
         self.index = index
         self.coroutine = Coroutine(forward)
         self.path: list[int] = []
-        self.cuts: defaultdict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-        self._leaves: dict[int, torch.Tensor] = {}  # by identity of the tensor, which `cuts` keeps alive
+        self.cuts = Cuts()
         self._generators = generators
         self._random = generators.seeded(seed)
 
@@ -143,28 +142,7 @@ class _MicroBatch:
             self._random = self._generators.states()
             self._generators.restore(outside)
         if self.coroutine.ended:
-            self._leaves.clear()
-
-    def cut(self, round_index: int, value: Any) -> Any:
-        """The value with leaves in place of its tensors that need a gradient."""
-        if isinstance(value, torch.Tensor):
-            if not value.requires_grad:
-                return value
-            leaf = self._leaves.get(id(value))
-            if leaf is None:
-                leaf = self._leaves[id(value)] = value.detach().requires_grad_()
-                self.cuts[round_index].append((value, leaf))
-            return leaf
-        if isinstance(value, dict) and type(value) is dict:
-            return {key: self.cut(round_index, item) for key, item in value.items()}
-        if type(value) in (tuple, list):
-            return type(value)(self.cut(round_index, item) for item in value)
-        return value
-
-    def take_cuts(self, round_index: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The tensors that were cut in this round and have a gradient by now, and the gradients; their last use."""
-        reached = [(source, leaf.grad) for source, leaf in self.cuts.pop(round_index, ()) if leaf.grad is not None]
-        return [source for source, _ in reached], [grad for _, grad in reached]
+            self.cuts.complete()
 
 
 class _Pass:
@@ -196,7 +174,7 @@ class _Pass:
         waiting = going = self._micro_batches
         while waiting:
             for micro_batch in going:
-                with self._listener.forward():
+                with self._listener.forward(self._round, micro_batch.index):
                     micro_batch.resume()
                 if micro_batch.coroutine.ended:
                     self._turn(micro_batch)
@@ -209,7 +187,7 @@ class _Pass:
         self._complete(self._round)
         for round_index in range(self._round, 0, -1):
             for micro_batch in self._micro_batches:
-                tensors, grads = micro_batch.take_cuts(round_index)
+                tensors, grads = micro_batch.cuts.take(round_index)
                 if tensors:
                     self._listener.go_on(micro_batch.index, tensors, grads)
             self._complete(round_index - 1)
@@ -234,7 +212,7 @@ class _Pass:
         coroutine.pause(block)
         micro_batch = next(m for m in self._micro_batches if m.coroutine is coroutine)
         micro_batch.path.append(block)
-        return micro_batch.cut(self._round, args), micro_batch.cut(self._round, kwargs)
+        return micro_batch.cuts.cut(self._round, args), micro_batch.cuts.cut(self._round, kwargs)
 
     def uses(self, units: Sequence[int]) -> None:
         for unit in units:
@@ -259,30 +237,14 @@ class _Pass:
         Raises:
             InfinityError: they have.
         """
-        seen = set(_graph([loss]))
-        for round_index in sorted(micro_batch.cuts, reverse=True):
-            piece = set(_graph([source for source, _ in micro_batch.cuts[round_index]]))
-            common = [node for node in piece & seen if node.name() != "torch::autograd::AccumulateGrad"]
-            if common:
-                block = self._blocks[self._block_of[round_index]]
-                raise InfinityError(
-                    f"a tensor goes past the entry of block `{block}` to a later part of the model (autograd node "
-                    f"{common[0].name()}): layer-major micro-batches serve models in which all that needs a gradient "
-                    f"goes through the blocks' inputs; {INSTEAD}"
-                )
-            seen |= piece
-
-
-def _graph(tensors: Sequence[torch.Tensor]) -> Iterator[torch.autograd.graph.Node]:
-    """The nodes that backward from these tensors goes through."""
-    stack = [tensor.grad_fn for tensor in tensors]
-    seen: set[Any] = set()
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            stack.extend(following for following, _ in node.next_functions)
-            yield node
+        joined = micro_batch.cuts.joined(loss)
+        if joined is not None:
+            round_index, node = joined
+            raise InfinityError(
+                f"a tensor goes past the entry of block `{self._blocks[self._block_of[round_index]]}` to a later part "
+                f"of the model (autograd node {node.name()}): layer-major micro-batches serve models in which all "
+                f"that needs a gradient goes through the blocks' inputs; {INSTEAD}"
+            )
 
 
 class _Generators:

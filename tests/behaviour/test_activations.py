@@ -144,8 +144,7 @@ def test_after_an_exception_nothing_of_the_step_is_held(tmp_path: Path) -> None:
                 engine.step()
         store = engine._activations
         assert store is not None
-        store._settle()
-        assert not store._entries
+        assert store.count == 0
         assert store.peak_bytes <= 512 << 10
 
 
