@@ -614,6 +614,8 @@ class Engine:
                 rest.callback(self._activations.close)
             rest.callback(self._hooks.remove)
             rest.callback(disclaim, self.module)
+            self._compute_lane = None  # it and the optimizer lead back to this object
+            self.optimizer.run_step = None
             if self._layer_major is not None:
                 rest.callback(self._layer_major.remove)
 

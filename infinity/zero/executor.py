@@ -22,6 +22,7 @@ from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTi
 from infinity.schedule import Plan, PlanStep, Trace, make_plan
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import GradLease, GradStore, ParamStore, Residency
+from infinity.zero.callbacks import weakly
 from infinity.zero.gathering import Gathering
 from infinity.zero.model_parts import set_local_part
 from infinity.zero.partition import Partition
@@ -52,7 +53,7 @@ class Executor:
         self._counters = counters
         self._views = _ParameterViews(model, partition, params)
         self._grads = grads
-        self._gathering = Gathering(params, ranks, self._bring, capacity_bytes, counters)
+        self._gathering = Gathering(params, ranks, weakly(self._bring), capacity_bytes, counters)
         # The cycle that is running, and the plan that it should follow.
         self._trace = Trace()
         self._recording = False

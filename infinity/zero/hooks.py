@@ -35,6 +35,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from infinity.zero.callbacks import weakly
 from infinity.zero.coroutines import current_coroutine
 from infinity.zero.partition import HookPoint, Partition
 from infinity.zero.reads import ParameterReads
@@ -83,7 +84,7 @@ class Hooks:
                 unit_of[id(param)] = unit.index
                 if slot.trainable:
                     self._watch_parameter(param, unit.index, index)
-        self._reads = ParameterReads(unit_of, self._use)
+        self._reads = ParameterReads(unit_of, weakly(self._use))
         for point in partition.hook_points:
             self._watch_module(model.get_submodule(point.module_name), point)
 
@@ -126,10 +127,14 @@ class Hooks:
             self._close()
 
     def remove(self) -> None:
+        """Take all hooks away, and let the listener go, which has this object."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.end_backward()
+        try:
+            self.end_backward()
+        finally:
+            self._listener = _Nobody()
 
     # Forward #
 
@@ -200,6 +205,18 @@ class Hooks:
 
     def _is_complete(self, unit: int) -> bool:
         return self._arrived[unit] == self._awaited[unit]
+
+
+class _Nobody:
+    """Whom the hooks tell once they are removed."""
+
+    def enter(self, units: tuple[int, ...]) -> None:
+        """Nothing is in use any more."""
+
+    leave = backward_left = enter
+
+    def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
+        """Nobody updates it."""
 
 
 class _OfThread(threading.local):

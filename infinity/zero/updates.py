@@ -19,6 +19,7 @@ from infinity.kernels import Rule
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.pipeline import Segment
 from infinity.tiers import overlap
+from infinity.zero.callbacks import weakly
 from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
 from infinity.zero.partition import Partition, Unit
@@ -78,7 +79,7 @@ class Updates:
         self._last_pass = False  # the backward pass that is running, or was last, is the step's last one
         self._in_parts: frozenset[int] = frozenset()
         self._early = True
-        gradients.when_full(self._update_early)
+        gradients.when_full(weakly(self._update_early))
         self.steps: dict[str, int] = {}  # updates that each parameter has had, by name
         self.outcome = StepOutcome(0.0, skipped=False)  # of the last step
 
