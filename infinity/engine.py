@@ -192,7 +192,7 @@ class Engine:
                 loss, or has it as `loss`.
 
         Returns:
-            The mean of the micro-batches' losses, detached, on their device.
+            The mean of the micro-batches' losses in float32, detached, on their device.
 
         Raises:
             InfinityError: there are too few micro-batches, a step has begun with `backward`, or the model cannot be
@@ -215,7 +215,7 @@ class Engine:
                 self.backward(loss)
                 self.step()
                 losses.append(loss.detach())
-        return torch.stack(losses).mean()
+        return torch.stack(losses).float().mean()
 
     @contextmanager
     def driven_step(self) -> Iterator[None]:

@@ -30,6 +30,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--save-dir", type=Path, default=Path("checkpoints"), help="where checkpoints go")
     parser.add_argument("--save-every", type=int, metavar="N", help="save a checkpoint every N steps and at the end")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --save-dir")
+    parser.add_argument(
+        "--checkpoint-activations", action="store_true", help="keep the inputs of blocks only, and recompute the rest"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON line a step on standard output")
     parser.set_defaults(run=run)
 
@@ -63,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
             save_dir=args.save_dir,
             save_every=args.save_every,
             resume=args.resume,
+            checkpoint_activations=args.checkpoint_activations,
             json=args.json,
         )
     )

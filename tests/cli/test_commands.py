@@ -75,6 +75,26 @@ def test_train_learns_and_reports_every_step(workspace, capsys) -> None:
         assert isinstance(step["stall_s"], dict)
 
 
+@pytest.mark.parametrize("more", [[], ["--checkpoint-activations"]], ids=["saved", "recomputed"])
+def test_layer_major_micro_batches_report_the_losses_of_the_ordinary_order(more, workspace, capsys) -> None:
+    runs = {}
+    for order in ("micro_batch", "layer"):
+        write_config(workspace, gradient_accumulation_steps=4, bf16={"enabled": False})
+        config = json.loads((workspace / "config.json").read_text())
+        config["tiering"] |= {"accumulation": order, "activations": "nvme", "activation_memory": "256KiB"}
+        (workspace / "config.json").write_text(json.dumps(config))
+        runs[order] = train(workspace, capsys, "--steps", "6", *more)
+    ordinary, ours = runs["micro_batch"], runs["layer"]
+    assert [step["step"] for step in ours] == [1, 2, 3, 4, 5, 6]
+    assert [step["loss"] for step in ours] == pytest.approx([step["loss"] for step in ordinary], rel=1e-5)
+    assert ours[0].keys() == ordinary[0].keys()
+    boundaries = 4 * 2 * 2 * 64 * 64 * 4  # micro-batches x blocks x samples x tokens x width x bytes
+    assert (ours[-1]["device_to_host_bytes"] <= 6 * boundaries) == bool(more)  # 5 are the head's
+    resumed = train(workspace, capsys, "--steps", "3", "--save-every", "3", *more)
+    resumed += train(workspace, capsys, "--steps", "6", "--resume", *more)
+    assert [step["loss"] for step in resumed] == [step["loss"] for step in ours]
+
+
 def test_save_exit_resume_continues_bit_for_bit(workspace, capsys) -> None:
     whole = train(workspace, capsys, "--steps", "20")
     train(workspace, capsys, "--steps", "10", "--save-every", "10")

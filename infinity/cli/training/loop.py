@@ -17,7 +17,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from infinity.cli.training.data import ByteTokens, Samples, TokenizedFiles, Tokens, find_files
-from infinity.cli.training.models import build_model, max_tokens
+from infinity.cli.training.models import build_model, checkpoint_activations, max_tokens
 from infinity.cli.training.progress import Progress, StepReport
 from infinity.cli.training.ranks import agreed, first_sample, mean_over_ranks, rank_and_size
 from infinity.engine import Engine
@@ -44,6 +44,7 @@ class Settings:
     save_dir: Path
     save_every: int | None
     resume: bool
+    checkpoint_activations: bool
     json: bool
 
 
@@ -52,6 +53,8 @@ def train(settings: Settings) -> int:
     transformers.logging.set_verbosity_error()  # its remarks on configurations are for model authors
     torch.manual_seed(settings.seed)
     model, weights = build_model(settings.model)
+    if settings.checkpoint_activations:
+        checkpoint_activations(model)
     longest = max_tokens(model)
     if longest is not None and settings.seq_len > longest:
         raise ConfigError(f"--seq-len is {settings.seq_len}, but {settings.model} takes at most {longest} tokens")
@@ -116,6 +119,15 @@ class _Run:
         path = self._engine.save_checkpoint(self._settings.save_dir, client_state=state)
         self._progress.note(f"saved {path}")
 
+    def _micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        """What the model is given; a micro-batch that is taken counts as seen."""
+        size = self._engine.config.micro_batch_size
+        _, ranks = rank_and_size()
+        while True:
+            ids = self._samples.batch(first_sample(self._next_sample, size), size).to(self._engine.device)
+            self._next_sample += ranks * size
+            yield {"input_ids": ids, "labels": ids}
+
     def step(self) -> None:
         """One update, over all of its micro-batches.
 
@@ -127,17 +139,10 @@ class _Run:
         accumulation = engine.config.gradient_accumulation_steps
         _, ranks = rank_and_size()
         start_s = time.perf_counter()
-        losses = []
-        for _ in range(accumulation):
-            ids = self._samples.batch(first_sample(self._next_sample, size), size).to(engine.device)
-            loss = engine(input_ids=ids, labels=ids).loss
-            engine.backward(loss)
-            engine.step()
-            self._next_sample += ranks * size
-            losses.append(loss.detach())
+        loss = engine.train_batch(self._micro_batches())
         report = StepReport(
             step=engine.global_steps,
-            loss=mean_over_ranks(torch.stack(losses).float().mean()),
+            loss=mean_over_ranks(loss),
             step_s=time.perf_counter() - start_s,
             tokens=accumulation * ranks * size * self._settings.seq_len,
             lr=engine.get_lr()[0],

@@ -105,6 +105,19 @@ def build_model(name: str) -> tuple[nn.Module, PretrainedWeights | None]:
     )
 
 
+def checkpoint_activations(model: nn.Module) -> None:
+    """Have backward recompute what the blocks save.
+
+    Raises:
+        ConfigError: the architecture cannot.
+    """
+    try:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    except ValueError as error:
+        raise ConfigError(f"--checkpoint-activations: {error}") from error
+    model.config.use_cache = False  # type: ignore[union-attr]
+
+
 def max_tokens(model: nn.Module) -> int | None:
     """Longest sample that the architecture takes; None if it does not say."""
     limit: int | None = getattr(model.config, "max_position_embeddings", None)
