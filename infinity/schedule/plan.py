@@ -117,13 +117,9 @@ class _Replacement:
         return self._free_bytes + others
 
     def _fetch(self, unit: int, time: int, keep: set[int], on_the_spot: bool) -> None:
-        candidates = sorted(self.resident - keep, key=lambda other: (-self._next_use.after(other, time), other))
-        victims = []
+        victims = self._victims(unit, time, keep)
         start = time if on_the_spot else self._last_start
-        for victim in candidates:
-            if self._free_bytes >= self._sizes[unit]:
-                break
-            victims.append(victim)
+        for victim in victims:
             start = max(start, self._last_use.get(victim, -1) + 1)
             self._free_bytes += self._sizes[victim]
         self.resident.difference_update(victims)
@@ -131,6 +127,21 @@ class _Replacement:
         self._free_bytes -= self._sizes[unit]
         self._last_start = start
         self.fetches.append(_Fetch(unit, tuple(victims), start, time + (not on_the_spot), on_the_spot))
+
+    def _victims(self, unit: int, time: int, keep: set[int]) -> list[int]:
+        """Who makes room: what is needed farthest ahead, without those that a larger one after them has spared."""
+        victims = []
+        missing_bytes = self._sizes[unit] - self._free_bytes
+        for victim in sorted(self.resident - keep, key=lambda other: (-self._next_use.after(other, time), other)):
+            if missing_bytes <= 0:
+                break
+            victims.append(victim)
+            missing_bytes -= self._sizes[victim]
+        for victim in reversed(victims.copy()):
+            if missing_bytes + self._sizes[victim] <= 0:
+                victims.remove(victim)
+                missing_bytes += self._sizes[victim]
+        return victims
 
 
 def make_plan(uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int) -> Plan:

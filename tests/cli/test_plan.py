@@ -54,6 +54,39 @@ def test_the_table_and_the_steps(tmp_path, capsys) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "config.json"]
 
 
+def test_the_steps_that_are_printed_can_be_carried_out_within_the_budget(tmp_path, capsys) -> None:
+    """Line by line, as a reader would: what is used is there, and what is there fits."""
+    arguments = ["plan", "--model", "gpt2", "--config", config_file(tmp_path)]
+    assert main([*arguments, "--json"]) == 0
+    least = json.loads(capsys.readouterr().out)["host_least_bytes"]
+    assert main([*arguments, "--host-memory", str(least + 20_000_000), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert main([*arguments, "--host-memory", str(least + 20_000_000), "--explain"]) == 0
+    lines = capsys.readouterr().out.split("in order\n")[1].splitlines()
+    sizes = {unit["name"]: unit["nbytes"] for unit in facts["units"] if unit["offloaded"]}
+    assert sum(sizes.values()) > facts["split"]["params_bytes"], "everything fits: nothing to explain"
+    assert [line.split()[0] for line in lines] == [*sizes, *reversed(sizes)]
+    there: set[str] = set()
+    for cycle in range(2):  # the first fills the memory
+        fetched = 0
+        for line in lines:
+            used, *notes = line.split(maxsplit=1)
+            for note in notes[0].split(", ") if notes else ():
+                action, _, name = note.partition(" ")
+                name = used if note == "fetch it now" else name
+                if action == "evict":
+                    assert name in there or cycle == 0, line
+                    there.discard(name)
+                else:
+                    assert name not in there, line
+                    there.add(name)
+                    fetched += sizes[name]
+                assert sum(sizes[name] for name in there) <= facts["split"]["params_bytes"], line
+            assert used in there or cycle == 0, line
+            there.add(used)
+    assert 0 < fetched < facts["read_bytes_per_step"]  # the rest is optimizer states
+
+
 def test_json(tmp_path, capsys) -> None:
     assert main(["plan", "--model", "gpt2", "--config", config_file(tmp_path), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
