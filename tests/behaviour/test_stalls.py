@@ -84,6 +84,18 @@ def slow_disk(monkeypatch) -> Callable[[float, float], None]:
     return lambda read_s, write_s: swap_on(monkeypatch, lambda engine: SlowDisk(engine, read_s, write_s))
 
 
+def slow_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinity.optim import pipeline  # noqa: PLC0415
+
+    fast = pipeline.update
+
+    def slow(*args) -> None:
+        time.sleep(DELAY_S)
+        fast(*args)
+
+    monkeypatch.setattr(pipeline, "update", slow)
+
+
 @pytest.mark.parametrize("schedule", ["backward", "deferred", "barrier"])
 @pytest.mark.parametrize("params", ["cpu", "nvme"])
 def test_reading_states_late_is_the_disk_and_not_the_optimizer(schedule, params, slow_disk, tmp_path) -> None:
@@ -111,17 +123,45 @@ def test_writing_states_late_is_the_disk(schedule, slow_disk, tmp_path) -> None:
 
 @pytest.mark.parametrize("schedule", ["backward", "barrier"])
 def test_a_slow_update_is_the_optimizer(schedule, monkeypatch) -> None:
-    from infinity.optim import pipeline  # noqa: PLC0415
-
-    fast = pipeline.update
-
-    def slow(*args) -> None:
-        time.sleep(DELAY_S)
-        fast(*args)
-
-    monkeypatch.setattr(pipeline, "update", slow)
+    slow_optimizer(monkeypatch)
     config = Recipe("bf16").config(Placement("cpu", "cpu", schedule=schedule))
     assert_the_cause_is(StallCause.OPTIMIZER, train(config), at_least_s=DELAY_S / 2)
+
+
+@pytest.mark.parametrize("schedule", ["backward", "deferred", "barrier"])
+@pytest.mark.parametrize("slow", [StallCause.DISK_READ, StallCause.DISK_WRITE, StallCause.OPTIMIZER])
+def test_the_seconds_by_cause_add_up_to_what_a_step_waits(slow, schedule, slow_disk, monkeypatch, tmp_path) -> None:
+    """Measured from outside: the seconds in which the compute thread does not compute."""
+    config = Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB", schedule=schedule))
+    config["tiering"]["host_memory"] = least_memory(config)
+    if slow is StallCause.OPTIMIZER:
+        slow_optimizer(monkeypatch)
+    else:
+        slow_disk(DELAY_S * (slow is StallCause.DISK_READ), DELAY_S * (slow is StallCause.DISK_WRITE))
+    shares = []
+    with infinity.initialize(model=tiny_llama(), config=config, device="cpu")[0] as engine:
+        for ids in batches(6):
+            start_s, computing_s = time.perf_counter(), time.thread_time()
+            engine.backward(loss_of(engine, ids))
+            engine.step()
+            wall_s = time.perf_counter() - start_s
+            waited_s = wall_s - (time.thread_time() - computing_s)
+            stalls = engine.stats().stall_s
+            assert sum(stalls.values()) <= wall_s
+            shares.append((sum(stalls.values()) / waited_s, stalls.get(slow.value, 0.0) / waited_s))
+    # one step is enough: on a busy machine the thread waits for the processor as well
+    assert any(0.9 < every < 1.1 and of_cause > 0.6 for every, of_cause in shares[2:]), shares
+
+
+def test_a_gradient_that_is_still_being_written_is_no_read(slow_disk, tmp_path) -> None:
+    """Spilled gradients whose update comes before their write is over: the states are in memory, so all writes are
+    theirs and the parameters'."""
+    config = Recipe("bf16", clipping=0.5).config(Placement("nvme", "cpu", tmp_path, schedule="deferred"))
+    config["tiering"]["host_memory"] = least_memory(config)
+    slow_disk(0.0, DELAY_S)
+    measured = train(config)
+    assert_the_cause_is(StallCause.DISK_WRITE, measured, at_least_s=DELAY_S / 2)
+    assert any(stats.stall_s["disk_read"] < DELAY_S / 2 for stats, _ in measured)
 
 
 @pytest.mark.parametrize(
