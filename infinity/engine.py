@@ -98,11 +98,6 @@ class Engine:
         self._hooks = Hooks(model, runtime.partition, self._compute_lane or self, alone=self._ranks.size == 1)
         self._layer_major: LayerMajor | None = None
         if runtime.sizing.layer_major:
-            if self._ranks.size > 1:
-                raise ConfigError(
-                    f'tiering.accumulation is "layer" but {self._ranks.size} ranks train together: layer-major '
-                    'micro-batches serve one process; set it to "micro_batch"'
-                )
             self._layer_major = LayerMajor(model, runtime.partition, device)
         claim(self, model, runtime.partition.units)
         self._in_cycle = False  # a forward pass has run whose backward has not
@@ -407,6 +402,8 @@ class Engine:
         self._executor.leave(units)
 
     def backward_left(self, units: tuple[int, ...]) -> None:
+        if self._layer_major is not None:
+            return  # other micro-batches have not been through these units yet
         for unit in units:
             self._complete(self._gradients.leave(unit))
 
@@ -662,26 +659,22 @@ class _LayerMajorStep:
             engine._check_finite(loss)
             if not self._begun:
                 engine._updates.begin_backward(last=True, early=False)
+                engine._gradients.begin_backward(last=True)
                 self._begun = True
-            self._piece(micro_batch, [engine.scaled(loss)], None)
+            self._piece([engine.scaled(loss)], None)
 
     def go_on(self, micro_batch: int, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         with self._engine._running("backward"):
-            self._piece(micro_batch, tensors, grads)
+            self._piece(tensors, grads)
 
-    def _piece(self, micro_batch: int, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
-        engine = self._engine
-        engine._gradients.begin_backward(last=micro_batch == engine.config.gradient_accumulation_steps - 1)
+    def _piece(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
         torch.autograd.backward(tensors, grads)
-        engine._hooks.end_backward()
+        self._engine._hooks.end_backward()
 
     def complete(self, units: Sequence[int]) -> None:
         engine = self._engine
-        if engine._ranks.size > 1:
-            return  # sums may be under way
-        ready = set(engine._gradients.units_with_gradients()).intersection(units)
         with engine._running("backward"):
-            for unit in sorted(ready, reverse=True):
+            for unit in engine._gradients.complete(sorted(units, reverse=True)):
                 engine._updates.final(unit)
                 engine._gradients.rest(unit)
 

@@ -163,7 +163,7 @@ def make_gradients(runtime: Runtime, config: Config, device: torch.device) -> Gr
     units, store, make_room = runtime.partition.units, runtime.grads, runtime.executor.finish_an_update
     if runtime.ranks.size == 1:
         return Gradients(units, store, make_room, runtime.counters, runtime.parts)
-    every_pass = config.zero.stage >= 2
+    every_pass = config.zero.stage >= 2 and not runtime.sizing.layer_major
     return ReducedGradients(
         units,
         store,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -84,6 +84,10 @@ class Gradients:
     def leave(self, unit: int) -> Sequence[int]:
         """Backward has left a module of the unit; returns units whose gradients are complete because of that."""
         return ()
+
+    def complete(self, units: Sequence[int]) -> Iterator[int]:
+        """A step's backward is through these units: go through those whose gradients are all there because of that."""
+        yield from (unit for unit in units if self._stats[unit])
 
     def end_backward(self) -> None:
         """The pass is over: the next arrival belongs to another one."""

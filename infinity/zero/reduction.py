@@ -5,13 +5,14 @@ A unit's gradients of one backward pass are collected in a flat tensor on the co
 unit's module, they are reduced under the backward of the next one; what belongs to no such module follows at the end
 of the pass. Leaving happens on all ranks alike, while which parameters have a gradient may differ (experts that got no
 token), so the flags that say which ones do are exchanged beside the gradients. At stages 0 and 1 gradients are
-summed over the micro-batches first and reduced in the last one's backward; at stages 2 and 3 in every one's.
+summed over the micro-batches first and reduced in the last one's backward; at stages 2 and 3 in every one's. Those of
+layer-major micro-batches are summed first at every stage, and reduced when all of them have left the module.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -122,6 +123,14 @@ class ReducedGradients(Gradients):
 
     def leave(self, unit: int) -> Sequence[int]:
         return self._reduce(unit) if self._reduces and self._units[unit].trainable_numel else ()
+
+    def complete(self, units: Sequence[int]) -> Iterator[int]:
+        """Reduce these units, one after the other: a round later a unit might be away, and its update would wait."""
+        for unit in units:
+            self.leave(unit)
+            self._finish_reductions()
+            if self._present[unit]:
+                yield unit
 
     def end_backward(self) -> None:
         """Reduce what no module has reduced, so that every rank has its sums; the gradients are complete then."""
