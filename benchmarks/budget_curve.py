@@ -16,7 +16,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from train_step import run_worker, summarise
-from workload import arguments
+from workload import arguments, worker_options
 
 from infinity.config import format_size, parse_size
 
@@ -43,8 +43,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--plot", type=Path, help="draw the curves into this image file")
     args = parser.parse_args()
-    own = {"budget", "rounds", "json", "plot", "host_memory"}
-    options = [f"--{k.replace('_', '-')}={v}" for k, v in vars(args).items() if k not in own]
+    options = worker_options(args)
     results: dict[int, list[dict[str, Any]]] = {budget: [] for budget in args.budget}
     for _ in range(args.rounds):
         for budget in args.budget:

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from workload import arguments
+from workload import arguments, worker_options
 
 _PEERS = Path(__file__).parent / "peers"
 
@@ -97,8 +97,7 @@ def main() -> None:
         "--floor", action="store_true", help="measure the drive and the computation in every round, too"
     )
     args = parser.parse_args()
-    own = {"peer", "peer_python", "rounds", "json", "floor", "no_update"}
-    options = [f"--{k.replace('_', '-')}={v}" for k, v in vars(args).items() if k not in own]
+    options = worker_options(args)
     systems = ["infinity", *args.peer, *(["disk", "compute"] if args.floor else [])]
     results: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
     for index in range(args.rounds):

@@ -35,6 +35,12 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def worker_options(args: argparse.Namespace) -> list[str]:
+    """The options of `arguments` as a worker's command line."""
+    names = set(vars(arguments().parse_args([]))) - {"no_update"}
+    return [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in sorted(names)]
+
+
 def gpt2_config(args: argparse.Namespace) -> GPT2Config:
     return GPT2Config(
         n_layer=args.layers,
