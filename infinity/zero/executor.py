@@ -28,6 +28,8 @@ from infinity.zero.model_parts import set_local_part
 from infinity.zero.partition import Partition
 from infinity.zero.ranks import ALONE, Ranks
 
+_NOW = -1  # when an update is needed that keeps its unit from leaving memory
+
 
 class Executor:
     """Moves units and starts their updates.
@@ -60,6 +62,7 @@ class Executor:
         self._last_uses: list[int] = []
         self._first_uses: dict[int, int] = {}  # position of each unit's first use in the last cycle
         self._plan: Plan | None = None
+        self._plan_ends: dict[int, int] = {}  # each unit's last step in it
         self._position: int | None = None  # None: the cycle has left the plan
         self._todo: deque[tuple[str, int]] = deque()
         self._fetching: set[int] = set()
@@ -154,6 +157,7 @@ class Executor:
         uses = [unit for unit in trace.uses if specs[unit].offloaded]
         if self._plan is None or [step.unit for step in self._plan.steps] != uses:
             self._plan = make_plan(uses, [spec.nbytes for spec in specs], self._capacity_bytes)
+            self._plan_ends = {step.unit: index for index, step in enumerate(self._plan.steps)}
             self._todo.clear()
 
     def _follow(self, unit: int) -> PlanStep | None:
@@ -250,6 +254,12 @@ class Executor:
         """When the next cycle will probably use the unit first."""
         return self._first_uses.get(unit, len(self._last_uses))
 
+    def _is_leaving(self, unit: int) -> bool:
+        """The plan evicts the unit after a use, and this cycle has had the last one."""
+        if self._plan is None or self._position is None or unit not in self._plan.evicted:
+            return False
+        return self._position > self._plan_ends.get(unit, 0)
+
     # Updates #
 
     def expect_updates(self, units: Sequence[int]) -> None:
@@ -298,7 +308,7 @@ class Executor:
             # The same for every placement, and after a resume; there are none where a rank has padding alone.
             seed=segments[0].rule.step << 24 | unit if segments else 0,
             first=spec.sharding.rank * trained,
-            needed=self._needed(unit),
+            needed=_NOW if self._is_leaving(unit) else self._needed(unit),
         )
         self._tickets[unit] = (self._pipeline.submit(job), lease)
 
