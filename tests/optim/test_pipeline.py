@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -25,6 +26,7 @@ class _Gate(IoFuture):
 
     def __init__(self) -> None:
         self._opened: Future[None] = Future()
+        self.reached = threading.Event()  # somebody waits
 
     def open(self) -> None:
         self._opened.set_result(None)
@@ -33,6 +35,7 @@ class _Gate(IoFuture):
         return self._opened.done()
 
     def result(self, timeout: float | None = None) -> int:
+        self.reached.set()
         self._opened.result(timeout)
         return 0
 
@@ -71,8 +74,7 @@ def test_what_is_needed_first_is_updated_first(tmp_path: Path, resident_bytes: i
 
     gate = _Gate()
     tickets = [pipeline.submit(job(0, 9, Arrival(gate, StallCause.DISK_READ)))]
-    while not pipeline.waits.totals_s():  # the worker has begun with it
-        pass
+    gate.reached.wait()
     needed = {1: 3, 2: 1, 3: 2, 4: 1}
     tickets += [pipeline.submit(job(unit, when)) for unit, when in needed.items()]
     gate.open()
