@@ -248,11 +248,11 @@ class UpdatePipeline:
         tiles = self._states.tiles(job.unit)
         for position, tile in enumerate(tiles):
             self._read_ahead(ticket, position)
-            slot = tile.home if isinstance(tile.home, Lease) else self._tile_in_memory(tile)
-            if position == 0:
+            if position == 0:  # before a slot is taken, which an error would keep
                 for arrival in job.ready:
                     with self.waits.waiting(arrival.cause):
                         arrival.future.result()
+            slot = tile.home if isinstance(tile.home, Lease) else self._tile_in_memory(tile)
             with self._counters.updating(job.unit, tile.nbytes):
                 fields = self._layout.views(tile_buffer(slot, tile), tile.numel)
                 touched = self._update_tile(job, tile, fields)
