@@ -104,7 +104,7 @@ class Engine:
         self._stats = StepStats()
         self._outcome: StepOutcome | None = None
         self._closed = False
-        self._failure: StorageError | None = None  # of a tier, after which its states are not those of one step
+        self._failure: BaseException | None = None  # after which the states are not those of one step
         self._syncs = True
 
     # Training loop #
@@ -259,11 +259,12 @@ class Engine:
         self._executor.begin_cycle()
         self._in_cycle = True
         self.micro_steps += len(batches) - 1  # this is the last backward pass of the step
-        try:
-            losses = self._layer_major.run([partial(forward, batch) for batch in batches], _LayerMajorStep(self))
-        except BaseException:
-            self._abort_step()
-            raise
+        with self._stopped_by_failures():
+            try:
+                losses = self._layer_major.run([partial(forward, batch) for batch in batches], _LayerMajorStep(self))
+            except BaseException:
+                self._abort_step()
+                raise
         with self._running("backward"):
             self._end_backward()
         self.step()
@@ -624,11 +625,12 @@ class Engine:
 
     @contextmanager
     def _stopped_by_failures(self) -> Iterator[None]:
-        """Of a step in which a tier fails, some units may be updated and others not: nothing may go on from there."""
+        """Nothing may go on from a tier that failed, nor from a step of which only some units are updated."""
         try:
             yield
-        except StorageError as error:
-            self._failure = self._failure or error
+        except BaseException as error:
+            if isinstance(error, StorageError) or self._updates.under_way:
+                self._failure = self._failure or error
             raise
 
     def _check_open(self) -> None:
@@ -636,8 +638,8 @@ class Engine:
             raise InfinityError("the engine is closed")
         if self._failure is not None:
             raise InfinityError(
-                f"the engine has stopped after an error ({self._failure}): close it, and resume from the last "
-                "checkpoint"
+                f"the engine has stopped after an error ({type(self._failure).__name__}: {self._failure}): close it, "
+                "and resume from the last checkpoint"
             ) from self._failure
 
 

@@ -79,6 +79,7 @@ class Updates:
         self._last_pass = False  # the backward pass that is running, or was last, is the step's last one
         self._in_parts: frozenset[int] = frozenset()
         self._early = True
+        self.under_way = False  # some units have had this step's update handed over and others not
         gradients.when_full(weakly(self._update_early))
         self.steps: dict[str, int] = {}  # updates that each parameter has had, by name
         self.outcome = StepOutcome(0.0, skipped=False)  # of the last step
@@ -114,10 +115,11 @@ class Updates:
         if self._schedule is not UpdateSchedule.BACKWARD or unit in self._in_parts:
             return
         if not self._gradients.is_finite(unit):
+            changed = "parameters of later units are already updated" if self.under_way else "nothing was changed by it"
             raise NonFiniteError(
-                f"a gradient of unit `{self._partition.units[unit].name}` is not finite; parameters of later units "
-                "are already updated. Resume from the last checkpoint with a lower learning rate, or set "
-                "tiering.update_schedule to deferred, which skips such a step"
+                f"a gradient of unit `{self._partition.units[unit].name}` is not finite; {changed}. "
+                "Resume from the last checkpoint with a lower learning rate, or set tiering.update_schedule to "
+                "deferred, which skips such a step"
             )
         self._finals.append(unit)
         self._sum_sq += self._gradients.sum_sq(unit)
@@ -142,6 +144,7 @@ class Updates:
     def finish_step(self) -> None:
         """All gradients of the step are there: update what was not updated yet, now or later."""
         self.outcome = self._finish_step()
+        self.under_way = False
 
     def _finish_step(self) -> StepOutcome:
         if self._schedule is UpdateSchedule.BACKWARD:
@@ -170,6 +173,7 @@ class Updates:
         return StepOutcome(norm, skipped=False)
 
     def _update(self, unit: int, scale: float) -> None:
+        self.under_way = True
         segments = self._segments(self._partition.units[unit], scale)
         self._gradients.forget(unit)
         self._executor.update(unit, segments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -233,6 +234,58 @@ def test_an_exception_in_backward_drops_the_step_and_leaves_the_engine_usable(ti
             losses.append(loss.item())
         ours = Result(losses, dict(engine.named_parameters()))
     assert_same_bits(ours, train(tiny_gpt2(), recipe, Placement()))
+
+
+def test_an_exception_before_the_first_update_leaves_the_engine_usable(tight) -> None:
+    """Also without clipping, where units are updated as backward goes."""
+    with infinity.initialize(model=tiny_gpt2(), config=RECIPE.config(tight))[0] as engine:
+        losses = []
+        for step, ids in enumerate(batches(RECIPE.steps)):
+            if step == 3:
+                loss = loss_of(engine, ids)
+                loss.register_hook(_raise)
+                with pytest.raises(RuntimeError, match="on purpose"):
+                    engine.backward(loss)
+            loss = loss_of(engine, ids)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        ours = Result(losses, dict(engine.named_parameters()))
+    assert_same_bits(ours, train(tiny_gpt2(), RECIPE, Placement()))
+
+
+def _interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _not_a_number(module: nn.Module, grads: tuple[torch.Tensor | None, ...], _: object) -> tuple[Any, ...]:
+    return tuple(None if grad is None else grad * float("nan") for grad in grads)
+
+
+@pytest.mark.parametrize(
+    ("hook", "error", "told"),
+    [
+        (_interrupt, KeyboardInterrupt, "KeyboardInterrupt"),
+        (_not_a_number, infinity.NonFiniteError, "NonFiniteError: a gradient of unit `transformer.h.0`"),
+    ],
+)
+def test_an_exception_among_the_updates_of_a_step_stops_the_engine(hook, error, told, tight) -> None:
+    """The last blocks are updated by then and the first are not: to do the step again would update them twice."""
+    model = tiny_gpt2()
+    with infinity.initialize(model=model, config=RECIPE.config(tight))[0] as engine:
+        model.transformer.h[1].register_full_backward_hook(hook)
+        loss = loss_of(engine, batches(1)[0])
+        with pytest.raises(error):
+            engine.backward(loss)
+        for use in (
+            lambda: loss_of(engine, batches(1)[0]),
+            engine.step,
+            engine.synchronize,
+            lambda: next(engine.named_parameters()),
+            lambda: engine.save_checkpoint(tight.path / "saved"),
+        ):
+            with pytest.raises(infinity.InfinityError, match=rf"has stopped after an error \({told}.* resume"):
+                use()
 
 
 def test_generate_between_steps_changes_nothing(tight) -> None:
