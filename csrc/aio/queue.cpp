@@ -12,7 +12,7 @@ constexpr int kDemand = static_cast<int>(Priority::demand);
 constexpr int kPrefetch = static_cast<int>(Priority::prefetch);
 constexpr int kWriteBack = static_cast<int>(Priority::write_back);
 constexpr int kNone = -1;
-constexpr std::size_t kWriteBackNbytes = 2 << 20; // in flight, or two blocks: one is written, the next is ready
+constexpr std::size_t kWriteBackNbytes = 8 << 20; // in flight, or two blocks: one is written, the next is ready
 } // namespace
 
 bool Request::wait(double timeout_s) {

@@ -16,8 +16,8 @@ namespace infinity::aio {
 // A demand read comes first, always. Reads ahead go before write-back, but one block in `kWriteBackShare` is
 // write-back if any waits, so that neither starves. A part of the depth is kept free of bulk traffic: a demand
 // read that arrives behind gigabytes of write-back is submitted at once, and waits only for what the drive
-// already holds. That is why only a few megabytes of write-back are in flight: they keep a drive busy, and all
-// beyond them would only lengthen that wait (benchmarks/io_latency.py).
+// already holds. That is why only a few megabytes of write-back are in flight: they keep a drive busy, also beside
+// reads ahead, and all beyond them would only lengthen that wait (benchmarks/io_latency.py).
 class BlockQueue {
   public:
     BlockQueue(std::size_t block_nbytes, int depth);

@@ -14,13 +14,12 @@ from infinity.kernels import Dither, Hyper
 from infinity.memory import Arena
 from infinity.optim import formats
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
-from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket
+from infinity.optim.pipeline import RING_SLOTS, Segment, UpdateJob, UpdatePipeline, UpdateTicket
 from infinity.telemetry import Counters
 from infinity.tiers.states import StateStore, cut_into_tiles
 from infinity.tiers.swap import SwapPath, open_swap
 
-_TILE_BYTES = 16 << 20
-_RING_SLOTS = 4  # one read ahead, one computed, one written, one to spare
+_TILE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,11 @@ class StatesHome:
                 arena = Arena(max(SHARD_ALIGN, sum(map(tile_bytes, cut_into_tiles(shards, tile_numel)))))
                 swap = None
             else:
-                arena = Arena(_RING_SLOTS * slot_bytes)
+                arena = Arena(RING_SLOTS * slot_bytes)
                 swap = open_swap([SwapPath(nvme_path)], IoOptions())
                 undo.callback(swap.close)
             undo.callback(arena.close)
-            slots = [arena.lease(slot_bytes) for _ in range(_RING_SLOTS if swap else 0)]
+            slots = [arena.lease(slot_bytes) for _ in range(RING_SLOTS if swap else 0)]
             store = StateStore(
                 shards, tile_numel, tile_bytes, arena=arena, resident_bytes=0, swap=swap, counters=Counters()
             )

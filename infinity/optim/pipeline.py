@@ -27,6 +27,8 @@ from infinity.telemetry import Counters, StallCause, Waits
 from infinity.tiers import Arrival
 from infinity.tiers.states import StateStore, Tile, tile_buffer
 
+RING_SLOTS = 16  # tiles that are read, updated and written at once: enough small ones to keep a drive busy both ways
+
 WriteParams = Callable[[int, int, int], "IoFuture | None"]  # (unit, start, numel)
 
 
@@ -224,7 +226,7 @@ class UpdatePipeline:
                     self._wake.notify_all()
                     return
                 self._idle = False
-                ticket = next(iter(self._in_order(self._queue)), None)
+                ticket = self._in_order(self._queue)[0] if self._queue else None
             if ticket is None:
                 self._read_ahead(None, 0)
                 continue
@@ -342,14 +344,14 @@ class UpdatePipeline:
             queued = [ticket.job.unit for ticket in self._in_order(others)]
             expected = [unit for unit in self._expected if unit not in queued]
         if current is not None:
-            yield from self._states.tiles(current.job.unit)[position:]
+            yield from self._states.stored(current.job.unit, position)
             expected = [unit for unit in expected if unit != current.job.unit]
         for unit in (*queued, *expected):
-            yield from self._states.tiles(unit)
+            yield from self._states.stored(unit)
 
     def _next_read(self, current: UpdateTicket | None, position: int) -> Tile | None:
         for tile in self._upcoming(current, position):
-            if not isinstance(tile.home, Lease) and (tile.unit, tile.index) not in self._reads:
+            if (tile.unit, tile.index) not in self._reads:
                 return tile
         return None
 

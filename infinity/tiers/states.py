@@ -9,8 +9,10 @@ spread evenly among the stored ones, which keeps the disk's load even over the s
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -104,24 +106,31 @@ class StateStore:
                 tiles.append(Tile(unit, index, start, numel, nbytes, home))
             self._tiles.append(tiles)
 
+        self._stored_tiles = [[tile for tile in tiles if isinstance(tile.home, Extent)] for tiles in self._tiles]
+
     def tiles(self, unit: int) -> Sequence[Tile]:
         return self._tiles[unit]
 
+    def stored(self, unit: int, first: int = 0) -> Iterator[Tile]:
+        """The unit's tiles on NVMe, from the tile `first` on."""
+        tiles = self._stored_tiles[unit]
+        return itertools.islice(tiles, bisect_left(tiles, first, key=attrgetter("index")), None)
+
     def read(self, tile: Tile, slot: Lease, priority: Priority = Priority.PREFETCH) -> IoFuture:
         """Start reading a stored tile into `slot`."""
-        swap, extent = self._stored(tile)
+        swap, extent = self._place_of(tile)
         read = swap.read(extent, slot.span(0, tile.nbytes), priority=priority)
         self._counters.moved("nvme_read", tile.nbytes, read, tile.unit, "states")
         return read
 
     def write(self, tile: Tile, slot: Lease) -> IoFuture:
         """Start writing a stored tile from `slot`."""
-        swap, extent = self._stored(tile)
+        swap, extent = self._place_of(tile)
         write = swap.write(extent, slot.span(0, tile.nbytes))
         self._counters.moved("nvme_write", tile.nbytes, write, tile.unit, "states")
         return write
 
-    def _stored(self, tile: Tile) -> tuple[SwapSpace, Extent]:
+    def _place_of(self, tile: Tile) -> tuple[SwapSpace, Extent]:
         if self._swap is None or not isinstance(tile.home, Extent):
             raise RuntimeError(f"tile {tile.index} of unit {tile.unit} lives in host memory")
         return self._swap, tile.home

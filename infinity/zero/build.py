@@ -41,7 +41,7 @@ from infinity.zero.model_parts import UNDIVIDED, ModelParts
 from infinity.zero.partition import Partition
 from infinity.zero.ranks import ALONE, Ranks, ranks_on_this_machine
 from infinity.zero.reduction import ReducedGradients
-from infinity.zero.sizing import RING_SLOTS, Sizing, communication_dtype, host_needs, sharding_of, size_up
+from infinity.zero.sizing import Sizing, communication_dtype, host_needs, sharding_of, size_up
 from infinity.zero.updates import UpdateSchedule
 
 _log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def build_runtime(
         undo.callback(arena.close)
         swap = _open_disk(sizing, config, ranks, undo)
         slot_bytes = sizing.layout.tile_bytes(sizing.tile_numel)
-        slots = [arena.lease(slot_bytes) for _ in range(RING_SLOTS if sizing.states_on_nvme else 0)]
+        slots = [arena.lease(slot_bytes) for _ in range(sizing.ring_slots)]
         states = StateStore(
             sizing.shard_numels,
             sizing.tile_numel,

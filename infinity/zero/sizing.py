@@ -12,13 +12,13 @@ from torch import nn
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
+from infinity.optim.pipeline import RING_SLOTS
 from infinity.schedule import MemoryNeeds
 from infinity.tiers import WHOLE, FlatSpec, Sharding, choose_spilled, cut_into_tiles
 from infinity.zero.partition import PERSISTENT, Alignment, Partition, make_partition
 from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.updates import UpdateSchedule
 
-RING_SLOTS = 4  # one tile read, one updated, one written, and one of slack between the rates
 _GRADS_IN_FLIGHT = 3  # units whose gradients the `backward` schedule may hold at once
 # Of all gradients: those whose updates may be left to the next forward pass, under which the drive would idle.
 _GRADS_LEFT_SHARE = 4
@@ -130,9 +130,16 @@ class Sizing:
         return _STAGING_UNITS * max(spec.shard_nbytes for spec in self.specs) if self.discrete else 0
 
     @property
-    def ring_bytes(self) -> int:
+    def ring_slots(self) -> int:
         """The optimizer pipeline's tiles in flight."""
-        return RING_SLOTS * self.layout.tile_bytes(self.tile_numel) if self.states_on_nvme else 0
+        if not self.states_on_nvme:
+            return 0
+        return min(RING_SLOTS, sum(-(-numel // self.tile_numel) for numel in self.shard_numels))
+
+    @property
+    def ring_bytes(self) -> int:
+        """Room for the optimizer pipeline's tiles in flight."""
+        return self.ring_slots * self.layout.tile_bytes(self.tile_numel)
 
     @property
     def states_bytes(self) -> int:
