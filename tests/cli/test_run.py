@@ -52,7 +52,11 @@ def test_an_error_is_told_and_ends_all_ranks(workspace) -> None:
 
 def test_every_rank_gets_its_share_of_the_cores(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, sys; print(os.environ['OMP_NUM_THREADS'], os.environ['WORLD_SIZE'], sys.argv[1:])")
+    script.write_text(
+        "import os, sys\n"
+        'line = f\'{os.environ["OMP_NUM_THREADS"]} {os.environ["WORLD_SIZE"]} {sys.argv[1:]}\\n\'\n'
+        "os.write(1, line.encode())\n"  # in one piece: the other rank writes, too
+    )
     ended = run("--ranks", "2", str(script), "--config", "ds.json")
     assert ended.returncode == 0, ended.stderr
     share = max(1, len(os.sched_getaffinity(0)) // 2)
