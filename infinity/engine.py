@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,13 @@ from infinity.checkpoint import (
     apply_extra,
     check_extra,
     collect_extra,
-    export_model,
+    export_16bit,
     load_tensors,
     open_checkpoint,
-    persistent_buffers,
     save_checkpoint,
 )
-from infinity.config import Config, parse_size
-from infinity.errors import CheckpointError, ConfigError, InfinityError, NonFiniteError, StorageError
+from infinity.config import Config
+from infinity.errors import InfinityError, NonFiniteError, StorageError
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.telemetry import StallCause, StepStats, now
@@ -34,11 +33,10 @@ from infinity.zero.compute_lane import ComputeLane
 from infinity.zero.gathered import claim, disclaim
 from infinity.zero.hooks import Hooks
 from infinity.zero.layer_major import LayerMajor
+from infinity.zero.micro_batches import LossFn, call, loss_of
 from infinity.zero.updates import StepOutcome, Updates, UpdateSchedule
 
 _log = logging.getLogger(__name__)
-
-LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 class Engine:
@@ -206,7 +204,7 @@ class Engine:
         else:
             losses = []
             for batch in batches:
-                loss = _loss(_call(self, batch), batch, loss_fn)
+                loss = loss_of(call(self, batch), batch, loss_fn)
                 self.backward(loss)
                 self.step()
                 losses.append(loss.detach())
@@ -251,7 +249,7 @@ class Engine:
         def forward(batch: Any) -> torch.Tensor:
             try:
                 with self._saving():
-                    return _loss(_call(self.module, batch), batch, loss_fn)
+                    return loss_of(call(self.module, batch), batch, loss_fn)
             except BaseException:
                 self._hooks.abandon()
                 raise
@@ -558,36 +556,7 @@ class Engine:
             ConfigError: `max_shard_size` is no size.
             InfinityError: the model is divided by tensor parallelism.
         """
-        if self._runtime.parts.ranks.size > 1:
-            raise InfinityError(
-                "save_16bit_model writes whole parameters, and this model is divided by tensor parallelism: use "
-                "save_checkpoint, which writes the parts"
-            )
-        try:
-            shard_bytes = parse_size(max_shard_size)
-        except ValueError as error:
-            raise ConfigError(f"max_shard_size: {error}") from error
-        compute = self._runtime.layout.param_dtype
-        dtype = compute if compute.itemsize == 2 else torch.bfloat16
-        buffers = persistent_buffers(self.module)
-        slots = [slot for unit in self._runtime.partition.units for slot in unit.slots]
-        specs = {slot.name: (dtype, slot.shape) for slot in slots}
-        specs |= {
-            name: (dtype if buffer.is_floating_point() else buffer.dtype, tuple(buffer.shape))
-            for name, buffer in buffers.items()
-        }
-        values = chain(self.named_parameters(), buffers.items())
-        written = self._ranks.rank != 0
-        try:
-            if not written:
-                export_model(Path(save_dir), self.module, values, specs, dtype=dtype, shard_bytes=shard_bytes)
-                written = True
-        finally:
-            for _ in values:  # all ranks gather together, to the end
-                pass
-            failed = self._ranks.any(not written)
-        if failed:
-            raise CheckpointError("rank 0 could not write the model; its own message says why")
+        export_16bit(Path(save_dir), self.module, self._runtime, self.named_parameters(), max_shard_size)
         return Path(save_dir)
 
     def _directory(self, path: str | Path) -> Path:
@@ -679,24 +648,3 @@ class _LayerMajorStep:
             for unit in engine._gradients.complete(sorted(units, reverse=True)):
                 engine._updates.final(unit)
                 engine._gradients.rest(unit)
-
-
-def _call(model: Any, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def _loss(outputs: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
-    """The loss of a micro-batch.
-
-    Raises:
-        InfinityError: there is none.
-    """
-    loss = getattr(outputs, "loss", outputs) if loss_fn is None else loss_fn(outputs, batch)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        what = "the model's output" if loss_fn is None else "what loss_fn returns"
-        raise InfinityError(
-            f"train_batch needs a loss, one number that has a gradient, and {what} is none: give loss_fn"
-        )
-    return loss

@@ -2,8 +2,8 @@
 
 from infinity.checkpoint.conversion import convert
 from infinity.checkpoint.directory import latest_tag
-from infinity.checkpoint.export import export_model
-from infinity.checkpoint.extra import Parts, apply_extra, check_extra, collect_extra, persistent_buffers
+from infinity.checkpoint.export import export_16bit
+from infinity.checkpoint.extra import Parts, apply_extra, check_extra, collect_extra
 from infinity.checkpoint.load import Loaded, load_tensors, open_checkpoint
 from infinity.checkpoint.pretrained import PretrainedWeights
 from infinity.checkpoint.save import save_checkpoint
@@ -16,10 +16,9 @@ __all__ = [
     "check_extra",
     "collect_extra",
     "convert",
-    "export_model",
+    "export_16bit",
     "latest_tag",
     "load_tensors",
     "open_checkpoint",
-    "persistent_buffers",
     "save_checkpoint",
 ]

@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,67 @@ from torch import nn
 
 from infinity.checkpoint.blocks import Staging
 from infinity.checkpoint.directory import storage_error
+from infinity.checkpoint.extra import persistent_buffers
 from infinity.checkpoint.pretrained import INDEX, WEIGHTS
 from infinity.checkpoint.tensors import TensorFile, write_file
-from infinity.errors import StorageError
+from infinity.config import parse_size
+from infinity.errors import CheckpointError, ConfigError, InfinityError, StorageError
+from infinity.zero.build import Runtime
 
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 _UNFINISHED = ".tmp-export"
 
 
-def export_model(
+def export_16bit(
+    directory: Path,
+    model: nn.Module,
+    runtime: Runtime,
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    max_shard_size: int | str,
+) -> None:
+    """`Engine.save_16bit_model`: rank 0 writes, all ranks gather.
+
+    Args:
+        parameters: every parameter by name, which gathers as it goes.
+
+    Raises:
+        StorageError: writing failed; an earlier export is still there.
+        ConfigError: `max_shard_size` is no size.
+        InfinityError: the model is divided by tensor parallelism.
+    """
+    if runtime.parts.ranks.size > 1:
+        raise InfinityError(
+            "save_16bit_model writes whole parameters, and this model is divided by tensor parallelism: use "
+            "save_checkpoint, which writes the parts"
+        )
+    try:
+        shard_bytes = parse_size(max_shard_size)
+    except ValueError as error:
+        raise ConfigError(f"max_shard_size: {error}") from error
+    compute = runtime.layout.param_dtype
+    dtype = compute if compute.itemsize == 2 else torch.bfloat16
+    buffers = persistent_buffers(model)
+    specs = {slot.name: (dtype, slot.shape) for unit in runtime.partition.units for slot in unit.slots}
+    specs |= {
+        name: (dtype if buffer.is_floating_point() else buffer.dtype, tuple(buffer.shape))
+        for name, buffer in buffers.items()
+    }
+    values = chain(parameters, buffers.items())
+    done = runtime.ranks.rank != 0
+    try:
+        if not done:
+            _export(directory, model, values, specs, dtype=dtype, shard_bytes=shard_bytes)
+            done = True
+    finally:
+        for _ in values:  # all ranks gather together, to the end
+            pass
+        failed = runtime.ranks.any(not done)
+    if failed:
+        raise CheckpointError("rank 0 could not write the model; its own message says why")
+
+
+def _export(
     directory: Path,
     model: nn.Module,
     values: Iterable[tuple[str, torch.Tensor]],
