@@ -1,6 +1,6 @@
 """Thousands of steps on NVMe under budgets, schedules and backends that change at random, beside the same in torch.
 
-    python benchmarks/soak.py --path DIR [--steps 2000] [--seed 0] [--out FILE]
+    python benchmarks/soak.py --path DIR [--steps 2000] [--seed 0] [--json FILE]
 
 The claims: every loss is torch's, memory does not grow, and nothing hangs. The run is cut into stretches of random
 length. Each opens an engine from the last checkpoint with a budget between the least that works and all
@@ -207,13 +207,13 @@ def main() -> None:
     parser.add_argument("--path", type=Path, required=True, help="directory on the drive")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the result here too")
+    parser.add_argument("--json", type=Path, help="write the result here")
     args = parser.parse_args()
     torch.set_num_threads(1)
     result = json.dumps(asdict(soak(args.path, args.steps, args.seed, show=True)), indent=2)
     print(result)
-    if args.out is not None:
-        args.out.write_text(result + "\n")
+    if args.json is not None:
+        args.json.write_text(result + "\n")
 
 
 if __name__ == "__main__":
