@@ -19,7 +19,7 @@ from infinity.telemetry import Counters
 from infinity.tiers.states import StateStore, cut_into_tiles
 from infinity.tiers.swap import SwapPath, open_swap
 
-_TILE_BYTES = 4 << 20
+_TILE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)

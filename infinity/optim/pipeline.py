@@ -27,7 +27,7 @@ from infinity.telemetry import Counters, StallCause, Waits
 from infinity.tiers import Arrival
 from infinity.tiers.states import StateStore, Tile, tile_buffer
 
-RING_SLOTS = 16  # tiles that are read, updated and written at once: enough small ones to keep a drive busy both ways
+RING_SLOTS = 4  # one tile read, one updated, one written, and one of slack between the rates
 
 WriteParams = Callable[[int, int, int], "IoFuture | None"]  # (unit, start, numel)
 

@@ -5,7 +5,8 @@ parameters' compute buffers are paid by the device and the rest by the host, so 
 
 Traffic saved by one byte held, per training step (`split` format): a parameter that stays is neither read twice
 nor written back (6 bytes for 2), a tile of optimizer states is neither read nor written (20 bytes for 10).
-Parameters therefore come first.
+Parameters therefore come first, but for gradients that let computing go on while a unit is updated: without them the
+drive idles while the next unit is computed, and computing while that one is updated.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class MemoryNeeds:
         params_min_bytes: largest set of units that must be resident together.
         params_bytes: all parameters whose home is below this tier.
         grads_min_bytes: gradients that must be held before an update can free them.
+        grads_flowing_bytes: gradients of a unit that is updated and of one that is computed meanwhile.
         grads_bytes: gradients that may usefully be held.
         states_bytes: all optimizer states whose home is below this tier.
         always_bytes: what lives in this tier whatever the budget (states and parameters whose home it is).
@@ -35,6 +37,7 @@ class MemoryNeeds:
     params_min_bytes: int
     params_bytes: int
     grads_min_bytes: int
+    grads_flowing_bytes: int
     grads_bytes: int
     states_bytes: int
     always_bytes: int
@@ -78,10 +81,12 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySpl
             f"Raise {key} to {needs.least_bytes} bytes or more, lower tiering.tile_size, "
             "or move a section to nvme." + alone(needs.largest_unit, needs.largest_unit_bytes, capacity_bytes)
         )
+    flowing = min(needs.grads_flowing_bytes, needs.grads_min_bytes + spare)
+    spare -= flowing - needs.grads_min_bytes
     params = min(needs.params_bytes, needs.params_min_bytes + spare)
     spare -= params - needs.params_min_bytes
-    grads = min(needs.grads_bytes, needs.grads_min_bytes + spare)
-    spare -= grads - needs.grads_min_bytes
+    grads = min(needs.grads_bytes, flowing + spare)
+    spare -= grads - flowing
     return MemorySplit(params, grads, min(needs.states_bytes, spare))
 
 

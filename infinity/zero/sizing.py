@@ -266,6 +266,7 @@ def host_needs(sizing: Sizing) -> MemoryNeeds:
     if not sizing.holds_all_gradients:
         left = sum(grads) // _GRADS_LEFT_SHARE if sizing.states_on_nvme else 0
         grads_most = min(sum(grads), sum(grads[:_GRADS_IN_FLIGHT]) + standing + left)
+    grads_flowing = max(grads_min, min(grads_most, sum(grads[:2]) + standing))
     states = sizing.states_bytes
     if sizing.discrete:
         always = 0
@@ -279,6 +280,7 @@ def host_needs(sizing: Sizing) -> MemoryNeeds:
         params_min_bytes=params_min,
         params_bytes=params_most,
         grads_min_bytes=grads_min,
+        grads_flowing_bytes=grads_flowing,
         grads_bytes=grads_most,
         states_bytes=states if sizing.states_on_nvme else 0,
         always_bytes=always + (0 if sizing.states_on_nvme else states),

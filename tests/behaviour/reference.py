@@ -108,7 +108,7 @@ class Placement:
     params: str = "none"
     optimizer: str = "none"
     path: Path | None = None
-    tile_size: str | int = "64KiB"
+    tile_size: str | int = "256KiB"
     host_memory: str | int | None = None
     schedule: str = "auto"
 

@@ -62,11 +62,11 @@ def assert_freed(model: Any, config: dict[str, Any], **kwargs: Any) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
 def test_a_closed_engine_and_its_memory_go_at_once(recipe, device, tmp_path) -> None:
-    assert_freed(tiny_llama(), RECIPES[recipe].config(Placement(device, device, tmp_path, "16KiB")))
+    assert_freed(tiny_llama(), RECIPES[recipe].config(Placement(device, device, tmp_path, "64KiB")))
 
 
 def test_so_they_do_with_a_device(tmp_path) -> None:
-    config = RECIPES["deferred"].config(Placement("nvme", "nvme", tmp_path, "16KiB"))
+    config = RECIPES["deferred"].config(Placement("nvme", "nvme", tmp_path, "64KiB"))
     assert_freed(tiny_gpt2(), config, link=SameMemory())
 
 
@@ -81,7 +81,7 @@ def test_so_they_do_where_gradients_spill(tmp_path: Path) -> None:
 )
 def test_so_they_do_with(tiering, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = RECIPES["deferred"].config(Placement("nvme", "nvme", tmp_path, "16KiB"))
+    config = RECIPES["deferred"].config(Placement("nvme", "nvme", tmp_path, "64KiB"))
     config["tiering"] |= tiering
     config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
     assert_freed(tiny_llama(), config)

@@ -50,7 +50,7 @@ def test_a_discrete_device_gives_the_same_bits(
 def test_tight_device_memory_gives_the_same_bits(clipping, host_memory, tmp_path) -> None:
     """Room for two blocks on the device, so that units come and go all the time."""
     recipe = Recipe("bf16", 1, clipping)
-    placement = Placement("nvme", "nvme", tmp_path, "16KiB", host_memory)
+    placement = Placement("nvme", "nvme", tmp_path, "64KiB", host_memory)
     placed = train_discrete(tiny_llama(), recipe, placement, device_memory=least_device_memory(placement, recipe))
     assert_same_bits(placed, in_memory("llama", "bf16", 1, clipping))
 
@@ -68,7 +68,7 @@ def test_checkpoints_move_between_kinds_of_devices(tmp_path) -> None:
     data = batches(8)
     swap = tmp_path / "swap"
     swap.mkdir()
-    config = recipe.config(Placement("nvme", "nvme", swap, "16KiB"))
+    config = recipe.config(Placement("nvme", "nvme", swap, "64KiB"))
 
     def run(engine: infinity.Engine, part: list[torch.Tensor]) -> list[float]:
         losses = []
@@ -147,13 +147,13 @@ def test_reading_past_the_host_gives_the_same_bits(clipping, names, tmp_path) ->
     for path in paths:
         path.mkdir()
     reader = CountingReader()
-    placed = past_the_host(Placement("nvme", "nvme", tmp_path, "16KiB", "700KB"), clipping, reader, *paths)
+    placed = past_the_host(Placement("nvme", "nvme", tmp_path, "64KiB", "640KB"), clipping, reader, *paths)
     assert reader.reads > 20
     assert_same_bits(placed, in_memory("llama", "bf16", 1, clipping))
 
 
 def test_no_way_past_the_host_is_a_warning(tmp_path, caplog) -> None:
-    placement = Placement("nvme", "nvme", tmp_path, "16KiB", "700KB")
+    placement = Placement("nvme", "nvme", tmp_path, "64KiB", "640KB")
     placed = past_the_host(placement, 0.5, "cuFile is absent", tmp_path)
     assert "parameters go through host memory: cuFile is absent" in caplog.text
     assert_same_bits(placed, in_memory("llama", "bf16", 1, 0.5))
@@ -165,7 +165,7 @@ def test_a_failing_read_past_the_host_names_the_file(tmp_path) -> None:
             raise RuntimeError("cuFile error 5011")
 
     with pytest.raises(infinity.StorageError, match="cuFile error 5011") as failed:
-        past_the_host(Placement("nvme", "nvme", tmp_path, "16KiB", "700KB"), 0.0, Failing(), tmp_path)
+        past_the_host(Placement("nvme", "nvme", tmp_path, "64KiB", "640KB"), 0.0, Failing(), tmp_path)
     assert str(tmp_path) in failed.value.filename
 
 

@@ -17,7 +17,7 @@ STEPS = 4
 
 
 def spilling(recipe: Recipe, path: Path, schedule: str = "auto", room: int = 0) -> Placement:
-    placement = Placement("nvme", "nvme", path, "16KiB", schedule=schedule)
+    placement = Placement("nvme", "nvme", path, "64KiB", schedule=schedule)
     return dataclasses.replace(placement, host_memory=least_host_memory(recipe, placement) + room)
 
 

@@ -315,7 +315,7 @@ def test_two_ranks_follow_plain_torch_and_memory(precision, accumulation, clippi
     swap = tmp_path / "swap"
     swap.mkdir()
     recipe = Recipe(precision, accumulation, clipping, STEPS)
-    placement = Placement("nvme", "nvme", swap, "16KiB", schedule=schedule)
+    placement = Placement("nvme", "nvme", swap, "64KiB", schedule=schedule)
     first, second = (tmp_path / name for name in ("first", "second"))
     first.mkdir()
     second.mkdir()

@@ -58,14 +58,14 @@ def test_the_numbers_are_those_of_the_ordinary_order(precision, clipping, tmp_pa
     ordinary = train(tiny_llama(), recipe, Placement())
     ordinary.losses[:] = mean_losses(ordinary, MICRO_BATCHES)
     assert_same_bits(train_layer_major(tiny_llama(), recipe, Placement()), ordinary)
-    assert_same_bits(train_layer_major(tiny_llama(), recipe, Placement("nvme", "nvme", tmp_path, "16KiB")), ordinary)
+    assert_same_bits(train_layer_major(tiny_llama(), recipe, Placement("nvme", "nvme", tmp_path, "64KiB")), ordinary)
 
 
 def test_tied_embeddings_follow_plain_torch(tmp_path) -> None:
     """Their gradients of the head come before all of the embedding, so they are summed in another order."""
     recipe = Recipe("fp32", MICRO_BATCHES, steps=5)
     plain = train_plainly(tiny_gpt2(), recipe)
-    placed = train_layer_major(tiny_gpt2(), recipe, Placement("nvme", "nvme", tmp_path, "16KiB"))
+    placed = train_layer_major(tiny_gpt2(), recipe, Placement("nvme", "nvme", tmp_path, "64KiB"))
     assert placed.losses == pytest.approx(mean_losses(plain, MICRO_BATCHES), rel=1e-5)
     for name, values in plain.weights.items():
         torch.testing.assert_close(placed.weights[name], values, rtol=1e-4, atol=1e-5)
@@ -101,7 +101,7 @@ def test_a_checkpointed_block_is_recomputed_with_its_random_numbers(tmp_path) ->
         return model.train()
 
     recipe = Recipe("fp32", MICRO_BATCHES, steps=3)
-    placement = Placement("nvme", "nvme", tmp_path, "16KiB")
+    placement = Placement("nvme", "nvme", tmp_path, "64KiB")
     stored = train_layer_major(build(checkpointed=False), recipe, Placement())
     recomputed = train_layer_major(build(checkpointed=True), recipe, placement)
     assert_same_bits(recomputed, stored)
@@ -113,7 +113,7 @@ def test_a_checkpointed_block_is_recomputed_with_its_random_numbers(tmp_path) ->
 def test_after_an_exception_the_step_can_be_done_again(where, schedule, tmp_path) -> None:
     """In the third micro-batch: others have gone ahead, and others wait."""
     recipe = Recipe("bf16", MICRO_BATCHES, steps=3)
-    placement = Placement("nvme", "nvme", tmp_path, "16KiB", schedule=schedule)
+    placement = Placement("nvme", "nvme", tmp_path, "64KiB", schedule=schedule)
     undisturbed = train_layer_major(tiny_llama(), recipe, placement)
 
     class InterruptError(Exception):
@@ -222,7 +222,7 @@ def test_misuse_is_told() -> None:
 
 def test_evaluation_between_steps_changes_nothing(tmp_path) -> None:
     recipe = Recipe("bf16", MICRO_BATCHES, clipping=1.0, steps=3)
-    placement = Placement("nvme", "nvme", tmp_path, "16KiB")
+    placement = Placement("nvme", "nvme", tmp_path, "64KiB")
     undisturbed = train_layer_major(tiny_gpt2(), recipe, placement)
     data = iter(inputs(recipe.steps * MICRO_BATCHES))
     with infinity.initialize(model=tiny_gpt2(), config=layer_major(recipe, placement))[0] as engine:

@@ -35,8 +35,8 @@ def nvme(path: Path) -> Placement:
 @pytest.fixture
 def tight(tmp_path: Path) -> Placement:
     """The least memory that works, so that every unit really leaves between its uses."""
-    least = least_host_memory(RECIPE, Placement("nvme", "nvme", tmp_path, "16KiB"))
-    return Placement("nvme", "nvme", tmp_path, "16KiB", least + 60_000)
+    least = least_host_memory(RECIPE, Placement("nvme", "nvme", tmp_path, "64KiB"))
+    return Placement("nvme", "nvme", tmp_path, "64KiB", least + 60_000)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -65,7 +65,7 @@ def test_mixed_placements_give_the_same_bits(params, optimizer, clipping, tmp_pa
     assert_same_bits(placed, in_memory("gpt2", "bf16", 1, clipping))
 
 
-@pytest.mark.parametrize("tile_size", [20480, "16KiB", "16MiB"])
+@pytest.mark.parametrize("tile_size", [20480, "64KiB", "16MiB"])
 @pytest.mark.parametrize("host_memory", ["tightest", "tight", "1GiB"])
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 def test_budgets_and_tile_sizes_give_the_same_bits(tile_size, host_memory, clipping, tmp_path: Path) -> None:

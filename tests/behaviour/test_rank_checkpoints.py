@@ -20,7 +20,7 @@ STEPS = 3
 
 
 def case_on(path: Path, stage: int = 3, state_format: str = "auto") -> Case:
-    placement = Placement("nvme", "nvme", path, "16KiB") if stage == 3 else Placement()
+    placement = Placement("nvme", "nvme", path, "64KiB") if stage == 3 else Placement()
     return Case(stage, placement, Recipe("bf16", clipping=0.5, extra={}), "llama")
 
 

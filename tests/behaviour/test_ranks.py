@@ -112,8 +112,8 @@ def test_placements_give_the_same_bits(precision, clipping, tmp_path) -> None:
     placements = [
         Placement(),
         Placement("cpu", "cpu", schedule="barrier"),
-        Placement("none", "nvme", tmp_path / "swap", "16KiB"),
-        Placement("nvme", "nvme", tmp_path / "swap", "16KiB", "1MB", schedule),
+        Placement("none", "nvme", tmp_path / "swap", "64KiB"),
+        Placement("nvme", "nvme", tmp_path / "swap", "64KiB", "1MB", schedule),
     ]
     cases = [Case(3, placement, recipe, "llama") for placement in placements]
     cases += [Case(stage, recipe=recipe, architecture="llama") for stage in (1, 2)]

@@ -24,7 +24,7 @@ def recipe(state_format: str) -> Recipe:
 @pytest.mark.parametrize("state_format", BYTES)
 def test_placements_and_tiles_agree_and_the_loss_follows_the_exact_one(state_format, tmp_path) -> None:
     memory = train(tiny_llama(), recipe(state_format), Placement())
-    for tile_size, budget in (("16KiB", "760KiB"), ("1MiB", "2MiB")):
+    for tile_size, budget in (("64KiB", "760KiB"), ("1MiB", "2MiB")):
         placed = train(tiny_llama(), recipe(state_format), Placement("nvme", "nvme", tmp_path, tile_size, budget))
         assert_same_bits(placed, memory)
     exact = in_memory("llama", "bf16", 1, 0.5)

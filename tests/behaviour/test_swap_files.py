@@ -151,7 +151,7 @@ def test_several_paths_share_the_states(tmp_path) -> None:
     paths = [tmp_path / name for name in ("a", "b")]
     for path in paths:
         path.mkdir()
-    config = RECIPE.config(Placement("nvme", "nvme", tmp_path, "16KiB"))
+    config = RECIPE.config(Placement("nvme", "nvme", tmp_path, "64KiB"))
     config["tiering"]["nvme"] = [{"path": str(path)} for path in paths]
     with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
         sizes = [next(path.iterdir()).stat().st_size for path in paths]
@@ -177,7 +177,7 @@ def test_a_model_that_cannot_be_trained_is_refused(build, message, tmp_path) -> 
 
 def test_an_io_error_while_training_reaches_the_loop_and_cleans_up(tmp_path) -> None:
     """The swap file is truncated under the engine."""
-    config = RECIPE.config(Placement("nvme", "nvme", tmp_path, "16KiB", host_memory="700KiB"))
+    config = RECIPE.config(Placement("nvme", "nvme", tmp_path, "64KiB", host_memory="700KiB"))
     engine, *_ = infinity.initialize(model=tiny_gpt2(), config=config)
     (file,) = tmp_path.iterdir()
     os.truncate(file, 0)

@@ -30,7 +30,7 @@ ROUTES = {
 
 
 def on_nvme(path: Path, schedule: str = "backward", **tiering: object) -> dict:
-    config = Recipe("bf16").config(Placement("nvme", "nvme", path, "16KiB", schedule=schedule))
+    config = Recipe("bf16").config(Placement("nvme", "nvme", path, "64KiB", schedule=schedule))
     config["tiering"] |= tiering
     return config
 

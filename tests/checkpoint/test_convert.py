@@ -27,7 +27,7 @@ ERRORS = {"fp32": (0, 0), "split": (0, 0), "master": (0, 0), "bf16": (2**-7, 0),
 
 
 def recipe(state_format: str) -> Recipe:
-    config = {"tiering": {"tile_size": "16KiB", "state_format": state_format}}
+    config = {"tiering": {"tile_size": "64KiB", "state_format": state_format}}
     return Recipe(ENGINE_FORMATS[state_format], clipping=0.5, extra=config)
 
 

@@ -37,7 +37,7 @@ def write_config(workspace: Path, **changes: Any) -> None:
             "offload_param": {"device": "nvme"},
             "offload_optimizer": {"device": "nvme"},
         },
-        "tiering": {"nvme": [{"path": str(workspace / "swap")}], "tile_size": "16KiB", "host_memory": "1MiB"},
+        "tiering": {"nvme": [{"path": str(workspace / "swap")}], "tile_size": "64KiB", "host_memory": "1MiB"},
     }
     (workspace / "config.json").write_text(json.dumps(config | changes))
 

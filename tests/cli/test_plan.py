@@ -18,7 +18,7 @@ from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_
 @pytest.mark.parametrize("host_memory", [1_400_000, 2_000_000, 10_000_000])
 def test_bytes_are_those_of_a_step(clipping, params, optimizer, host_memory, tmp_path) -> None:
     recipe = Recipe("bf16", clipping=clipping)
-    values = recipe.config(Placement(params, optimizer, tmp_path, "16KiB", host_memory))
+    values = recipe.config(Placement(params, optimizer, tmp_path, "64KiB", host_memory))
     try:
         plan = plan_training(tiny_llama(), load_config(values))
     except infinity.CapacityError:
@@ -40,7 +40,7 @@ def test_bytes_are_those_of_a_step(clipping, params, optimizer, host_memory, tmp
 
 def config_file(tmp_path) -> str:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "16KiB"))))
+    path.write_text(json.dumps(Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB"))))
     return str(path)
 
 

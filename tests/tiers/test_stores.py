@@ -55,3 +55,15 @@ def test_the_largest_unit_has_gradients_of_its_own_where_there_is_room() -> None
     assert pooled.try_open(0) is None  # the room is for either
     pooled.drop(1)
     assert pooled.try_open(0) is not None
+
+
+def test_two_equal_units_share_the_room_of_two() -> None:
+    """One is computed while another is updated, whichever they are; none has memory of its own."""
+    store = GradStore([UNIT] * 4, torch.float32, Arena(4 * 4 * UNIT), 4 * 2 * UNIT, standing=())
+    for unit in (3, 2):
+        assert store.try_open(unit) is not None
+    assert store.try_open(1) is None
+    store.hand_over(3).release()
+    assert store.try_open(1) is not None
+    store.drop(2)
+    assert store.try_open(0) is not None
