@@ -43,8 +43,10 @@ class GradStore:
         self._lent: set[int] = set()
 
     def _with_largest(self, standing: Collection[int], capacity_bytes: int) -> Collection[int]:
-        """These units, and the largest other one, which would seldom find so much in one piece, if there is room for two
-        more beside it: one is computed while the other is updated."""
+        """These units, and the largest other one, which would seldom find so much in one piece.
+
+        Only if there is room for two more beside it: one is computed while another is updated.
+        """
         by_size = sorted(set(range(len(self._sizes))) - set(standing), key=self._sizes.__getitem__, reverse=True)
         spare = capacity_bytes - sum(self._sizes[unit] for unit in (*standing, *by_size[:3]))
         return [*standing, by_size[0]] if len(by_size) > 2 and spare >= 0 else standing
