@@ -26,7 +26,8 @@ class MemoryNeeds:
         params_min_bytes: largest set of units that must be resident together.
         params_bytes: all parameters whose home is below this tier.
         grads_min_bytes: gradients that must be held before an update can free them.
-        grads_flowing_bytes: gradients of a unit that is updated and of one that is computed meanwhile.
+        grads_flowing_bytes: gradients of a unit that is updated and of one that is computed meanwhile, where units are
+            updated under backward.
         grads_bytes: gradients that may usefully be held.
         states_bytes: all optimizer states whose home is below this tier.
         always_bytes: what lives in this tier whatever the budget (states and parameters whose home it is).

@@ -263,10 +263,11 @@ def host_needs(sizing: Sizing) -> MemoryNeeds:
     standing = sum(sizing.grad_sizes[unit] for unit in sizing.standing)
     if sizing.spills_gradients or not sizing.holds_all_gradients:
         grads_min = min(sum(grads), grads[0] + standing)
+    grads_flowing = grads_min
     if not sizing.holds_all_gradients:
         left = sum(grads) // _GRADS_LEFT_SHARE if sizing.states_on_nvme else 0
+        grads_flowing = min(sum(grads), sum(grads[:2]) + standing)
         grads_most = min(sum(grads), sum(grads[:_GRADS_IN_FLIGHT]) + standing + left)
-    grads_flowing = max(grads_min, min(grads_most, sum(grads[:2]) + standing))
     states = sizing.states_bytes
     if sizing.discrete:
         always = 0

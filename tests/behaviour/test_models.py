@@ -201,7 +201,7 @@ class HiddenOutputs(Chain):
 class InPlace(Chain):
     """Blocks change their input in place, as `nn.ReLU(inplace=True)` does."""
 
-    more_memory = 60_000  # autograd does not say when backward leaves such a block
+    more_memory = 80_000  # autograd does not say when backward leaves such a block
 
     class Changing(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
