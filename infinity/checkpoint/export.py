@@ -43,6 +43,7 @@ def export_16bit(
         StorageError: writing failed; an earlier export is still there.
         ConfigError: `max_shard_size` is no size.
         InfinityError: the model is divided by tensor parallelism.
+        CheckpointError: rank 0 could not write.
     """
     if runtime.parts.ranks.size > 1:
         raise InfinityError(

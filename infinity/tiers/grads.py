@@ -49,7 +49,7 @@ class GradStore:
         """
         by_size = sorted(set(range(len(self._sizes))) - set(standing), key=self._sizes.__getitem__, reverse=True)
         spare = capacity_bytes - sum(self._sizes[unit] for unit in (*standing, *by_size[:3]))
-        return [*standing, by_size[0]] if len(by_size) > 2 and spare >= 0 else standing
+        return [*standing, by_size[0]] if spare >= 0 else standing
 
     def get(self, unit: int) -> torch.Tensor | None:
         """The unit's gradient buffer, if it is open."""

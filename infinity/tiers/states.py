@@ -105,7 +105,6 @@ class StateStore:
                 home = arena.lease(nbytes) if swap is None or next(stay) else swap.reserve(nbytes)
                 tiles.append(Tile(unit, index, start, numel, nbytes, home))
             self._tiles.append(tiles)
-
         self._stored_tiles = [[tile for tile in tiles if isinstance(tile.home, Extent)] for tiles in self._tiles]
 
     def tiles(self, unit: int) -> Sequence[Tile]:

@@ -258,7 +258,7 @@ class Executor:
         """The plan evicts the unit after a use, and this cycle has had the last one."""
         if self._plan is None or self._position is None or unit not in self._plan.evicted:
             return False
-        return self._position > self._plan_ends.get(unit, 0)
+        return self._position > self._plan_ends[unit]
 
     # Updates #
 

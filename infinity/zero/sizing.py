@@ -134,7 +134,7 @@ class Sizing:
         """The optimizer pipeline's tiles in flight."""
         if not self.states_on_nvme:
             return 0
-        return min(RING_SLOTS, sum(-(-numel // self.tile_numel) for numel in self.shard_numels))
+        return min(RING_SLOTS, sum(1 for _ in cut_into_tiles(self.shard_numels, self.tile_numel)))
 
     @property
     def ring_bytes(self) -> int:

@@ -17,7 +17,7 @@ _TIMEOUT_S = 60
 
 # Ranks are forked off a process that has imported what they need and nothing else: a start takes milliseconds.
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["infinity", "infinity.zero.engine", "transformers", __name__])
+_CONTEXT.set_forkserver_preload(["infinity.setup", "transformers", __name__])
 
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, path: Path, timeout_s: float = 240) -> list[Any]:

@@ -191,16 +191,28 @@ def test_parameter_groups_keep_their_own_hyper_parameters(tight) -> None:
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_an_exception_in_forward_leaves_the_engine_usable(tight) -> None:
-    model = tiny_gpt2()
-    with infinity.initialize(model=model, config=RECIPE.config(tight))[0] as engine:
+def _fail_in_forward(engine: infinity.Engine, ids: torch.Tensor) -> None:
+    handle = engine.module.transformer.h[1].mlp.register_forward_hook(_raise)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        loss_of(engine, ids)
+    handle.remove()
+
+
+def _fail_before_the_first_update(engine: infinity.Engine, ids: torch.Tensor) -> None:
+    loss = loss_of(engine, ids)
+    loss.register_hook(_raise)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        engine.backward(loss)
+
+
+@pytest.mark.parametrize("fail", [_fail_in_forward, _fail_before_the_first_update])
+def test_an_exception_before_anything_is_updated_leaves_the_engine_usable(fail, tight) -> None:
+    """Also without clipping, where units are updated as backward goes."""
+    with infinity.initialize(model=tiny_gpt2(), config=RECIPE.config(tight))[0] as engine:
         losses = []
         for step, ids in enumerate(batches(RECIPE.steps)):
             if step == 3:
-                handle = model.transformer.h[1].mlp.register_forward_hook(_raise)
-                with pytest.raises(RuntimeError, match="on purpose"):
-                    loss_of(engine, ids)
-                handle.remove()
+                fail(engine, ids)
             loss = loss_of(engine, ids)
             engine.backward(loss)
             engine.step()
@@ -234,24 +246,6 @@ def test_an_exception_in_backward_drops_the_step_and_leaves_the_engine_usable(ti
             losses.append(loss.item())
         ours = Result(losses, dict(engine.named_parameters()))
     assert_same_bits(ours, train(tiny_gpt2(), recipe, Placement()))
-
-
-def test_an_exception_before_the_first_update_leaves_the_engine_usable(tight) -> None:
-    """Also without clipping, where units are updated as backward goes."""
-    with infinity.initialize(model=tiny_gpt2(), config=RECIPE.config(tight))[0] as engine:
-        losses = []
-        for step, ids in enumerate(batches(RECIPE.steps)):
-            if step == 3:
-                loss = loss_of(engine, ids)
-                loss.register_hook(_raise)
-                with pytest.raises(RuntimeError, match="on purpose"):
-                    engine.backward(loss)
-            loss = loss_of(engine, ids)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        ours = Result(losses, dict(engine.named_parameters()))
-    assert_same_bits(ours, train(tiny_gpt2(), RECIPE, Placement()))
 
 
 def _interrupt(*args: object) -> None:
