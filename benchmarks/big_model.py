@@ -78,20 +78,24 @@ def main() -> None:
     engine, *_ = infinity.initialize(model=model, config=config(args))
     params = sum(param.numel() for param in model.parameters())
     facts: dict[str, Any] = {"model": args.model, "params": params, "init_s": time.perf_counter() - start_s}
-    facts["groups"] = groups = []
+    print(f"{params / 1e9:.2f}G parameters placed in {facts['init_s']:.0f} s", flush=True)
     texts = iter(batches(args.steps, args.length))
+    facts["groups"] = groups = []
+    facts["disk_bytes_per_s"] = rates = measured_rates(args)
     for count in group_sizes(args.steps):
-        rate = disk_bytes_per_s(args.path) if args.offload == "nvme" else None
-        if groups:
-            groups[-1]["rate_after"] = rate
-        groups.append(train(engine, itertools.islice(texts, count)) | {"rate_before": rate})
+        groups.append(train(engine, itertools.islice(texts, count)))
+        rates += measured_rates(args)
     facts["tier_peak_bytes"] = engine.stats().peak_bytes
     facts["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    groups[-1]["rate_after"] = disk_bytes_per_s(args.path) if args.offload == "nvme" else None
     engine.close()  # after the drive was measured: removing the files keeps it busy
     print(report(facts))
     if args.json:
         args.json.write_text(json.dumps(facts, indent=1, default=str) + "\n")
+
+
+def measured_rates(args: argparse.Namespace) -> list[float]:
+    """What the drive gives now, if the states are on one."""
+    return [disk_bytes_per_s(args.path)] if args.offload == "nvme" else []
 
 
 def group_sizes(steps: int) -> list[int]:
@@ -126,13 +130,13 @@ def train(engine: infinity.Engine, texts: Iterable[torch.Tensor]) -> dict[str, A
 
 def report(facts: dict[str, Any]) -> str:
     """Seconds a step when settled, against the disk's floor where there is one."""
+    for group, around in zip(facts["groups"], itertools.pairwise(facts["disk_bytes_per_s"]), strict=False):
+        group["floor_s"] = group["disk_bytes"] / statistics.mean(around)
     settled = facts["groups"][1:] or facts["groups"]
     count = sum(len(group["steps"]) for group in settled)
     facts["step_s"] = sum(group["seconds"] for group in settled) / count
     line = f"step {facts['step_s']:.1f} s"
-    if settled[0]["rate_before"]:
-        for group in settled:
-            group["floor_s"] = group["disk_bytes"] / statistics.mean((group["rate_before"], group["rate_after"]))
+    if facts["disk_bytes_per_s"]:
         facts["floor_s"] = sum(group["floor_s"] for group in settled) / count
         facts["ratio"] = facts["step_s"] / facts["floor_s"]
         parts = ", ".join(f"{group['seconds'] / group['floor_s']:.2f}" for group in settled)
