@@ -12,7 +12,7 @@ constexpr int kDemand = static_cast<int>(Priority::demand);
 constexpr int kPrefetch = static_cast<int>(Priority::prefetch);
 constexpr int kWriteBack = static_cast<int>(Priority::write_back);
 constexpr int kNone = -1;
-constexpr std::size_t kWriteBackNbytes = 8 << 20; // in flight, or two blocks: one is written, the next is ready
+constexpr std::size_t kWriteBackNbytes = 8 << 20; // in flight alone, or two blocks: one is written, one ready
 } // namespace
 
 bool Request::wait(double timeout_s) {
@@ -89,11 +89,13 @@ int BlockQueue::choose() const {
         return kNone;
     }
     const bool reads = !waiting_[kPrefetch].empty();
-    const bool writes = !waiting_[kWriteBack].empty() && write_back_in_flight_ < write_back_depth_;
-    if (reads && !(writes && bulk_turn_ % kWriteBackShare == 0)) {
-        return kPrefetch;
+    const bool beside_reads = reads || bulk_in_flight_ > write_back_in_flight_;
+    const int most_writes = beside_reads ? std::max(write_back_depth_, bulk_depth_ / 2) : write_back_depth_;
+    const bool writes = !waiting_[kWriteBack].empty() && write_back_in_flight_ < most_writes;
+    if (reads && writes) {
+        return last_bulk_ == Priority::prefetch ? kWriteBack : kPrefetch;
     }
-    return writes ? kWriteBack : kNone;
+    return reads ? kPrefetch : writes ? kWriteBack : kNone;
 }
 
 void BlockQueue::count_in_flight(Priority priority, int change) {
@@ -122,7 +124,7 @@ bool BlockQueue::take(Block& block) {
     }
     count_in_flight(priority, 1);
     if (priority != Priority::demand) {
-        bulk_turn_ += 1;
+        last_bulk_ = priority;
     }
     return true;
 }

@@ -13,11 +13,12 @@ namespace infinity::aio {
 
 // Thread-safe.
 //
-// A demand read comes first, always. Reads ahead go before write-back, but one block in `kWriteBackShare` is
-// write-back if any waits, so that neither starves. A part of the depth is kept free of bulk traffic: a demand
-// read that arrives behind gigabytes of write-back is submitted at once, and waits only for what the drive
-// already holds. That is why only a few megabytes of write-back are in flight: they keep a drive busy, also beside
-// reads ahead, and all beyond them would only lengthen that wait (benchmarks/io_latency.py).
+// A demand read comes first, always. Reads ahead and write-back take turns, so that neither starves: an optimizer that
+// streams its states reads as much as it writes. A part of the depth is kept free of such bulk traffic: a demand read
+// that arrives behind gigabytes of it is submitted at once, and waits only for what the drive already holds. That is
+// why no more than a few megabytes of write-back are in flight alone: they keep a drive busy, and all beyond them would
+// only lengthen that wait (benchmarks/io_latency.py). Beside reads ahead, which fill the rest of the bulk depth in any
+// case, write-back may have half of it.
 class BlockQueue {
   public:
     BlockQueue(std::size_t block_nbytes, int depth);
@@ -45,8 +46,6 @@ class BlockQueue {
     bool drained() const;
 
   private:
-    static constexpr int kWriteBackShare = 4;
-
     bool take(Block& block);
     int choose() const;
     void count_in_flight(Priority priority, int change);
@@ -63,7 +62,7 @@ class BlockQueue {
     int in_flight_ = 0;
     int bulk_in_flight_ = 0; // of reads ahead and write-back
     int write_back_in_flight_ = 0;
-    unsigned bulk_turn_ = 0;
+    Priority last_bulk_ = Priority::write_back; // which of the two had its turn
     bool closed_ = false;
 };
 
