@@ -5,9 +5,9 @@
 The claim: 4 billion parameters, 48 GB of states, train on a machine of 24 GB with a budget of 8 GiB: the loss falls,
 peak RSS stays under 11 GB, and a step takes at most 1.3 times the disk floor: the bytes that it moved over what the
 drive moves, reading and writing (`infinity bench-io --op mixed`). Drives drift, so the floor is measured in turn with
-the steps, before and after every four of them, whose time includes waiting for all that is in flight. Needs 12 bytes
-of disk a parameter and some space for the measurement. With `--offload cpu` the states stay in host memory, all of
-them, and there is no floor.
+the steps: for as long as a step takes, before and after every four of them, whose time includes waiting for all that is
+in flight. Needs 12 bytes of disk a parameter and some space for the measurement. With `--offload cpu` the states stay
+in host memory, all of them, and there is no floor.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from infinity.cli.training.models import build_model
 from infinity.config import parse_size
 
 _SETTLING, _GROUP = 2, 4  # steps
+_RATE_S = 25.0  # a measurement of the drive takes about as long as a step of 4 billion parameters
 
 
 def batches(count: int, length: int) -> list[torch.Tensor]:
@@ -95,7 +96,7 @@ def main() -> None:
 
 def measured_rates(args: argparse.Namespace) -> list[float]:
     """What the drive gives now, if the states are on one."""
-    return [disk_bytes_per_s(args.path)] if args.offload == "nvme" else []
+    return [disk_bytes_per_s(args.path, runtime_s=_RATE_S)] if args.offload == "nvme" else []
 
 
 def group_sizes(steps: int) -> list[int]:
