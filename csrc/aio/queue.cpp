@@ -92,10 +92,10 @@ int BlockQueue::choose() const {
     const bool beside_reads = reads || bulk_in_flight_ > write_back_in_flight_;
     const int most_writes = beside_reads ? std::max(write_back_depth_, bulk_depth_ / 2) : write_back_depth_;
     const bool writes = !waiting_[kWriteBack].empty() && write_back_in_flight_ < most_writes;
-    if (reads && writes) {
-        return last_bulk_ == Priority::prefetch ? kWriteBack : kPrefetch;
+    if (reads && !(writes && last_bulk_ == Priority::prefetch)) {
+        return kPrefetch;
     }
-    return reads ? kPrefetch : writes ? kWriteBack : kNone;
+    return writes ? kWriteBack : kNone;
 }
 
 void BlockQueue::count_in_flight(Priority priority, int change) {

@@ -19,7 +19,7 @@ namespace infinity::aio {
 
 enum class Op : std::uint8_t { read, write };
 
-// Who is served first: a read that somebody waits for now, reads ahead, then write-back.
+// Who is served first: a read that somebody waits for now. Reads ahead and write-back take turns behind it.
 enum class Priority : std::uint8_t { demand, prefetch, write_back };
 constexpr int kPriorities = 3;
 

@@ -83,8 +83,10 @@ def test_states_that_fit_the_budget_never_touch_the_disk(tmp_path) -> None:
     config = Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, host_memory="1GiB"))
     with infinity.initialize(model=deep_llama(), config=config)[0] as engine:
         ids = torch.randint(0, VOCAB, (1, 8))
+        moved: list[dict[str, int]] = []  # by each step
 
         def two_steps() -> tuple[int, ...]:
+            """Bytes that the kernel counted as read and written."""
             engine.synchronize()
             before = disk_bytes()
             for _ in range(2):
@@ -93,9 +95,8 @@ def test_states_that_fit_the_budget_never_touch_the_disk(tmp_path) -> None:
                 engine.step()
                 moved.append(engine.stats().tier_bytes)
             engine.synchronize()
-            return tuple(after - b for after, b in zip(disk_bytes(), before, strict=True))
+            return tuple(now - then for now, then in zip(disk_bytes(), before, strict=True))
 
-        moved: list[dict[str, int]] = []
         two_steps()
         moved.clear()
         # The kernel also counts pages of code, which it reads when they are first used: once, unlike states.
