@@ -34,6 +34,9 @@ from infinity.config.values import boolean
 from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+# A tile of optimizer states: large enough for many cores in host memory, small enough that many are in flight on NVMe.
+_HOST_TILE_BYTES = 16 << 20
+_DRIVE_TILE_BYTES = 4 << 20
 
 
 def resolve(root: RootSection, world_size: int) -> Config:
@@ -160,9 +163,15 @@ def _fp16(section: Fp16Section) -> Fp16Config:
     return Fp16Config(**section.model_dump(exclude={"enabled"}))
 
 
+def _tile_size(drives: int) -> int:
+    """Bytes of a tile of states that live on so many drives, which share it; on none, in host memory."""
+    return min(_HOST_TILE_BYTES, drives * _DRIVE_TILE_BYTES) or _HOST_TILE_BYTES
+
+
 def _tiering(
-    tiering: TieringSection, activation_checkpointing: ActivationSection, *offloads: OffloadSection
+    tiering: TieringSection, activation_checkpointing: ActivationSection, params: OffloadSection, states: OffloadSection
 ) -> TieringConfig:
+    offloads = (params, states)
     nvme = [NvmeConfig(Path(n.path), n.capacity, n.bandwidth) for n in tiering.nvme]
     if not nvme:
         paths = dict.fromkeys(o.nvme_path for o in offloads if o.device == "nvme" and o.nvme_path is not None)
@@ -189,7 +198,7 @@ def _tiering(
         accumulation=tiering.accumulation,
         io_backend=tiering.io_backend,
         checksum=tiering.checksum,
-        tile_size_bytes=tiering.tile_size,
+        tile_size_bytes=tiering.tile_size or _tile_size(len(nvme) if states.device == "nvme" else 0),
         activations=activations,
         activation_memory_bytes=tiering.activation_memory,
         timeline=tiering.timeline,

@@ -117,7 +117,7 @@ class TieringSection(Section):
     accumulation: Literal["micro_batch", "layer"] = "micro_batch"
     io_backend: Literal["auto", "io_uring", "threads", "aiofiles"] = "auto"
     checksum: Bool = False
-    tile_size: Size = 16 << 20
+    tile_size: SizeOrAuto = None
     activations: Literal["auto", "none", "cpu", "nvme"] = "auto"
     activation_memory: Size = 256 << 20
     timeline: Path | None = None

@@ -46,6 +46,8 @@ class Rule(Protocol):
         """The loop to run and its numbers."""
         ...
 
+    def __hash__(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class Hyper:

@@ -7,6 +7,7 @@ for every instruction set, number of threads, and way of cutting a tensor into p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -89,7 +90,7 @@ def update(
     kinds = {_check_moment(str(name), moment, numel) for name, moment in moments.items() if moment is not None}
     if len(kinds) != 1:
         raise ValueError(f"{hyper.first} and {hyper.second} are of different kinds")
-    rule, scalars = hyper.native()
+    rule, scalars = _native(hyper)
     dither = dither or Dither()
     _adam.update(
         rule=rule,
@@ -108,6 +109,12 @@ def update(
         seed=dither.seed,
         index=dither.index,
     )
+
+
+@lru_cache(maxsize=64)
+def _native(rule: Rule) -> tuple[_adam.Rule, _adam.Scalars]:
+    """The same numbers serve every tile of a step."""
+    return rule.native()
 
 
 def adam_fp32(

@@ -14,12 +14,12 @@ from infinity.kernels import Dither, Hyper
 from infinity.memory import Arena
 from infinity.optim import formats
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
-from infinity.optim.pipeline import RING_SLOTS, Segment, UpdateJob, UpdatePipeline, UpdateTicket
+from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket, ring_slots
 from infinity.telemetry import Counters
 from infinity.tiers.states import StateStore, cut_into_tiles
 from infinity.tiers.swap import SwapPath, open_swap
 
-_TILE_BYTES = 16 << 20
+_HOST_TILE_BYTES, _DRIVE_TILE_BYTES = 16 << 20, 4 << 20
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,20 @@ class StatesHome:
         self._pending: list[_Pending] = []
         tile_bytes = self.layout.tile_bytes
         shards = [-(-parameter.numel() // SHARD_ALIGN) * SHARD_ALIGN for parameter in parameters]
-        tile_numel = max(SHARD_ALIGN, _TILE_BYTES // self.layout.bytes_per_param // SHARD_ALIGN * SHARD_ALIGN)
+        aim_bytes = _HOST_TILE_BYTES if nvme_path is None else _DRIVE_TILE_BYTES
+        tile_numel = max(SHARD_ALIGN, aim_bytes // self.layout.bytes_per_param // SHARD_ALIGN * SHARD_ALIGN)
+        slot_count = 0 if nvme_path is None else ring_slots(aim_bytes)
         slot_bytes = tile_bytes(min(tile_numel, max(shards, default=SHARD_ALIGN)))
         with ExitStack() as undo:
             if nvme_path is None:
                 arena = Arena(max(SHARD_ALIGN, sum(map(tile_bytes, cut_into_tiles(shards, tile_numel)))))
                 swap = None
             else:
-                arena = Arena(RING_SLOTS * slot_bytes)
+                arena = Arena(slot_count * slot_bytes)
                 swap = open_swap([SwapPath(nvme_path)], IoOptions())
                 undo.callback(swap.close)
             undo.callback(arena.close)
-            slots = [arena.lease(slot_bytes) for _ in range(RING_SLOTS if swap else 0)]
+            slots = [arena.lease(slot_bytes) for _ in range(slot_count)]
             store = StateStore(
                 shards, tile_numel, tile_bytes, arena=arena, resident_bytes=0, swap=swap, counters=Counters()
             )

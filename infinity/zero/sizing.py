@@ -12,7 +12,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
-from infinity.optim.pipeline import RING_SLOTS
+from infinity.optim.pipeline import ring_slots
 from infinity.schedule import MemoryNeeds
 from infinity.tiers import WHOLE, FlatSpec, Sharding, choose_spilled, cut_into_tiles
 from infinity.zero.partition import PERSISTENT, Alignment, Partition, make_partition
@@ -22,6 +22,7 @@ from infinity.zero.updates import UpdateSchedule
 _GRADS_IN_FLIGHT = 3  # units whose gradients the `backward` schedule may hold at once
 # Of all gradients: those whose updates may be left to the next forward pass, under which the drive would idle.
 _GRADS_LEFT_SHARE = 4
+_RING_SHARE = 16  # of host memory: no larger a part for tiles in flight, as long as that is enough of them
 _STAGING_UNITS = 3  # of a discrete device: one uploaded, one read, one updated
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,6 +38,7 @@ class Sizing:
         specs: flat parameter tensor of each unit.
         grad_dtype: dtype in which gradients are held.
         tile_numel: elements of a full tile of optimizer states.
+        ring_limit_bytes: what the optimizer pipeline's tiles in flight may take, or None.
         params_on_nvme, states_on_nvme: NVMe is home to parameters, to optimizer states.
         discrete: the compute device has memory of its own.
         accumulates: gradients are summed over several backward passes.
@@ -50,6 +52,7 @@ class Sizing:
     specs: tuple[FlatSpec, ...]
     grad_dtype: torch.dtype
     tile_numel: int
+    ring_limit_bytes: int | None
     params_on_nvme: bool
     states_on_nvme: bool
     discrete: bool
@@ -134,7 +137,8 @@ class Sizing:
         """The optimizer pipeline's tiles in flight."""
         if not self.states_on_nvme:
             return 0
-        return min(RING_SLOTS, sum(1 for _ in cut_into_tiles(self.shard_numels, self.tile_numel)))
+        tiles = sum(1 for _ in cut_into_tiles(self.shard_numels, self.tile_numel))
+        return min(tiles, ring_slots(self.layout.tile_bytes(self.tile_numel), self.ring_limit_bytes))
 
     @property
     def ring_bytes(self) -> int:
@@ -221,6 +225,7 @@ def size_up(
         watched=ranks.size > 1,
     )
     accumulates = config.gradient_accumulation_steps > 1
+    host_bytes = config.tiering.host_memory_bytes
     return Sizing(
         partition=partition,
         layout=layout,
@@ -230,6 +235,7 @@ def size_up(
         ),
         grad_dtype=_DTYPES[config.grad_accum_dtype] if accumulates else dtype,
         tile_numel=_tile_numel(partition, layout, config.tiering.tile_size_bytes),
+        ring_limit_bytes=None if host_bytes is None else host_bytes // _RING_SHARE,
         params_on_nvme=home == "nvme",
         states_on_nvme=config.zero.offload_optimizer.device == "nvme",
         discrete=discrete,
