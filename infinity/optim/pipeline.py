@@ -1,11 +1,12 @@
 """The optimizer step as a pipeline of tiles: while one tile is updated, the next are read and the last are written.
 
-One worker thread updates the units whose gradients are final, that first which the next forward pass needs first: what
-is still queued when backward ends is then needed last, and updated under the forward pass. Tiles are read into the
-slots of a ring in that order, unless they live in host memory, and then ahead for the units that are expected next, so
-that the disk is busy before their gradients are there. The worker chooses anew for every tile: of the units whose next
-tile is in memory, the one that is needed first. It runs the fused kernel over the tile and starts writing the fields,
-and the parameters where their home is below, without waiting.
+One worker thread updates the units whose gradients are final: first what somebody waits for, then what it has begun,
+which gives the memory of its gradients back, then what the next forward pass needs first. What is still queued when
+backward ends is then needed last, and updated under the forward pass. Tiles are read into the slots of a ring in that
+order, unless they live in host memory, and then ahead for the units that are expected next, so that the disk is busy
+before their gradients are there. The worker chooses anew for every tile, and takes the first in that order whose next
+tile is in memory. It runs the fused kernel over the tile and starts writing the fields, and the parameters where their
+home is below, without waiting.
 """
 
 from __future__ import annotations
@@ -78,13 +79,22 @@ class UpdateTicket:
     Attributes:
         tiles: those of the unit that are not updated yet, in order.
         missing: arrivals that the update still has to wait for.
+        awaited: somebody waits for this update and no other.
+        begun: a tile has been updated.
     """
 
     job: UpdateJob
     tiles: deque[Tile]
     missing: tuple[Arrival, ...]
+    awaited: bool = False
+    begun: bool = False
     computed: Future[None] = field(default_factory=Future)
     writes: list[IoFuture] = field(default_factory=list)
+
+    @property
+    def rank(self) -> tuple[bool, bool, int]:
+        """Lowest goes first. What is begun is finished, since that gives back the memory of its gradients."""
+        return not self.awaited, not self.begun, self.job.needed
 
     def finished(self) -> bool:
         return self.computed.done() and all(write.done() for write in self.writes)
@@ -137,7 +147,7 @@ class UpdatePipeline:
         self._free = deque(slots)
         self._writing: deque[tuple[Tile, Lease, IoFuture]] = deque()
         self._reads: dict[tuple[int, int], tuple[Lease, IoFuture]] = {}
-        self._queue: list[UpdateTicket] = []  # that first which is needed first
+        self._queue: list[UpdateTicket] = []  # in the order of their ranks
         self._views: dict[tuple[Lease, int], dict[str, torch.Tensor]] = {}  # of that many elements in a lease
         self._expected: tuple[int, ...] = ()
         self._wake = threading.Condition()
@@ -160,10 +170,21 @@ class UpdatePipeline:
         with self._wake:
             if self._closing:
                 raise InfinityError("the optimizer pipeline is closed")
-            insort(self._queue, ticket, key=lambda queued: queued.job.needed)
+            insort(self._queue, ticket, key=_rank)
             self._expected = tuple(unit for unit in self._expected if unit != job.unit)
             self._wake.notify()
         return ticket
+
+    def wait_computed(self, ticket: UpdateTicket) -> None:
+        """Wait until this update is computed, which now goes before all others.
+
+        Raises:
+            StorageError: a read of this job failed.
+        """
+        if not ticket.computed.done():
+            ticket.awaited = True
+            self._sort()
+        ticket.computed.result()
 
     def first_computed(self, tickets: Sequence[UpdateTicket]) -> UpdateTicket:
         """Wait until one of these updates is computed, or has failed, and return it."""
@@ -258,9 +279,14 @@ class UpdatePipeline:
             return not self._idle
 
     def _next_ticket(self) -> UpdateTicket | None:
-        """The one to go on with: the nearest to being updated, and of those what is needed first."""
+        """The one to go on with: the nearest to being updated, and of those the first in rank."""
         with self._wake:
             return min(self._queue, key=self._distance, default=None)
+
+    def _sort(self) -> None:
+        """A ticket's rank has changed."""
+        with self._wake:
+            self._queue.sort(key=_rank)
 
     def _distance(self, ticket: UpdateTicket) -> int:
         """What keeps the ticket's next tile from being updated: 0 nothing, 1 a transfer, 2 one that is not begun."""
@@ -282,6 +308,9 @@ class UpdatePipeline:
             if ticket.tiles:
                 self._update(ticket, ticket.tiles[0])
                 ticket.tiles.popleft()
+                if not ticket.begun:
+                    ticket.begun = True
+                    self._sort()
         except BaseException as error:  # whoever waits for the ticket gets it
             self._end(ticket, error)
         else:
@@ -430,6 +459,10 @@ class UpdatePipeline:
                 return
             if not self._free:
                 return
+
+
+def _rank(ticket: UpdateTicket) -> tuple[bool, bool, int]:
+    return ticket.rank
 
 
 def _key(tile: Tile) -> tuple[int, int]:

@@ -104,7 +104,7 @@ class Executor:
         if unit in self._tickets:
             ticket, _ = self._tickets[unit]
             with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
-                ticket.computed.result()
+                self._pipeline.wait_computed(ticket)
             self._params.publish(unit)
         if self._params.residency(unit) is Residency.FETCHING:
             self._params.fetch_wait(unit)
@@ -324,7 +324,7 @@ class Executor:
     def _wait_update(self, unit: int) -> None:
         ticket, _ = self._tickets[unit]
         with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
-            ticket.computed.result()
+            self._pipeline.wait_computed(ticket)
         with self._counters.stalled(StallCause.DISK_WRITE):
             ticket.wait()
         self._finish_update(unit)

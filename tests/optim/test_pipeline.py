@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from infinity.io import IoFuture, IoOptions, Priority
 from infinity.kernels import Hyper
 from infinity.memory import Arena, Lease
 from infinity.optim.formats import SHARD_ALIGN, state_layout
-from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket, ring_slots
+from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, ring_slots
 from infinity.telemetry import Counters, StallCause, Times
 from infinity.tiers import Arrival, StateStore, SwapPath, open_swap
 from infinity.tiers.states import Tile
@@ -126,24 +127,36 @@ def test_what_is_needed_first_is_updated_first(tmp_path: Path, resident_bytes: i
     assert sorted(updated) == sorted([*range(UNITS)] * 2)  # every tile, once
 
 
-@pytest.mark.parametrize("resident_bytes", [UNIT_BYTES, EVERYTHING])
-def test_what_is_in_memory_and_needed_first_does_not_wait_for_a_unit_that_was_begun(
-    tmp_path: Path, resident_bytes: int
+@pytest.mark.parametrize(
+    ("resident_bytes", "awaited", "order"),
+    [(EVERYTHING, False, [1, 1, 0, 0]), (EVERYTHING, True, [1, 0, 0, 1]), (UNIT_BYTES, True, [1, 0, 0, 1])],
+)
+def test_what_is_begun_is_finished_unless_somebody_waits_for_another(
+    tmp_path: Path, resident_bytes: int, awaited: bool, order: list[int]
 ) -> None:
     with stage(tmp_path, resident_bytes=resident_bytes) as (pipeline, _, updated):
-        urgent: list[UpdateTicket] = []
+        begun, go_on = threading.Event(), threading.Event()
 
         def written(unit: int, *_: int) -> None:
             updated.append(unit)
-            if not urgent:
-                urgent.append(pipeline.submit(job(0, 0)))
+            begun.set()
+            go_on.wait()
 
         pipeline._write_params = written
-        pipeline.expect([1])
-        begun = pipeline.submit(job(1, 1))
+        first = pipeline.submit(job(1, 1))
         begun.wait()
-        urgent[0].wait()
-    assert updated == [1, 0, 0, 1]
+        second = pipeline.submit(job(0, 0))
+        waiter = threading.Thread(target=pipeline.wait_computed, args=[second])
+        if awaited:
+            waiter.start()
+            while not second.awaited:
+                time.sleep(0.001)
+        go_on.set()
+        first.wait()
+        second.wait()
+        if awaited:
+            waiter.join()
+    assert updated == order
 
 
 @pytest.mark.parametrize("at_once", [True, False])
