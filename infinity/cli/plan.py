@@ -60,7 +60,7 @@ def _print_sizes(plan: TrainingPlan, seconds: float | None) -> None:
     print(f"  parameters    {format_size(plan.split.params_bytes)}")
     print(f"  gradients     {format_size(plan.split.grads_bytes)}")
     print(f"  states kept   {format_size(plan.split.states_bytes)}")
-    print(f"  tile ring     {format_size(plan.needs.ring_bytes)}")
+    print(f"  tile ring     {format_size(plan.split.ring_bytes)}")
     print(f"  always there  {format_size(plan.needs.always_bytes)}")
     print(f"nvme space      {format_size(plan.nvme_bytes)}")
     print(

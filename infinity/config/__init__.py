@@ -1,6 +1,7 @@
 """The typed schema of the JSON file."""
 
 from infinity.config.load import load_config
+from infinity.config.resolve import default_tile_bytes
 from infinity.config.resolved import (
     AioConfig,
     Config,
@@ -24,6 +25,7 @@ __all__ = [
     "SchedulerConfig",
     "TieringConfig",
     "ZeroConfig",
+    "default_tile_bytes",
     "format_size",
     "load_config",
     "parse_size",

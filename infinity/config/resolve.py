@@ -163,8 +163,8 @@ def _fp16(section: Fp16Section) -> Fp16Config:
     return Fp16Config(**section.model_dump(exclude={"enabled"}))
 
 
-def _tile_size(drives: int) -> int:
-    """Bytes of a tile of states that live on so many drives, which share it; on none, in host memory."""
+def default_tile_bytes(drives: int) -> int:
+    """Bytes of a tile of optimizer states that live on so many drives, which share it; with none, in host memory."""
     return min(_HOST_TILE_BYTES, drives * _DRIVE_TILE_BYTES) or _HOST_TILE_BYTES
 
 
@@ -198,7 +198,7 @@ def _tiering(
         accumulation=tiering.accumulation,
         io_backend=tiering.io_backend,
         checksum=tiering.checksum,
-        tile_size_bytes=tiering.tile_size or _tile_size(len(nvme) if states.device == "nvme" else 0),
+        tile_size_bytes=tiering.tile_size or default_tile_bytes(len(nvme) if states.device == "nvme" else 0),
         activations=activations,
         activation_memory_bytes=tiering.activation_memory,
         timeline=tiering.timeline,

@@ -9,17 +9,16 @@ from pathlib import Path
 
 import torch
 
+from infinity.config import default_tile_bytes
 from infinity.io import IoOptions
 from infinity.kernels import Dither, Hyper
 from infinity.memory import Arena
 from infinity.optim import formats
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
-from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket, ring_slots
+from infinity.optim.pipeline import MOST_SLOTS, Segment, UpdateJob, UpdatePipeline, UpdateTicket
 from infinity.telemetry import Counters
 from infinity.tiers.states import StateStore, cut_into_tiles
 from infinity.tiers.swap import SwapPath, open_swap
-
-_HOST_TILE_BYTES, _DRIVE_TILE_BYTES = 16 << 20, 4 << 20
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,9 @@ class StatesHome:
         self._pending: list[_Pending] = []
         tile_bytes = self.layout.tile_bytes
         shards = [-(-parameter.numel() // SHARD_ALIGN) * SHARD_ALIGN for parameter in parameters]
-        aim_bytes = _HOST_TILE_BYTES if nvme_path is None else _DRIVE_TILE_BYTES
+        aim_bytes = default_tile_bytes(0 if nvme_path is None else 1)
         tile_numel = max(SHARD_ALIGN, aim_bytes // self.layout.bytes_per_param // SHARD_ALIGN * SHARD_ALIGN)
-        slot_count = 0 if nvme_path is None else ring_slots(aim_bytes)
+        slot_count = 0 if nvme_path is None else MOST_SLOTS
         slot_bytes = tile_bytes(min(tile_numel, max(shards, default=SHARD_ALIGN)))
         with ExitStack() as undo:
             if nvme_path is None:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 
@@ -30,8 +31,10 @@ from infinity.telemetry import Counters, StallCause, Waits
 from infinity.tiers import Arrival
 from infinity.tiers.states import StateStore, Tile, tile_buffer
 
-# At the least one tile is read, one updated, one written, and one is slack between the rates.
-_LEAST_SLOTS, _MOST_SLOTS = 4, 16
+# At the least one tile is read, one updated, one written, and one is slack between the rates. But a drive is busy for
+# as long as requests wait for it, and a worker on a busy machine is late by milliseconds, which many small tiles in
+# flight bridge: on two cores 16 of 4 MiB kept a drive busy for 98% of the time, 4 of 16 MiB for 88%.
+LEAST_SLOTS, MOST_SLOTS = 4, 16
 
 WriteParams = Callable[[int, int, int], "IoFuture | None"]  # (unit, start, numel)
 
@@ -58,7 +61,7 @@ class UpdateJob:
         write_back: also write the updated parameters to their home.
         seed: of this update's stochastic rounding.
         first: position of the shard's first element in the unit; shards of several ranks round differently.
-        needed: when the unit is needed next, among those that are queued; the lowest goes first.
+        needed: when the unit is needed next; the lowest goes first among units that nobody waits for yet.
     """
 
     unit: int
@@ -72,7 +75,7 @@ class UpdateJob:
     needed: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class UpdateTicket:
     """Progress of one job. `computed` resolves when the new values are in memory; writes may still be in flight.
 
@@ -110,18 +113,8 @@ class UpdateTicket:
             write.result()
 
 
-def ring_slots(slot_bytes: int, limit_bytes: int | None = None) -> int:
-    """How many slots of this size to have: as many as are worth it within a limit, but not fewer than are needed.
-
-    A drive is busy for as long as requests wait for it, and a worker on a busy machine is late by milliseconds: many
-    small tiles in flight bridge that where a few large ones do not. On two cores 16 tiles of 4 MiB kept a drive busy
-    for 98% of the time, 4 of 16 MiB for 88%.
-    """
-    return _MOST_SLOTS if limit_bytes is None else min(_MOST_SLOTS, max(_LEAST_SLOTS, limit_bytes // slot_bytes))
-
-
 class UpdatePipeline:
-    """Runs update jobs in the order in which they are needed; of equals, in the order of submission.
+    """Runs update jobs in the order of `UpdateTicket.rank`; of equals, in the order of submission.
 
     Attributes:
         waits: what the worker waited for; who waits for a ticket waits for that too.
@@ -170,7 +163,7 @@ class UpdatePipeline:
         with self._wake:
             if self._closing:
                 raise InfinityError("the optimizer pipeline is closed")
-            insort(self._queue, ticket, key=_rank)
+            insort(self._queue, ticket, key=attrgetter("rank"))
             self._expected = tuple(unit for unit in self._expected if unit != job.unit)
             self._wake.notify()
         return ticket
@@ -286,7 +279,7 @@ class UpdatePipeline:
     def _sort(self) -> None:
         """A ticket's rank has changed."""
         with self._wake:
-            self._queue.sort(key=_rank)
+            self._queue.sort(key=attrgetter("rank"))
 
     def _distance(self, ticket: UpdateTicket) -> int:
         """What keeps the ticket's next tile from being updated: 0 nothing, 1 a transfer, 2 one that is not begun."""
@@ -459,10 +452,6 @@ class UpdatePipeline:
                 return
             if not self._free:
                 return
-
-
-def _rank(ticket: UpdateTicket) -> tuple[bool, bool, int]:
-    return ticket.rank
 
 
 def _key(tile: Tile) -> tuple[int, int]:

@@ -16,13 +16,17 @@ from dataclasses import dataclass
 from infinity.config import format_size
 from infinity.errors import CapacityError
 
+_RING_SHARE = 16  # of the capacity: tiles in flight beyond the fewest take no larger a part
+
 
 @dataclass(frozen=True)
 class MemoryNeeds:
     """Bytes that could be held, and the least that must be.
 
     Attributes:
-        ring_bytes: tiles in flight of the optimizer pipeline.
+        tile_bytes: of a full tile of optimizer states.
+        ring_min_bytes: fewest tiles in flight with which the optimizer pipeline can overlap.
+        ring_bytes: tiles in flight that are of use to it.
         params_min_bytes: largest set of units that must be resident together.
         params_bytes: all parameters whose home is below this tier.
         grads_min_bytes: gradients that must be held before an update can free them.
@@ -34,6 +38,8 @@ class MemoryNeeds:
         largest_unit: name of the largest unit, for the error message, and its bytes.
     """
 
+    tile_bytes: int
+    ring_min_bytes: int
     ring_bytes: int
     params_min_bytes: int
     params_bytes: int
@@ -47,7 +53,7 @@ class MemoryNeeds:
 
     @property
     def least_bytes(self) -> int:
-        return self.always_bytes + self.ring_bytes + self.params_min_bytes + self.grads_min_bytes
+        return self.always_bytes + self.ring_min_bytes + self.params_min_bytes + self.grads_min_bytes
 
     @property
     def most_bytes(self) -> int:
@@ -56,11 +62,12 @@ class MemoryNeeds:
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """Bytes granted to parameters, gradients and resident optimizer states."""
+    """Bytes granted to parameters, gradients, resident optimizer states, and tiles in flight."""
 
     params_bytes: int
     grads_bytes: int
     states_bytes: int
+    ring_bytes: int
 
 
 def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySplit:
@@ -78,17 +85,20 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySpl
             f"{key} is {format_size(capacity_bytes)} but this model needs at least "
             f"{format_size(needs.least_bytes)}: parameters {format_size(needs.params_min_bytes)} "
             f"(largest unit `{needs.largest_unit}`), gradients {format_size(needs.grads_min_bytes)}, "
-            f"optimizer tiles {format_size(needs.ring_bytes)}, always held {format_size(needs.always_bytes)}. "
+            f"optimizer tiles {format_size(needs.ring_min_bytes)}, always held {format_size(needs.always_bytes)}. "
             f"Raise {key} to {needs.least_bytes} bytes or more, lower tiering.tile_size, "
             "or move a section to nvme." + alone(needs.largest_unit, needs.largest_unit_bytes, capacity_bytes)
         )
+    ring = min(needs.ring_bytes, capacity_bytes // _RING_SHARE, needs.ring_min_bytes + spare)
+    ring = max(needs.ring_min_bytes, ring // needs.tile_bytes * needs.tile_bytes)
+    spare -= ring - needs.ring_min_bytes
     flowing = min(needs.grads_flowing_bytes, needs.grads_min_bytes + spare)
     spare -= flowing - needs.grads_min_bytes
     params = min(needs.params_bytes, needs.params_min_bytes + spare)
     spare -= params - needs.params_min_bytes
     grads = min(needs.grads_bytes, flowing + spare)
     spare -= grads - flowing
-    return MemorySplit(params, grads, min(needs.states_bytes, spare))
+    return MemorySplit(params, grads, min(needs.states_bytes, spare), ring)
 
 
 def alone(unit: str, unit_bytes: int, capacity_bytes: int) -> str:

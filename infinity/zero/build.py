@@ -130,8 +130,7 @@ def build_runtime(
         arena = Arena(_arena_bytes(sizing, needs, split), pin=link is not None and link.device.type == "cuda")
         undo.callback(arena.close)
         swap = _open_disk(sizing, config, ranks, undo)
-        slot_bytes = sizing.layout.tile_bytes(sizing.tile_numel)
-        slots = [arena.lease(slot_bytes) for _ in range(sizing.ring_slots)]
+        slots = [arena.lease(sizing.tile_bytes) for _ in range(split.ring_bytes // sizing.tile_bytes)]
         states = StateStore(
             sizing.shard_numels,
             sizing.tile_numel,
@@ -228,7 +227,7 @@ def _open_direct(config: Config, link: Link) -> DeviceReads | None:
 def _arena_bytes(sizing: Sizing, needs: MemoryNeeds, split: MemorySplit) -> int:
     """Everything in host memory but the parameters of a CPU, which have memory of their own."""
     states = split.states_bytes if sizing.states_on_nvme else needs.always_bytes
-    return needs.ring_bytes + split.grads_bytes + states + (split.params_bytes if sizing.discrete else 0)
+    return split.ring_bytes + split.grads_bytes + states + (split.params_bytes if sizing.discrete else 0)
 
 
 def host_capacity(config: Config, needs: MemoryNeeds) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
-from infinity.optim.pipeline import ring_slots
+from infinity.optim.pipeline import LEAST_SLOTS, MOST_SLOTS
 from infinity.schedule import MemoryNeeds
 from infinity.tiers import WHOLE, FlatSpec, Sharding, choose_spilled, cut_into_tiles
 from infinity.zero.partition import PERSISTENT, Alignment, Partition, make_partition
@@ -22,7 +22,6 @@ from infinity.zero.updates import UpdateSchedule
 _GRADS_IN_FLIGHT = 3  # units whose gradients the `backward` schedule may hold at once
 # Of all gradients: those whose updates may be left to the next forward pass, under which the drive would idle.
 _GRADS_LEFT_SHARE = 4
-_RING_SHARE = 16  # of host memory: no larger a part for tiles in flight, as long as that is enough of them
 _STAGING_UNITS = 3  # of a discrete device: one uploaded, one read, one updated
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,7 +37,6 @@ class Sizing:
         specs: flat parameter tensor of each unit.
         grad_dtype: dtype in which gradients are held.
         tile_numel: elements of a full tile of optimizer states.
-        ring_limit_bytes: what the optimizer pipeline's tiles in flight may take, or None.
         params_on_nvme, states_on_nvme: NVMe is home to parameters, to optimizer states.
         discrete: the compute device has memory of its own.
         accumulates: gradients are summed over several backward passes.
@@ -52,7 +50,6 @@ class Sizing:
     specs: tuple[FlatSpec, ...]
     grad_dtype: torch.dtype
     tile_numel: int
-    ring_limit_bytes: int | None
     params_on_nvme: bool
     states_on_nvme: bool
     discrete: bool
@@ -133,17 +130,15 @@ class Sizing:
         return _STAGING_UNITS * max(spec.shard_nbytes for spec in self.specs) if self.discrete else 0
 
     @property
-    def ring_slots(self) -> int:
-        """The optimizer pipeline's tiles in flight."""
+    def tile_bytes(self) -> int:
+        """A full tile of optimizer states."""
+        return self.layout.tile_bytes(self.tile_numel)
+
+    def ring_bytes(self, slots: int) -> int:
+        """Room for so many of the optimizer pipeline's tiles in flight, or for as many as there are on NVMe."""
         if not self.states_on_nvme:
             return 0
-        tiles = sum(1 for _ in cut_into_tiles(self.shard_numels, self.tile_numel))
-        return min(tiles, ring_slots(self.layout.tile_bytes(self.tile_numel), self.ring_limit_bytes))
-
-    @property
-    def ring_bytes(self) -> int:
-        """Room for the optimizer pipeline's tiles in flight."""
-        return self.ring_slots * self.layout.tile_bytes(self.tile_numel)
+        return min(slots, sum(1 for _ in cut_into_tiles(self.shard_numels, self.tile_numel))) * self.tile_bytes
 
     @property
     def states_bytes(self) -> int:
@@ -225,7 +220,6 @@ def size_up(
         watched=ranks.size > 1,
     )
     accumulates = config.gradient_accumulation_steps > 1
-    host_bytes = config.tiering.host_memory_bytes
     return Sizing(
         partition=partition,
         layout=layout,
@@ -235,7 +229,6 @@ def size_up(
         ),
         grad_dtype=_DTYPES[config.grad_accum_dtype] if accumulates else dtype,
         tile_numel=_tile_numel(partition, layout, config.tiering.tile_size_bytes),
-        ring_limit_bytes=None if host_bytes is None else host_bytes // _RING_SHARE,
         params_on_nvme=home == "nvme",
         states_on_nvme=config.zero.offload_optimizer.device == "nvme",
         discrete=discrete,
@@ -283,7 +276,9 @@ def host_needs(sizing: Sizing) -> MemoryNeeds:
         always = sizing.staying_bytes
         params_min, params_most = sizing.working_set_bytes, sum(sizing.moving_bytes)
     return MemoryNeeds(
-        ring_bytes=sizing.ring_bytes,
+        tile_bytes=sizing.tile_bytes,
+        ring_min_bytes=sizing.ring_bytes(LEAST_SLOTS),
+        ring_bytes=sizing.ring_bytes(MOST_SLOTS),
         params_min_bytes=params_min,
         params_bytes=params_most,
         grads_min_bytes=grads_min,

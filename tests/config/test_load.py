@@ -191,6 +191,19 @@ def test_nvme_paths_come_from_tiering_or_from_the_offload_sections() -> None:
     assert [(nvme.path, nvme.capacity_bytes) for nvme in config.tiering.nvme] == [(Path("/b"), 2 << 30)]
 
 
+@pytest.mark.parametrize(
+    ("device", "drives", "mib"), [("none", 2, 16), ("cpu", 2, 16), ("nvme", 1, 4), ("nvme", 3, 12), ("nvme", 8, 16)]
+)
+def test_a_tile_is_large_in_host_memory_and_small_on_few_drives(device: str, drives: int, mib: int) -> None:
+    values = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}},
+        "tiering": {"nvme": [{"path": f"/{drive}"} for drive in range(drives)]},
+    }
+    assert load_config(values).tiering.tile_size_bytes == mib << 20
+    values["tiering"]["tile_size"] = "1MiB"
+    assert load_config(values).tiering.tile_size_bytes == 1 << 20
+
+
 def test_a_file_that_is_missing_or_broken_is_named(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the configuration .*missing\.json"):
         load_config(tmp_path / "missing.json")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from infinity.errors import CapacityError
 from infinity.schedule import MemoryNeeds, MemorySplit, split_memory
 
 NEEDS = MemoryNeeds(
+    tile_bytes=1,
+    ring_min_bytes=4,
     ring_bytes=4,
     params_min_bytes=20,
     params_bytes=100,
@@ -25,12 +29,12 @@ LEAST = 1 + 4 + 20 + 10
 @pytest.mark.parametrize(
     ("spare", "expected"),
     [
-        (0, MemorySplit(20, 10, 0)),
-        (5, MemorySplit(20, 15, 0)),  # first what lets computing go on while a unit is updated
-        (10 + 7, MemorySplit(27, 20, 0)),  # then parameters
-        (10 + 80 + 7, MemorySplit(100, 27, 0)),  # then more gradients
-        (10 + 80 + 30 + 7, MemorySplit(100, 50, 7)),  # then states
-        (10 + 80 + 30 + 600, MemorySplit(100, 50, 500)),
+        (0, MemorySplit(20, 10, 0, 4)),
+        (5, MemorySplit(20, 15, 0, 4)),  # first what lets computing go on while a unit is updated
+        (10 + 7, MemorySplit(27, 20, 0, 4)),  # then parameters
+        (10 + 80 + 7, MemorySplit(100, 27, 0, 4)),  # then more gradients
+        (10 + 80 + 30 + 7, MemorySplit(100, 50, 7, 4)),  # then states
+        (10 + 80 + 30 + 600, MemorySplit(100, 50, 500, 4)),
     ],
 )
 def test_memory_goes_where_it_saves_most(spare, expected) -> None:
@@ -40,3 +44,16 @@ def test_memory_goes_where_it_saves_most(spare, expected) -> None:
 def test_too_little_is_refused_by_the_number_that_is_enough() -> None:
     with pytest.raises(CapacityError, match=rf"Raise tiering.host_memory to {LEAST} bytes .*"):
         split_memory(NEEDS, LEAST - 1, "tiering.host_memory")
+
+
+def test_more_tiles_are_in_flight_where_they_are_a_small_part_of_memory() -> None:
+    mib = 1 << 20
+    needs = replace(NEEDS, tile_bytes=4 * mib, ring_min_bytes=16 * mib, ring_bytes=64 * mib)
+    ring = {size: split_memory(needs, size * mib, "tiering.host_memory").ring_bytes // mib for size in (64, 800, 4096)}
+    assert ring == {64: 16, 800: 48, 4096: 64}  # whole tiles
+
+
+@pytest.mark.parametrize("params_min_bytes", [20, 2000])
+def test_the_number_that_is_enough_is_enough_though_the_ring_grows_with_it(params_min_bytes: int) -> None:
+    needs = replace(NEEDS, params_min_bytes=params_min_bytes, params_bytes=3000, ring_bytes=500)
+    assert split_memory(needs, needs.least_bytes, "tiering.host_memory").ring_bytes == 4
