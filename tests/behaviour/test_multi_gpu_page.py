@@ -87,7 +87,19 @@ def test_the_pipeline_script_runs_on_two_ranks(tmp_path) -> None:
 
 
 def test_an_automatic_budget_is_a_share_of_the_machine(monkeypatch) -> None:
-    plenty = MemoryNeeds(0, 0, 1 << 60, 0, 0, 0, 0, 0, "unit")
+    plenty = MemoryNeeds(
+        tile_bytes=0,
+        ring_min_bytes=0,
+        ring_bytes=0,
+        params_min_bytes=0,
+        params_bytes=1 << 60,
+        grads_min_bytes=0,
+        grads_flowing_bytes=0,
+        grads_bytes=0,
+        states_bytes=0,
+        always_bytes=0,
+        largest_unit="unit",
+    )
     alone = host_capacity(load_config({}), plenty)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert host_capacity(load_config({}), plenty) == pytest.approx(alone / 8, rel=0.2)  # others use the memory, too
