@@ -11,7 +11,9 @@ home is below, without waiting.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import threading
 from bisect import insort
 from collections import deque
@@ -35,6 +37,8 @@ from infinity.tiers.states import StateStore, Tile, tile_buffer
 # as long as requests wait for it, and a worker on a busy machine is late by milliseconds, which many small tiles in
 # flight bridge: on two cores 16 of 4 MiB kept a drive busy for 98% of the time, 4 of 16 MiB for 88%.
 LEAST_SLOTS, MOST_SLOTS = 4, 16
+
+_LEAVE_S = 10.0  # a tile takes milliseconds; a drive that hangs must not keep the process from ending
 
 WriteParams = Callable[[int, int, int], "IoFuture | None"]  # (unit, start, numel)
 
@@ -145,9 +149,12 @@ class UpdatePipeline:
         self._expected: tuple[int, ...] = ()
         self._wake = threading.Condition()
         self._closing = False
+        self._leaving = False
+        self._owner = os.getpid()
         self._idle = True
         self._thread = threading.Thread(target=self._run, name="infinity-update", daemon=True)
         self._thread.start()
+        atexit.register(self._leave)
 
     # Called from the compute thread #
 
@@ -233,10 +240,24 @@ class UpdatePipeline:
             self._closing = True
             self._wake.notify()
         self._thread.join()
+        atexit.unregister(self._leave)
         for key in list(self._reads):
             self._give_up_read(key)
         self._settle_writes()
         self._views.clear()  # they hold on to the memory
+
+    def _leave(self) -> None:
+        """At exit, stop the worker after the tile that it is at; what is queued is of no use to anyone any more.
+
+        The interpreter ends a thread that comes back from native code once there is no interpreter left to come back
+        to, and that ends the process with SIGABRT.
+        """
+        if os.getpid() != self._owner:
+            return  # a child has no such thread
+        with self._wake:
+            self._leaving = True
+            self._wake.notify_all()
+        self._thread.join(_LEAVE_S)
 
     def _park(self) -> None:
         """Wait for the worker to be idle and drop what it has read ahead."""
@@ -262,11 +283,11 @@ class UpdatePipeline:
     def _has_work(self) -> bool:
         """Wait until there is something to do; False if there never will be again."""
         with self._wake:
-            while not self._queue and not self._closing and not self._could_read_ahead():
+            while not (self._queue or self._closing or self._leaving or self._could_read_ahead()):
                 self._idle = True
                 self._wake.notify_all()
                 self._wake.wait()
-            self._idle = self._closing and not self._queue
+            self._idle = self._leaving or (self._closing and not self._queue)
             if self._idle:
                 self._wake.notify_all()
             return not self._idle

@@ -39,6 +39,27 @@ time.sleep(60)
 """
 
 
+_AMID_UPDATES = """
+import sys
+import torch
+from torch import nn
+import infinity
+
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
+    "tiering": {"nvme": [{"path": sys.argv[1]}], "host_memory": "96MiB"},
+}
+engine, *_ = infinity.initialize(model=nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12))), config=config)
+engine.backward(engine(torch.ones(1, 1024, dtype=torch.bfloat16)).sum())
+engine.step()
+if sys.argv[2] == "raise":
+    raise RuntimeError("on purpose")
+"""
+
+
 def start(path: Path, ending: str) -> subprocess.Popen[str]:
     config = json.dumps(RECIPE.config(Placement("nvme", "nvme", path)))
     process = subprocess.Popen(
@@ -61,6 +82,16 @@ def end(process: subprocess.Popen[str]) -> int:
 @pytest.mark.parametrize("ending", ["exit", "raise"])
 def test_no_swap_file_remains_after_the_process_ends(ending, tmp_path) -> None:
     end(start(tmp_path, ending))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("ending", "code"), [("exit", 0), ("raise", 1)])
+def test_a_process_may_end_while_units_are_updated(ending, code, tmp_path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _AMID_UPDATES, str(tmp_path), ending], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert ("on purpose" in done.stderr) == (ending == "raise")
     assert not list(tmp_path.iterdir())
 
 
