@@ -16,7 +16,7 @@ demo: $(VENV)/.built
 	$(BIN)/infinity train --model gpt2 --config configs/nvme.json --steps $(DEMO_STEPS)
 
 test: $(VENV)/.built
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check .
