@@ -15,7 +15,6 @@ import atexit
 import contextlib
 import os
 import threading
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -170,7 +169,8 @@ class UpdatePipeline:
         with self._wake:
             if self._closing:
                 raise InfinityError("the optimizer pipeline is closed")
-            insort(self._queue, ticket, key=attrgetter("rank"))
+            self._queue.append(ticket)
+            self._sort()
             self._expected = tuple(unit for unit in self._expected if unit != job.unit)
             self._wake.notify()
         return ticket
@@ -236,10 +236,7 @@ class UpdatePipeline:
 
     def close(self) -> None:
         """Finish what is queued and stop the worker."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        self._thread.join()
+        self._stop()
         atexit.unregister(self._leave)
         for key in list(self._reads):
             self._give_up_read(key)
@@ -247,17 +244,20 @@ class UpdatePipeline:
         self._views.clear()  # they hold on to the memory
 
     def _leave(self) -> None:
-        """At exit, stop the worker after the tile that it is at; what is queued is of no use to anyone any more.
+        """At exit, stop the worker after the tile that it is at; what is queued fails.
 
         The interpreter ends a thread that comes back from native code once there is no interpreter left to come back
         to, and that ends the process with SIGABRT.
         """
-        if os.getpid() != self._owner:
-            return  # a child has no such thread
-        with self._wake:
+        if os.getpid() == self._owner:  # a child has no such thread
             self._leaving = True
-            self._wake.notify_all()
-        self._thread.join(_LEAVE_S)
+            self._stop(_LEAVE_S)
+
+    def _stop(self, timeout_s: float | None = None) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
 
     def _park(self) -> None:
         """Wait for the worker to be idle and drop what it has read ahead."""
@@ -279,15 +279,17 @@ class UpdatePipeline:
             ticket = self._next_ticket()
             if ticket is not None:
                 self._advance(ticket)
+        for ticket in tuple(self._queue):
+            self._end(ticket, InfinityError("the process ends before this update is done; close the engine first"))
 
     def _has_work(self) -> bool:
         """Wait until there is something to do; False if there never will be again."""
         with self._wake:
-            while not (self._queue or self._closing or self._leaving or self._could_read_ahead()):
+            while not self._queue and not self._closing and not self._could_read_ahead():
                 self._idle = True
                 self._wake.notify_all()
                 self._wake.wait()
-            self._idle = self._leaving or (self._closing and not self._queue)
+            self._idle = self._closing and (self._leaving or not self._queue)
             if self._idle:
                 self._wake.notify_all()
             return not self._idle
@@ -298,7 +300,7 @@ class UpdatePipeline:
             return min(self._queue, key=self._distance, default=None)
 
     def _sort(self) -> None:
-        """A ticket's rank has changed."""
+        """There is another ticket, or one's rank has changed."""
         with self._wake:
             self._queue.sort(key=attrgetter("rank"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import nn
@@ -138,7 +139,8 @@ class Sizing:
         """Room for so many of the optimizer pipeline's tiles in flight, or for as many as there are on NVMe."""
         if not self.states_on_nvme:
             return 0
-        return min(slots, sum(1 for _ in cut_into_tiles(self.shard_numels, self.tile_numel))) * self.tile_bytes
+        tiles = islice(cut_into_tiles(self.shard_numels, self.tile_numel), slots)
+        return sum(1 for _ in tiles) * self.tile_bytes
 
     @property
     def states_bytes(self) -> int:

@@ -6,13 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from infinity.config import load_config
-from infinity.schedule import MemoryNeeds
 from infinity.zero.build import host_capacity
+from tests.schedule.test_budget import NEEDS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/multi-gpu.md").read_text()
@@ -87,19 +88,7 @@ def test_the_pipeline_script_runs_on_two_ranks(tmp_path) -> None:
 
 
 def test_an_automatic_budget_is_a_share_of_the_machine(monkeypatch) -> None:
-    plenty = MemoryNeeds(
-        tile_bytes=0,
-        ring_min_bytes=0,
-        ring_bytes=0,
-        params_min_bytes=0,
-        params_bytes=1 << 60,
-        grads_min_bytes=0,
-        grads_flowing_bytes=0,
-        grads_bytes=0,
-        states_bytes=0,
-        always_bytes=0,
-        largest_unit="unit",
-    )
+    plenty = replace(NEEDS, params_bytes=1 << 60)
     alone = host_capacity(load_config({}), plenty)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert host_capacity(load_config({}), plenty) == pytest.approx(alone / 8, rel=0.2)  # others use the memory, too

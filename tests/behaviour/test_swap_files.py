@@ -40,22 +40,22 @@ time.sleep(60)
 
 
 _AMID_UPDATES = """
-import sys
+import atexit, json, sys, time
 import torch
 from torch import nn
 import infinity
+from infinity.optim import pipeline
 
-config = {
-    "train_micro_batch_size_per_gpu": 1,
-    "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
-    "tiering": {"nvme": [{"path": sys.argv[1]}], "host_memory": "96MiB"},
-}
-engine, *_ = infinity.initialize(model=nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12))), config=config)
+config, ending = sys.argv[1:]
+if ending == "synchronize":
+    atexit.register(lambda: engine.synchronize())  # runs after what initialize registers
+    update = pipeline.update
+    pipeline.update = lambda *args: (time.sleep(0.01), update(*args))  # so that some are left
+model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))
+engine, *_ = infinity.initialize(model=model, config=json.loads(config))
 engine.backward(engine(torch.ones(1, 1024, dtype=torch.bfloat16)).sum())
 engine.step()
-if sys.argv[2] == "raise":
+if ending == "raise":
     raise RuntimeError("on purpose")
 """
 
@@ -85,13 +85,19 @@ def test_no_swap_file_remains_after_the_process_ends(ending, tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("ending", "code"), [("exit", 0), ("raise", 1)])
+@pytest.mark.parametrize(("ending", "code"), [("exit", 0), ("raise", 1), ("synchronize", 0)])
 def test_a_process_may_end_while_units_are_updated(ending, code, tmp_path) -> None:
+    config = json.dumps(RECIPE.config(Placement("nvme", "nvme", tmp_path, host_memory="96MiB")))
     done = subprocess.run(
-        [sys.executable, "-c", _AMID_UPDATES, str(tmp_path), ending], capture_output=True, text=True, check=False
+        [sys.executable, "-c", _AMID_UPDATES, config, ending],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert done.returncode == code, done.stderr
     assert ("on purpose" in done.stderr) == (ending == "raise")
+    assert ("close the engine first" in done.stderr) == (ending == "synchronize"), done.stderr
     assert not list(tmp_path.iterdir())
 
 
