@@ -121,8 +121,8 @@ def count(engine: infinity.Engine) -> tuple[int, int, int, int]:
     lent = sum(lease.memory.nbytes for unit, lease in runtime.grads._open.items() if unit not in runtime.grads._own)
     tiles = [tile.home for unit in units for tile in runtime.pipeline._states.tiles(unit)]
     states = lease_bytes(tiles)
-    collected = sum(storage_bytes(c.flat) for c in getattr(engine._gradients, "_collected", {}).values())
-    spare = sum(storage_bytes(t) for kept in getattr(engine._gradients, "_spare", {}).values() for t in kept)
+    collected = sum(storage_bytes(c.flat) for c in getattr(engine._step.gradients, "_collected", {}).values())
+    spare = sum(storage_bytes(t) for kept in getattr(engine._step.gradients, "_spare", {}).values() for t in kept)
     staging = runtime.arena.used_bytes - homes - own - lent - states
     return staying + homes, own + lent + collected, states, gathered + spare + staging
 

@@ -23,16 +23,18 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     Attributes:
         kind: which optimizer it is.
-        run_step: what `step()` does; the engine that owns the states sets it.
+        run_step: what `step()` does, and `drop_gradients` what `zero_grad()` does; the engine that owns the states sets
+            them.
     """
 
     def __init__(self, params: ParamsOrGroups, defaults: Mapping[str, Any], kind: OptimizerKind = ADAM) -> None:
         super().__init__(params, {**kind.defaults, **defaults})  # type: ignore[arg-type]
         self.kind = kind
-        self.run_step: Callable[[], None] | None = None
+        self.run_step: Callable[[], object] | None = None
+        self.drop_gradients: Callable[[], None] | None = None
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; the engine's `step()` calls this."""
+        """As the engine's `step()`, which calls this for an update, since torch's LR schedulers watch for that."""
         if closure is not None:
             raise ConfigError("closures need several backward passes a step; call engine.backward() and engine.step()")
         if self.run_step is None:
@@ -40,7 +42,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.run_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients leave the parameters as backward produces them."""
+        """Drop the gradients of the step that is under way; after `step()` there are none.
+
+        Raises:
+            InfinityError: under the update schedule `backward`, they have updated parameters already.
+        """
+        if self.drop_gradients is not None:
+            self.drop_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """The groups' hyper-parameters; the states themselves are saved by `engine.save_checkpoint`."""

@@ -124,17 +124,20 @@ class SpillingGradStore(GradStore):
         self._settle_oldest()
         return True
 
-    def try_hand_over(self, unit: int) -> GradLease | None:
+    def can_hand_over(self, unit: int) -> bool:
+        return unit not in self._spilled or unit in self._writing or self._take_slot(keep=True) is not None
+
+    def hand_over(self, unit: int) -> GradLease:
         if unit not in self._spilled:
             self._resting.pop(unit, None)
-            return super().try_hand_over(unit)
+            return super().hand_over(unit)
         if unit in self._writing:
             slot, write = self._writing.pop(unit)  # the update only reads what is written
             arrival = Arrival(write, StallCause.DISK_WRITE)
         else:
             taken = self._take_slot()
             if taken is None:
-                return None
+                raise RuntimeError("gradients are handed over although there is no room for them")
             slot, arrival = taken, Arrival(self._read(unit, taken, Priority.PREFETCH), StallCause.DISK_READ)
         self._spilled.discard(unit)
         lease = self._opened(unit, slot, arrival)

@@ -83,9 +83,9 @@ class GradStore:
         """Free room in which the unit's gradients could be; False if that is not the way."""
         return False
 
-    def try_hand_over(self, unit: int) -> GradLease | None:
-        """As `hand_over`; None while there is no room for gradients that are elsewhere."""
-        return self.hand_over(unit)
+    def can_hand_over(self, unit: int) -> bool:
+        """There is room for the unit's gradients, if they are elsewhere."""
+        return True
 
     def hand_over(self, unit: int) -> GradLease:
         """Pass the buffer to the unit's update, which releases it."""

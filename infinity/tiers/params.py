@@ -14,7 +14,7 @@ FSDP2 does). A touch while the unit is away faults; it never reads another unit'
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -114,6 +114,10 @@ class ParamStore(ABC):
         if not self._pins[unit]:
             raise RuntimeError(f"unit {self.specs[unit].name} is not pinned")
         self._pins[unit] -= 1
+
+    def keep_pins(self, units: Collection[int]) -> None:
+        """One pin on each of these units, and no other: nothing is in use."""
+        self._pins = [int(unit in units) for unit in range(len(self._pins))]
 
     def is_evictable(self, unit: int) -> bool:
         return (

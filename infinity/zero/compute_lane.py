@@ -78,6 +78,11 @@ class ComputeLane:
             self._listener.enter(units)
         self._uses.extend(reversed(units))
 
+    def backward_enter(self, units: tuple[int, ...]) -> None:
+        with self._paused():
+            self._listener.backward_enter(units)
+        self._uses.extend(reversed(units))
+
     def leave(self, units: tuple[int, ...]) -> None:
         with self._paused():
             self._listener.leave(units)

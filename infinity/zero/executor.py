@@ -5,6 +5,17 @@
 started and left running. What is in flight is looked at again on every event (`_settle`): finished updates give
 their gradients and pins back, and actions of the plan that had to wait for memory are tried again. The thread
 blocks for memory only when the unit that it needs now has none.
+
+[Note: what a parameter shows]
+The model's parameters show a unit's values while these are in memory, the newest, and whole; at all other times NaN.
+A unit whose update has begun is hidden until the new values are there, so nobody reads old ones. An update also counts
+as a change in place, for autograd: a backward pass through a graph that was made with the old values raises torch's own
+error, where it would compute with the new ones.
+
+[Note: hand-overs]
+An exception may come between any two lines (Ctrl-C). While an update passes from one owner to the next, it is in
+neither's books: `torn` is set before that and cleared behind it, without `finally`, so that it stays if the hand-over
+was left half way. Then some update is lost, or its values are not known to be newer than the home's.
 """
 
 from __future__ import annotations
@@ -70,24 +81,38 @@ class Executor:
         # Updates: pending ones wait for their unit to be fetched, tickets are in the pipeline.
         self._pending: dict[int, tuple[Segment, ...]] = {}
         self._tickets: dict[int, tuple[UpdateTicket, GradLease]] = {}
+        self.torn = False  # see [Note: hand-overs]
 
     # Uses #
 
     def enter(self, units: tuple[int, ...]) -> None:
-        """Wait until the units may be computed on, and start what the plan says."""
+        """Wait until the units may be computed on, and start what the plan says; after an exception none is in use."""
         for unit in units:
             self._params.pin(unit)  # before anything is evicted for another of them
-        for unit in units:
-            self._settle()
-            step = self._follow(unit)
-            if step is not None and step.before is not None:
-                self._todo.extend(("evict", victim) for victim in step.before)
-                self._work_off()
-            self._bring(unit)
-            if step is not None:
-                self._todo.extend(step.actions)
-                self._work_off()
-            self._gathering.enter(unit)
+        entered: list[int] = []
+        try:
+            for unit in units:
+                self._enter(unit)
+                entered.append(unit)
+        except BaseException:
+            for unit in units:
+                self._params.unpin(unit)
+            for unit in entered:
+                self._gathering.leave(unit)
+            raise
+
+    def _enter(self, unit: int) -> None:
+        self._settle()
+        step = self._follow(unit)
+        if step is not None and step.before is not None:
+            self._todo.extend(("evict", victim) for victim in step.before)
+            self._work_off()
+        self._bring(unit)
+        if step is not None:
+            self._todo.extend(step.actions)
+            self._work_off()
+        self._gathering.enter(unit)
+        self._views.show(unit)
 
     def leave(self, units: tuple[int, ...]) -> None:
         """The units may be evicted again."""
@@ -109,8 +134,13 @@ class Executor:
         if self._params.residency(unit) is Residency.FETCHING:
             self._params.fetch_wait(unit)
             self._fetching.discard(unit)
+        if self._is_whole(unit):
             self._views.show(unit)
         self._touch(unit)
+
+    def _is_whole(self, unit: int) -> bool:
+        """What is resident of the unit is all of it."""
+        return self._params.specs[unit].sharding.count == 1 or self._gathering.is_whole(unit)
 
     def _touch(self, unit: int) -> None:
         """The unit was used last."""
@@ -145,6 +175,7 @@ class Executor:
         self._recording = False
         self._position = None
         self._gathering.end_cycle()
+        self._params.keep_pins(self._tickets)  # an exception may have kept a use from being left
         if learn:
             self._replan(self._trace)
             self._last_uses = self._trace.uses
@@ -236,7 +267,6 @@ class Executor:
                     return
                 self._params.fetch_wait(other)
                 self._fetching.discard(other)
-                self._views.show(other)
                 self._touch(other)
                 return
         spec = self._params.specs[unit]
@@ -270,6 +300,7 @@ class Executor:
         """Update the unit as soon as its values are in memory: now if they are, else when they are fetched."""
         self._pending[unit] = segments
         self._gathering.changed(unit)
+        self._views.outdate(unit)
         if self._params.residency(unit) is not Residency.STORED:
             self._try_pending(unit)
 
@@ -278,9 +309,11 @@ class Executor:
         if unit in self._pending:
             if unit in self._tickets:  # last step's values are computed, but not all written yet
                 self._wait_update(unit)
-            lease = self._grads.try_hand_over(unit)
-            if lease is not None:
-                self._submit(unit, lease)
+            if self._grads.can_hand_over(unit):
+                self.torn = True
+                self._host_open(unit)
+                self._submit(unit, self._grads.hand_over(unit))
+                self.torn = False
 
     def _start_pending(self, unit: int) -> None:
         """Start the unit's update, if one is pending."""
@@ -294,7 +327,6 @@ class Executor:
 
     def _submit(self, unit: int, lease: GradLease) -> None:
         segments = self._pending.pop(unit)
-        self._host_open(unit)
         spec = self._params.specs[unit]
         trained = spec.trainable_numel // spec.sharding.count
         values = self._params.host_ready(unit)
@@ -342,11 +374,13 @@ class Executor:
         self._work_off()
 
     def _finish_update(self, unit: int) -> None:
+        within, self.torn = self.torn, True
         ticket, lease = self._tickets.pop(unit)
         lease.release()
         self._params.host_close(unit)
         ticket.wait()  # raises what went wrong
         self._params.set_dirty(unit, not ticket.job.write_back)
+        self.torn = within
 
     def drain(self) -> None:
         """Carry out every pending update and wait for all of them."""
@@ -357,6 +391,15 @@ class Executor:
         while self.finish_an_update():
             pass
         self._settle()
+
+    def show_newest(self) -> None:
+        """Carry out every update and have the parameters that never leave show their values; all ranks together."""
+        self.drain()
+        for unit, spec in enumerate(self._params.specs):
+            if not spec.offloaded:
+                if not self._is_whole(unit):
+                    self._gathering.gather(unit)
+                self._views.show(unit)
 
     # Values outside of a step #
 
@@ -371,6 +414,7 @@ class Executor:
         try:
             self._bring(unit)
             self._gathering.gather(unit)
+            self._views.show(unit)
             yield self._params.tensor(unit)
         finally:
             if self._params.specs[unit].offloaded:
@@ -394,7 +438,9 @@ class Executor:
 
     def refresh(self, unit: int) -> None:
         """Let the model's parameters of the unit be what they are for it again: its memory, or NaN while it is away."""
-        if self._params.residency(unit) is Residency.RESIDENT:
+        self._views.forget(unit)
+        behind = unit in self._pending or unit in self._tickets
+        if self._params.residency(unit) is Residency.RESIDENT and not behind and self._is_whole(unit):
             self._views.show(unit)
         else:
             self._views.hide(unit)
@@ -411,10 +457,8 @@ class Executor:
         finally:
             self._params.unpin(unit)
         if self._params.residency(unit) is Residency.RESIDENT:
-            self._views.show(unit)
             self._touch(unit)
-        else:
-            self._views.hide(unit)
+        self.refresh(unit)
 
     def detach(self) -> None:
         """Leave the model's parameters without memory, before the memory goes."""
@@ -424,6 +468,9 @@ class Executor:
         """The values were written from outside."""
         self._params.set_dirty(unit, True)
         self._gathering.changed(unit)
+        self._views.outdate(unit)
+        if self._is_whole(unit):
+            self._views.show(unit)
 
 
 class _ParameterViews:
@@ -438,9 +485,21 @@ class _ParameterViews:
         self._parameters = [[model.get_parameter(slot.name) for slot in unit.slots] for unit in partition.units]
         # Made when the unit is first in memory (a view of freed storage cannot be made), then kept.
         self._views: dict[int, list[torch.Tensor]] = {}
+        self._shown: list[bool | None] = [None] * len(partition.units)  # None: neither values nor NaN of ours
+
+    def forget(self, unit: int) -> None:
+        """Somebody else has written to the parameters' `data`."""
+        self._shown[unit] = None
+
+    def outdate(self, unit: int) -> None:
+        """The unit's values are old; see [Note: what a parameter shows]."""
+        self.hide(unit)
+        torch.autograd.graph.increment_version(self._parameters[unit])
 
     @torch.inference_mode(False)  # a parameter must not become an inference tensor, which cannot be trained
     def show(self, unit: int) -> None:
+        if self._shown[unit]:
+            return
         if unit not in self._views:
             flat = self._params.tensor(unit)
             self._views[unit] = [
@@ -448,13 +507,17 @@ class _ParameterViews:
             ]
         for param, view in zip(self._parameters[unit], self._views[unit], strict=True):
             set_local_part(param, view)
+        self._shown[unit] = True
 
     @torch.inference_mode(False)
     def hide(self, unit: int) -> None:
+        if self._shown[unit] is False:
+            return
         flat = self._params.tensor(unit)
         nothing = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
         for param, slot in zip(self._parameters[unit], self._units[unit].slots, strict=True):
             set_local_part(param, nothing.expand(slot.shape))
+        self._shown[unit] = False
 
     def hide_all(self) -> None:
         for unit in range(len(self._units)):

@@ -63,6 +63,14 @@ class Gathering:
         """Nothing more is used for now."""
         self._position = None
         self._drop_ahead()
+        for unit, uses in enumerate(self._uses):
+            if uses:  # an exception has kept it from being left
+                self._uses[unit] = 1
+                self.leave(unit)
+
+    def is_whole(self, unit: int) -> bool:
+        """All ranks' pieces of the unit are here, and the newest."""
+        return unit in self._whole
 
     def enter(self, unit: int) -> None:
         """Have a resident unit whole, and start to gather the one that is used next."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -132,6 +132,18 @@ class Gradients:
     def forget(self, unit: int) -> None:
         """The unit's gradients are handed over: what arrives next starts a new sum."""
         self._stats[unit] = {}
+
+    def held(self) -> bool:
+        """There are gradients that no update has."""
+        return any(self._stats)
+
+    def drop_slots(self, slots: Mapping[int, Collection[int]]) -> None:
+        """Throw the gradients of these parameters away, given as slots by unit."""
+        for unit, some in slots.items():
+            for slot in some:
+                self._stats[unit].pop(slot, None)
+            if not self._stats[unit] and self._store.holds(unit):
+                self._store.drop(unit)
 
     def drop_all(self) -> None:
         """Throw the step's gradients away."""

@@ -47,8 +47,11 @@ class Listener(Protocol):
     def enter(self, units: tuple[int, ...]) -> None:
         """The units are about to be used; return when their values are in place."""
 
+    def backward_enter(self, units: tuple[int, ...]) -> None:
+        """As `enter`, for the backward of a call; with no units where backward begins."""
+
     def leave(self, units: tuple[int, ...]) -> None:
-        """The use that the matching `enter` announced is over."""
+        """The use that the matching `enter` or `backward_enter` announced is over; one that raised was none."""
 
     def backward_left(self, units: tuple[int, ...]) -> None:
         """Backward of one call of the module with these units is over; comes after its `leave`."""
@@ -65,6 +68,7 @@ class Hooks:
     """
 
     def __init__(self, model: nn.Module, partition: Partition, listener: Listener, *, alone: bool) -> None:
+        self._model = model
         self._listener = listener
         self._handles: list[RemovableHandle] = []
         self._followed = frozenset(chain.from_iterable(p.units for p in partition.hook_points if p.moving))
@@ -109,6 +113,11 @@ class Hooks:
         return frozenset(unit for unit in self._uses_without_grad if self._uses[unit] > 1)
 
     @property
+    def in_forward(self) -> bool:
+        """This thread is in the forward of a watched module."""
+        return bool(self._running)
+
+    @property
     def _running(self) -> list[_Call]:
         """Calls of watched modules, outermost first; those of a coroutine are apart from the others."""
         return self._calls if current_coroutine() is None else self._of_thread.calls
@@ -125,6 +134,7 @@ class Hooks:
         """Forget the calls that are running: an exception has ended them, and torch may not have said so."""
         while self._running:
             self._close()
+        self._reads.end()
 
     def remove(self) -> None:
         """Take all hooks away, and let the listener go, which has this object."""
@@ -147,19 +157,28 @@ class Hooks:
             if not self._running or self._running[-1].module is not module:
                 return  # an exception before `before`
             call = self._close()
-            if call.followed and torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
+                return
+            if call.followed:
                 call.begin_with(output)
+            if module is self._model:
+                self._tell_backward(output)
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
+    def _tell_backward(self, outputs: Any) -> None:
+        """Tell when backward begins, before it gets to any parameter, whoever has begun it."""
+        for tensor in _tensors(outputs):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(self._backward_begins)
+
+    def _backward_begins(self, grad: torch.Tensor) -> None:
+        self._listener.backward_enter(())
+
     def _open(self, module: nn.Module, units: tuple[int, ...]) -> _Call:
         call = _Call(module, units, self._listener, self._begun)
-        try:
-            self._listener.enter(units)
-        except BaseException:
-            self._listener.leave(units)
-            raise
+        self._listener.enter(units)
         call.followed.extend(unit for unit in units if unit in self._followed)
         self._count(units)
         self._reads.__enter__()
@@ -174,11 +193,13 @@ class Hooks:
 
     def _use(self, units: tuple[int, ...]) -> Callable[[Any], None]:
         """A torch function is about to read parameters; see [Note: uses that no output shows]."""
+        if not self._running:
+            return _nothing  # an interrupt came before the call was noted, see `abandon`
         call = self._running[-1]
         for unit in units:
             if unit not in call.units:
-                call.units.append(unit)  # before `enter`, which pins it whatever happens
                 self._listener.enter((unit,))
+                call.units.append(unit)
                 self._count((unit,))
                 if unit in self._followed:
                     call.followed.append(unit)
@@ -213,7 +234,7 @@ class _Nobody:
     def enter(self, units: tuple[int, ...]) -> None:
         """Nothing is in use any more."""
 
-    leave = backward_left = enter
+    backward_enter = leave = backward_left = enter
 
     def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
         """Nobody updates it."""
@@ -278,8 +299,8 @@ class _Call:
         if self not in self._begun:
             self._entered = tuple(self.followed)
             self._awaited_inputs = self.inputs
-            self._begun[self] = None  # before `enter`, which pins the units whatever happens
-            self._listener.enter(self._entered)
+            self._listener.backward_enter(self._entered)
+            self._begun[self] = None
 
     def input_done(self, grad: torch.Tensor) -> None:
         """The gradient of an input is known; one that gets none leaves the call open until the end of the pass."""

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 # What asks for a tensor's form and not for its values. Getters (`.dtype`, `.shape`) are told by their name.
 _FORM = frozenset(
@@ -52,6 +52,12 @@ class ParameterReads(TorchFunctionMode):
         self._depth.value -= 1
         if self._depth.value == 0:
             super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Be inactive in this thread, whatever line an interrupt has ended."""
+        self._depth.value = 0
+        if any(mode is self for mode in _get_current_function_mode_stack()):
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

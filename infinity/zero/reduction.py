@@ -12,12 +12,13 @@ layer-major micro-batches are summed first at every stage, and reduced when all 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
+from infinity.errors import InfinityError
 from infinity.kernels import GradStats, grad_store
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import GradStore, Sharding, overlap, to_host
@@ -264,6 +265,25 @@ class ReducedGradients(Gradients):
     def forget(self, unit: int) -> None:
         self._present[unit] = set()
         self._sums.pop(unit, None)
+
+    def held(self) -> bool:
+        return bool(self._collected) or any(self._present)
+
+    def drop_slots(self, slots: Mapping[int, Collection[int]]) -> None:
+        """All of them: what is reduced of a unit is one sum.
+
+        Raises:
+            InfinityError: others would stay.
+        """
+        here = {unit: set(self._present[unit]) for unit in self.units_with_gradients()}
+        for unit, collected in self._collected.items():
+            here.setdefault(unit, set()).update(collected.slots)
+        if any(some - set(slots.get(unit, ())) for unit, some in here.items()):
+            raise InfinityError(
+                "the gradients of some parameters were dropped (param.grad = None) and those of others were not, which "
+                "several ranks cannot do: drop all of them with engine.zero_grad()"
+            )
+        self.drop_all()
 
     def drop_all(self) -> None:
         self._collected.clear()

@@ -42,6 +42,7 @@ class Sizing:
         discrete: the compute device has memory of its own.
         accumulates: gradients are summed over several backward passes.
         layer_major: all micro-batches of a step go through a block together.
+        settles: a step is over when all parameters are updated, and show it; else updates go on under the next forward.
         ranks: how many processes train the model together.
     """
 
@@ -56,6 +57,7 @@ class Sizing:
     discrete: bool
     accumulates: bool
     layer_major: bool = False
+    settles: bool = False
     ranks: int = 1
 
     @property
@@ -236,6 +238,8 @@ def size_up(
         discrete=discrete,
         accumulates=accumulates,
         layer_major=accumulates and config.tiering.accumulation == "layer",
+        # Users read and write parameters between steps at these stages, as in torch.
+        settles=config.zero.stage < 3 and config.tiering.update_schedule == "auto",
         ranks=ranks.size,
     )
 

@@ -142,7 +142,7 @@ def test_after_an_exception_nothing_of_the_step_is_held(tmp_path: Path) -> None:
             else:
                 engine.backward(engine(x).square().mean())
                 engine.step()
-        store = engine._activations
+        store = engine._step.activations
         assert store is not None
         assert store.count == 0
         assert store.peak_bytes <= 512 << 10
@@ -151,7 +151,7 @@ def test_after_an_exception_nothing_of_the_step_is_held(tmp_path: Path) -> None:
 def test_a_write_that_fails_is_an_error_and_no_wrong_number(tmp_path: Path) -> None:
     engine, *_ = infinity.initialize(model=Many(), config=placed(tmp_path, "nvme", "256KiB"))
     with engine:
-        files = engine._activations._files
+        files = engine._step.activations._files
         for file in files._files:
             file.file.close()
             file.file = files._engine.open(file.owned.path, read_only=True)

@@ -84,11 +84,11 @@ def test_update_schedules_give_the_same_bits(schedule, device, tmp_path: Path) -
     assert_same_bits(train(ARCHITECTURES["gpt2"](), Recipe("bf16"), placement), in_memory("gpt2", "bf16", 1, 0.0))
 
 
-def least_host_memory(recipe: Recipe, placement: Placement) -> int:
+def least_host_memory(recipe: Recipe, placement: Placement, architecture: str = "llama") -> int:
     """The least budget that this recipe runs in, as the error for too small a one states it."""
     config = recipe.config(dataclasses.replace(placement, host_memory=1))
     with pytest.raises(infinity.CapacityError, match="needs at least") as refused:
-        infinity.initialize(model=ARCHITECTURES["llama"](), config=config)
+        infinity.initialize(model=ARCHITECTURES[architecture](), config=config)
     found = re.search(r"Raise tiering.host_memory to (\d+) bytes", str(refused.value))
     assert found is not None, refused.value
     return int(found.group(1))

@@ -62,7 +62,7 @@ def train_with(mesh: Any, schedule_class: type[Any], swap: str) -> dict[str, tor
     with infinity.initialize(model=module, config=config, process_group=mesh["dp"].get_group())[0] as engine:
         stage = PipelineStage(engine.module, index, 2, torch.device("cpu"), group=mesh["pp"].get_group())
         schedule = schedule_class(
-            stage, MICRO_BATCHES, loss_fn=lambda output, x: engine.scaled(loss_of(output, x)), scale_grads=False
+            stage, MICRO_BATCHES, loss_fn=lambda output, x: engine.scale(loss_of(output, x)), scale_grads=False
         )
         for batch in global_batches():
             x = batch.chunk(ranks)[rank]

@@ -1,0 +1,86 @@
+"""What drives a training step where the user does not: layer-major micro-batches, and other libraries' schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.zero.layer_major import LayerMajor
+from infinity.zero.micro_batches import LossFn, call, loss_of
+from infinity.zero.step import Phase, Step
+
+
+@contextmanager
+def driven(step: Step) -> Iterator[None]:
+    """The forward and backward passes of all micro-batches of a step run inside, in any order."""
+    step.begin()
+    step.skip_to_last()
+    with step.backward(in_parts=step.all_units), step.saving():
+        yield
+
+
+def train_layer_major(
+    step: Step, layer_major: LayerMajor, model: nn.Module, batches: Sequence[Any], loss_fn: LossFn | None
+) -> list[torch.Tensor]:
+    """Forward and backward of a step's micro-batches, all of them through a block before the next; the losses."""
+
+    def forward(batch: Any) -> torch.Tensor:
+        try:
+            with step.saving():
+                return loss_of(call(model, batch), batch, loss_fn)
+        except BaseException:
+            step.hooks.abandon()
+            raise
+
+    step.begin()
+    step.skip_to_last()
+    with step.stopped_by_failures():
+        try:
+            losses = layer_major.run([partial(forward, batch) for batch in batches], _LayerMajorStep(step))
+            with step.running(Phase.BACKWARD):
+                step.close_backward()
+        except BaseException as error:
+            step.abort(error)
+            raise
+    return losses
+
+
+class _LayerMajorStep:
+    """What a step does as layer-major micro-batches go through its model."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._begun = False
+
+    def forward(self, round_index: int, micro_batch: int) -> AbstractContextManager[None]:
+        if self._step.activations is not None:
+            self._step.activations.take_turn(round_index, micro_batch)
+        return self._step.running(Phase.FORWARD)
+
+    def start(self, micro_batch: int, loss: torch.Tensor) -> None:
+        with self._step.running(Phase.BACKWARD):
+            self._step.check_finite(loss)
+            if not self._begun:
+                self._step.open_backward(frozenset())
+                self._begun = True
+            self._piece([self._step.scale(loss)], None)
+
+    def go_on(self, micro_batch: int, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        with self._step.running(Phase.BACKWARD):
+            self._piece(tensors, grads)
+
+    def _piece(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
+        torch.autograd.backward(tensors, grads)
+        self._step.hooks.end_backward()
+
+    def complete(self, units: Sequence[int]) -> None:
+        step = self._step
+        with step.running(Phase.BACKWARD):
+            for unit in step.gradients.complete(sorted(units, reverse=True)):
+                step.updates.final(unit)
+                step.gradients.rest(unit)

@@ -1,0 +1,582 @@
+"""Where a training step is: its phases, the table of what may follow what, and the verbs that go through them.
+
+[Note: phases]
+A step is IDLE, then FORWARD and BACKWARD once for each micro-batch, then UPDATE. A phase lasts until the next begins:
+FORWARD is also the time between a forward pass and its backward, BACKWARD the time until the next micro-batch or the
+update. An EVALUATION returns to where it came from. Whatever drives a step, ordinary micro-batches, layer-major ones, a
+pipeline's schedule or a plain `loss.backward()`, goes through the same verbs: `begin`, `forward`, `backward`, `finish`,
+`abort`.
+
+[Note: interrupts]
+Ctrl-C comes between any two lines, those of `except` and `finally` included, so nothing may depend on their being
+reached. A pass that is running is `_open`; one that the next verb finds open was interrupted, and is aborted then. An
+update has no way back: if the next verb finds UPDATE, or a step of which some units are updated and others are not,
+that is FAILED. What a step has changed in the counts is committed by one assignment.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.errors import InfinityError, NonFiniteError, StorageError
+from infinity.optim.loss_scale import LossScale
+from infinity.optim.optimizer import TieredOptimizer
+from infinity.telemetry import StallCause, StepStats, now
+from infinity.zero.build import Runtime, make_gradients, open_activations
+from infinity.zero.compute_lane import ComputeLane
+from infinity.zero.hooks import Hooks
+from infinity.zero.layer_major import LayerMajor
+from infinity.zero.stand_ins import StandIns
+from infinity.zero.updates import StepOutcome, Updates, UpdateSchedule
+
+_log = logging.getLogger(__name__)
+
+
+class Phase(Enum):
+    """See [Note: phases]."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+    EVALUATION = "evaluation"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+_PASSES = frozenset({Phase.IDLE, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.EVALUATION})
+_ENDS = frozenset({Phase.FAILED, Phase.CLOSED})
+# A pass that is dropped leads back to IDLE. An update without a backward pass changes nothing.
+_FOLLOWS = {
+    Phase.IDLE: _PASSES | _ENDS,
+    Phase.FORWARD: _PASSES | _ENDS,
+    Phase.BACKWARD: _PASSES | _ENDS,
+    Phase.UPDATE: frozenset({Phase.IDLE}) | _ENDS,
+    Phase.EVALUATION: frozenset({Phase.IDLE, Phase.FORWARD, Phase.BACKWARD}) | _ENDS,
+    Phase.FAILED: frozenset({Phase.CLOSED}),
+    Phase.CLOSED: frozenset(),
+}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How far training is.
+
+    Attributes:
+        global_steps: updates so far, skipped ones included.
+        micro_steps: backward passes so far.
+        skipped_steps: updates that were left out because gradients were not finite.
+    """
+
+    global_steps: int = 0
+    micro_steps: int = 0
+    skipped_steps: int = 0
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A pass over the model that is running.
+
+    Attributes:
+        before: the phase that it came from.
+        direct: what ends with a backward pass that the user has begun, by `loss.backward()`; None for another pass.
+    """
+
+    phase: Phase
+    before: Phase
+    direct: ExitStack | None = None
+
+
+class Step:
+    """The training step of one engine; what the hooks tell, it passes on.
+
+    Attributes:
+        counts: assigned as one when a step or a micro-batch of it is over.
+        outcome: of the last step; None before the first.
+        stats: what the last step cost.
+        loss_scale: of fp16 training; its `value` is 1 otherwise.
+        lr_scheduler: stepped after every update that was not skipped, if there is one.
+        layer_major: takes micro-batches through the blocks together, if that is configured.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: Config, runtime: Runtime, optimizer: TieredOptimizer, device: torch.device
+    ) -> None:
+        self.counts = Counts()
+        self.outcome: StepOutcome | None = None
+        self.stats = StepStats()
+        self.loss_scale = LossScale.of(config.fp16)
+        self.lr_scheduler: Any | None = None
+        self._phase = Phase.IDLE
+        self._open: _Open | None = None
+        self._failure: BaseException | None = None
+        self._scaled = False  # the user has scaled the loss whose backward comes
+        self._arrived: dict[int, set[int]] = {}  # slots, by unit, whose gradients have come in this backward pass
+        self._config = config
+        self._runtime = runtime
+        self._executor, self._counters, self._ranks = runtime.executor, runtime.counters, runtime.ranks
+        self.all_units = frozenset(range(len(runtime.partition.units)))
+        self.gradients = make_gradients(runtime, config, device)
+        self.updates = Updates(
+            runtime.partition,
+            runtime.executor,
+            self.gradients,
+            optimizer.rule,
+            runtime.schedule,
+            config.gradient_clipping,
+            self.loss_scale,
+        )
+        self.activations = open_activations(config, runtime, model)
+        self._stand_ins = StandIns(model, runtime.partition.units)
+        self._compute_lane: ComputeLane | None = None
+        if runtime.counters.timeline is not None:
+            moment = now if runtime.link is None else runtime.link.mark
+            self._compute_lane = ComputeLane(self, runtime.counters.timeline, moment)
+        self.hooks = Hooks(model, runtime.partition, self._compute_lane or self, alone=runtime.ranks.size == 1)
+        self.layer_major = LayerMajor(model, runtime.partition, device) if runtime.sizing.layer_major else None
+        self._syncs = True
+
+    # Phases #
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    def _go(self, phase: Phase) -> None:
+        if phase not in _FOLLOWS[self._phase]:
+            raise RuntimeError(f"a step that is {self._phase.value} cannot become {phase.value}")
+        self._phase = phase
+
+    def check(self) -> None:
+        """Training can go on, from a phase that no interrupt has left half way.
+
+        Raises:
+            InfinityError: the engine is closed or has failed.
+        """
+        if self._phase is Phase.CLOSED:
+            raise InfinityError("the engine is closed")
+        if self._open is not None:
+            self.abort()
+        if self._phase is Phase.UPDATE or self._executor.torn:
+            self.fail(InfinityError("an update was interrupted"))
+        if self._phase is Phase.FAILED:
+            raise InfinityError(
+                f"the engine has stopped after an error ({type(self._failure).__name__}: {self._failure}): close it, "
+                "and resume from the last checkpoint"
+            ) from self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """The states are not those of one step any more."""
+        if self._phase is not Phase.FAILED:
+            self._failure = error
+            self._open = None
+            self._go(Phase.FAILED)
+
+    def check_boundary(self, what: str) -> None:
+        """Nothing of a step is under way; a forward pass whose backward never came is dropped.
+
+        Raises:
+            InfinityError: gradients wait for their update.
+        """
+        self.check()
+        if self.gradients.held() or self.updates.under_way:
+            raise InfinityError(
+                f"{what} in the middle of a step: call it after the step() that updates the parameters, or drop the "
+                "gradients first (engine.zero_grad())"
+            )
+        if self._phase is not Phase.IDLE:
+            self._end_cycle(learn=False)
+            self._go(Phase.IDLE)
+
+    @contextmanager
+    def stopped_by_failures(self) -> Iterator[None]:
+        """Nothing may go on from a tier that failed, nor from a step of which only some units are updated."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, StorageError) or self.updates.under_way or self._executor.torn:
+                self.fail(error)
+            raise
+
+    # Forward #
+
+    def begin(self) -> None:
+        """A micro-batch begins."""
+        self.check()
+        if self._phase is not Phase.FORWARD:
+            self._executor.begin_cycle()
+        self._go(Phase.FORWARD)
+
+    @contextmanager
+    def forward(self, *, training: bool) -> Iterator[None]:
+        """The model's forward runs inside, of training or of an evaluation."""
+        self.check()
+        before = self._phase
+        phase = Phase.FORWARD if training else Phase.EVALUATION
+        self._open = _Open(phase, before)
+        with self.stopped_by_failures(), self.running(phase):
+            try:
+                if before is not Phase.FORWARD:
+                    self._executor.begin_cycle()
+                self._go(phase)
+                with self.hooks.forward(training=training), self.saving():
+                    yield
+            except BaseException as error:
+                self.abort(error)
+                raise
+            if not training:
+                self._back_to(before)
+        self._open = None
+
+    def _back_to(self, before: Phase) -> None:
+        if before is not Phase.FORWARD:
+            self._executor.end_cycle(learn=False)
+        self._go(before)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """What autograd saves meanwhile goes to its tier."""
+        return nullcontext() if self.activations is None else self.activations.saving()
+
+    @contextmanager
+    def running(self, phase: Phase) -> Iterator[None]:
+        """A pass over the model, for telemetry; an evaluation is no phase of a training step."""
+        with ExitStack() as around:
+            if phase is not Phase.EVALUATION:
+                around.enter_context(self._counters.phase(phase.value))
+            if self._compute_lane is not None:
+                around.enter_context(self._compute_lane.running(phase.value))
+            yield
+
+    # Backward #
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """What the backward of a micro-batch's loss begins with: its share of the step's, times the loss scale."""
+        self._scaled = True
+        share = loss / self._shares
+        return share if self._config.fp16 is None else share.float() * self.loss_scale.value
+
+    @property
+    def _shares(self) -> int:
+        """Losses whose mean is the step's."""
+        return self._config.gradient_accumulation_steps * self._ranks.size
+
+    @contextmanager
+    def backward(self, in_parts: frozenset[int] | None = None) -> Iterator[None]:
+        """Autograd's backward runs inside.
+
+        Args:
+            in_parts: units whose gradients come in several parts; by default what the forward pass has shown.
+        """
+        self.check()
+        with self.stopped_by_failures(), self.running(Phase.BACKWARD):
+            try:
+                self.open_backward(in_parts)
+                yield
+                self.close_backward()
+            except BaseException as error:
+                self.abort(error)
+                raise
+
+    def check_finite(self, loss: torch.Tensor) -> None:
+        """Under the `backward` schedule, which updates before all gradients are known, the loss must be finite."""
+        if self._runtime.schedule is not UpdateSchedule.BACKWARD:
+            return
+        if not self._is_finite_everywhere(loss):
+            if self._open is None and self._phase is Phase.FORWARD:
+                self._end_cycle(learn=False)
+                self._go(Phase.IDLE)
+            raise NonFiniteError(
+                f"the loss of step {self.counts.global_steps} is {loss.item()}; no parameter was changed by it. Leave "
+                "this batch out, or set tiering.update_schedule to deferred to have such steps skipped"
+            )
+
+    def _is_finite_everywhere(self, loss: torch.Tensor) -> bool:
+        """The loss of every rank is a number."""
+        finite = bool(torch.isfinite(loss).all())
+        if self._ranks.size == 1:
+            return finite
+        with self._counters.stalled(StallCause.COLLECTIVE):
+            return not self._ranks.any(not finite)
+
+    def open_backward(self, in_parts: frozenset[int] | None = None, direct: ExitStack | None = None) -> None:
+        """A backward pass begins."""
+        if self.updates.under_way:
+            raise InfinityError(
+                'a second backward pass before step(): under tiering.update_schedule "backward" the first has updated '
+                "parameters already. Call step() after each, set gradient_accumulation_steps, or set the schedule to "
+                '"deferred", which adds their gradients up'
+            )
+        if direct is None:
+            self._drop_what_was_taken_away()
+        before, self._open = self._phase, _Open(Phase.BACKWARD, self._phase, direct)
+        self._stand_ins.lift()
+        self._arrived.clear()
+        self._go(Phase.BACKWARD)
+        if in_parts is None:
+            # A model that was called past the engine has not shown which.
+            in_parts = self.hooks.in_parts() if before is Phase.FORWARD else self.all_units
+        last = self.is_last
+        alone = self._config.gradient_accumulation_steps == 1
+        self.updates.begin_backward(last=last, in_parts=in_parts, early=alone)
+        self.gradients.begin_backward(last=last)
+
+    def close_backward(self) -> None:
+        """The backward pass is over."""
+        self._end_cycle(learn=True)
+        self.gradients.end_backward()
+        self.updates.end_backward()
+        self._stand_ins.place(self._arrived)
+        self._scaled = False
+        self._open = None
+
+    def _open_direct(self, arriving: nn.Parameter | None = None) -> None:
+        """The user has called `loss.backward()`, or something else that goes through the model's graph.
+
+        Autograd calls back when the pass is over; if the pass fails it does not, and leaves it open.
+
+        Args:
+            arriving: whose gradient is the first that is seen of it.
+        """
+        self.check()
+        self._drop_what_was_taken_away(arriving)
+        with ExitStack() as scope:
+            scope.enter_context(self.running(Phase.BACKWARD))
+            torch.autograd.Variable._execution_engine.queue_callback(self._close_direct)
+            self.open_backward(direct=scope)
+            scope.pop_all()
+
+    def _close_direct(self) -> None:
+        if self._open is not None and self._open.direct is not None:
+            with self.stopped_by_failures(), self._open.direct:
+                self.close_backward()
+
+    def _check_direct(self) -> None:
+        """A gradient comes from a loss that the engine was not given."""
+        if self.layer_major is not None:
+            raise InfinityError(LAYER_MAJOR)
+        if self._config.fp16 is not None and not self._scaled:
+            raise InfinityError(
+                "loss.backward() in fp16 training: small gradients would vanish without the loss scale. Call "
+                "engine.backward(loss), or engine.scale(loss).backward()"
+            )
+
+    # Update #
+
+    @property
+    def is_last(self) -> bool:
+        """The micro-batch is the last one of its step."""
+        steps = self._config.gradient_accumulation_steps
+        return self._syncs and self.counts.micro_steps % steps == steps - 1
+
+    def skip_to_last(self) -> None:
+        """The micro-batches of the step go through the model together; what comes next ends all of them."""
+        steps = self._config.gradient_accumulation_steps
+        self.counts = replace(self.counts, micro_steps=self.counts.micro_steps + steps - 1)
+
+    def finish(self) -> None:
+        """Count a micro-batch; at the last of a step, update the parameters and the learning rate."""
+        if self._phase is Phase.BACKWARD and self._open is not None:
+            self.check()
+            raise InfinityError("step() after a backward pass that failed: its gradients were dropped; run it again")
+        self.check()
+        if not self._syncs:
+            raise InfinityError("step() inside no_sync: leave the context before the last backward of the step")
+        self._drop_what_was_taken_away()
+        counted = replace(self.counts, micro_steps=self.counts.micro_steps + 1)
+        if not self.is_last:
+            self.counts = counted
+            return
+        with self._counters.phase("update"):
+            if self._phase is Phase.FORWARD:  # its backward never came
+                self._end_cycle(learn=False)
+            self._go(Phase.UPDATE)
+            outcome = self._update()
+            self.outcome = outcome
+            self._stand_ins.clear()
+            self.counts = replace(
+                counted,
+                global_steps=counted.global_steps + 1,
+                skipped_steps=counted.skipped_steps + int(outcome.skipped),
+            )
+            self._go(Phase.IDLE)
+        self.stats = self._counters.end_step(self._peak_bytes(), grad_norm=outcome.grad_norm, skipped=outcome.skipped)
+        if outcome.skipped:
+            scale = f"; the loss scale is {self.loss_scale.value:g} now" if self.loss_scale.dynamic else ""
+            _log.warning("step %d is skipped: its gradients are not finite%s", counted.global_steps, scale)
+
+    def _update(self) -> StepOutcome:
+        try:
+            self.updates.finish_step()
+            if self._runtime.sizing.settles:
+                self._executor.show_newest()
+            if self.lr_scheduler is not None and not self.updates.outcome.skipped:
+                self.lr_scheduler.step()
+        except NonFiniteError:  # nothing was updated
+            if not self.updates.under_way:
+                self._stand_ins.clear()
+                self._go(Phase.IDLE)
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
+        return self.updates.outcome
+
+    def abort(self, error: BaseException | None = None) -> None:
+        """What is running has failed: a forward pass leaves what was before, all else drops the step's gradients.
+
+        What has arrived of them cannot be told from earlier micro-batches: the step starts again.
+        """
+        if self._open is not None and self._open.direct is not None:
+            self._open.direct.close()
+        if self._open is None or self._open.phase is Phase.BACKWARD:
+            self.gradients.abort_backward()
+            self._end_cycle(learn=False)
+            if self.updates.under_way:
+                self.fail(error or InfinityError("a backward pass stopped after it had updated some units"))
+                return
+            self.gradients.drop_all()
+            self._stand_ins.wipe()
+            steps = self._config.gradient_accumulation_steps
+            micro_steps = self.counts.micro_steps
+            self.counts = replace(self.counts, micro_steps=micro_steps - micro_steps % steps)
+            self._go(Phase.IDLE)
+        else:
+            self.hooks.abandon()
+            self._back_to(self._open.before)
+        self._scaled = False
+        self._open = None
+
+    def drop(self) -> None:
+        """Throw the gradients of the step away, as `zero_grad` does; its micro-batches stay counted.
+
+        Raises:
+            InfinityError: they have been used already.
+        """
+        self.check()
+        if self.updates.under_way:
+            raise InfinityError(
+                "zero_grad() between the last backward pass of a step and step(): under tiering.update_schedule "
+                '"backward" its gradients have updated parameters already; set the schedule to "deferred"'
+            )
+        self.gradients.drop_all()
+        self._stand_ins.clear()
+        if self._phase is Phase.BACKWARD:  # a forward pass keeps its graph, and its backward may follow
+            self._go(Phase.IDLE)
+
+    def _drop_what_was_taken_away(self, arriving: nn.Parameter | None = None) -> None:
+        """`param.grad = None` and `model.zero_grad()` drop gradients, see [Note: stand-ins] in stand_ins.py."""
+        self._stand_ins.check(arriving)
+        gone = self._stand_ins.dropped()
+        if not gone:
+            return
+        if self.updates.under_way:
+            raise InfinityError(
+                'gradients were zeroed before step(), but under tiering.update_schedule "backward" they have updated '
+                'parameters already; set the schedule to "deferred"'
+            )
+        self.gradients.drop_slots(gone)
+        self._stand_ins.forget(gone)
+
+    def _end_cycle(self, *, learn: bool) -> None:
+        self.hooks.abandon()
+        self.hooks.end_backward()
+        self._executor.end_cycle(learn=learn)
+
+    # What the hooks tell #
+
+    def enter(self, units: tuple[int, ...]) -> None:
+        if self.layer_major is not None:
+            self.layer_major.entered(units)
+        self._executor.enter(units)
+
+    def backward_enter(self, units: tuple[int, ...]) -> None:
+        if not self._in_backward and not self.hooks.in_forward:  # where autograd.grad may be part of the model
+            self._open_direct()
+        self._executor.enter(units)
+
+    @property
+    def _in_backward(self) -> bool:
+        return self._open is not None and self._open.phase is Phase.BACKWARD
+
+    def leave(self, units: tuple[int, ...]) -> None:
+        self._executor.leave(units)
+
+    def backward_left(self, units: tuple[int, ...]) -> None:
+        if self.layer_major is not None:
+            return  # other micro-batches have not been through these units yet
+        for unit in units:
+            self._complete(self.gradients.leave(unit))
+
+    def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
+        if not self._in_backward:
+            if self.hooks.in_forward:
+                raise InfinityError("backward() inside the model's forward: call it on what the forward returns")
+            self._open_direct(param)
+        if self._open is not None and self._open.direct is not None:
+            self._check_direct()
+            if not self._scaled and self._shares > 1 and param.grad is not None:
+                with torch.no_grad():
+                    param.grad.div_(self._shares)
+        self._arrived.setdefault(unit, set()).add(slot)
+        if self.gradients.take(unit, slot, param):
+            self._complete((unit,))
+
+    def _complete(self, units: Sequence[int]) -> None:
+        """All gradients that these units have in this backward pass are there."""
+        if self.layer_major is not None:
+            return  # other micro-batches have not been through these units yet
+        for unit in units:
+            if self.is_last:
+                self.updates.final(unit)
+            self.gradients.rest(unit)
+
+    # Contexts and end #
+
+    @contextmanager
+    def unsynchronised(self) -> Iterator[None]:
+        """Backward passes inside are no last ones of a step."""
+        if not self._syncs:
+            raise InfinityError("no_sync is inside another no_sync already")
+        self._syncs = False
+        try:
+            yield
+        finally:
+            self._syncs = True
+
+    def _peak_bytes(self) -> dict[str, int]:
+        """High-water mark of each tier since the start."""
+        peak_bytes = self._runtime.peak_bytes()
+        if self.activations is not None:
+            peak_bytes["host"] += self.activations.peak_bytes
+        return peak_bytes
+
+    def close(self) -> None:
+        """Take the hooks away and give all memory back."""
+        if self._phase is Phase.CLOSED:
+            return
+        self._open = None
+        self._go(Phase.CLOSED)
+        with ExitStack() as rest:  # in reverse, and all of it, whatever fails
+            rest.callback(self._runtime.close)
+            if self.activations is not None:
+                rest.callback(self.activations.close)
+            rest.callback(self.hooks.remove)
+            rest.callback(self._stand_ins.clear)
+            if self.layer_major is not None:
+                rest.callback(self.layer_major.remove)
+            self._compute_lane = None  # it leads back to this object
+
+
+LAYER_MAJOR = (
+    'tiering.accumulation is "layer": the micro-batches of a step go through the model together, by '
+    'engine.train_batch(micro_batches); or set it to "micro_batch"'
+)
