@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -446,7 +447,10 @@ class Engine:
 
 
 def _close(model: nn.Module, optimizer: TieredOptimizer, step: Step) -> None:
-    """The end of an engine, also of one that nobody has closed."""
+    """The end of an engine, also of one that nobody has closed: the garbage collector may call this in any thread."""
+    if step.in_worker:  # which cannot wait for its own end
+        threading.Thread(target=_close, args=(model, optimizer, step)).start()
+        return
     optimizer.run_step = optimizer.drop_gradients = None
     disclaim(model)
     step.close()

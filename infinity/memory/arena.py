@@ -63,12 +63,14 @@ class Arena:
 
     Attributes:
         used_bytes, peak_bytes: leased now, and at most so far.
+        torn: an interrupt has left a lease half made.
     """
 
     def __init__(self, capacity_bytes: int, *, pin: bool = False) -> None:
         self.capacity_bytes = _round_up(capacity_bytes)
         self.used_bytes = 0
         self.peak_bytes = 0
+        self.torn = False
         self._mapping = make_mapping(max(self.capacity_bytes, LEASE_ALIGN_BYTES), HUGE_PAGE_BYTES)
         self._mapping.open()
         self._free = FreeList(self.capacity_bytes)
@@ -91,12 +93,15 @@ class Arena:
     def try_lease(self, nbytes: int) -> Lease | None:
         """As `lease`; None where there is no room."""
         size = _round_up(nbytes)
+        self.torn = True
         offset = self._free.take(size)
-        if offset is None:
-            return None
-        self.used_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return Lease(self, self._mapping.address + offset, nbytes)
+        lease = None
+        if offset is not None:
+            self.used_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            lease = Lease(self, self._mapping.address + offset, nbytes)
+        self.torn = False
+        return lease
 
     def _give_back(self, address: int, nbytes: int) -> None:
         size = _round_up(nbytes)
@@ -112,13 +117,18 @@ class Arena:
 
 
 class Lease:
-    """A piece of an arena; a context manager that releases it."""
+    """A piece of an arena; a context manager that releases it. Its tensors do not keep it."""
 
     def __init__(self, arena: Arena, address: int, nbytes: int) -> None:
         self.address = address
         self.nbytes = nbytes
         self._arena: Arena | None = arena
         self._bytes = tensor_at(address, nbytes, arena)
+
+    def __del__(self) -> None:
+        """A lease that nobody has any more, since an interrupt came before it was noted, is released."""
+        if getattr(self, "_arena", None) is not None:
+            self.release()
 
     def tensor(self, dtype: torch.dtype, numel: int | None = None, offset_bytes: int = 0) -> torch.Tensor:
         """A 1-D tensor over the lease, from `offset_bytes` on."""

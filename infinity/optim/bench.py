@@ -110,9 +110,9 @@ def _contenders(job: AdamBenchJob, stack: ExitStack) -> Iterator[tuple[str, floa
         lengths = {"param": job.numel * layout.param_dtype.itemsize, "states": layout.tile_bytes(job.numel)}
         arena = Arena(2 * lengths["param"] + lengths["states"] + 4 * _PAGE_BYTES)
         stack.callback(arena.close)
-        param = arena.lease(lengths["param"]).tensor(layout.param_dtype, job.numel)
-        grad = arena.lease(lengths["param"]).tensor(layout.param_dtype, job.numel)
-        states = layout.views(arena.lease(lengths["states"]).tensor(torch.uint8), job.numel)
+        leases = [stack.enter_context(arena.lease(lengths[name])) for name in ("param", "param", "states")]
+        param, grad = (lease.tensor(layout.param_dtype, job.numel) for lease in leases[:2])
+        states = layout.views(leases[2].tensor(torch.uint8), job.numel)
         init_states(layout, source, param, states)
         grad.copy_(source)
         if name == "fp32":

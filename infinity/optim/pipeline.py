@@ -234,6 +234,10 @@ class UpdatePipeline:
         """First element and elements of every tile of a unit."""
         return [(tile.start, tile.numel) for tile in self._states.tiles(unit)]
 
+    def is_worker(self) -> bool:
+        """This thread is the worker."""
+        return threading.current_thread() is self._thread
+
     def close(self) -> None:
         """Finish what is queued and stop the worker."""
         self._stop()

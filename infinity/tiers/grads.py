@@ -67,9 +67,11 @@ class GradStore:
             memory = self._arena.try_lease(self._sizes[unit])
             if memory is None:
                 return None
-            self._left_bytes -= self._sizes[unit]
-        self._lent.add(unit)
+        # In this order, and what is open can be dropped, whatever line an interrupt leaves.
         self._open[unit] = GradLease(self, unit, memory, memory.tensor(self._dtype))
+        self._lent.add(unit)
+        if unit not in self._own:
+            self._left_bytes -= self._sizes[unit]
         return self._open[unit].tensor
 
     def holds(self, unit: int) -> bool:

@@ -77,6 +77,11 @@ class Runtime:
     def schedule(self) -> UpdateSchedule:
         return self.sizing.schedule
 
+    @property
+    def torn(self) -> bool:
+        """An interrupt has left something in nobody's books."""
+        return self.executor.torn or self.arena.torn
+
     def peak_bytes(self) -> dict[str, int]:
         """High-water mark of each tier since the start."""
         params = self.sizing.staying_bytes + self.param_budget.peak_bytes

@@ -363,6 +363,8 @@ class Executor:
 
     def _settle(self) -> None:
         """Take note of finished updates and use the memory that they gave back."""
+        if self.torn:
+            return
         for unit in [unit for unit, (ticket, _) in self._tickets.items() if ticket.finished()]:
             self._finish_update(unit)
         for unit in list(self._pending):

@@ -147,8 +147,9 @@ class Gradients:
 
     def drop_all(self) -> None:
         """Throw the step's gradients away."""
-        for unit in self.units_with_gradients():
-            self._store.drop(unit)
+        for unit in range(len(self._units)):
+            if self._store.holds(unit):
+                self._store.drop(unit)
             self.forget(unit)
 
     def _open(self, unit: Unit) -> torch.Tensor:

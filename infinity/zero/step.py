@@ -166,7 +166,7 @@ class Step:
             raise InfinityError("the engine is closed")
         if self._open is not None:
             self.abort()
-        if self._phase is Phase.UPDATE or self._executor.torn:
+        if self._phase is Phase.UPDATE or self._runtime.torn:
             self.fail(InfinityError("an update was interrupted"))
         if self._phase is Phase.FAILED:
             raise InfinityError(
@@ -203,7 +203,7 @@ class Step:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, StorageError) or self.updates.under_way or self._executor.torn:
+            if isinstance(error, StorageError) or self.updates.under_way or self._runtime.torn:
                 self.fail(error)
             raise
 
@@ -558,6 +558,11 @@ class Step:
         if self.activations is not None:
             peak_bytes["host"] += self.activations.peak_bytes
         return peak_bytes
+
+    @property
+    def in_worker(self) -> bool:
+        """This thread is the one that runs the updates."""
+        return self._runtime.pipeline.is_worker()
 
     def close(self) -> None:
         """Take the hooks away and give all memory back."""

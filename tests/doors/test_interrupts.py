@@ -1,0 +1,242 @@
+"""Ctrl-C at every line of a training step: the engine refuses to go on, or nothing has happened.
+
+The interrupt is raised by a trace function, which may stop the interpreter before any line, those of `except` and
+`finally` included. It may even stop it between the body of a `with` and the exit, which no signal can; so `with` lines
+are left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+
+import infinity
+
+STEPS, AT = 4, 2  # the interrupt comes in the third of four steps
+WIDTH = 16
+EVERY = int(os.environ.get("INTERRUPT_EVERY", "5"))  # of the lines; 1 takes minutes
+ROOT = str(Path(infinity.__file__).parent)
+
+
+class Blocks(nn.Module):
+    """Three units and a persistent one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.norm(x).square().mean()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A placement whose steps take different ways."""
+
+    schedule: str
+    offload: str
+    stage: int = 3
+    accumulation: int = 1
+
+    def config(self, path: Path) -> dict[str, Any]:
+        home = {"device": self.offload}
+        zero: dict[str, Any] = {"stage": self.stage, "stage3_param_persistence_threshold": 100}
+        if self.stage == 3:
+            zero |= {"offload_param": home, "offload_optimizer": home}
+        tiering: dict[str, Any] = {"update_schedule": self.schedule, "tile_size": 4096}
+        if self.offload == "nvme":
+            tiering["nvme"] = [{"path": str(path)}]
+        return {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": 0.0 if self.schedule == "backward" else 0.1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+            "zero_optimization": zero,
+            "tiering": tiering,
+        }
+
+
+CASES = {
+    "deferred-nvme": Case("deferred", "nvme"),
+    "backward-nvme": Case("backward", "nvme"),
+    "stage-0": Case("auto", "none", stage=0, accumulation=2),
+}
+
+
+def data(step: int, micro_batch: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + micro_batch))
+
+
+def one_step(engine: infinity.Engine, step: int) -> None:
+    for micro_batch in range(engine.config.gradient_accumulation_steps):
+        engine.backward(engine(data(step, micro_batch)))
+        engine.step()
+
+
+@dataclass(frozen=True)
+class State:
+    weights: dict[str, torch.Tensor]
+    lr: list[float]
+
+    @staticmethod
+    def of(engine: infinity.Engine) -> State:
+        return State(dict(engine.named_parameters()), engine.get_lr())
+
+    def equals(self, other: State) -> bool:
+        return self.lr == other.lr and all(torch.equal(other.weights[n], w) for n, w in self.weights.items())
+
+
+Line = tuple[str, int]
+
+
+def traced(action: Callable[[], None], line: Callable[[Line], None]) -> None:
+    """Run `action` with `line` called before every line of the library in this thread."""
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            line((frame.f_code.co_filename, frame.f_lineno))
+        return local
+
+    def enter(frame: FrameType, event: str, _: Any) -> Any:
+        return local if frame.f_code.co_filename.startswith(ROOT) else None
+
+    sys.settrace(enter)
+    try:
+        action()
+    finally:
+        sys.settrace(None)
+
+
+@contextmanager
+def engine_at(case: Case, path: Path) -> Iterator[infinity.Engine]:
+    """One that has made the steps before the interrupt."""
+    with infinity.initialize(model=Blocks(), config=case.config(path))[0] as engine:
+        for step in range(AT):
+            one_step(engine, step)
+        yield engine
+
+
+def reference(case: Case, path: Path) -> list[State]:
+    """The state before each step, and after the last."""
+    with infinity.initialize(model=Blocks(), config=case.config(path))[0] as engine:
+        states = [State.of(engine)]
+        for step in range(STEPS):
+            one_step(engine, step)
+            states.append(State.of(engine))
+    return states
+
+
+@cache
+def with_lines(file: str) -> frozenset[int]:
+    """Lines on which a `with` statement begins."""
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    return frozenset(node.lineno for node in ast.walk(tree) if isinstance(node, ast.With))
+
+
+def lines_of_a_step(case: Case, path: Path) -> Counter[Line]:
+    """How often each line runs in the step that is interrupted and the next forward, under which updates may run."""
+    seen: Counter[Line] = Counter()
+
+    def line(where: Line) -> None:
+        if where[1] not in with_lines(where[0]):
+            seen[where] += 1
+
+    with engine_at(case, path) as engine:
+        traced(lambda: run_interrupted(engine), line)
+    return seen
+
+
+def run_interrupted(engine: infinity.Engine) -> None:
+    one_step(engine, AT)
+    engine(data(AT + 1, 0))
+
+
+def interrupt_at(case: Case, path: Path, where: Line, occurrence: int, states: list[State]) -> str:
+    """What became of the engine: "refused", or "nothing" with all its numbers right."""
+    left = [occurrence]
+
+    def line(here: Line) -> None:
+        if here == where:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+
+    with engine_at(case, path) as engine:
+        try:
+            traced(lambda: run_interrupted(engine), line)
+        except KeyboardInterrupt:
+            pass
+        else:
+            return "not reached"  # the order of asynchronous work differs from run to run
+        try:
+            finish_or_drop(engine)
+            state = State.of(engine)
+        except infinity.InfinityError as error:
+            if "has stopped after an error" not in str(error):
+                raise
+            with pytest.raises(infinity.InfinityError, match="has stopped after an error"):
+                engine.save_checkpoint(path / "saved")
+            return "refused"
+        assert not _get_current_function_mode_stack(), "torch is left in the engine's mode"
+        assert state.equals(states[engine.global_steps]), f"not the state after {engine.global_steps} steps"
+        assert engine.global_steps in (AT, AT + 1)
+        assert engine.skipped_steps == 0
+        while engine.micro_steps % case.accumulation:  # an interrupt between two micro-batches leaves the count
+            engine.step()
+        for step in range(engine.global_steps, STEPS):
+            one_step(engine, step)
+        if engine.global_steps == STEPS and case.accumulation == 1:
+            assert State.of(engine).equals(states[STEPS]), "the steps after the interrupt differ"
+        return "nothing"
+
+
+def finish_or_drop(engine: infinity.Engine) -> None:
+    """What a user does who has caught the interrupt: the step is done over, unless only its `step()` is left."""
+    try:
+        engine.zero_grad()
+    except infinity.InfinityError as error:
+        if "have updated parameters already" not in str(error):
+            raise
+        engine.step()
+
+
+def sweep(case: Case, path: Path, every: int) -> Counter[str]:
+    """Interrupt at the first and the last time of every n-th line."""
+    states = reference(case, path)
+    outcomes: Counter[str] = Counter()
+    for index, (where, times) in enumerate(sorted(lines_of_a_step(case, path).items())):
+        if index % every:
+            continue
+        for occurrence in dict.fromkeys((1, times)):
+            try:
+                outcomes[interrupt_at(case, path, where, occurrence, states)] += 1
+            except BaseException as error:
+                raise AssertionError(f"interrupted at {where[0]}:{where[1]}, time {occurrence} of {times}") from error
+    return outcomes
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
+def test_an_interrupt_at_any_line_of_a_step_is_refused_or_nothing(case, tmp_path) -> None:
+    outcomes = sweep(CASES[case], tmp_path, EVERY)
+    assert outcomes["nothing"] > 0
+    assert outcomes["refused"] > 0

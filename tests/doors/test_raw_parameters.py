@@ -1,0 +1,142 @@
+"""Parameters read and written past the engine: the newest values at stages 0 to 2, never a stale one at stage 3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from tests.behaviour.ranks import run_ranks
+from tests.behaviour.reference import LR, WEIGHT_DECAY, Placement, Recipe, batches, loss_of, tiny_gpt2, train_on
+
+STEPS = 4
+
+
+def config_of(stage: int, *, offload: str = "none", path: Path | None = None, **recipe: Any) -> dict[str, Any]:
+    config = Recipe(**recipe).config(Placement(optimizer=offload, path=path))
+    config["zero_optimization"]["stage"] = stage
+    if stage < 3:
+        del config["zero_optimization"]["offload_param"]
+    return config
+
+
+def raw(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "cpu"), (1, "nvme"), (2, "none"), (2, "nvme")])
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_after_a_step_parameters_are_the_newest(stage, offload, clipping, tmp_path) -> None:
+    config = config_of(stage, offload=offload, path=tmp_path, precision="bf16", clipping=clipping)
+    model = tiny_gpt2()
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        for ids in batches(STEPS):
+            train_on(engine, [ids])
+            here = raw(model)
+            assert all(torch.equal(here[name], values) for name, values in engine.named_parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_what_is_written_to_parameters_is_trained_on(stage, clipping, tmp_path) -> None:
+    """As weight decay by hand, or a projection, does; in float32, where torch says what comes out."""
+
+    def shrink(model: nn.Module) -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.9)
+
+    model = tiny_gpt2()
+    with infinity.initialize(model=model, config=config_of(stage, clipping=clipping))[0] as engine:
+        for ids in batches(STEPS):
+            train_on(engine, [ids])
+            shrink(model)
+        here = raw(model)
+    plain = tiny_gpt2()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    for ids in batches(STEPS):
+        optimizer.zero_grad()
+        loss_of(plain, ids).backward()
+        if clipping:
+            nn.utils.clip_grad_norm_(plain.parameters(), clipping)
+        optimizer.step()
+        shrink(plain)
+    for name, values in raw(plain).items():
+        torch.testing.assert_close(here[name], values, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "deferred", "backward"])
+@pytest.mark.parametrize("params", ["none", "nvme"])
+def test_at_stage_3_a_parameter_is_nan_or_the_newest(schedule, params, tmp_path) -> None:
+    placement = Placement(params, "nvme", tmp_path, schedule=schedule)
+    config = Recipe("bf16", clipping=0.0 if schedule == "backward" else 1.0).config(placement)
+    model = tiny_gpt2()
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        for ids in batches(STEPS):
+            loss_of_step = loss_of(engine, ids)
+            engine.backward(loss_of_step)
+            after_backward = raw(model)
+            engine.step()
+            after_step = raw(model)
+            newest = dict(engine.named_parameters())
+            for name, values in newest.items():
+                assert after_step[name].isnan().all() or torch.equal(after_step[name], values), name
+                if schedule == "backward":
+                    assert after_backward[name].isnan().all() or torch.equal(after_backward[name], values), name
+
+
+def _ranks_read(stage: int, path: str, clipping: float) -> list[dict[str, torch.Tensor]]:
+    """What the module shows, and what it should, after a step, a save and a load."""
+    config = config_of(stage, clipping=clipping)
+    config["train_micro_batch_size_per_gpu"] = 2
+    model = tiny_gpt2()
+    seen = []
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        seen.append(raw(model))
+        seen.append(dict(engine.named_parameters()))
+        train_on(engine, batches(1))
+        for use in (lambda: None, lambda: engine.save_checkpoint(path), lambda: engine.load_checkpoint(path)):
+            use()
+            shown = raw(model)
+            seen += [shown, dict(engine.named_parameters())]
+            train_on(engine, batches(1, seed=5))
+            seen += [raw(model), dict(engine.named_parameters())]
+    return seen
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_rank_reads_the_newest(stage, clipping, tmp_path) -> None:
+    (tmp_path / "ranks").mkdir()
+    for seen in run_ranks(2, _ranks_read, stage, str(tmp_path / "saved"), clipping, path=tmp_path / "ranks"):
+        for shown, newest in zip(seen[::2], seen[1::2], strict=True):
+            for name, values in newest.items():
+                if stage < 3:
+                    assert torch.equal(shown[name], values), name
+                else:
+                    assert shown[name].isnan().all() or torch.equal(shown[name], values), name
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_average_of_the_weights_follows_them(stage, tmp_path) -> None:
+    """`AveragedModel` reads the parameters after every step."""
+    model = tiny_gpt2()
+    plain = tiny_gpt2()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    with infinity.initialize(model=model, config=config_of(stage))[0] as engine:
+        mean: dict[str, torch.Tensor] = {}
+        reference: dict[str, torch.Tensor] = {}
+        for ids in batches(STEPS):
+            train_on(engine, [ids])
+            optimizer.zero_grad()
+            loss_of(plain, ids).backward()
+            optimizer.step()
+            for average, source in ((mean, model), (reference, plain)):
+                for name, param in source.named_parameters():
+                    average[name] = param.detach() * 0.1 + average.get(name, torch.zeros(())) * 0.9
+    for name, values in reference.items():
+        torch.testing.assert_close(mean[name], values, rtol=2e-4, atol=2e-5)
