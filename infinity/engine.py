@@ -34,7 +34,8 @@ from infinity.zero.build import Runtime
 from infinity.zero.drivers import driven, train_layer_major
 from infinity.zero.gathered import claim, disclaim
 from infinity.zero.micro_batches import LossFn, call, loss_of
-from infinity.zero.step import LAYER_MAJOR, Counts, Phase, Step
+from infinity.zero.phases import Counts, Phase
+from infinity.zero.step import LAYER_MAJOR, Step
 
 
 class Engine:
@@ -103,7 +104,7 @@ class Engine:
     @property
     def loss_scale(self) -> LossScale:
         """Of fp16 training; its `value` is 1 otherwise."""
-        return self._step.loss_scale
+        return self._step.losses.loss_scale
 
     # Training loop #
 
@@ -132,7 +133,7 @@ class Engine:
             raise InfinityError(LAYER_MAJOR)
         self._step.check()
         self._step.check_finite(loss)
-        scaled = self._step.scale(loss)
+        scaled = self._step.losses.scale(loss)
         with self._step.backward():
             scaled.backward(retain_graph=retain_graph)
         return loss
@@ -143,7 +144,7 @@ class Engine:
         The loss divided by the gradient accumulation steps and ranks, and in fp16 training times the loss scale.
         Without fp16, `loss.backward()` trains alike.
         """
-        return self._step.scale(loss)
+        return self._step.losses.scale(loss)
 
     def step(self) -> None:
         """Count a micro-batch; at the last of a step, update the parameters and the learning rate.

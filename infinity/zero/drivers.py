@@ -12,7 +12,8 @@ from torch import nn
 
 from infinity.zero.layer_major import LayerMajor
 from infinity.zero.micro_batches import LossFn, call, loss_of
-from infinity.zero.step import Phase, Step
+from infinity.zero.phases import Phase
+from infinity.zero.step import Step
 
 
 @contextmanager
@@ -68,7 +69,7 @@ class _LayerMajorStep:
             if not self._begun:
                 self._step.open_backward(frozenset())
                 self._begun = True
-            self._piece([self._step.scale(loss)], None)
+            self._piece([self._step.losses.scale(loss)], None)
 
     def go_on(self, micro_batch: int, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         with self._step.running(Phase.BACKWARD):

@@ -43,6 +43,7 @@ class Gradients:
         self._stats: list[dict[int, GradStats]] = [{} for _ in units]  # by slot; present once it has a gradient
         self._awaited = [sum(slot.trainable for slot in unit.slots) for unit in units]
         self._gaps = [gaps(unit) for unit in units]
+        self._collecting: set[int] = set()  # units with a buffer; what is handed over is in the store for a while, too
         self._arrived = [0] * len(units)  # slots that have arrived in the backward pass that is running
 
     def take(self, unit_index: int, slot_index: int, param: nn.Parameter) -> bool:
@@ -132,6 +133,7 @@ class Gradients:
     def forget(self, unit: int) -> None:
         """The unit's gradients are handed over: what arrives next starts a new sum."""
         self._stats[unit] = {}
+        self._collecting.discard(unit)
 
     def held(self) -> bool:
         """There are gradients that no update has."""
@@ -147,12 +149,13 @@ class Gradients:
 
     def drop_all(self) -> None:
         """Throw the step's gradients away."""
-        for unit in range(len(self._units)):
+        for unit in self._collecting | set(self.units_with_gradients()):
             if self._store.holds(unit):
                 self._store.drop(unit)
             self.forget(unit)
 
     def _open(self, unit: Unit) -> torch.Tensor:
+        self._collecting.add(unit.index)
         while True:
             buffer = self._store.try_open(unit.index)
             if buffer is not None:

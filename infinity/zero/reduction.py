@@ -265,6 +265,7 @@ class ReducedGradients(Gradients):
     def forget(self, unit: int) -> None:
         self._present[unit] = set()
         self._sums.pop(unit, None)
+        self._collecting.discard(unit)
 
     def held(self) -> bool:
         return bool(self._collected) or any(self._present)

@@ -1,11 +1,7 @@
-"""Where a training step is: its phases, the table of what may follow what, and the verbs that go through them.
+"""The verbs of a training step: what leads from one phase to the next.
 
-[Note: phases]
-A step is IDLE, then FORWARD and BACKWARD once for each micro-batch, then UPDATE. A phase lasts until the next begins:
-FORWARD is also the time between a forward pass and its backward, BACKWARD the time until the next micro-batch or the
-update. An EVALUATION returns to where it came from. Whatever drives a step, ordinary micro-batches, layer-major ones, a
-pipeline's schedule or a plain `loss.backward()`, goes through the same verbs: `begin`, `forward`, `backward`, `finish`,
-`abort`.
+Whatever drives a step, ordinary micro-batches, layer-major ones, a pipeline's schedule or a plain `loss.backward()`,
+goes through the same ones: `begin`, `forward`, `backward`, `finish`, `abort`.
 
 [Note: interrupts]
 Ctrl-C comes between any two lines, those of `except` and `finally` included, so nothing may depend on their being
@@ -20,7 +16,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 import torch
@@ -28,58 +23,18 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.errors import InfinityError, NonFiniteError, StorageError
-from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredOptimizer
-from infinity.telemetry import StallCause, StepStats, now
+from infinity.telemetry import StepStats, now
 from infinity.zero.build import Runtime, make_gradients, open_activations
 from infinity.zero.compute_lane import ComputeLane
 from infinity.zero.hooks import Hooks
 from infinity.zero.layer_major import LayerMajor
+from infinity.zero.losses import Losses
+from infinity.zero.phases import FOLLOWS, Counts, Phase
 from infinity.zero.stand_ins import StandIns
-from infinity.zero.updates import StepOutcome, Updates, UpdateSchedule
+from infinity.zero.updates import StepOutcome, Updates
 
 _log = logging.getLogger(__name__)
-
-
-class Phase(Enum):
-    """See [Note: phases]."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    UPDATE = "update"
-    EVALUATION = "evaluation"
-    FAILED = "failed"
-    CLOSED = "closed"
-
-
-_PASSES = frozenset({Phase.IDLE, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.EVALUATION})
-_ENDS = frozenset({Phase.FAILED, Phase.CLOSED})
-# A pass that is dropped leads back to IDLE. An update without a backward pass changes nothing.
-_FOLLOWS = {
-    Phase.IDLE: _PASSES | _ENDS,
-    Phase.FORWARD: _PASSES | _ENDS,
-    Phase.BACKWARD: _PASSES | _ENDS,
-    Phase.UPDATE: frozenset({Phase.IDLE}) | _ENDS,
-    Phase.EVALUATION: frozenset({Phase.IDLE, Phase.FORWARD, Phase.BACKWARD}) | _ENDS,
-    Phase.FAILED: frozenset({Phase.CLOSED}),
-    Phase.CLOSED: frozenset(),
-}
-
-
-@dataclass(frozen=True)
-class Counts:
-    """How far training is.
-
-    Attributes:
-        global_steps: updates so far, skipped ones included.
-        micro_steps: backward passes so far.
-        skipped_steps: updates that were left out because gradients were not finite.
-    """
-
-    global_steps: int = 0
-    micro_steps: int = 0
-    skipped_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,7 +58,7 @@ class Step:
         counts: assigned as one when a step or a micro-batch of it is over.
         outcome: of the last step; None before the first.
         stats: what the last step cost.
-        loss_scale: of fp16 training; its `value` is 1 otherwise.
+        losses: what backward passes begin with.
         lr_scheduler: stepped after every update that was not skipped, if there is one.
         layer_major: takes micro-batches through the blocks together, if that is configured.
     """
@@ -114,12 +69,11 @@ class Step:
         self.counts = Counts()
         self.outcome: StepOutcome | None = None
         self.stats = StepStats()
-        self.loss_scale = LossScale.of(config.fp16)
+        self.losses = Losses(config, runtime.ranks, runtime.schedule, runtime.counters)
         self.lr_scheduler: Any | None = None
         self._phase = Phase.IDLE
         self._open: _Open | None = None
         self._failure: BaseException | None = None
-        self._scaled = False  # the user has scaled the loss whose backward comes
         self._arrived: dict[int, set[int]] = {}  # slots, by unit, whose gradients have come in this backward pass
         self._config = config
         self._runtime = runtime
@@ -133,7 +87,7 @@ class Step:
             optimizer.rule,
             runtime.schedule,
             config.gradient_clipping,
-            self.loss_scale,
+            self.losses.loss_scale,
         )
         self.activations = open_activations(config, runtime, model)
         self._stand_ins = StandIns(model, runtime.partition.units)
@@ -152,7 +106,7 @@ class Step:
         return self._phase
 
     def _go(self, phase: Phase) -> None:
-        if phase not in _FOLLOWS[self._phase]:
+        if phase not in FOLLOWS[self._phase]:
             raise RuntimeError(f"a step that is {self._phase.value} cannot become {phase.value}")
         self._phase = phase
 
@@ -258,17 +212,6 @@ class Step:
 
     # Backward #
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """What the backward of a micro-batch's loss begins with: its share of the step's, times the loss scale."""
-        self._scaled = True
-        share = loss / self._shares
-        return share if self._config.fp16 is None else share.float() * self.loss_scale.value
-
-    @property
-    def _shares(self) -> int:
-        """Losses whose mean is the step's."""
-        return self._config.gradient_accumulation_steps * self._ranks.size
-
     @contextmanager
     def backward(self, in_parts: frozenset[int] | None = None) -> Iterator[None]:
         """Autograd's backward runs inside.
@@ -288,24 +231,15 @@ class Step:
 
     def check_finite(self, loss: torch.Tensor) -> None:
         """Under the `backward` schedule, which updates before all gradients are known, the loss must be finite."""
-        if self._runtime.schedule is not UpdateSchedule.BACKWARD:
+        if self.losses.usable(loss):
             return
-        if not self._is_finite_everywhere(loss):
-            if self._open is None and self._phase is Phase.FORWARD:
-                self._end_cycle(learn=False)
-                self._go(Phase.IDLE)
-            raise NonFiniteError(
-                f"the loss of step {self.counts.global_steps} is {loss.item()}; no parameter was changed by it. Leave "
-                "this batch out, or set tiering.update_schedule to deferred to have such steps skipped"
-            )
-
-    def _is_finite_everywhere(self, loss: torch.Tensor) -> bool:
-        """The loss of every rank is a number."""
-        finite = bool(torch.isfinite(loss).all())
-        if self._ranks.size == 1:
-            return finite
-        with self._counters.stalled(StallCause.COLLECTIVE):
-            return not self._ranks.any(not finite)
+        if self._open is None and self._phase is Phase.FORWARD:
+            self._end_cycle(learn=False)
+            self._go(Phase.IDLE)
+        raise NonFiniteError(
+            f"the loss of step {self.counts.global_steps} is {loss.item()}; no parameter was changed by it. Leave "
+            "this batch out, or set tiering.update_schedule to deferred to have such steps skipped"
+        )
 
     def open_backward(self, in_parts: frozenset[int] | None = None, direct: ExitStack | None = None) -> None:
         """A backward pass begins."""
@@ -335,7 +269,7 @@ class Step:
         self.gradients.end_backward()
         self.updates.end_backward()
         self._stand_ins.place(self._arrived)
-        self._scaled = False
+        self.losses.scaled = False
         self._open = None
 
     def _open_direct(self, arriving: nn.Parameter | None = None) -> None:
@@ -348,26 +282,19 @@ class Step:
         """
         self.check()
         self._drop_what_was_taken_away(arriving)
-        with ExitStack() as scope:
-            scope.enter_context(self.running(Phase.BACKWARD))
-            torch.autograd.Variable._execution_engine.queue_callback(self._close_direct)
+        torch.autograd.Variable._execution_engine.queue_callback(self._close_direct)
+        scope = ExitStack()
+        scope.enter_context(self.running(Phase.BACKWARD))
+        try:
             self.open_backward(direct=scope)
-            scope.pop_all()
+        except BaseException:
+            scope.close()
+            raise
 
     def _close_direct(self) -> None:
         if self._open is not None and self._open.direct is not None:
             with self.stopped_by_failures(), self._open.direct:
                 self.close_backward()
-
-    def _check_direct(self) -> None:
-        """A gradient comes from a loss that the engine was not given."""
-        if self.layer_major is not None:
-            raise InfinityError(LAYER_MAJOR)
-        if self._config.fp16 is not None and not self._scaled:
-            raise InfinityError(
-                "loss.backward() in fp16 training: small gradients would vanish without the loss scale. Call "
-                "engine.backward(loss), or engine.scale(loss).backward()"
-            )
 
     # Update #
 
@@ -410,7 +337,8 @@ class Step:
             self._go(Phase.IDLE)
         self.stats = self._counters.end_step(self._peak_bytes(), grad_norm=outcome.grad_norm, skipped=outcome.skipped)
         if outcome.skipped:
-            scale = f"; the loss scale is {self.loss_scale.value:g} now" if self.loss_scale.dynamic else ""
+            loss_scale = self.losses.loss_scale
+            scale = f"; the loss scale is {loss_scale.value:g} now" if loss_scale.dynamic else ""
             _log.warning("step %d is skipped: its gradients are not finite%s", counted.global_steps, scale)
 
     def _update(self) -> StepOutcome:
@@ -452,7 +380,7 @@ class Step:
         else:
             self.hooks.abandon()
             self._back_to(self._open.before)
-        self._scaled = False
+        self.losses.scaled = False
         self._open = None
 
     def drop(self) -> None:
@@ -479,10 +407,12 @@ class Step:
         if not gone:
             return
         if self.updates.under_way:
-            raise InfinityError(
+            error = InfinityError(
                 'gradients were zeroed before step(), but under tiering.update_schedule "backward" they have updated '
                 'parameters already; set the schedule to "deferred"'
             )
+            self.fail(error)
+            raise error
         self.gradients.drop_slots(gone)
         self._stand_ins.forget(gone)
 
@@ -522,10 +452,9 @@ class Step:
                 raise InfinityError("backward() inside the model's forward: call it on what the forward returns")
             self._open_direct(param)
         if self._open is not None and self._open.direct is not None:
-            self._check_direct()
-            if not self._scaled and self._shares > 1 and param.grad is not None:
-                with torch.no_grad():
-                    param.grad.div_(self._shares)
+            if self.layer_major is not None:
+                raise InfinityError(LAYER_MAJOR)
+            self.losses.share_out(param.grad)
         self._arrived.setdefault(unit, set()).add(slot)
         if self.gradients.take(unit, slot, param):
             self._complete((unit,))

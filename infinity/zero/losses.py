@@ -1,0 +1,64 @@
+"""What a backward pass begins with."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.config import Config
+from infinity.errors import InfinityError
+from infinity.optim.loss_scale import LossScale
+from infinity.telemetry import Counters, StallCause
+from infinity.zero.ranks import Ranks
+from infinity.zero.updates import UpdateSchedule
+
+
+class Losses:
+    """The losses of a step's micro-batches.
+
+    Attributes:
+        count: losses of all ranks whose mean is the step's.
+        loss_scale: of fp16 training; its `value` is 1 otherwise.
+        scaled: the user has scaled the loss whose backward comes.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, schedule: UpdateSchedule, counters: Counters) -> None:
+        self.count = config.gradient_accumulation_steps * ranks.size
+        self.loss_scale = LossScale.of(config.fp16)
+        self.scaled = False
+        self._fp16 = config.fp16 is not None
+        self._ranks = ranks
+        self._schedule = schedule
+        self._counters = counters
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """What the backward of a micro-batch's loss begins with: its share of the step's, times the loss scale."""
+        self.scaled = True
+        share = loss / self.count
+        return share.float() * self.loss_scale.value if self._fp16 else share
+
+    def usable(self, loss: torch.Tensor) -> bool:
+        """The loss of every rank is a number, or the step can be left out when its gradients turn out to be none."""
+        if self._schedule is not UpdateSchedule.BACKWARD:
+            return True
+        finite = bool(torch.isfinite(loss).all())
+        if self._ranks.size == 1:
+            return finite
+        with self._counters.stalled(StallCause.COLLECTIVE):
+            return not self._ranks.any(not finite)
+
+    def share_out(self, grad: torch.Tensor | None) -> None:
+        """Make of a gradient, in place, what it were if the loss had been scaled.
+
+        Raises:
+            InfinityError: in fp16, where small gradients are gone by now.
+        """
+        if self.scaled:
+            return
+        if self._fp16:
+            raise InfinityError(
+                "loss.backward() in fp16 training: small gradients would vanish without the loss scale. Call "
+                "engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        if grad is not None and self.count > 1:
+            with torch.no_grad():
+                grad.div_(self.count)

@@ -1,0 +1,31 @@
+"""Whatever a script does between its steps, the numbers are torch's, or it is told."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.doors.sequences import CASES, DOORS, Case, run_sequence
+
+
+@pytest.mark.slow
+@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    case=st.sampled_from(CASES),
+    names=st.lists(st.sampled_from(sorted(DOORS)), max_size=12),
+    seed=st.integers(0, 1000),
+)
+def test_random_doors_leave_torchs_numbers_or_are_refused(case: Case, names: list[str], seed: int) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        outcomes = run_sequence(case, names, seed, Path(path))
+    assert outcomes["done"] + outcomes["refused"] > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", sorted(DOORS))
+def test_every_door_between_two_steps(case, name, tmp_path) -> None:
+    run_sequence(case, ["train", "train", name, "train"], 0, tmp_path)
