@@ -442,6 +442,7 @@ class Engine:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies of the parameters in compute dtype in host memory, one unit at a time; all ranks iterate together."""
+        self._ranks.together("engine.named_parameters()")
         self.synchronize()
         for unit in self._runtime.partition.units:
             with self._executor.gathered(unit.index) as flat:
@@ -476,6 +477,7 @@ class Engine:
             CheckpointError: `client_state` has something that could not be loaded safely.
         """
         self._check_at_step_boundary("save_checkpoint")
+        self._ranks.together("engine.save_checkpoint()")
         self.synchronize()
         extra = collect_extra(self.module, self.optimizer, self.lr_scheduler, self.loss_scale, client_state or {})
         extra["rng_of_ranks"] = self._ranks.of_all(extra["rng"])
@@ -518,6 +520,7 @@ class Engine:
             CheckpointError: it is damaged or of another model. The engine is unchanged.
         """
         self._check_at_step_boundary("load_checkpoint")
+        self._ranks.together("engine.load_checkpoint()")
         self.synchronize()
         whole = not load_module_only
         parts = Parts(load_optimizer_states and whole, load_lr_scheduler_states and whole, whole)

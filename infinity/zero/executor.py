@@ -273,6 +273,11 @@ class Executor:
         if self._params.residency(unit) is not Residency.STORED:
             self._try_pending(unit)
 
+    @property
+    def awaits_updates(self) -> bool:
+        """Some updates are not finished, or wait for their units."""
+        return bool(self._pending or self._tickets)
+
     def _try_pending(self, unit: int) -> None:
         """Start the unit's update, unless its gradients have no room yet; it is tried again on every event."""
         if unit in self._pending:

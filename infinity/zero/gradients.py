@@ -144,11 +144,14 @@ class Gradients:
             buffer = self._store.try_open(unit.index)
             if buffer is not None:
                 return buffer
-            if not (self._store.make_room(unit.index) or self._make_room() or self._finish_early()):
+            if not (self._store.make_room(unit.index) or self._make_room() or self._try_finish_early(unit.index)):
                 raise CapacityError(
                     f"no host memory is left for the gradients of unit `{unit.name}`: raise tiering.host_memory, or "
                     "set tiering.update_schedule to deferred, which has room for the gradients of all units"
                 )
+
+    def _try_finish_early(self, unit: int) -> bool:
+        return self._finish_early()
 
 
 def gaps(unit: Unit, slots: Container[int] | None = None) -> list[tuple[int, int]]:
