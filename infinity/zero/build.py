@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import psutil
 import torch
@@ -64,6 +65,7 @@ class Runtime:
     counters: Counters
     link: Link | None
     parts: ModelParts
+    owner_pid: int = field(default_factory=os.getpid)
 
     @property
     def partition(self) -> Partition:
@@ -86,7 +88,9 @@ class Runtime:
         return {"device": 0, "host": params + self.arena.peak_bytes, "nvme": nvme}
 
     def close(self) -> None:
-        """Stop the worker, give memory back, remove the swap files."""
+        """Stop the worker, give memory back, remove the swap files: those of this process, not of its parent."""
+        if os.getpid() != self.owner_pid:
+            return
         self.executor.detach()
         self.pipeline.close()
         if self.swap is not None:
