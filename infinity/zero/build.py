@@ -128,7 +128,7 @@ def build_runtime(
     sizing = size_up(model, groups, config, optimizer, discrete=link is not None, ranks=ranks)
     needs = host_needs(sizing)
     split = split_memory(needs, host_capacity(config, needs, ranks), "tiering.host_memory")
-    split = agreed(split, ranks)
+    split = agreed(split, ranks, parts.ranks)
     with ExitStack() as undo:  # what was acquired goes again if a later step fails
         timeline = _open_timeline(sizing, config, ranks, link, undo)
         counters = Counters(timeline)
@@ -244,13 +244,16 @@ def host_capacity(config: Config, needs: MemoryNeeds, ranks: Ranks = ALONE) -> i
     return min(needs.most_bytes, int(share * psutil.virtual_memory().available))
 
 
-def agreed(split: MemorySplit, ranks: Ranks) -> MemorySplit:
-    """This rank's split with the gradients' part that every rank has.
+def agreed(split: MemorySplit, *ranks: Ranks) -> MemorySplit:
+    """This rank's split with the gradients' part that every one of these ranks has.
 
     When it is full, a unit is updated before all its gradients are there, in which all ranks take part: so it must be
     full on all of them at once, whatever their budgets.
     """
-    return replace(split, grads_bytes=ranks.least(split.grads_bytes))
+    grads_bytes = split.grads_bytes
+    for others in ranks:
+        grads_bytes = others.least(grads_bytes)
+    return replace(split, grads_bytes=grads_bytes)
 
 
 def _device_capacity(sizing: Sizing, config: Config, device: torch.device) -> int:

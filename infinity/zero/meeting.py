@@ -42,26 +42,25 @@ class Meeting:
             RankError: some rank did not come within the time, or came to something else.
         """
         door = self._passed
-        own = self._key(door, self._rank)
-        self._store.set(own, what)
         others = [rank for rank in range(self._size) if rank != self._rank]
+        self._arrive(str(door), what)
         absent = self._wait(door, others, timeout_s)
         if absent:
-            self._store.set(f"gave-up/{self._rank}", what)
+            self._leave(str(door))
+            self._arrive("gave up", what)
             self._gave_up = True
-            self._store.delete_key(own)
             ranks = ", ".join(map(str, absent))
             raise RankError(
                 f"rank {self._rank} called {what} but rank(s) {ranks} did not within {timeout_s:g} s: call it on all "
                 "ranks together"
             )
         self._passed += 1
-        if self._gave_up:
-            self._store.delete_key(f"gave-up/{self._rank}")
-            self._gave_up = False
-        calls = {rank: self._call(self._key(door, rank)) for rank in others}
+        calls = {rank: self._call(str(door), rank) for rank in others}
         if door:  # all ranks are here, so all have read what was left at the door before
-            self._store.delete_key(self._key(door - 1, self._rank))
+            self._leave(str(door - 1))
+        if self._gave_up:
+            self._leave("gave up")
+            self._gave_up = False
         for rank, call in calls.items():
             if call != what:
                 raise RankError(
@@ -73,9 +72,9 @@ class Meeting:
         """A rank that waits for this one at a door, or has given up there."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
             for rank in range(self._size):
-                for key in (self._key(self._passed, rank), f"gave-up/{rank}"):
-                    if rank != self._rank and self._store.check([key]):
-                        return f"rank {rank} called {self._call(key)}, which all ranks must call together"
+                for place in (str(self._passed), "gave up"):
+                    if rank != self._rank and self._is_at(place, rank):
+                        return f"rank {rank} called {self._call(place, rank)}, which all ranks must call together"
         return None
 
     def _wait(self, door: int, ranks: list[int], timeout_s: float) -> list[int]:
@@ -83,18 +82,26 @@ class Meeting:
         deadline_s = time.monotonic() + timeout_s
         pause_s, longest_s = _POLL_S
         while True:
-            ranks = [rank for rank in ranks if not self._store.check([self._key(door, rank)])]
+            ranks = [rank for rank in ranks if not self._is_at(str(door), rank)]
             left_s = deadline_s - time.monotonic()
             if not ranks or left_s <= 0:
                 return ranks
             time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, longest_s)
 
-    def _call(self, key: str) -> str:
-        return str(self._store.get(key).decode())
+    def _arrive(self, place: str, what: str) -> None:
+        self._store.set(f"{place}/{self._rank}/call", what)
+        self._store.add(f"{place}/{self._rank}", 1)
 
-    def _key(self, door: int, rank: int) -> str:
-        return f"{door}/{rank}"
+    def _leave(self, place: str) -> None:
+        self._store.delete_key(f"{place}/{self._rank}")
+        self._store.delete_key(f"{place}/{self._rank}/call")
+
+    def _is_at(self, place: str, rank: int) -> bool:
+        return int(self._store.add(f"{place}/{rank}", 0)) > 0  # the one look that never waits
+
+    def _call(self, place: str, rank: int) -> str:
+        return str(self._store.get(f"{place}/{rank}/call").decode())
 
 
 # One for all engines of a group, which count the same doors.

@@ -81,6 +81,7 @@ class ReducedGradients(Gradients):
         parts: ModelParts = UNDIVIDED,
     ) -> None:
         super().__init__(units, store, make_room, counters, parts)
+        self._alone = False
         self._ranks = ranks
         self._sharding = sharding
         self._every_pass = every_pass
@@ -215,10 +216,6 @@ class ReducedGradients(Gradients):
             buffer = self._open(self._units[unit])
         stats = grad_store(buffer, to_host(shard, self._counters), accumulate=not fresh)
         self._sums[unit] = replace(stats, sum_sq=stats.sum_sq - self._counted_elsewhere(unit, buffer))
-
-    def _try_finish_early(self, unit: int) -> bool:
-        """Only where the capacity is used up, which it is on all ranks alike: they all take part."""
-        return self._store.lacks_capacity(unit) and super()._try_finish_early(unit)
 
     def _counted_elsewhere(self, unit_index: int, shard: torch.Tensor) -> float:
         """Squares of what other parts of the model hold alike, as far as they account for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -59,9 +60,9 @@ def call_alone(lonely: int, path: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("lonely", [0, 1])
-def test_a_rank_that_calls_alone_is_told_so(lonely, tmp_path) -> None:
+def test_a_rank_that_calls_alone_is_told_so(lonely, of_two) -> None:
     """And the run goes on: nothing of the refused call is left that the next one could stumble over."""
-    messages = run_ranks(2, call_alone, lonely, str(tmp_path / "saved"), path=tmp_path)
+    messages = [of_rank["alone"][lonely] for of_rank in of_two]
     assert messages[1 - lonely] == {}
     ending = f"but rank(s) {1 - lonely} did not within 1.5 s: call it on all ranks together"
     assert messages[lonely] == {name: f"rank {lonely} called {name} {ending}" for name in DOORS}
@@ -77,22 +78,23 @@ def call_in_a_step() -> str:
     return str(refused.value)
 
 
-def test_a_rank_in_a_training_step_does_not_take_it_for_its_own(tmp_path) -> None:
-    alone, training = run_ranks(2, call_in_a_step, path=tmp_path)
+def test_a_rank_in_a_training_step_does_not_take_it_for_its_own(of_two) -> None:
+    alone, training = (of_rank["in a step"] for of_rank in of_two)
     assert "rank 0 called engine.named_parameters() but rank(s) 1 did not" in alone
     assert "rank 0 called engine.named_parameters(), which all ranks must call together" in training
 
 
 def call_different_doors() -> tuple[str, float]:
     ranks = Ranks.of_group(timeout_s=100)
+    dist.barrier()
     started_s = time.monotonic()
     with pytest.raises(RankError) as refused:
         ranks.together(["model.state_dict()", "engine.save_checkpoint()"][dist.get_rank()])
     return str(refused.value), time.monotonic() - started_s
 
 
-def test_different_doors_are_told_apart_at_once(tmp_path) -> None:
-    (first, first_s), (second, second_s) = run_ranks(2, call_different_doors, path=tmp_path)
+def test_different_doors_are_told_apart_at_once(of_two) -> None:
+    (first, first_s), (second, second_s) = (of_rank["different"] for of_rank in of_two)
     assert max(first_s, second_s) < 20
     assert "rank 0 called model.state_dict() while rank 1 called engine.save_checkpoint()" in first
     assert "rank 1 called engine.save_checkpoint() while rank 0 called model.state_dict()" in second
@@ -145,5 +147,21 @@ def doors_of_two_groups() -> int:
     return again.neighbours
 
 
-def test_every_group_has_doors_of_its_own(tmp_path) -> None:
-    assert run_ranks(2, doors_of_two_groups, path=tmp_path) == [2, 2]
+def test_every_group_has_doors_of_its_own(of_two) -> None:
+    assert [of_rank["groups"] for of_rank in of_two] == [2, 2]
+
+
+def everything(path: str) -> dict[str, Any]:
+    return {
+        "alone": [call_alone(lonely, f"{path}/saved-{lonely}") for lonely in range(2)],
+        "different": call_different_doors(),
+        "groups": doors_of_two_groups(),
+        "in a step": call_in_a_step(),  # after which nothing can follow
+    }
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory) -> list[dict[str, Any]]:
+    """What two ranks found."""
+    path = tmp_path_factory.mktemp("ranks")
+    return run_ranks(2, everything, str(path), path=path)
