@@ -559,6 +559,7 @@ class Engine:
             ConfigError: `max_shard_size` is no size.
             InfinityError: the model is divided by tensor parallelism.
         """
+        self._ranks.together("engine.save_16bit_model()")
         export_16bit(Path(save_dir), self.module, self._runtime, self.named_parameters(), max_shard_size)
         return Path(save_dir)
 

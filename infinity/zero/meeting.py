@@ -52,7 +52,7 @@ class Meeting:
             ranks = ", ".join(map(str, absent))
             raise RankError(
                 f"rank {self._rank} called {what} but rank(s) {ranks} did not within {timeout_s:g} s: call it on all "
-                "ranks together"
+                "ranks together (or raise communication.timeout, if they come later)"
             )
         self._passed += 1
         calls = {rank: self._call(str(door), rank) for rank in others}
