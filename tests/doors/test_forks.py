@@ -20,6 +20,8 @@ import infinity
 from infinity.memory import Arena, StableBuffer
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
 
+# Python 3.12 and newer warn of it: the child does as a data loader's does.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 MIB = 1 << 20
 
 
