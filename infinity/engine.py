@@ -302,6 +302,7 @@ class Engine:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies of the parameters in compute dtype in host memory, one unit at a time; all ranks iterate together."""
+        self._runtime.ranks.together("engine.named_parameters()")
         self.synchronize()
         for unit in self._runtime.partition.units:
             with self._runtime.executor.gathered(unit.index) as flat:
@@ -336,6 +337,7 @@ class Engine:
             CheckpointError: `client_state` has something that could not be loaded safely.
         """
         self._step.check_boundary("save_checkpoint")
+        self._runtime.ranks.together("engine.save_checkpoint()")
         self.synchronize()
         extra = collect_extra(self.module, self.optimizer, self.lr_scheduler, self.loss_scale, client_state or {})
         extra["rng_of_ranks"] = self._runtime.ranks.of_all(extra["rng"])
@@ -374,6 +376,7 @@ class Engine:
             CheckpointError: it is damaged or of another model. The engine is unchanged.
         """
         self._step.check_boundary("load_checkpoint")
+        self._runtime.ranks.together("engine.load_checkpoint()")
         self.synchronize()
         whole = not load_module_only
         parts = Parts(load_optimizer_states and whole, load_lr_scheduler_states and whole, whole)
@@ -426,6 +429,7 @@ class Engine:
             ConfigError: `max_shard_size` is no size.
             InfinityError: the model is divided by tensor parallelism.
         """
+        self._runtime.ranks.together("engine.save_16bit_model()")
         export_16bit(Path(save_dir), self.module, self._runtime, self.named_parameters(), max_shard_size)
         return Path(save_dir)
 

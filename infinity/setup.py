@@ -21,7 +21,7 @@ from infinity.zero.materialize import InitialValues, WeightSource, materialize
 from infinity.zero.meta import InitFunction
 from infinity.zero.meta import init_function as meta_init_function
 from infinity.zero.model_parts import model_parts
-from infinity.zero.ranks import Ranks, join_ranks
+from infinity.zero.ranks import Ranks, join_ranks, world_size
 from infinity.zero.sizing import compute_dtype
 
 ConfigSource = str | Path | Mapping[str, Any] | Config
@@ -68,8 +68,8 @@ def initialize(
         StorageError: an nvme path that cannot be used.
         RankError: another rank has failed.
     """
-    ranks = join_ranks(process_group)
-    resolved = config if isinstance(config, Config) else load_config(config, world_size=ranks.size)
+    resolved = config if isinstance(config, Config) else load_config(config, world_size=world_size(process_group))
+    ranks = join_ranks(process_group, resolved.communication.timeout_s)
     _check_batch(resolved, ranks)
     parts = model_parts(model, ranks)
     link = link or _default_link(device)

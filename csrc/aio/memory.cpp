@@ -20,7 +20,7 @@ void* pointer(std::uintptr_t address) {
 
 } // namespace
 
-Mapping::Mapping(std::size_t nbytes, std::size_t alignment) {
+Mapping::Mapping(std::size_t nbytes, std::size_t alignment) : owner_(getpid()) {
     const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
     nbytes_ = (nbytes + page - 1) / page * page;
     if (nbytes_ == 0) {
@@ -31,15 +31,28 @@ Mapping::Mapping(std::size_t nbytes, std::size_t alignment) {
     if (base == MAP_FAILED) {
         fail("mmap");
     }
+    // A child that a data loader forks would otherwise take a copy of every page that is written while it lives. A
+    // kernel without this still works, with those copies.
+    (void)madvise(base, base_nbytes_, MADV_DONTFORK);
     base_ = reinterpret_cast<std::uintptr_t>(base);
     address_ = (base_ + alignment - 1) / alignment * alignment;
 }
 
 Mapping::~Mapping() {
-    munmap(pointer(base_), base_nbytes_);
+    if (is_ours()) {
+        munmap(pointer(base_), base_nbytes_);
+    }
+}
+
+// In a child, something else may lie at these addresses by now.
+bool Mapping::is_ours() const {
+    return getpid() == owner_;
 }
 
 void Mapping::open() {
+    if (!is_ours()) {
+        return;
+    }
     if (mprotect(pointer(address_), nbytes_, PROT_READ | PROT_WRITE) != 0) {
         fail("mprotect");
     }
@@ -48,6 +61,9 @@ void Mapping::open() {
 }
 
 void Mapping::shut() {
+    if (!is_ours()) {
+        return;
+    }
     if (madvise(pointer(address_), nbytes_, MADV_DONTNEED) != 0) {
         fail("madvise");
     }

@@ -6,7 +6,8 @@
 
 namespace infinity::aio {
 
-// An anonymous mapping. Move-only; unmapped when it goes.
+// An anonymous mapping. Move-only; unmapped when it goes. It belongs to the process that made it: a forked child has
+// nothing at these addresses (so that no page is copied when one of the two writes), and its calls do nothing.
 class Mapping {
   public:
     // Maps `nbytes`, rounded up to whole pages, aligned to `alignment` (a power of two of at least a page).
@@ -26,6 +27,9 @@ class Mapping {
     void shut();
 
   private:
+    bool is_ours() const;
+
+    int owner_ = 0;
     std::uintptr_t base_ = 0;
     std::size_t base_nbytes_ = 0;
     std::uintptr_t address_ = 0;

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from infinity.config.resolved import (
     AioConfig,
+    CommunicationConfig,
     Config,
     Fp16Config,
     NvmeConfig,
@@ -71,6 +72,7 @@ def resolve(root: RootSection, world_size: int) -> Config:
             root.aio.iopoll,
             root.aio.use_gds,
         ),
+        communication=CommunicationConfig(root.communication.timeout),
     )
 
 

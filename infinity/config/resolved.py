@@ -102,6 +102,17 @@ class AioConfig:
 
 
 @dataclass(frozen=True)
+class CommunicationConfig:
+    """How ranks talk to each other.
+
+    Attributes:
+        timeout_s: how long one waits for another.
+    """
+
+    timeout_s: float = 300.0
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything that `initialize` needs to know.
 
@@ -127,3 +138,4 @@ class Config:
     zero: ZeroConfig
     tiering: TieringConfig
     aio: AioConfig
+    communication: CommunicationConfig = CommunicationConfig()

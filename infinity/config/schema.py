@@ -124,12 +124,17 @@ class TieringSection(Section):
     timeline_steps: Count = Field(100, ge=1)
 
 
+class CommunicationSection(Section):
+    timeout: Number = Field(300.0, gt=0)
+
+
 class RootSection(Section):
     train_batch_size: Annotated[Count, Field(ge=1)] | None = None
     train_micro_batch_size_per_gpu: Annotated[Count, Field(ge=1)] | None = None
     gradient_accumulation_steps: Annotated[Count, Field(ge=1)] | None = None
     gradient_clipping: Number = Field(1.0, ge=0)
     communication_data_type: Dtype | None = None
+    communication: CommunicationSection = CommunicationSection()
     optimizer: OptimizerSection | None = None
     scheduler: SchedulerSection | None = None
     fp16: Fp16Section = Fp16Section()

@@ -14,12 +14,11 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from infinity.errors import CapacityError
+from infinity.errors import CapacityError, InfinityError
 from infinity.io import IoFuture, Priority
 from infinity.memory import Arena, Lease
 from infinity.telemetry import Counters, StallCause
@@ -47,6 +46,7 @@ class ActivationStore:
         self._files = files
         self._keep = frozenset(keep)
         self._counters = counters
+        self._closed = False
         self._count = 0
         self._turn = (0, 0)
         self._coming: deque[_Entry] = deque()  # on their way from the device, in the order in which they were saved
@@ -78,19 +78,23 @@ class ActivationStore:
 
     def close(self) -> None:
         """Give memory and files back; no backward can follow."""
+        self._closed = True
+        for entry in (*self._here, *self._leaving):
+            if entry.move is not None:
+                entry.move.synchronize()
         if self._files is not None:
             self._files.close()
         self._arena.close()
 
     # What autograd calls #
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: torch.Tensor) -> _Left | _Saved:
         if not self._takes(tensor):
-            return tensor
+            return _Left(tensor)
         self._settle()
         lease = self._room(_padded(tensor.nbytes))
         if lease is None:
-            return tensor
+            return _Left(tensor)
         entry = _Entry((*self._turn, self._count), tensor, lease)
         self._count += 1
         entry.move = self._link.download(entry.view(), tensor)
@@ -98,11 +102,14 @@ class ActivationStore:
         self._coming.append(entry)
         self._here.add(entry)
         self._settle()
-        return _Saved(entry, self._dropped)
+        return _Saved(entry, tensor, self._dropped)
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if not isinstance(packed, _Saved):
-            return packed  # type: ignore[no-any-return]
+    def _unpack(self, packed: _Left | _Saved) -> torch.Tensor:
+        packed.version.check()
+        if isinstance(packed, _Left):
+            return packed.tensor
+        if self._closed:
+            raise InfinityError("the engine is closed: what autograd had saved in its tiers is gone")
         self._settle()
         entry = packed.entry
         if entry.source is not None:
@@ -249,12 +256,46 @@ class _ByNeed:
         return self._entries[index - 1] if index else None
 
 
-class _Saved:
-    """What autograd holds in place of a tensor."""
+class _Version:
+    """Whether a tensor was changed in place since: torch's own check is off where saved tensors have hooks."""
 
-    def __init__(self, entry: _Entry, dropped: deque[_Entry]) -> None:
+    def __init__(self, tensor: torch.Tensor, witness: torch.Tensor) -> None:
+        self._shape = tensor.shape
+        self._witness = witness
+        self._expected = tensor._version
+
+    def check(self) -> None:
+        """Refuse what torch refuses.
+
+        Raises:
+            RuntimeError: as without this store.
+        """
+        version = self._witness._version
+        if version != self._expected:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self._witness.type()} {list(self._shape)}] is at version {version}; expected version "
+                f"{self._expected} instead."
+            )
+
+
+class _Left:
+    """A tensor that stays where it is."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.version = _Version(tensor, tensor)
+
+
+class _Saved:
+    """What autograd holds in place of a tensor that was taken."""
+
+    def __init__(self, entry: _Entry, tensor: torch.Tensor, dropped: deque[_Entry]) -> None:
         self.entry = entry
         self._dropped = dropped
+        witness = tensor.detach()
+        witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # counts with it, without its memory
+        self.version = _Version(tensor, witness)
 
     def __del__(self) -> None:
         self._dropped.append(self.entry)

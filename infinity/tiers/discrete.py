@@ -32,19 +32,17 @@ class _Image:
     Attributes:
         arriving: the read or download that fills it, if one was started.
         users: fetches and updates that need it; a staging image goes with the last of them.
-        overtakes: it was opened for a unit that is on the device already, so what changes here must go there.
-        upload: the copy to the device that still reads this memory.
+        overtakes: the device has the unit's values, or a copy of them has begun: what changes here must go there.
     """
 
     lease: Lease
     arriving: Arrival | None
     users: int = 1
     overtakes: bool = False
-    upload: Token | None = None
 
 
-class _Download(IoFuture):
-    """A copy from the device, as something that the optimizer's thread can wait for."""
+class _Copied(IoFuture):
+    """A copy over the link, as something that the optimizer's thread can wait for."""
 
     def __init__(self, token: Token, nbytes: int) -> None:
         self._token = token
@@ -106,7 +104,9 @@ class DiscreteParams(ParamStore):
             if spec.offloaded:
                 memory.free()  # at once, so that the whole model is never there together
         self._images: dict[int, _Image] = {}
-        self._uploads: dict[int, Token] = {}
+        self._uploads: dict[int, Token] = {}  # of units on their way
+        self._last_uploads: dict[int, Token] = {}  # which may still read the unit's image
+        self._last_download: Token | None = None
         self._retiring: list[tuple[Token, Lease]] = []
 
     def tensor(self, unit: int) -> torch.Tensor:
@@ -133,9 +133,10 @@ class DiscreteParams(ParamStore):
             write = self.write_tile(unit, 0, self.specs[unit].shard_numel)
             if write is not None:
                 write.result()
-            self._leave_image(unit, None)
+            self._leave_image(unit)
             return
-        self._leave_image(unit, self._upload(unit))
+        self._compute_waits(self._upload(unit))
+        self._leave_image(unit)
         self._move(unit, Residency.STORED, Residency.RESIDENT)
 
     def fetch_start(self, unit: int, priority: Priority, *, updated: bool = False) -> bool:
@@ -193,14 +194,13 @@ class DiscreteParams(ParamStore):
         try:
             self.host_wait(unit)
         except BaseException:
-            self._leave_image(unit, None)
+            self._leave_image(unit)
             self._move(unit, Residency.FETCHING, Residency.STORED)
             self._free(unit)
             raise
         self.advance(unit)
-        token = self._uploads.pop(unit)
-        self._compute_waits(token)
-        self._leave_image(unit, token)
+        self._compute_waits(self._uploads.pop(unit))
+        self._leave_image(unit)
         self._move(unit, Residency.FETCHING, Residency.RESIDENT)
 
     def evict(self, unit: int) -> None:
@@ -210,37 +210,49 @@ class DiscreteParams(ParamStore):
 
     def host_open(self, unit: int) -> bool:
         image = self._images.get(unit)
-        if image is not None:
-            image.users += 1
-        else:
-            image = self._home_image(unit) or self._staging_image(unit)
+        if image is None:
+            image = self._opened_image(unit)
             if image is None:
                 return False
-            if not isinstance(self._homes[unit], Lease):
-                if unit in self._arrivals:
-                    with self._counters.stalled(StallCause.DISK_READ):
-                        self._arrivals[unit].result()
-                nbytes = self.specs[unit].shard_nbytes
-                token = self._download(unit, image.lease)
-                image.arriving = Arrival(_Download(token, nbytes), StallCause.HOST_LINK)
             image.overtakes = True
             self._images[unit] = image
+        else:
+            image.users += 1
+            # Else a fetch uploads after the update.
+            image.overtakes |= self._residency[unit] is Residency.RESIDENT or unit in self._uploads
+        upload = self._last_uploads.get(unit)
+        if upload is not None and not upload.query():  # what is changed while it is copied would arrive torn
+            image.arriving = Arrival(_Copied(upload, self.specs[unit].shard_nbytes), StallCause.HOST_LINK)
         self.pin(unit)
         return True
+
+    def _opened_image(self, unit: int) -> _Image | None:
+        """An image of a unit that is on the device, or on its way there past the host; None if there is no room."""
+        image = self._home_image(unit)
+        if image is not None:
+            return image
+        if unit in self._arrivals:
+            with self._counters.stalled(StallCause.DISK_READ):
+                self._arrivals[unit].result()
+        image = self._staging_image(unit)
+        if image is not None:
+            self._last_download = self._download(unit, image.lease)
+            arriving = _Copied(self._last_download, self.specs[unit].shard_nbytes)
+            image.arriving = Arrival(arriving, StallCause.HOST_LINK)
+        return image
 
     def host_ready(self, unit: int) -> Arrival | None:
         return self._images[unit].arriving
 
     def publish(self, unit: int) -> None:
         image = self._images[unit]
-        if image.overtakes:  # else a fetch uploads after the update
+        if image.overtakes:
             image.overtakes = False
-            image.upload = self._upload(unit)
-            self._compute_waits(image.upload)
+            self._compute_waits(self._upload(unit))
 
     def host_close(self, unit: int) -> None:
         self.publish(unit)
-        self._leave_image(unit, self._images[unit].upload)
+        self._leave_image(unit)
         self.unpin(unit)
 
     def write_tile(self, unit: int, start: int, numel: int) -> IoFuture | None:
@@ -256,8 +268,11 @@ class DiscreteParams(ParamStore):
     def close(self) -> None:
         if self._direct is not None:
             self._direct.close()
-        for token, _ in self._retiring:
-            token.synchronize()
+        retiring = [token for token, _ in self._retiring]
+        for token in (*retiring, *self._last_uploads.values(), self._last_download):
+            if token is not None:  # it reads or writes memory that goes
+                token.synchronize()
+        self._last_uploads.clear()
         self._retiring.clear()
         for memory in self._memory:
             memory.free()
@@ -281,6 +296,7 @@ class DiscreteParams(ParamStore):
             with self._counters.stalled(StallCause.HOST_LINK):
                 token = self._link.upload(_part(target, piece.whole, piece), _part(source, piece.shard, piece))
             self._counters.moved("host_to_device", piece.numel * spec.dtype.itemsize, token, unit, "parameters")
+        self._last_uploads[unit] = token
         return token
 
     def _download(self, unit: int, lease: Lease) -> Token:
@@ -313,8 +329,8 @@ class DiscreteParams(ParamStore):
             lease = self._arena.try_lease(nbytes)
         return None if lease is None else _Image(lease, None)
 
-    def _leave_image(self, unit: int, token: Token | None) -> None:
-        """One user less; `token` is an upload that still reads the image."""
+    def _leave_image(self, unit: int) -> None:
+        """One user less; after the last one, the memory is free once no upload reads it."""
         image = self._images[unit]
         image.users -= 1
         if image.users:
@@ -322,6 +338,7 @@ class DiscreteParams(ParamStore):
         del self._images[unit]
         if image.lease is self._homes[unit]:
             return
+        token = self._last_uploads.pop(unit, None)
         if token is None:
             image.lease.release()
         else:

@@ -74,6 +74,10 @@ class GradStore:
             self._left_bytes -= self._sizes[unit]
         return self._open[unit].tensor
 
+    def lacks_capacity(self, unit: int) -> bool:
+        """What is open takes the memory that the unit's gradients would need."""
+        return unit not in self._own and self._sizes[unit] > self._left_bytes
+
     def holds(self, unit: int) -> bool:
         """The unit has gradients, in its buffer or elsewhere: `try_open` gives them back."""
         return unit in self._open

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import psutil
 import torch
@@ -64,6 +65,7 @@ class Runtime:
     counters: Counters
     link: Link | None
     parts: ModelParts
+    owner_pid: int = field(default_factory=os.getpid)
 
     @property
     def partition(self) -> Partition:
@@ -91,7 +93,9 @@ class Runtime:
         return {"device": 0, "host": params + self.arena.peak_bytes, "nvme": nvme}
 
     def close(self) -> None:
-        """Stop the worker, give memory back, remove the swap files."""
+        """Stop the worker, give memory back, remove the swap files: those of this process, not of its parent."""
+        if os.getpid() != self.owner_pid:
+            return
         self.executor.detach()
         self.pipeline.close()
         if self.swap is not None:
@@ -128,7 +132,8 @@ def build_runtime(
         link = SameMemory()  # whole units are gathered beside this rank's shards
     sizing = size_up(model, groups, config, optimizer, discrete=link is not None, ranks=ranks)
     needs = host_needs(sizing)
-    split = split_memory(needs, host_capacity(config, needs), "tiering.host_memory")
+    split = split_memory(needs, host_capacity(config, needs, ranks), "tiering.host_memory")
+    split = agreed(split, ranks, parts.ranks)
     with ExitStack() as undo:  # what was acquired goes again if a later step fails
         timeline = _open_timeline(sizing, config, ranks, link, undo)
         counters = Counters(timeline)
@@ -176,6 +181,7 @@ def make_gradients(runtime: Runtime, config: Config, device: torch.device) -> Gr
         ranks=runtime.ranks,
         sharding=runtime.partition.sharding,
         every_pass=every_pass,
+        shared=runtime.partition.shared,
         dtype=communication_dtype(config),
         collect_dtype=runtime.layout.param_dtype if every_pass else runtime.sizing.grad_dtype,
         device=device,
@@ -235,11 +241,24 @@ def _arena_bytes(sizing: Sizing, needs: MemoryNeeds, split: MemorySplit) -> int:
     return split.ring_bytes + split.grads_bytes + states + (split.params_bytes if sizing.discrete else 0)
 
 
-def host_capacity(config: Config, needs: MemoryNeeds) -> int:
+def host_capacity(config: Config, needs: MemoryNeeds, ranks: Ranks = ALONE) -> int:
     """The host budget: as given, or what is useful of this process's part of the memory that is free."""
     if config.tiering.host_memory_bytes is not None:
         return config.tiering.host_memory_bytes
-    return min(needs.most_bytes, int(_AUTO_SHARE * psutil.virtual_memory().available / ranks_on_this_machine()))
+    share = _AUTO_SHARE / ranks_on_this_machine(ranks)
+    return min(needs.most_bytes, int(share * psutil.virtual_memory().available))
+
+
+def agreed(split: MemorySplit, *ranks: Ranks) -> MemorySplit:
+    """This rank's split with the gradients' part that every one of these ranks has.
+
+    When it is full, a unit is updated before all its gradients are there, in which all ranks take part: so it must be
+    full on all of them at once, whatever their budgets.
+    """
+    grads_bytes = split.grads_bytes
+    for others in ranks:
+        grads_bytes = others.least(grads_bytes)
+    return replace(split, grads_bytes=grads_bytes)
 
 
 def _device_capacity(sizing: Sizing, config: Config, device: torch.device) -> int:

@@ -92,8 +92,10 @@ class Executor:
         entered: list[int] = []
         try:
             for unit in units:
-                self._enter(unit)
+                self._ready(unit)
                 entered.append(unit)
+                self._gathering.enter(unit)
+                self._views.show(unit)
         except BaseException:
             for unit in units:
                 self._params.unpin(unit)
@@ -101,7 +103,8 @@ class Executor:
                 self._gathering.leave(unit)
             raise
 
-    def _enter(self, unit: int) -> None:
+    def _ready(self, unit: int) -> None:
+        """Have the unit resident and up to date, as the plan says."""
         self._settle()
         step = self._follow(unit)
         if step is not None and step.before is not None:
@@ -111,8 +114,6 @@ class Executor:
         if step is not None:
             self._todo.extend(step.actions)
             self._work_off()
-        self._gathering.enter(unit)
-        self._views.show(unit)
 
     def leave(self, units: tuple[int, ...]) -> None:
         """The units may be evicted again."""
@@ -303,6 +304,11 @@ class Executor:
         self._views.outdate(unit)
         if self._params.residency(unit) is not Residency.STORED:
             self._try_pending(unit)
+
+    @property
+    def awaits_updates(self) -> bool:
+        """Some updates are not finished, or wait for their units."""
+        return bool(self._pending or self._tickets)
 
     def _try_pending(self, unit: int) -> None:
         """Start the unit's update, unless its gradients have no room yet; it is tried again on every event."""

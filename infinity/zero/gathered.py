@@ -83,6 +83,8 @@ class GatheredParameters:
             if id(owner) not in runtimes:
                 runtimes[id(owner)] = owner.begin_gathering()
             self._gathered.append((param, runtimes[id(owner)], unit, slot))
+        for runtime in runtimes.values():
+            runtime.ranks.together("infinity.zero.GatheredParameters")
         try:
             for param, runtime, unit, slot in self._gathered:
                 with runtime.executor.gathered(unit.index) as flat:

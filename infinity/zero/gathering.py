@@ -74,19 +74,21 @@ class Gathering:
 
     def enter(self, unit: int) -> None:
         """Have a resident unit whole, and start to gather the one that is used next."""
+        self._uses[unit] += 1  # first, because `leave` follows whatever happens here
         if self._ahead is not None and self._ahead.unit == unit:
             self._take_ahead()
         else:
             self._drop_ahead()
         if unit not in self._whole:
             self.gather(unit)
-        self._uses[unit] += 1
         self._advance(unit)
         if self._ahead is None and self._position is not None and self._position < len(self._expected):
             self._look_ahead(self._expected[self._position])
 
     def leave(self, unit: int) -> None:
-        """A use is over."""
+        """A use is over; one that failed before its `enter` is none."""
+        if not self._uses[unit]:
+            return
         self._uses[unit] -= 1
         if self._uses[unit] or not self._params.specs[unit].offloaded:
             return
@@ -98,25 +100,36 @@ class Gathering:
             self._whole.discard(unit)
 
     def changed(self, unit: int) -> None:
-        """The unit's values are others now, or will be."""
+        """The unit's values are others now, or will be.
+
+        A gathering under way ends first: it may write the old values, this rank's own among them, until it is over.
+        """
+        if self._ahead is not None and self._ahead.unit == unit:
+            self._drop_ahead()
         self._whole.discard(unit)
 
     def gather(self, unit: int) -> None:
         """All ranks make a resident unit whole now."""
-        self._wait(self._start(unit))
+        self._wait(unit, self._start(unit))
 
-    def _wait(self, gathers: Sequence[Pending]) -> None:
+    def _wait(self, unit: int, gathers: Sequence[Pending]) -> None:
         if gathers:
-            with self._counters.stalled(StallCause.COLLECTIVE):
-                for pending in gathers:
-                    pending.wait()
+            try:
+                with self._counters.stalled(StallCause.COLLECTIVE):
+                    for pending in gathers:
+                        pending.wait()
+            except BaseException:
+                self._whole.discard(unit)
+                raise
 
     def _start(self, unit: int) -> list[Pending]:
-        self._whole.add(unit)
+        """Start to gather a unit, which counts as whole from now on: who uses it waits first."""
         spec = self._params.specs[unit]
-        if spec.sharding.count == 1:
-            return []
-        return self._ranks.all_gather(self._params.tensor(unit), spec.pieces, spec.name)
+        gathers = []
+        if spec.sharding.count > 1:
+            gathers = self._ranks.all_gather(self._params.tensor(unit), spec.pieces, spec.name)
+        self._whole.add(unit)
+        return gathers
 
     def _advance(self, unit: int) -> None:
         if self._position is None:
@@ -151,7 +164,7 @@ class Gathering:
             return
         ahead, self._ahead = self._ahead, None
         try:
-            self._wait(ahead.pending)
+            self._wait(ahead.unit, ahead.pending)
         finally:
             self._params.unpin(ahead.unit)
 

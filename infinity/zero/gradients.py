@@ -40,6 +40,7 @@ class Gradients:
         self._finish_early: MakeRoom = lambda: False
         self._counters = counters
         self._parts = parts
+        self._alone = parts.ranks.size == 1
         self._stats: list[dict[int, GradStats]] = [{} for _ in units]  # by slot; present once it has a gradient
         self._awaited = [sum(slot.trainable for slot in unit.slots) for unit in units]
         self._gaps = [gaps(unit) for unit in units]
@@ -160,11 +161,15 @@ class Gradients:
             buffer = self._store.try_open(unit.index)
             if buffer is not None:
                 return buffer
-            if not (self._store.make_room(unit.index) or self._make_room() or self._finish_early()):
+            if not (self._store.make_room(unit.index) or self._make_room() or self._try_finish_early(unit.index)):
                 raise CapacityError(
                     f"no host memory is left for the gradients of unit `{unit.name}`: raise tiering.host_memory, or "
                     "set tiering.update_schedule to deferred, which has room for the gradients of all units"
                 )
+
+    def _try_finish_early(self, unit: int) -> bool:
+        """Where others take part in an update, only if the capacity is used up, which it is on all of them alike."""
+        return (self._alone or self._store.lacks_capacity(unit)) and self._finish_early()
 
 
 def gaps(unit: Unit, slots: Container[int] | None = None) -> list[tuple[int, int]]:

@@ -76,7 +76,7 @@ def model_parts(model: nn.Module, ranks: Ranks) -> ModelParts:
         )
     size = dist.get_world_size(group)
     shares = {name: 1 / size for name, param in model.named_parameters() if _is_held_alike(param)}
-    return ModelParts(Ranks.of_group(group), shares)
+    return ModelParts(Ranks.of_group(group, ranks.timeout_s), shares)
 
 
 def _is_held_alike(param: Any) -> bool:

@@ -9,6 +9,7 @@ resident in one further unit, because moving them one by one costs more than hol
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -125,6 +126,12 @@ class Partition:
     hook_points: tuple[HookPoint, ...]
     sharding: Sharding = WHOLE
     blocks: tuple[str, ...] = ()
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """Units that several modules use."""
+        users = Counter(unit for point in self.hook_points for unit in point.units)
+        return frozenset(unit for unit, count in users.items() if count > 1)
 
     def parts(
         self, unit: Unit, start: int = 0, stop: int | None = None, *, rank: int | None = None

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +20,8 @@ import torch.distributed as dist
 
 from infinity.errors import CheckpointError, RankError
 from infinity.tiers import Piece
+from infinity.zero.launch import launch_of, local_size
+from infinity.zero.meeting import Meeting, meeting_of
 
 Result = TypeVar("Result")
 
@@ -52,16 +57,21 @@ class Ranks:
         size: how many they are.
         group: for tensors on the compute device.
         host_group: for tensors in host memory.
+        neighbours: how many of them are on this machine.
+        timeout_s: how long one waits for the others to come to what all do together.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
     host_group: Any = None
+    neighbours: int = 1
+    timeout_s: float = 300.0
+    meeting: Meeting | None = None
 
     @staticmethod
-    def of_group(group: Any = None) -> Ranks:
-        """The ranks of a process group; of the default group if it is None and there is one."""
+    def of_group(group: Any = None, timeout_s: float = 300.0) -> Ranks:
+        """The ranks of a process group, which all call this; of the default group if it is None and there is one."""
         if not dist.is_available() or not dist.is_initialized():
             return ALONE
         size = dist.get_world_size(group)
@@ -70,8 +80,24 @@ class Ranks:
         host = group
         if "gloo" not in str(dist.get_backend_config(group)):
             members = dist.get_process_group_ranks(group)  # others may be making groups of their own
-            host = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-        return Ranks(dist.get_rank(group), size, group, host)
+            host = dist.new_group(members, timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True)
+        ranks = Ranks(dist.get_rank(group), size, group, host, timeout_s=timeout_s, meeting=meeting_of(group))
+        ranks.together("infinity.initialize()")
+        machines = ranks.of_all(_machine())
+        return replace(ranks, neighbours=machines.count(machines[ranks.rank]))
+
+    def together(self, what: str) -> None:
+        """Wait until all ranks have come to the same call, before anything is exchanged; one rank need not wait.
+
+        Args:
+            what: the call as a user writes it, such as `engine.save_checkpoint()`.
+
+        Raises:
+            RankError: not all ranks have called it within the time, or one has called something else.
+        """
+        if self.meeting is not None:
+            with self.talking(what):
+                self.meeting.together(what, self.timeout_s)
 
     def all_gather(self, flat: torch.Tensor, pieces: Sequence[Piece], unit: str) -> list[Pending]:
         """Start to fill a unit's flat tensor, of which `pieces` are this rank's, with all ranks' pieces."""
@@ -191,33 +217,70 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
+            lonely = None if self.meeting is None else self.meeting.lonely()
+            cause = lonely or "its own message is the one to look at"
             raise RankError(
                 f"rank {self.rank} of {self.size}: {what} failed, because another rank has died or does not answer; "
-                f"its own message is the one to look at. ({str(error).splitlines()[0]})"
+                f"{cause}. ({str(error).splitlines()[0]})"
             ) from error
 
 
 ALONE = Ranks()
 
 
-def join_ranks(group: Any = None) -> Ranks:
-    """The ranks to train with; under a launcher, `torch.distributed` is initialised if it was not before."""
-    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ
-    if group is None and launched and dist.is_available() and not dist.is_initialized():
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-            dist.init_process_group("cpu:gloo,cuda:nccl")
-        else:
-            dist.init_process_group("gloo")
-        atexit.register(_leave_ranks)
-    return Ranks.of_group(group)
+def world_size(group: Any = None) -> int:
+    """How many ranks `join_ranks` will find.
+
+    Raises:
+        ConfigError: several processes were started that cannot meet.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(group)
+    launch = launch_of(os.environ)
+    return 1 if launch is None else launch.size
 
 
-def ranks_on_this_machine() -> int:
-    """How many processes the launcher has started here, which share the machine's memory."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+def join_ranks(group: Any = None, timeout_s: float = 300.0) -> Ranks:
+    """The ranks to train with; under a launcher, `torch.distributed` is initialised if it was not before.
+
+    Args:
+        timeout_s: how long a rank waits for the others.
+
+    Raises:
+        ConfigError: several processes were started that cannot meet.
+        RankError: not all of them came.
+    """
+    if dist.is_available() and not dist.is_initialized():
+        launch = launch_of(os.environ)
+        if launch is not None:
+            backend = "gloo"
+            if torch.cuda.is_available():
+                torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+                backend = "cpu:gloo,cuda:nccl"
+            with Ranks(launch.rank, launch.size).talking("the first meeting"):
+                dist.init_process_group(
+                    backend,
+                    init_method=launch.address,
+                    rank=launch.rank,
+                    world_size=launch.size,
+                    timeout=timedelta(seconds=timeout_s),
+                )
+            atexit.register(_leave_ranks, os.getpid())
+    return Ranks.of_group(group, timeout_s)
 
 
-def _leave_ranks() -> None:
-    if dist.is_initialized():
+def ranks_on_this_machine(ranks: Ranks = ALONE) -> int:
+    """How many processes share this machine's memory: those of `ranks`, or as many as the launcher says."""
+    return max(ranks.neighbours, local_size(os.environ))
+
+
+def _machine() -> str:
+    """What is the same for the processes that share a machine's memory, containers included."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def _leave_ranks(owner_pid: int) -> None:
+    if os.getpid() == owner_pid and dist.is_initialized():  # a forked child shares the connections, and no thread
         dist.destroy_process_group()

@@ -2,17 +2,18 @@
 
 [Note: when gradients are reduced]
 A unit's gradients of one backward pass are collected in a flat tensor on the compute device. When backward leaves the
-unit's module, they are reduced under the backward of the next one; what belongs to no such module follows at the end
-of the pass. Leaving happens on all ranks alike, while which parameters have a gradient may differ (experts that got no
-token), so the flags that say which ones do are exchanged beside the gradients. At stages 0 and 1 gradients are
-summed over the micro-batches first and reduced in the last one's backward; at stages 2 and 3 in every one's. Those of
-layer-major micro-batches are summed first at every stage, and reduced when all of them have left the module.
+unit's module, they are reduced under the backward of the next one; what belongs to no such module, or to several (the
+small parameters that stay, tied ones), follows at the end of the pass, once. Leaving happens on all ranks alike, while
+which parameters have a gradient may differ (experts that got no token), so the flags that say which ones do are
+exchanged beside the gradients. At stages 0 and 1 gradients are summed over the micro-batches first and reduced in the
+last one's backward; at stages 2 and 3 in every one's. Those of layer-major micro-batches are summed first at every
+stage, and reduced when all of them have left the module.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -57,6 +58,7 @@ class ReducedGradients(Gradients):
 
     Args:
         every_pass: reduce in every backward pass (stages 2 and 3), not only in the last of a step.
+        shared: units that several modules use.
         dtype: dtype in which gradients travel.
         collect_dtype: dtype in which they are collected before that.
         device: where the model computes.
@@ -73,15 +75,18 @@ class ReducedGradients(Gradients):
         ranks: Ranks,
         sharding: Sharding,
         every_pass: bool,
+        shared: Container[int],
         dtype: torch.dtype,
         collect_dtype: torch.dtype,
         device: torch.device,
         parts: ModelParts = UNDIVIDED,
     ) -> None:
         super().__init__(units, store, make_room, counters, parts)
+        self._alone = False
         self._ranks = ranks
         self._sharding = sharding
         self._every_pass = every_pass
+        self._shared = shared
         self._dtype = dtype
         self._collect_dtype = collect_dtype
         self._device = device
@@ -123,12 +128,15 @@ class ReducedGradients(Gradients):
     # Reducing #
 
     def leave(self, unit: int) -> Sequence[int]:
+        return () if unit in self._shared else self._left(unit)
+
+    def _left(self, unit: int) -> Sequence[int]:
         return self._reduce(unit) if self._reduces and self._units[unit].trainable_numel else ()
 
     def complete(self, units: Sequence[int]) -> Iterator[int]:
         """Reduce these units, one after the other: a round later a unit might be away, and its update would wait."""
         for unit in units:
-            self.leave(unit)
+            self._left(unit)
             self._finish_reductions()
             if self._present[unit]:
                 yield unit

@@ -133,6 +133,9 @@ class Updates:
         Returns:
             False if no gradient is final yet.
         """
+        if self._executor.awaits_updates:  # what this rank has room for by itself; the rest, all ranks do together
+            self._executor.drain()
+            return True
         waiting = [unit for unit in self._gradients.units_with_gradients() if unit not in self._in_parts]
         final = self._schedule is UpdateSchedule.BACKWARD and self._last_pass and self._early
         if not final or not waiting:
