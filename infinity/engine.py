@@ -27,6 +27,7 @@ from infinity.config import Config
 from infinity.errors import InfinityError, NonFiniteError, StorageError
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredOptimizer
+from infinity.optim.torch_schedules import advances_by_itself
 from infinity.telemetry import StallCause, StepStats, now
 from infinity.zero.build import Runtime, make_gradients, open_activations
 from infinity.zero.compute_lane import ComputeLane
@@ -47,7 +48,8 @@ class Engine:
     Attributes:
         module: the model; its parameters have values only while their unit is in use (NaN otherwise).
         optimizer: holds `param_groups`.
-        lr_scheduler: stepped by `step()` after every update, if there is one.
+        lr_scheduler: stepped by `step()` after every update, if there is one; torch's ReduceLROnPlateau, which needs
+            a metric, by the training loop.
         global_steps: updates so far, skipped ones included.
         micro_steps: backward passes so far.
         skipped_steps: updates that were left out because gradients were not finite.
@@ -96,7 +98,11 @@ class Engine:
         self._hooks = Hooks(model, runtime.partition, self._compute_lane or self, alone=self._ranks.size == 1)
         self._layer_major: LayerMajor | None = None
         if runtime.sizing.layer_major:
-            self._layer_major = LayerMajor(model, runtime.partition, device)
+            try:
+                self._layer_major = LayerMajor(model, runtime.partition, device)
+            except BaseException:  # a model that is refused keeps no hooks
+                self._hooks.remove()
+                raise
         claim(self, model, runtime.partition.units)
         self._in_cycle = False  # a forward pass has run whose backward has not
         self._stats = StepStats()
@@ -329,7 +335,7 @@ class Engine:
                 self.skipped_steps += 1
                 scale = f"; the loss scale is {self.loss_scale.value:g} now" if self.loss_scale.dynamic else ""
                 _log.warning("step %d is skipped: its gradients are not finite%s", self.global_steps, scale)
-            elif self.lr_scheduler is not None:
+            elif self.lr_scheduler is not None and advances_by_itself(self.lr_scheduler):
                 self.lr_scheduler.step()
         self.global_steps += 1
         peak_bytes = self._runtime.peak_bytes()

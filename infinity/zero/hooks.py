@@ -37,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.zero.callbacks import weakly
 from infinity.zero.coroutines import current_coroutine
+from infinity.zero.outside_units import compute_in_dtype_of_statistics
 from infinity.zero.partition import HookPoint, Partition
 from infinity.zero.reads import ParameterReads
 
@@ -87,6 +88,7 @@ class Hooks:
         self._reads = ParameterReads(unit_of, weakly(self._use))
         for point in partition.hook_points:
             self._watch_module(model.get_submodule(point.module_name), point)
+        self._handles += compute_in_dtype_of_statistics(model)  # after the values are there, before they go
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
