@@ -259,10 +259,10 @@ def _placeholder(like: torch.Tensor, device: torch.device | None = None) -> torc
 
 
 def is_placeholder(values: torch.Tensor) -> bool:
-    """It is one NaN in the shape of a parameter: what is left in a model whose values are elsewhere, or nowhere."""
-    if values.is_meta or not values.numel() or any(values.stride()):
+    """It is nothing but NaN: what is left in a model whose values are elsewhere, or nowhere, and in its copies."""
+    if values.is_meta or not values.numel() or not bool(values[(0,) * values.ndim].isnan()):
         return False
-    return bool(values.as_strided((), ()).isnan())
+    return bool(values.isnan().all())
 
 
 def _places(model: nn.Module, param: nn.Parameter) -> list[tuple[nn.Module, str]]:
