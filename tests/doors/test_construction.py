@@ -176,5 +176,11 @@ def test_stored_weights_and_an_init_function_go_before_what_init_built() -> None
 def test_a_value_in_memory_goes_before_stored_weights() -> None:
     model = nn.Linear(SMALL, SMALL)
     weight = model.weight.detach().clone()
+    model.bias = nn.Parameter(model.bias.detach().to("meta"))
     with infinity.initialize(model=model, config=FP32, weights=Halves())[0] as engine:
         assert torch.equal(dict(engine.named_parameters())["weight"], weight)
+
+
+def test_stored_weights_that_nothing_takes_are_refused() -> None:
+    with pytest.raises(infinity.ConfigError, match="`weights` are given, but every parameter of the model has values"):
+        infinity.initialize(model=nn.Linear(SMALL, SMALL), config=FP32, weights=Halves())
