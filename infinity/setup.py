@@ -51,15 +51,16 @@ def initialize(
 
     Args:
         model: any `nn.Module`. Parameters on the meta device are initialised unit by unit, straight in their tier. One
-            that `torch.distributed.tensor.parallel` has divided comes with its values.
+            that `torch.distributed.tensor.parallel` has divided comes with its values. If this fails, it is as it was.
         config: a DeepSpeed-style JSON file, or the same as a mapping.
         model_parameters: parameters or parameter groups to train; all that require a gradient by default.
-        optimizer: a torch Adam, AdamW, Adagrad or SGD whose groups and hyper-parameters are taken over.
+        optimizer: a torch Adam, AdamW, Adagrad or SGD whose groups and hyper-parameters are taken over; or an Adam or
+            AdamW of `infinity.optim`, which is closed.
         training_data: a dataset; a `DataLoader` with the configured micro-batch size is returned for it.
         lr_scheduler: a torch scheduler of `optimizer`, or a callable that makes one from the returned optimizer.
-        init_function: initialises the parameters of one module that came on the meta device.
-        weights: where stored values of parameters on the meta device are, read unit by unit; see
-            `infinity.integrations.pretrained_model`. Those that it has not are initialised.
+        init_function: initialises the parameters of one module that came on the meta device or from `zero.Init`.
+        weights: where stored values of parameters that came on the meta device or from `zero.Init` are, read unit by
+            unit; see `infinity.integrations.pretrained_model`. Those that it has not are initialised.
         device: where to compute; a CUDA device where there is one, else the CPU.
         link: how bytes get to a device that is neither, and from it.
         process_group: the ranks that share the states; all of `torch.distributed`'s by default, which is initialised

@@ -157,7 +157,7 @@ class AdamW(torch.optim.Optimizer):
                 continue  # never updated, as in torch
             home, unit = self._homes[parameter]
             values = {name: flat.view(parameter.shape) for name, flat in home.read(unit, parameter).items()}
-            step = torch.tensor(float(self._steps[parameter]), dtype=torch.float32)
+            step = torch.tensor(float(self._steps[parameter]), dtype=torch.float32, device="cpu")
             packed["state"][index] = {"step": step, **values}
         return packed
 

@@ -195,7 +195,7 @@ def read_master(layout: StateLayout, param: torch.Tensor, states: Mapping[str, t
     """The exact float32 master, as a new tensor; parameters that were written from outside are their own, as the update
     has it."""
     if layout.master == "low_bits":
-        master = torch.empty(param.numel(), dtype=torch.float32)
+        master = torch.empty(param.numel(), dtype=torch.float32, device="cpu")
         join_master(param, states["low_bits"], master)
         return master
     if layout.master is None:

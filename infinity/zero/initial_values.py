@@ -156,8 +156,8 @@ class InitialValues:
         """
         if self._weights is not None and not self._valueless:
             raise ConfigError(
-                "`weights` are given, but every parameter of the model has values already: load them into the model, or "
-                "build it on the meta device (infinity.integrations.pretrained_model does)"
+                "`weights` are given, but every parameter of the model has values already: load them into the model, "
+                "or build it on the meta device (infinity.integrations.pretrained_model does)"
             )
         missing = [name for name in self._valueless if self._stored(name) is None]
         if self._weights is None or not missing:

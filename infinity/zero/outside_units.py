@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import ConfigError
 from infinity.zero.model_parts import is_distributed
@@ -69,31 +68,14 @@ def _keeps_its_dtype(module: nn.Module, name: str, buffer: torch.Tensor) -> bool
     return isinstance(module, _NormBase) and name in _STATISTICS
 
 
-def compute_in_dtype_of_statistics(model: nn.Module) -> list[RemovableHandle]:
-    """Let normalisations whose statistics are more precise than their parameters compute with parameters of theirs.
+class WidenedParameters:
+    """Copies in the statistics' dtype in the place of a normalisation's parameters, for one forward pass of it.
 
     torch takes inputs in 16 bits beside parameters and statistics in float32, but no parameters in 16 bits beside
-    statistics in float32.
-
-    Returns:
-        The handles of the hooks.
-    """
-    handles: list[RemovableHandle] = []
-    for module in model.modules():
-        if isinstance(module, _NormBase) and module.running_mean is not None and module.weight is not None:
-            lent = _Lent(module)
-            handles.append(module.register_forward_pre_hook(lent.lend))
-            handles.append(module.register_forward_hook(lent.take_back, always_call=True))
-    return handles
-
-
-class _Lent:
-    """Copies in the statistics' dtype in the place of a module's parameters, for one forward pass.
-
-    Gradients reach the parameters through them.
+    statistics in float32. Gradients reach the parameters through the copies.
     """
 
-    def __init__(self, module: _NormBase) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._own = {name: param for name, param in module._parameters.items() if param is not None}
 
     def lend(self, module: nn.Module, _: object) -> None:
@@ -104,3 +86,9 @@ class _Lent:
 
     def take_back(self, module: nn.Module, *_: object) -> None:
         module._parameters.update(self._own)
+
+
+def normalisations(model: nn.Module) -> list[tuple[nn.Module, WidenedParameters]]:
+    """The modules that have both parameters and statistics."""
+    found = [module for module in model.modules() if isinstance(module, _NormBase)]
+    return [(module, WidenedParameters(module)) for module in found if module.track_running_stats and module.affine]

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.tiers import SameMemory
-from infinity.zero.ranks import ALONE
 from infinity.zero.outside_units import OutsideUnits
+from infinity.zero.ranks import ALONE
 from tests.behaviour.reference import DTYPES, LR, Placement, Recipe
 
 STEPS = 4
@@ -119,7 +119,7 @@ def test_small_changes_of_statistics_are_not_rounded_away() -> None:
 def test_a_forward_that_fails_leaves_the_parameters_in_their_module() -> None:
     model = Norms()
     with train(model, "bf16", {}) as engine:
-        with pytest.raises(RuntimeError, match="channel|size|running_mean"):
+        with pytest.raises(RuntimeError, match=r"running_mean should contain 5 elements"):
             model.first[1](torch.ones(4, 5, 6, dtype=torch.bfloat16))
         assert all(
             type(param) is nn.Parameter

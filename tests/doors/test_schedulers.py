@@ -150,7 +150,7 @@ def test_it_goes_on_from_a_checkpoint(name, tmp_path) -> None:
 
 def test_a_class_is_called_with_the_optimizer() -> None:
     model = nn.Linear(4, 4)
-    engine, tiered, _, made = infinity.initialize(
+    engine, *_, made = infinity.initialize(
         model, _config(), optimizer=_optimizer("SGD", model), lr_scheduler=schedules.ConstantLR
     )
     with engine:
