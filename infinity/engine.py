@@ -102,6 +102,8 @@ class Engine:
                 self._layer_major = LayerMajor(model, runtime.partition, device)
             except BaseException:  # a model that is refused keeps no hooks
                 self._hooks.remove()
+                if self._activations is not None:
+                    self._activations.close()
                 raise
         claim(self, model, runtime.partition.units)
         self._in_cycle = False  # a forward pass has run whose backward has not

@@ -34,16 +34,15 @@ class OutsideUnits:
         for name, param in self._model.named_parameters():
             if not param.is_floating_point() and not is_distributed(param):
                 self._place_parameter(name, param, device)
+        placed: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # what several modules share, they share afterwards
         for module in self._model.modules():
-            for name, buffer in list(module.named_buffers(recurse=False)):
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 self._buffers.append((module, name, buffer))
-                kept = _keeps_its_dtype(module, name, buffer)
-                placed = buffer.to(device, buffer.dtype if kept else dtype, copy=ranks.size > 1)
-                module._buffers[name] = placed
-                if ranks.size > 1:
-                    values = placed.detach().cpu().contiguous()
-                    ranks.broadcast(values)
-                    placed.copy_(values)
+                target = buffer.dtype if _keeps_its_dtype(module, name, buffer) else dtype
+                key = id(buffer), target
+                if key not in placed:
+                    placed[key] = _from_rank_0(buffer.to(device, target, copy=ranks.size > 1), ranks)
+                module._buffers[name] = placed[key]
 
     def _place_parameter(self, name: str, param: nn.Parameter, device: torch.device) -> None:
         if param.is_meta:
@@ -60,6 +59,14 @@ class OutsideUnits:
             module._buffers[name] = buffer
         for param, values in self._parameters:
             param.data = values
+
+
+def _from_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    if ranks.size > 1:
+        values = buffer.detach().cpu().contiguous()
+        ranks.broadcast(values)
+        buffer.copy_(values)
+    return buffer
 
 
 def _keeps_its_dtype(module: nn.Module, name: str, buffer: torch.Tensor) -> bool:

@@ -147,6 +147,15 @@ def test_checkpoints_with_rounded_statistics_load(tmp_path) -> None:
             assert torch.equal(model.get_submodule(name).running_mean, values.float())
 
 
+def test_a_buffer_that_modules_share_is_shared_afterwards() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in model:
+        module.register_buffer("table", torch.ones(3) if module is model[0] else model[0].table)
+    with infinity.initialize(model, Recipe("bf16").config(Placement()))[0]:
+        assert model[0].table is model[1].table
+        assert model[0].table.dtype == torch.bfloat16
+
+
 class Quantised(nn.Module):
     """A frozen base of integers beside what is trained."""
 

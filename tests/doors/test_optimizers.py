@@ -13,6 +13,7 @@ from torch import nn
 import infinity
 from infinity import kernels
 from infinity.optim.formats import init_states, read_master, state_layout, update
+from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import LR, Placement, Recipe, batches, tiny_gpt2, tiny_llama, train_on
 from tests.kernels.conftest import _restore_machine_settings  # noqa: F401
 from tests.kernels.data import HYPER, same_bits, wild
@@ -183,6 +184,19 @@ def test_training_has_the_same_bits_under_any_default_dtype(precision, tier, mor
     (losses, weights), (other_losses, other_weights) = results
     assert losses == other_losses
     assert all(same_bits(value, other_weights[name]) for name, value in weights.items())
+
+
+def _place_on_a_rank(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    model = tiny_llama()
+    with default_dtype(dtype), infinity.initialize(model, Recipe("fp32").config(Placement()))[0] as engine:
+        return dict(engine.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", OTHERS)
+def test_ranks_agree_on_float32_values_under_any_default_dtype(dtype, tmp_path) -> None:
+    expected = tiny_llama().state_dict()
+    for values in run_ranks(2, _place_on_a_rank, dtype, path=tmp_path):
+        assert all(same_bits(value, expected[name]) for name, value in values.items())
 
 
 @pytest.mark.parametrize("dtype", OTHERS)
