@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infinity import checkpoint, config, integrations, optim, zero
     from infinity.config import load_config
     from infinity.engine import Engine
     from infinity.errors import (
@@ -39,6 +40,8 @@ _HOMES = {
     "StorageError": "infinity.errors",
 }
 
+_PACKAGES = ("checkpoint", "config", "integrations", "optim", "zero")
+
 __all__ = [
     "CapacityError",
     "CheckpointError",
@@ -49,13 +52,20 @@ __all__ = [
     "RankError",
     "StorageError",
     "__version__",
+    "checkpoint",
+    "config",
     "from_pretrained",
     "initialize",
+    "integrations",
     "load_config",
+    "optim",
+    "zero",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"infinity.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

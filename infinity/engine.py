@@ -47,7 +47,8 @@ class Engine:
     Attributes:
         module: the model. At stage 3 its parameters have values only while their unit is in use (NaN otherwise).
         optimizer: holds `param_groups`.
-        lr_scheduler: stepped by `step()` after every update, if there is one.
+        lr_scheduler: stepped by `step()` after every update, if there is one; torch's ReduceLROnPlateau, which needs
+            a metric, by the training loop.
         device: where the model computes.
     """
 

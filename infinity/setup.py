@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,19 @@ from torch import nn
 from infinity.config import Config, load_config
 from infinity.engine import Engine
 from infinity.errors import ConfigError
+from infinity.optim import AdamW
 from infinity.optim.kinds import ADAM, OptimizerKind, kind_from_config, kind_of
 from infinity.optim.lr_schedules import make_scheduler
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
+from infinity.optim.torch_schedules import is_factory, rebind
 from infinity.tiers import CudaLink, Link
-from infinity.zero.build import build_runtime
-from infinity.zero.materialize import InitialValues, WeightSource, materialize
+from infinity.zero.build import Runtime, build_runtime
+from infinity.zero.gathered import check_unowned
+from infinity.zero.initial_values import InitialValues, WeightSource, is_placeholder
+from infinity.zero.materialize import materialize, resident_first, stored_values
 from infinity.zero.meta import InitFunction
-from infinity.zero.meta import init_function as meta_init_function
-from infinity.zero.model_parts import model_parts
+from infinity.zero.model_parts import local_part, model_parts
+from infinity.zero.outside_units import OutsideUnits
 from infinity.zero.ranks import Ranks, join_ranks, world_size
 from infinity.zero.sizing import compute_dtype
 
@@ -45,15 +51,16 @@ def initialize(
 
     Args:
         model: any `nn.Module`. Parameters on the meta device are initialised unit by unit, straight in their tier. One
-            that `torch.distributed.tensor.parallel` has divided comes with its values.
+            that `torch.distributed.tensor.parallel` has divided comes with its values. If this fails, it is as it was.
         config: a DeepSpeed-style JSON file, or the same as a mapping.
         model_parameters: parameters or parameter groups to train; all that require a gradient by default.
-        optimizer: a torch Adam, AdamW, Adagrad or SGD whose groups and hyper-parameters are taken over.
+        optimizer: a torch Adam, AdamW, Adagrad or SGD whose groups and hyper-parameters are taken over; or an Adam or
+            AdamW of `infinity.optim`, which is closed.
         training_data: a dataset; a `DataLoader` with the configured micro-batch size is returned for it.
         lr_scheduler: a torch scheduler of `optimizer`, or a callable that makes one from the returned optimizer.
-        init_function: initialises the parameters of one module that came on the meta device.
-        weights: where stored values of parameters on the meta device are, read unit by unit; see
-            `infinity.integrations.pretrained_model`. Those that it has not are initialised.
+        init_function: initialises the parameters of one module that came on the meta device or from `zero.Init`.
+        weights: where stored values of parameters that came on the meta device or from `zero.Init` are, read unit by
+            unit; see `infinity.integrations.pretrained_model`. Those that it has not are initialised.
         device: where to compute; a CUDA device where there is one, else the CPU.
         link: how bytes get to a device that is neither, and from it.
         process_group: the ranks that share the states; all of `torch.distributed`'s by default, which is initialised
@@ -68,6 +75,8 @@ def initialize(
         StorageError: an nvme path that cannot be used.
         RankError: another rank has failed.
     """
+    _check_arguments(model, config, optimizer)
+    check_unowned(model)
     resolved = config if isinstance(config, Config) else load_config(config, world_size=world_size(process_group))
     ranks = join_ranks(process_group, resolved.communication.timeout_s)
     _check_batch(resolved, ranks)
@@ -76,21 +85,57 @@ def initialize(
     compute_device = torch.device("cpu") if link is None else link.device
     tiered = TieredOptimizer(*_parameters(model, resolved, model_parameters, optimizer))
     groups = _group_of_each(model, tiered)
-    dtype = compute_dtype(resolved)
-    values = InitialValues(model, init_function or _default_init_function(model), weights)
-    _rebind(tiered, model, groups)
-    _place_buffers(model, dtype, compute_device)
-    _agree_on_buffers(model, ranks)
-    runtime = build_runtime(model, groups, resolved, tiered.kind.layout, link, ranks, parts)
+    values = InitialValues(model, init_function, weights, keep=ranks.size > 1)
+    outside = OutsideUnits(model)
+    runtime: Runtime | None = None
     try:
+        dataloader = _dataloader(training_data, resolved, ranks)
+        values.detach()
+        _rebind(tiered, model, groups)
+        outside.place(compute_dtype(resolved), compute_device, ranks)
+        runtime = build_runtime(model, groups, resolved, tiered.kind.layout, link, ranks, parts)
         with runtime.counters.aside("initialize"):
-            materialize(runtime.partition, values, runtime.executor, runtime.pipeline, runtime.layout, ranks)
-        scheduler = _scheduler(resolved, tiered, lr_scheduler)
+            materialize(runtime, values)
+        scheduler = _scheduler(resolved, tiered, lr_scheduler, optimizer)
         engine = Engine(model, resolved, runtime, tiered, scheduler, compute_device)
     except BaseException:
-        runtime.close()
+        _give_back(values, outside, runtime)
         raise
-    return engine, tiered, _dataloader(training_data, resolved, ranks), scheduler
+    if isinstance(optimizer, AdamW):
+        optimizer.close()  # the engine has states of its own
+    return engine, tiered, dataloader, scheduler
+
+
+def _give_back(values: InitialValues, outside: OutsideUnits, runtime: Runtime | None) -> None:
+    """Leave the model as it came."""
+    with ExitStack() as rest:  # in reverse, and all of it, whatever fails
+        rest.callback(values.give_back)
+        rest.callback(outside.give_back)
+        if runtime is not None:
+            rest.callback(runtime.close)
+            values.read_back(resident_first(runtime), partial(stored_values, runtime))
+
+
+def _check_arguments(model: Any, config: Any, optimizer: Any) -> None:
+    """Refuse what is no model, no configuration or no optimizer.
+
+    Raises:
+        ConfigError: it says which.
+    """
+    if isinstance(config, nn.Module):
+        raise ConfigError("`config` is a model: the order is initialize(model, config, ...), or name the arguments")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"`model` is {_words(model)}; give initialize an nn.Module")
+    if not isinstance(config, (str, Path, Mapping, Config)):
+        raise ConfigError(f"`config` is {_words(config)}; give a JSON file's path, its content as a dict, or a Config")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"`optimizer` is {_words(optimizer)}; give a torch optimizer, or have the configuration name one"
+        )
+
+
+def _words(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _check_batch(config: Config, ranks: Ranks) -> None:
@@ -107,15 +152,6 @@ def _check_batch(config: Config, ranks: Ranks) -> None:
         )
 
 
-def _agree_on_buffers(model: nn.Module, ranks: Ranks) -> None:
-    """Take over rank 0's buffers (its parameters follow as they are placed)."""
-    if ranks.size > 1:
-        for buffer in model.buffers():
-            values = buffer.detach().cpu().contiguous()
-            ranks.broadcast(values)
-            buffer.copy_(values)
-
-
 def _parameters(
     model: nn.Module,
     config: Config,
@@ -127,7 +163,9 @@ def _parameters(
     if optimizer is not None:
         if config.optimizer is not None:
             raise ConfigError("both `optimizer` and the configuration's optimizer section are given; give one")
-        kind, groups = kind_of(optimizer)
+        kind, groups = kind_of(optimizer, also_adam=isinstance(optimizer, AdamW))
+        if not any(param.requires_grad for group in groups for param in group["params"]):
+            raise ConfigError("no parameter of `optimizer` requires a gradient: there is nothing to train")
         return groups, {}, kind
     kind = ADAM
     defaults: dict[str, Any] = {}
@@ -153,6 +191,11 @@ def _check_parameters(model: nn.Module) -> None:
             raise ConfigError(f"parameter `{name}` has no shape yet (a lazy module); run one forward pass first")
         if param.dtype is torch.float64:
             raise ConfigError(f"parameter `{name}` is float64; convert the model first (model.float())")
+        if param.is_floating_point() and is_placeholder(local_part(param)):
+            raise ConfigError(
+                f"parameter `{name}` has no values: the engine that had them was closed. Build the model anew, or load "
+                "what was saved (model.load_state_dict(state, assign=True)), before initialize"
+            )
         if param.is_complex() and param.requires_grad:
             kind = str(param.dtype).removeprefix("torch.")
             raise ConfigError(
@@ -188,20 +231,6 @@ def _rebind(optimizer: TieredOptimizer, model: nn.Module, groups: Mapping[str, i
         group["params"] = [model.get_parameter(name) for name, member in groups.items() if member == index]
 
 
-def _place_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Move buffers to the device, and cast floating-point ones that are part of the state, as the parameters are.
-
-    Buffers that are not saved (rotary frequencies, masks) are constants of the architecture and keep the
-    precision that it chose.
-    """
-    for module in model.modules():
-        transient = module._non_persistent_buffers_set
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            kept = name in transient or not buffer.is_floating_point()
-            placed = buffer.to(device, buffer.dtype if kept else dtype)
-            module.register_buffer(name, placed, persistent=name not in transient)
-
-
 def _default_link(device: torch.device | str | None) -> Link | None:
     """The link to the compute device; None for the CPU.
 
@@ -220,17 +249,12 @@ def _default_link(device: torch.device | str | None) -> Link | None:
     return CudaLink(torch.device("cuda", torch.cuda.current_device() if index is None else index))
 
 
-def _default_init_function(model: nn.Module) -> InitFunction | None:
-    if any(param.is_meta for param in model.parameters()):
-        return meta_init_function(model)
-    return None
-
-
-def _scheduler(config: Config, optimizer: TieredOptimizer, given: Any | None) -> Any | None:
+def _scheduler(
+    config: Config, optimizer: TieredOptimizer, given: Any | None, given_optimizer: torch.optim.Optimizer | None
+) -> Any | None:
     if given is not None:
-        made = given(optimizer) if callable(given) and not hasattr(given, "step") else given
-        if made.optimizer is not optimizer:
-            made.optimizer = optimizer
+        made = given(optimizer) if is_factory(given) else given
+        rebind(made, given_optimizer, optimizer)
         return made
     if config.scheduler is None:
         return None

@@ -76,6 +76,10 @@ inline int16_t split_lo(uint32_t u) {
     return static_cast<int16_t>(static_cast<uint16_t>(u));
 }
 
+// A weight that was written from outside lies beside the low bits of another, which move it by half a bf16 step at
+// most. Below zero they would make a NaN of it, of a kind that no split leaves: there the weight counts alone.
 inline float join_master(uint16_t hi, int16_t lo) {
-    return float_of((static_cast<uint32_t>(hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(lo)));
+    const uint32_t rounded = static_cast<uint32_t>(hi) << 16;
+    const uint32_t u = rounded + static_cast<uint32_t>(static_cast<int32_t>(lo));
+    return float_of((u & 0x7fffffffu) < 0x7fff8000u ? u : rounded);
 }

@@ -19,6 +19,7 @@ namespace {
 #include "convert.h"
 #include "quantize.h"
 #ifdef __AVX512F__
+#include "adopt_avx512.h"
 #include "quantize_avx512.h"
 #endif
 // clang-format on
@@ -147,12 +148,26 @@ void split(const float* __restrict master, uint16_t* __restrict param, int16_t* 
     }
 }
 
+// A weight that is not its rounded master was written from outside, and is the master from now on. By bits: the
+// overflow of a master is the infinity that it was rounded to.
+void adopt(const uint16_t* __restrict param, float* __restrict master, size_t n) {
+    size_t i = 0;
+#ifdef __AVX512F__
+    i = adopt_sixteens(param, master, n);
+#endif
+    for (; i < n; ++i)
+        master[i] = f32_to_f16(master[i]) == param[i] ? master[i] : f16_to_f32(param[i]);
+}
+
 // The fp32 parameters of a block: where they lie, or in scratch.
 float* load_params(const UpdateArgs& args, size_t begin, size_t n, float* scratch) {
     if (args.param_kind == ParamKind::f32)
         return static_cast<float*>(args.param) + begin;
-    if (args.param_kind == ParamKind::master)
-        return static_cast<float*>(args.master) + begin;
+    if (args.param_kind == ParamKind::master) {
+        float* master = static_cast<float*>(args.master) + begin;
+        adopt(static_cast<const uint16_t*>(args.param) + begin, master, n);
+        return master;
+    }
     join(static_cast<const uint16_t*>(args.param) + begin, static_cast<const int16_t*>(args.master) + begin, scratch,
          n);
     return scratch;

@@ -22,7 +22,7 @@ enum class Rule : int { adamw, adam, adagrad, lion, sgd };
 enum class ParamKind : int {
     f32,    // float param
     split,  // bf16 param and the int16 that completes it to the fp32 master, see [Note: split] in convert.h
-    master, // fp16 param, the rounded copy of a float master
+    master, // fp16 param, the rounded copy of a float master; where it is not, it was written and is the master
 };
 
 enum class MomentKind : int {

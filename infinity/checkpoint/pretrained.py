@@ -88,7 +88,7 @@ def _entries(directory: Path) -> dict[str, TensorEntry]:
 
 
 def _match(model: nn.Module, entries: dict[str, TensorEntry]) -> dict[str, tuple[str, TensorEntry]]:
-    """Key and place of every parameter and buffer that is stored, by its first name in the model."""
+    """Key and place of every parameter and buffer that is stored, by each of its names in the model."""
     aliases: dict[int, list[str]] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
         aliases.setdefault(id(tensor), []).append(name)
@@ -100,7 +100,7 @@ def _match(model: nn.Module, entries: dict[str, TensorEntry]) -> dict[str, tuple
             spellings += [name.removeprefix(f"{base}.") for name in names] + [f"{base}.{name}" for name in names]
         key = next((spelling for spelling in spellings if spelling in entries), None)
         if key is not None:
-            found[names[0]] = (key, entries[key])
+            found.update(dict.fromkeys(names, (key, entries[key])))
     return found
 
 

@@ -157,7 +157,7 @@ def load_moment(moment: Moment, *, signed: bool) -> torch.Tensor:
     """
     numel = moment.values.numel()
     kind = _check_moment("moment", moment, numel)
-    out = torch.empty(numel, dtype=torch.float32)
+    out = torch.empty(numel, dtype=torch.float32, device="cpu")
     _adam.load_moment(kind, signed, numel, moment.values.data_ptr(), _address(moment.scales), out.data_ptr())
     return out
 

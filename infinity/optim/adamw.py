@@ -79,6 +79,11 @@ class AdamW(torch.optim.Optimizer):
             home.close()
         self._homes.clear()
 
+    @property
+    def has_stepped(self) -> bool:
+        """Some parameter was updated, or the states of an earlier run are loaded."""
+        return bool(self._steps)
+
     def __enter__(self) -> AdamW:
         return self
 
@@ -152,7 +157,8 @@ class AdamW(torch.optim.Optimizer):
                 continue  # never updated, as in torch
             home, unit = self._homes[parameter]
             values = {name: flat.view(parameter.shape) for name, flat in home.read(unit, parameter).items()}
-            packed["state"][index] = {"step": torch.tensor(float(self._steps[parameter])), **values}
+            step = torch.tensor(float(self._steps[parameter]), dtype=torch.float32, device="cpu")
+            packed["state"][index] = {"step": step, **values}
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

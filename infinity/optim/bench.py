@@ -104,7 +104,7 @@ def _contenders(job: AdamBenchJob, stack: ExitStack) -> Iterator[tuple[str, floa
     The bare loop, which leaves values alone, shares the arena's fp32 tensors.
     """
     generator = torch.Generator().manual_seed(0)
-    source = torch.randn(job.numel, generator=generator)
+    source = torch.randn(job.numel, generator=generator, dtype=torch.float32)
     for name in ("fp32", *(other for other in job.formats if other != "fp32")):
         layout = state_layout(name)
         lengths = {"param": job.numel * layout.param_dtype.itemsize, "states": layout.tile_bytes(job.numel)}

@@ -192,12 +192,17 @@ def write_master(
 
 
 def read_master(layout: StateLayout, param: torch.Tensor, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The exact float32 master, as a new tensor."""
+    """The exact float32 master, as a new tensor; parameters that were written from outside are their own, as the update
+    has it."""
     if layout.master == "low_bits":
-        master = torch.empty(param.numel(), dtype=torch.float32)
+        master = torch.empty(param.numel(), dtype=torch.float32, device="cpu")
         join_master(param, states["low_bits"], master)
         return master
-    return (param if layout.master is None else states[layout.master]).clone()
+    if layout.master is None:
+        return param.clone()
+    master = states[layout.master]
+    unchanged = master.to(param.dtype).view(torch.int16) == param.view(torch.int16)
+    return torch.where(unchanged, master, param.float())
 
 
 def read_moments(layout: StateLayout, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

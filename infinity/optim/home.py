@@ -111,7 +111,7 @@ class StatesHome:
         """Flat float32 moments, and `master` where the parameter is no float32."""
         flat = _flat(parameter.detach())
         names = ["exp_avg", "exp_avg_sq"] + (["master"] if self.layout.master else [])
-        whole = {name: torch.empty(flat.numel()) for name in names}
+        whole = {name: torch.empty(flat.numel(), dtype=torch.float32, device="cpu") for name in names}
         for start, stop, fields in self._tiles(unit, flat.numel(), writable=False):
             part = formats.read_moments(self.layout, fields)
             if self.layout.master:

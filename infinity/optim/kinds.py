@@ -85,6 +85,18 @@ KINDS = (ADAM, ADAGRAD, LION, SGD)
 
 # The optimizer section's types, and options of theirs that name another way to the same numbers (or are read below).
 _BY_TYPE = {"adam": ADAM, "adamw": ADAM, "adagrad": ADAGRAD, "lion": LION, "sgd": SGD}
+# Options of torch's groups that say how it computes, or that are checked before.
+_FOR_TORCH_ALONE = (
+    "amsgrad",
+    "capturable",
+    "dampening",
+    "decoupled_weight_decay",
+    "differentiable",
+    "foreach",
+    "fused",
+    "initial_accumulator_value",
+    "maximize",
+)
 _WITHOUT_EFFECT = ("torch_adam", "adam_w_mode", "fused", "foreach", "fp32_optimizer_states")
 
 
@@ -133,28 +145,46 @@ def _checked(key: str, value: Any) -> Any:
     return tuple(number(f"{path}[{index}]", beta, least=0, below=1) for index, beta in enumerate(value))
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> tuple[OptimizerKind, list[dict[str, Any]]]:
+def kind_of(optimizer: torch.optim.Optimizer, *, also_adam: bool = False) -> tuple[OptimizerKind, list[dict[str, Any]]]:
     """What a torch optimizer that the user built is, and its parameter groups under our names.
+
+    Other keys of the groups stay in them: schedulers keep their bounds there.
+
+    Args:
+        also_adam: it is one of `infinity.optim`.
 
     Raises:
         ConfigError: an optimizer that has no counterpart here, or uses an option that has none.
     """
-    kind = next((kind for kind in KINDS if isinstance(optimizer, kind.torch_classes)), None)
+    kind = ADAM if also_adam else None
+    kind = next((kind for kind in KINDS if isinstance(optimizer, kind.torch_classes)), kind)
     if kind is None:
         raise ConfigError(
             f"optimizer {type(optimizer).__name__} cannot be tiered; pass torch.optim's Adam, AdamW, Adagrad or SGD, "
             "or name one in the configuration"
+        )
+    if _has_stepped(optimizer):
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} has taken steps, and its states cannot be taken over: pass a new "
+            "one, or resume from a checkpoint of the engine"
         )
     groups = []
     for group in optimizer.param_groups:
         for option in kind.unsupported:
             if group.get(option):
                 raise ConfigError(f"optimizer option {option}={group[option]} is not supported; leave it out")
-        kept = {key: group[key] for key in ("params", *kind.defaults) if key in group}
+        kept = {key: value for key, value in group.items() if key not in _FOR_TORCH_ALONE}
         if kind is ADAM:
-            kept["decoupled"] = isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+            own = getattr(optimizer, "decoupled", isinstance(optimizer, torch.optim.AdamW))  # infinity.optim's say so
+            kept["decoupled"] = bool(own) or bool(group.get("decoupled_weight_decay"))
         groups.append(kept)
     return kind, groups
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    if not isinstance(optimizer, torch.optim.Adagrad):  # whose states are there from the start
+        return bool(optimizer.state) or bool(getattr(optimizer, "has_stepped", False))
+    return any(float(state["step"]) > 0 for state in optimizer.state.values())
 
 
 def _names(kind: OptimizerKind) -> list[str]:

@@ -39,7 +39,10 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise ConfigError("closures need several backward passes a step; call engine.backward() and engine.step()")
         if self.run_step is None:
             raise InfinityError("this optimizer belongs to no engine; infinity.initialize makes one that does")
+        self._opt_called = True
         self.run_step()
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler need not wrap it to see it called
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the step that is under way; after `step()` there are none.

@@ -139,6 +139,10 @@ class DiscreteParams(ParamStore):
         self._leave_image(unit)
         self._move(unit, Residency.STORED, Residency.RESIDENT)
 
+    def create_failed(self, unit: int) -> None:
+        if unit in self._images:
+            self._leave_image(unit, None)
+
     def fetch_start(self, unit: int, priority: Priority, *, updated: bool = False) -> bool:
         spec = self.specs[unit]
         if not self._budget.fits(spec.nbytes):

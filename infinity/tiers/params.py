@@ -163,6 +163,10 @@ class ParamStore(ABC):
         """The values are written: the unit is STORED or RESIDENT with them."""
 
     @abstractmethod
+    def create_failed(self, unit: int) -> None:
+        """Takes the place of `create_done` where the values could not be made: the memory is free again."""
+
+    @abstractmethod
     def fetch_start(self, unit: int, priority: Priority, *, updated: bool = False) -> bool:
         """STORED -> FETCHING; False if there is no room now.
 
@@ -253,6 +257,10 @@ class UnifiedParams(ParamStore):
     def create_done(self, unit: int) -> None:
         self._move(unit, Residency.STORED, Residency.RESIDENT)
         self.set_dirty(unit, True)
+
+    def create_failed(self, unit: int) -> None:
+        if self.specs[unit].offloaded:
+            self._free(unit)
 
     def fetch_start(self, unit: int, priority: Priority, *, updated: bool = False) -> bool:
         home = self._homes[unit]

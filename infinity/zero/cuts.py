@@ -42,7 +42,7 @@ class Cuts:
     def __init__(self) -> None:
         self._by_round: defaultdict[int, list[_Cut]] = defaultdict(list)
         self._aliases = WeakTensorKeyDictionary()  # by what they stand for
-        self._anchor = torch.empty(0, requires_grad=True)
+        self._anchor = torch.empty(0, dtype=torch.float32, requires_grad=True)
 
     def cut(self, round_index: int, value: Any) -> Any:
         """The value with aliases in place of its tensors that need a gradient."""

@@ -462,6 +462,9 @@ class Executor:
         try:
             yield self._params.host_tensor(unit)
             self._params.create_done(unit)
+        except BaseException:
+            self._params.create_failed(unit)
+            raise
         finally:
             self._params.unpin(unit)
         if self._params.residency(unit) is Residency.RESIDENT:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from infinity.errors import InfinityError
+from infinity.errors import ConfigError, InfinityError
 from infinity.optim.formats import read_master, write_master
 from infinity.zero.build import Runtime
 from infinity.zero.model_parts import is_distributed
@@ -42,6 +42,24 @@ def disclaim(model: nn.Module) -> None:
     """The engine of this model is closed."""
     for param in model.parameters():
         _owners.pop(id(param), None)
+
+
+def check_unowned(model: nn.Module) -> None:
+    """A new engine may have this model.
+
+    Raises:
+        ConfigError: another one has it, or had it to its end; by the name of a parameter.
+    """
+    for name, param in model.named_parameters():
+        reference, owner, *_ = _owners.get(id(param), (None, None))
+        if reference is None or owner is None or reference() is not param:
+            continue
+        if owner() is not None:
+            raise ConfigError(f"parameter `{name}` belongs to another engine: close that one, and build the model anew")
+        raise ConfigError(
+            f"parameter `{name}` has no values: the engine that had them is gone without close(). Build the model "
+            "anew, or load what was saved, before initialize"
+        )
 
 
 class GatheredParameters:

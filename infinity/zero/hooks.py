@@ -37,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.zero.callbacks import weakly
 from infinity.zero.coroutines import current_coroutine
+from infinity.zero.outside_units import normalisations
 from infinity.zero.partition import HookPoint, Partition
 from infinity.zero.reads import ParameterReads
 
@@ -91,6 +92,9 @@ class Hooks:
         self._reads = ParameterReads(unit_of, weakly(self._use))
         for point in partition.hook_points:
             self._watch_module(model.get_submodule(point.module_name), point)
+        for module, widened in normalisations(model):  # later than `enter`, which brings the values
+            self._handles.append(module.register_forward_pre_hook(widened.lend))
+            self._handles.append(module.register_forward_hook(widened.take_back, always_call=True))
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:

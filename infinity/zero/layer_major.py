@@ -162,7 +162,7 @@ class _Pass:
         self._block_of: dict[int, int] = {}  # by round
         self._round = 0  # that runs; round 0 is what comes before the first block
         self._first_use: dict[int, int] = {}  # round by unit
-        self._losses = [torch.empty(0)] * len(forwards)
+        self._losses = [torch.empty(0, dtype=torch.float32)] * len(forwards)
         seeds = torch.randint(2**62, (len(forwards),)).tolist()
         threads = _ThreadState(generators.device)
         self._micro_batches = [

@@ -24,6 +24,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.errors import InfinityError, NonFiniteError, StorageError
 from infinity.optim.optimizer import TieredOptimizer
+from infinity.optim.torch_schedules import advances_by_itself
 from infinity.telemetry import StepStats, now
 from infinity.zero.build import Runtime, make_gradients, open_activations
 from infinity.zero.compute_lane import ComputeLane
@@ -96,7 +97,13 @@ class Step:
             moment = now if runtime.link is None else runtime.link.mark
             self._compute_lane = ComputeLane(self, runtime.counters.timeline, moment)
         self.hooks = Hooks(model, runtime.partition, self._compute_lane or self, alone=runtime.ranks.size == 1)
-        self.layer_major = LayerMajor(model, runtime.partition, device) if runtime.sizing.layer_major else None
+        self.layer_major: LayerMajor | None = None
+        if runtime.sizing.layer_major:
+            try:
+                self.layer_major = LayerMajor(model, runtime.partition, device)
+            except BaseException:  # a model that is refused keeps no hooks
+                self.remove_hooks()
+                raise
         self._syncs = True
 
     # Phases #
@@ -346,8 +353,9 @@ class Step:
             self.updates.finish_step()
             if self._runtime.sizing.settles:
                 self._executor.show_newest()
-            if self.lr_scheduler is not None and not self.updates.outcome.skipped:
-                self.lr_scheduler.step()
+            scheduler = self.lr_scheduler
+            if scheduler is not None and advances_by_itself(scheduler) and not self.updates.outcome.skipped:
+                scheduler.step()
         except NonFiniteError:  # nothing was updated
             if not self.updates.under_way:
                 self._stand_ins.clear()
@@ -487,6 +495,12 @@ class Step:
         if self.activations is not None:
             peak_bytes["host"] += self.activations.peak_bytes
         return peak_bytes
+
+    def remove_hooks(self) -> None:
+        """Leave the model to others; nothing has been trained."""
+        self.hooks.remove()
+        if self.activations is not None:
+            self.activations.close()
 
     @property
     def in_worker(self) -> bool:

@@ -85,7 +85,7 @@ def test_a_change_that_spoils_nothing_is_none(rows, activations, tmp_path) -> No
 def test_what_was_taken_keeps_no_memory_of_the_device(tmp_path) -> None:
     """The version is watched without the values."""
     with offloaded(Changes(LARGE), tmp_path, "cpu") as engine:
-        store = engine._activations
+        store = engine._step.activations
         x = torch.randn(LARGE, 128, requires_grad=True)
         storages = []
         with store.saving():
@@ -100,7 +100,7 @@ def test_what_was_taken_keeps_no_memory_of_the_device(tmp_path) -> None:
 
 def test_backward_after_the_end_is_refused(tmp_path) -> None:
     x = torch.randn(LARGE, 128, requires_grad=True)
-    with offloaded(Changes(LARGE), tmp_path, "nvme") as engine, engine._activations.saving():
+    with offloaded(Changes(LARGE), tmp_path, "nvme") as engine, engine._step.activations.saving():
         squared = (x * 2).square().sum()
     with pytest.raises(infinity.InfinityError, match="the engine is closed: what autograd had saved"):
         squared.backward()

@@ -1,0 +1,53 @@
+"""torch's learning-rate schedulers over the engine's optimizer, whichever way they were given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from infinity.errors import ConfigError
+
+
+def is_factory(given: Any) -> bool:
+    """It makes a scheduler of an optimizer, and is none itself."""
+    return isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
+
+
+def rebind(scheduler: Any, given: torch.optim.Optimizer | None, optimizer: torch.optim.Optimizer) -> None:
+    """Have a scheduler, and those that it is made of, change the groups of `optimizer` instead of the given one's.
+
+    Raises:
+        ConfigError: it is a scheduler of another optimizer.
+    """
+    parts = list(_parts(scheduler, {}))
+    for part in parts:
+        own = getattr(part, "optimizer", None)
+        if isinstance(own, torch.optim.Optimizer) and own is not optimizer and own is not given:
+            raise ConfigError(
+                f"lr_scheduler has a {type(part).__name__} of an optimizer ({type(own).__name__}) that is not the one "
+                "given: pass that as `optimizer` too, or a callable that makes the scheduler from an optimizer"
+            )
+    for part in parts:
+        for name, value in list(vars(part).items()):
+            if value is given and given is not None:
+                setattr(part, name, optimizer)
+
+
+def advances_by_itself(scheduler: Any) -> bool:
+    """`step()` needs nothing that only the training loop knows."""
+    return not isinstance(scheduler, ReduceLROnPlateau)
+
+
+def _parts(scheduler: Any, seen: dict[int, Any]) -> Iterator[Any]:
+    """The scheduler and all that it holds, in attributes or in lists of them."""
+    if id(scheduler) in seen or not hasattr(scheduler, "__dict__"):
+        return
+    seen[id(scheduler)] = scheduler
+    yield scheduler
+    for value in list(vars(scheduler).values()):
+        for held in value if isinstance(value, (list, tuple)) else (value,):
+            if hasattr(held, "optimizer") and hasattr(held, "step"):
+                yield from _parts(held, seen)

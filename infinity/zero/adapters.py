@@ -1,0 +1,69 @@
+"""Models that an adapter library has wrapped: the names that parameters had before, and LoRA's first values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError
+
+_PEFT_PREFIX = "base_model.model."
+# Parts of a name that wrappers put into it; the copies under `modules_to_save` have the adapter's name as well.
+_WRAPPERS = {"base_layer", "original_module", "_orig_mod", "_checkpoint_wrapped_module"}
+_COPIES = "modules_to_save"
+_LORA_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+
+
+def name_before_wrapping(name: str) -> str:
+    """The name that a parameter had in the model that was wrapped."""
+    parts = [part for part in name.removeprefix(_PEFT_PREFIX).split(".") if part not in _WRAPPERS]
+    if _COPIES in parts:
+        place = parts.index(_COPIES)
+        del parts[place : place + 2]
+    return ".".join(parts)
+
+
+def lora_rule(model: nn.Module, name: str) -> str | None:
+    """How a parameter that PEFT's LoRA added begins: "zeros", "normal", "uniform" or "gaussian"; None for any other.
+
+    PEFT puts adapters of a base on the meta device there too, and says how they begin in its configuration alone.
+
+    Raises:
+        ConfigError: its configuration asks for values that are computed from the base.
+    """
+    parts = name.split(".")
+    place = next((index for index, word in enumerate(parts) if word in _LORA_PARTS), None)
+    if place is None or place + 1 >= len(parts):
+        return None
+    if not hasattr(model.get_submodule(".".join(parts[:place])), "reset_lora_parameters"):
+        return None
+    configs: Any = getattr(model, "peft_config", {})
+    rule = getattr(configs.get(parts[place + 1]), "init_lora_weights", True)
+    if rule is not True and rule != "gaussian":
+        raise ConfigError(
+            f"LoRA parameter `{name}` is on the meta device and init_lora_weights is {rule!r}, which only a base "
+            "with values can follow: choose True or 'gaussian', or build the base in memory or under infinity.zero.Init"
+        )
+    if parts[place] == "lora_embedding_B":
+        return "normal"
+    if parts[place] != "lora_A":
+        return "zeros"
+    return "uniform" if rule is True else "gaussian"
+
+
+def lora_values(model: nn.Module, name: str, shape: torch.Size) -> torch.Tensor | None:
+    """The first values of a parameter that PEFT's LoRA added; None for any other."""
+    rule = lora_rule(model, name)
+    if rule is None:
+        return None
+    values = torch.zeros(shape, dtype=torch.float32, device="cpu")
+    if rule == "normal":
+        nn.init.normal_(values)
+    elif rule == "gaussian":
+        nn.init.normal_(values, std=1 / shape[0])
+    elif rule == "uniform":
+        nn.init.kaiming_uniform_(values, a=math.sqrt(5))
+    return values

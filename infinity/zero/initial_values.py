@@ -1,0 +1,285 @@
+"""The values that a model comes to `initialize` with: taken out of it unit by unit, and given back if that fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError
+from infinity.zero.adapters import lora_rule, lora_values, name_before_wrapping
+from infinity.zero.file_backed import made_in_files
+from infinity.zero.meta import InitFunction
+from infinity.zero.meta import init_function as meta_init_function
+from infinity.zero.model_parts import local_part, set_local_part
+from infinity.zero.partition import Unit
+
+_log = logging.getLogger(__name__)
+
+ReadBack = Callable[[Unit], Mapping[str, torch.Tensor]]
+
+
+class WeightSource(Protocol):
+    """Stored values of parameters, by their name in the model."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """The values, in the parameter's shape and in any floating-point dtype."""
+
+
+@dataclass
+class _Original:
+    """A parameter as the model came with it.
+
+    Attributes:
+        values: None for one on the meta device, and once the tiers alone have them.
+        like: shape, strides and dtype of the values, without memory.
+        places: modules that held it when it was on the meta device, and under which names.
+    """
+
+    param: nn.Parameter
+    values: torch.Tensor | None
+    like: torch.Tensor
+    device: torch.device
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+class InitialValues:
+    """The values that the model came with, or where they are, or how to make them.
+
+    `detach` takes them out of the model: meta parameters are replaced by real ones of the same shape (tied ones stay
+    tied), and the others are left without memory of their own once the tiers have their values.
+
+    Args:
+        init_function: makes the values of parameters on the meta device, and of those built under `zero.Init`; None for
+            the model's own rule, for the former.
+        weights: stored values of the same.
+        keep: hold what has memory until all is over, since the tiers of this process will not have all of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        init_function: InitFunction | None,
+        weights: WeightSource | None = None,
+        *,
+        keep: bool = False,
+    ) -> None:
+        self._model = model
+        self._weights = weights
+        self._keep = keep
+        self._originals: dict[str, _Original] = {}
+        self._made: dict[str, torch.Tensor] = {}
+        self._valueless = {n for n, p in model.named_parameters() if p.is_floating_point() and p.is_meta}
+        if init_function is not None or weights is not None:
+            built = {n for n, p in model.named_parameters() if p.is_floating_point() and made_in_files(p)}
+            self._valueless |= {name for name in built if init_function is not None or self._stored(name)}
+        self._init_function = init_function
+        if init_function is None and self._valueless:
+            self._init_function = meta_init_function(model)
+        self._check_weights()
+
+    def detach(self) -> None:
+        """Leave the model's parameters without values."""
+        for name, param in list(self._model.named_parameters()):
+            if not param.is_floating_point():
+                continue
+            if param.is_meta:
+                places = _places(self._model, param)
+                self._originals[name] = _Original(param, None, param, param.device, places)
+                nothing = torch.full((), float("nan"), dtype=torch.float32, device="cpu").expand(param.shape)
+                _put(places, nn.Parameter(nothing, requires_grad=param.requires_grad))
+            else:
+                values = local_part(param).data
+                like = torch.empty_like(values, device="meta")
+                self._originals[name] = _Original(param, values, like, values.device)
+                set_local_part(param, _placeholder(values))
+
+    # Taking out #
+
+    def take(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """The initial values of a unit's parameters by name, flat, in the dtype they came in.
+
+        Raises:
+            ConfigError: a meta parameter that nothing initialises.
+        """
+        for slot in unit.slots:
+            self._read(slot.name)
+        if any(self._value(slot.name) is None for slot in unit.slots):
+            self._initialise(unit)
+        values = {slot.name: self._value(slot.name) for slot in unit.slots}
+        for slot in unit.slots:
+            self._made.pop(slot.name, None)
+        return {name: value.detach().cpu().reshape(-1) for name, value in values.items() if value is not None}
+
+    def placed(self, unit: Unit, inexact: Container[str] = ()) -> None:
+        """The tiers have the unit's values, but for those of these parameters as they came."""
+        for slot in unit.slots:
+            self._made.pop(slot.name, None)
+            if not self._keep and slot.name not in inexact and slot.name not in self._valueless:
+                self._originals[slot.name].values = None
+
+    def _value(self, name: str) -> torch.Tensor | None:
+        if name in self._made:
+            return self._made[name]
+        return None if name in self._valueless else self._originals[name].values
+
+    def _read(self, name: str) -> None:
+        """Take the values of a parameter from where they are stored, if they are; an adapter has values of its own."""
+        if name not in self._valueless or name in self._made:
+            return
+        stored = self._stored(name)
+        if stored is not None and self._weights is not None:
+            self._made[name] = self._weights.read(stored)
+            return
+        if self._originals[name].places:
+            fresh = lora_values(self._model, name, self._originals[name].like.shape)
+            if fresh is not None:
+                self._made[name] = fresh
+
+    def _stored(self, name: str) -> str | None:
+        """The name under which the weights have a parameter."""
+        if self._weights is None:
+            return None
+        return next((known for known in (name, name_before_wrapping(name)) if known in self._weights), None)
+
+    def _check_weights(self) -> None:
+        """Say what the weights have not.
+
+        Raises:
+            ConfigError: they have nothing that the model lacks.
+        """
+        if self._weights is not None and not self._valueless:
+            raise ConfigError(
+                "`weights` are given, but every parameter of the model has values already: load them into the model, "
+                "or build it on the meta device (infinity.integrations.pretrained_model does)"
+            )
+        missing = [name for name in self._valueless if self._stored(name) is None]
+        if self._weights is None or not missing:
+            return
+        missing.sort()
+        if not any(self._stored(name) is not None for name, _ in self._model.named_parameters()):
+            raise ConfigError(
+                f"the weights have none of the model's parameters, neither `{missing[0]}` nor {len(missing) - 1} "
+                "others on the meta device: they are of another model, or its names were changed by a wrapper"
+            )
+        new = [name for name in missing if lora_rule(self._model, name) is None]
+        if len(new) == 1:
+            _log.warning("parameter `%s` is not among the stored weights: it is newly initialised", new[0])
+        elif new:
+            _log.warning(
+                "%d parameters, such as `%s`, are not among the stored weights: they are newly initialised",
+                len(new),
+                new[0],
+            )
+
+    def _initialise(self, unit: Unit) -> None:
+        """Give the modules that own the unit's parameters memory, have them initialised, and keep the values."""
+        if self._init_function is None:
+            raise ConfigError(f"parameters of `{unit.name}` are on the meta device and nothing initialises them")
+        owners = dict.fromkeys(slot.name.rpartition(".")[0] for slot in unit.slots)
+        wanting = dict.fromkeys(slot.name.rpartition(".")[0] for slot in unit.slots if self._value(slot.name) is None)
+        given: dict[str, tuple[nn.Parameter, torch.Tensor]] = {}
+        for owner in owners:  # all of them: a rule for an outer module writes to parameters that have values, too
+            for name, param in self._model.get_submodule(owner).named_parameters(owner, recurse=False):
+                if param.is_floating_point():
+                    if name in self._originals:
+                        self._read(name)
+                    given[name] = param, param.data
+                    param.data = torch.full(param.shape, float("nan"), dtype=torch.float32, device="cpu")
+        for module_name in _children_first(wanting, unit.name):
+            self._init_function(self._model.get_submodule(module_name))
+        for name, (param, before) in given.items():
+            values, param.data = param.data, before
+            if name not in self._originals or self._value(name) is not None:
+                continue
+            if values.isnan().any():
+                raise ConfigError(
+                    f"parameter `{name}` is on the meta device and initialising its module left it without values: "
+                    "give the module a reset_parameters() method, or build the model in memory"
+                )
+            self._made[name] = values
+
+    # Giving back #
+
+    def read_back(self, units: Iterable[Unit], stored: ReadBack) -> None:
+        """Take what the tiers alone have from there, as far as it can be read, before they go.
+
+        Args:
+            stored: reads the exact values of a unit's parameters, flat, by name.
+        """
+        for unit in units:
+            gone = [slot.name for slot in unit.slots if self._is_gone(slot.name)]
+            if not gone:
+                continue
+            try:
+                values = stored(unit)
+            except Exception:
+                _log.exception("the values of `%s` cannot be read back; the model is left without them", unit.name)
+                continue
+            for name in gone:
+                original = self._originals[name]
+                whole = torch.empty_like(original.like, device=original.device)
+                original.values = whole.copy_(values[name].view(whole.shape))
+
+    def _is_gone(self, name: str) -> bool:
+        original = self._originals.get(name)
+        return original is not None and original.values is None and not original.places
+
+    def give_back(self) -> None:
+        """Have the model be as it came."""
+        for original in self._originals.values():
+            if original.places:
+                _put(original.places, original.param)
+            elif original.values is not None:
+                set_local_part(original.param, original.values)
+            else:
+                set_local_part(original.param, _placeholder(original.like, original.device))
+        self._originals.clear()
+
+
+def _children_first(owners: Iterable[str], unit_name: str) -> list[str]:
+    """The owners and the modules around them within the unit, inner ones first.
+
+    The outer ones count because an architecture's rule may be written for them (GPT-2 scales the output projections
+    of a block by name, in the module that holds them).
+    """
+    names: dict[str, None] = {}
+    for owner in owners:
+        name = owner
+        names[name] = None
+        while name != unit_name and name.startswith(f"{unit_name}."):
+            name = name.rpartition(".")[0]
+            names[name] = None
+    return sorted(names, key=lambda name: -name.count("."))
+
+
+def _placeholder(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    return torch.full((), float("nan"), dtype=like.dtype, device=device or like.device).expand(like.shape)
+
+
+def is_placeholder(values: torch.Tensor) -> bool:
+    """It is nothing but NaN: what is left in a model whose values are elsewhere, or nowhere, and in its copies."""
+    if values.is_meta or not values.numel() or not bool(values[(0,) * values.ndim].isnan()):
+        return False
+    return bool(values.isnan().all())
+
+
+def _places(model: nn.Module, param: nn.Parameter) -> list[tuple[nn.Module, str]]:
+    """Every module that holds a parameter, and under which names."""
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, held in module.named_parameters(recurse=False, remove_duplicate=False)
+        if held is param
+    ]
+
+
+def _put(places: Iterable[tuple[nn.Module, str]], param: nn.Parameter) -> None:
+    for module, name in places:
+        module._parameters[name] = param  # in its order, and past what watches registrations

@@ -1,0 +1,101 @@
+"""What a model holds beside the parameters of its units: buffers, and parameters that are no floating-point numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from infinity.errors import ConfigError
+from infinity.zero.model_parts import is_distributed
+from infinity.zero.ranks import Ranks
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+class OutsideUnits:
+    """Places them where the model computes; `give_back` undoes it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._parameters: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def place(self, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
+        """Move buffers and integer parameters to the device; floating-point buffers that are part of the state are cast
+        as the parameters are. Rank 0's buffers are taken over.
+
+        Buffers that are not saved (rotary frequencies, masks) are constants of the architecture and keep the precision
+        that it chose. So do the statistics of normalisations: a step's share of them is less than 16 bits resolve.
+
+        Raises:
+            ConfigError: a parameter that cannot be initialised is on the meta device, by name.
+        """
+        for name, param in self._model.named_parameters():
+            if not param.is_floating_point() and not is_distributed(param):
+                self._place_parameter(name, param, device)
+        placed: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # what several modules share, they share afterwards
+        for module in self._model.modules():
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                self._buffers.append((module, name, buffer))
+                target = buffer.dtype if _keeps_its_dtype(module, name, buffer) else dtype
+                key = id(buffer), target
+                if key not in placed:
+                    placed[key] = _from_rank_0(buffer.to(device, target, copy=ranks.size > 1), ranks)
+                module._buffers[name] = placed[key]
+
+    def _place_parameter(self, name: str, param: nn.Parameter, device: torch.device) -> None:
+        if param.is_meta:
+            raise ConfigError(
+                f"parameter `{name}` is {str(param.dtype).removeprefix('torch.')} and on the meta device, where "
+                "nothing can initialise it: build its module in memory"
+            )
+        self._parameters.append((param, param.data))
+        param.data = param.data.to(device)
+
+    def give_back(self) -> None:
+        """Have the model's own be in their places again."""
+        for module, name, buffer in self._buffers:
+            module._buffers[name] = buffer
+        for param, values in self._parameters:
+            param.data = values
+
+
+def _from_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    if ranks.size > 1:
+        values = buffer.detach().cpu().contiguous()
+        ranks.broadcast(values)
+        buffer.copy_(values)
+    return buffer
+
+
+def _keeps_its_dtype(module: nn.Module, name: str, buffer: torch.Tensor) -> bool:
+    if not buffer.is_floating_point() or name in module._non_persistent_buffers_set:
+        return True
+    return isinstance(module, _NormBase) and name in _STATISTICS
+
+
+class WidenedParameters:
+    """Copies in the statistics' dtype in the place of a normalisation's parameters, for one forward pass of it.
+
+    torch takes inputs in 16 bits beside parameters and statistics in float32, but no parameters in 16 bits beside
+    statistics in float32. Gradients reach the parameters through the copies.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._own = {name: param for name, param in module._parameters.items() if param is not None}
+
+    def lend(self, module: nn.Module, _: object) -> None:
+        statistics = module._buffers["running_mean"]
+        for name, param in self._own.items():
+            if statistics is not None and param.dtype is not statistics.dtype:
+                module._parameters[name] = param.to(statistics.dtype)  # type: ignore[assignment]
+
+    def take_back(self, module: nn.Module, *_: object) -> None:
+        module._parameters.update(self._own)
+
+
+def normalisations(model: nn.Module) -> list[tuple[nn.Module, WidenedParameters]]:
+    """The modules that have both parameters and statistics."""
+    found = [module for module in model.modules() if isinstance(module, _NormBase)]
+    return [(module, WidenedParameters(module)) for module in found if module.track_running_stats and module.affine]
