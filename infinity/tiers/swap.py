@@ -138,7 +138,7 @@ class SwapSpace:
             for stripe, size in zip(self._stripes, self._striping.sizes, strict=True):
                 self._owned.append(create_owned(stripe.path, self._rank, size))
             for engine, owned in zip(self._engines, self._owned, strict=True):
-                self._files.append(engine.open(owned.path))
+                self._files.append(engine.open(owned.path, descriptor=owned.descriptor))
         except BaseException:
             self.close()
             raise

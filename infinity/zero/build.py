@@ -146,8 +146,8 @@ def build_runtime(
             swap.create()
             for slot in slots:
                 swap.register(slot.span())
+        pipeline = UpdatePipeline(sizing.layout, states, slots, params.write_tile, counters)
         undo.pop_all()
-    pipeline = UpdatePipeline(sizing.layout, states, slots, params.write_tile, counters)
     capacity_bytes = ranks.least(budget.capacity_bytes)
     executor = Executor(model, sizing.partition, params, grads, pipeline, capacity_bytes, counters, ranks)
     return Runtime(sizing, ranks, executor, params, grads, pipeline, arena, budget, swap, counters, link, parts)
