@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from infinity.errors import StorageError
+from infinity.config.schema import BLOCK_ALIGN_BYTES, MOST_IN_FLIGHT, MOST_THREADS
+from infinity.errors import ConfigError, StorageError
 from infinity.io.directory import create_private, reopened, reserve
 from infinity.telemetry import Times
 
@@ -52,6 +53,18 @@ class IoOptions:
     threads: int = 8
     sqpoll: bool = False
     iopoll: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what the kernel would refuse later, or what no memory holds."""
+        if self.block_size_bytes < 1 or self.block_size_bytes % BLOCK_ALIGN_BYTES:
+            raise ConfigError(
+                f"the block size is {self.block_size_bytes} bytes; it must be a multiple of {BLOCK_ALIGN_BYTES}, which "
+                "direct I/O needs, such as 1MiB"
+            )
+        if not 1 <= self.queue_depth <= MOST_IN_FLIGHT:
+            raise ConfigError(f"the queue depth is {self.queue_depth}; it must be between 1 and {MOST_IN_FLIGHT}")
+        if not 1 <= self.threads <= MOST_THREADS:
+            raise ConfigError(f"the number of threads is {self.threads}; it must be between 1 and {MOST_THREADS}")
 
 
 @dataclass(frozen=True)

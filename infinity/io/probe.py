@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from infinity.errors import ConfigError
+from infinity.extension import missing_extension
 from infinity.io.aiofiles_engine import AiofilesEngine
 from infinity.io.interface import IoEngine, IoOptions
 
@@ -15,7 +16,7 @@ try:
 
     _NATIVE_PROBLEM = ""
 except ImportError as error:  # the extension is not built
-    _NATIVE_PROBLEM = f"the native extension is missing ({error})"
+    _NATIVE_PROBLEM = f"the native extension is missing: {missing_extension('_aio')} ({error})"
 
 _log = logging.getLogger(__name__)
 BACKENDS = ("io_uring", "threads", "aiofiles")

@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -89,11 +90,10 @@ class _Place:
     pid: int
 
     def unlink(self) -> None:
-        """Remove the file, unless somebody has; raises OSError."""
-        try:
-            os.unlink(self.path.name, dir_fd=self.directory)
-        except FileNotFoundError:
-            return
+        """Remove the file under either of its names, unless somebody has; raises OSError."""
+        for name in (self.path.name + _NEW, self.path.name):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self.directory)
 
 
 class OwnedFile:
@@ -139,9 +139,12 @@ def create_owned(directory: Path, rank: int, nbytes: int) -> OwnedFile:
     try:
         _remove_on_sigterm(place)
         owned = OwnedFile(place, _create_locked(place))
-    except OSError as error:
+    except BaseException as error:  # Ctrl-C may come right behind a system call
         _live.discard(place)
+        _attempt(place.unlink, place.path)
         os.close(place.directory)
+        if not isinstance(error, OSError):
+            raise
         raise StorageError(error.errno or errno.EIO, "cannot create a swap file here", str(directory), 0) from error
     try:
         if nbytes:
@@ -167,7 +170,6 @@ def _create_locked(place: _Place) -> int:
         os.rename(new, name, src_dir_fd=place.directory, dst_dir_fd=place.directory)
     except BaseException:
         os.close(descriptor)
-        os.unlink(new, dir_fd=place.directory)
         raise
     return descriptor
 
