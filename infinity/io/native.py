@@ -21,6 +21,7 @@ from infinity.io.interface import (
     check_aligned,
     failure,
 )
+from infinity.io.threads import MORE_THREADS
 from infinity.telemetry import Times
 
 _log = logging.getLogger(__name__)
@@ -145,6 +146,8 @@ def uring_problem() -> str:
     try:
         NativeEngine("io_uring", IoOptions(queue_depth=2)).close()
     except OSError as error:
+        if error.errno == errno.EAGAIN:
+            return f"it gets no thread: {MORE_THREADS}"
         return f"the kernel refuses it ({os.strerror(error.errno or 0)}){_refusal_hint()}"
     return ""
 

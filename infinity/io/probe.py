@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import dataclass
 from functools import lru_cache
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.extension import missing_extension
 from infinity.io.aiofiles_engine import AiofilesEngine
 from infinity.io.interface import IoEngine, IoOptions
+from infinity.io.threads import MORE_THREADS
 
 try:
     from infinity.io.native import NativeEngine, uring_problem
@@ -70,4 +72,6 @@ def _open(backend: str, options: IoOptions) -> IoEngine:
     try:
         return NativeEngine(backend, options)
     except OSError as error:
+        if error.errno == errno.EAGAIN:
+            raise InfinityError(f"I/O backend {backend} gets no thread: {MORE_THREADS}") from error
         raise ConfigError(f"I/O backend {backend} cannot start with {options}: {error.strerror}") from error

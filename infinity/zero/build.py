@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import nn
 
@@ -15,7 +14,7 @@ from infinity.config import Config, format_size
 from infinity.errors import CapacityError, ConfigError
 from infinity.io import IoOptions, open_engine
 from infinity.io.gds import DeviceReads
-from infinity.memory import Arena, Budget
+from infinity.memory import Arena, Budget, available_memory_bytes
 from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule import MemoryNeeds, MemorySplit, alone, split_memory
@@ -234,7 +233,7 @@ def host_capacity(config: Config, needs: MemoryNeeds) -> int:
     """The host budget: as given, or what is useful of this process's part of the memory that is free."""
     if config.tiering.host_memory_bytes is not None:
         return config.tiering.host_memory_bytes
-    return min(needs.most_bytes, int(_AUTO_SHARE * psutil.virtual_memory().available / ranks_on_this_machine()))
+    return min(needs.most_bytes, int(_AUTO_SHARE * available_memory_bytes() / ranks_on_this_machine()))
 
 
 def _device_capacity(sizing: Sizing, config: Config, device: torch.device) -> int:
@@ -249,7 +248,7 @@ def _device_capacity(sizing: Sizing, config: Config, device: torch.device) -> in
         raise CapacityError(
             f"tiering.device_memory is {format_size(total)} but the parameters need at least {format_size(least)} "
             f"on the device at once: raise it to {least} bytes or more, or offload parameters that stay there"
-            + alone(sizing.largest.name, sizing.largest.nbytes, total)
+            + alone(sizing.largest.name, sizing.largest.nbytes, total, sizing.largest.name in sizing.embeddings)
         )
     return min(total - sizing.staying_bytes, sum(sizing.moving_bytes))
 

@@ -43,6 +43,7 @@ class Sizing:
         accumulates: gradients are summed over several backward passes.
         layer_major: all micro-batches of a step go through a block together.
         ranks: how many processes train the model together.
+        embeddings: names of modules that are one table.
     """
 
     partition: Partition
@@ -57,6 +58,7 @@ class Sizing:
     accumulates: bool
     layer_major: bool = False
     ranks: int = 1
+    embeddings: frozenset[str] = frozenset()
 
     @property
     def shard_numels(self) -> list[int]:
@@ -237,7 +239,14 @@ def size_up(
         accumulates=accumulates,
         layer_major=accumulates and config.tiering.accumulation == "layer",
         ranks=ranks.size,
+        embeddings=_embeddings(model),
     )
+
+
+def _embeddings(model: nn.Module) -> frozenset[str]:
+    """Modules of one large table, which cannot be divided."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return frozenset(name for name, module in model.named_modules() if isinstance(module, kinds))
 
 
 def _format(config: Config) -> str:
@@ -290,4 +299,5 @@ def host_needs(sizing: Sizing) -> MemoryNeeds:
         always_bytes=always + (0 if sizing.states_on_nvme else states),
         largest_unit=sizing.largest.name,
         largest_unit_bytes=sizing.largest.nbytes,
+        largest_is_embedding=sizing.largest.name in sizing.embeddings,
     )
