@@ -69,10 +69,11 @@ def _whole(digits: str) -> int | float:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Python's parser keeps the last of two equal keys, silently."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
-        raise ConfigError(f"configuration key `{twice}` is given twice in one section; remove one")
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ConfigError(f"configuration key `{key}` is given twice in one section; remove one")
+        values[key] = value
     return values
 
 
