@@ -91,7 +91,7 @@ def test_a_byte_order_mark_is_no_mistake(tmp_path) -> None:
         (os.mkdir, "Is a directory"),
         (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
         (lambda path: path.symlink_to(path), "cannot read the configuration"),
-        (lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 1 << 40), "is it the right file"),
+        (lambda path: path.write_bytes(b"") or os.truncate(path, 1 << 40), "is it the right file"),
         (lambda path: None, "cannot read the configuration"),
     ],
 )
@@ -105,9 +105,6 @@ def test_what_is_no_file_is_refused_without_waiting(make, message, tmp_path) -> 
 def test_a_path_with_a_null_character_is_refused() -> None:
     with pytest.raises(ConfigError, match="null"):
         load_config("ds\0.json")
-
-
-NVME: dict[str, Any] = {"tiering.nvme": [{"path": "/tmp"}], "zero_optimization.stage": 3}
 
 
 @pytest.mark.parametrize(
@@ -141,13 +138,11 @@ def test_a_value_that_cannot_work_is_refused_by_name(key, value, demand) -> None
     assert len(str(refused.value)) < 400
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", [key for key in KEYS if not key.endswith(".type")])  # a section's, which must have it
 def test_null_is_as_if_the_key_were_not_there(key) -> None:
     beside = {"optimizer.type": "AdamW", "scheduler.type": "WarmupLR"}
     beside = {path: value for path, value in beside.items() if path.startswith(key.split(".")[0])}
     beside = {} if key in ("optimizer", "scheduler", *beside) else beside
-    if key.endswith(".type"):
-        pytest.skip("a section without its type is none")
     assert load_config({**beside, key: None}) == load_config(beside)
 
 
