@@ -4,6 +4,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -48,9 +49,13 @@ struct Job {
 
 class Pool {
   public:
-    explicit Pool(int workers) : owner_(getpid()) {
-        for (int i = 0; i < workers; ++i)
-            threads_.emplace_back([this] { serve(); });
+    // Has fewer threads than asked for where the system gives no more: results do not depend on how many there are.
+    explicit Pool(int workers) : wanted_(workers), owner_(getpid()) {
+        try {
+            for (int i = 0; i < workers; ++i)
+                threads_.emplace_back([this] { serve(); });
+        } catch (const std::system_error&) {
+        }
     }
 
     ~Pool() {
@@ -63,7 +68,7 @@ class Pool {
             thread.join();
     }
 
-    int workers() const { return static_cast<int>(threads_.size()); }
+    int wanted() const { return wanted_; }
     bool survived_fork() const { return owner_ == getpid(); }
 
     void run(Job& job) {
@@ -98,6 +103,7 @@ class Pool {
         }
     }
 
+    const int wanted_;
     const pid_t owner_;
     std::mutex mutex_;
     std::condition_variable wake_, idle_;
@@ -142,7 +148,7 @@ void parallel_for(size_t count, const std::function<void(size_t)>& task) {
     }
     if (pool != nullptr && !pool->survived_fork())
         pool = nullptr; // the parent's threads do not exist here and cannot be joined
-    if (pool == nullptr || pool->workers() != workers) {
+    if (pool == nullptr || pool->wanted() != workers) {
         delete pool;
         pool = nullptr;
         pool = new Pool(workers);

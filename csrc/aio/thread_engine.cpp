@@ -15,8 +15,13 @@ namespace {
 class ThreadEngine final : public Engine {
   public:
     explicit ThreadEngine(const Options& options) : Engine(options) {
-        for (int i = 0; i < options.threads; ++i) {
-            threads_.emplace_back([this] { run(); });
+        try {
+            for (int i = 0; i < options.threads; ++i) {
+                threads_.emplace_back([this] { run(); });
+            }
+        } catch (...) { // no more threads are to be had: those that run must not be left behind
+            close();
+            throw;
         }
     }
 

@@ -76,7 +76,12 @@ class UringEngine final : public Engine {
         std::promise<int> started;
         auto start = started.get_future();
         // The ring is made by the thread that will use it: IORING_SETUP_SINGLE_ISSUER binds it to that one.
-        thread_ = std::thread([this, &started] { run(started); });
+        try {
+            thread_ = std::thread([this, &started] { run(started); });
+        } catch (const std::system_error&) {
+            ::close(wake_fd_);
+            throw;
+        }
         if (const int error = start.get()) {
             thread_.join();
             ::close(wake_fd_);

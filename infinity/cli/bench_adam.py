@@ -62,7 +62,7 @@ def _count(text: str) -> int:
     factor = {"K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:].upper(), 1)
     try:
         count = int(float(text if factor == 1 else text[:-1]) * factor)
-    except ValueError:
+    except (ValueError, OverflowError):
         count = 0
     if count < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters; write 4096, 100M or 1.5B")

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from infinity.config import parse_size
+from infinity.config import parse_size, with_values
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -269,8 +269,8 @@ def _plot(path: Path, title: str, points: Sequence[SweepPoint]) -> None:
 def _write_config(path: Path, options: IoOptions) -> None:
     """Replace the `aio` settings in a configuration, or make one of them alone."""
     try:
-        config = json.loads(path.read_text()) if path.exists() else {}
-        config.setdefault("aio", {}).update(block_size=options.block_size_bytes, queue_depth=options.queue_depth)
+        found = {"aio.block_size": options.block_size_bytes, "aio.queue_depth": options.queue_depth}
+        config = with_values(path if path.exists() else {}, found)
         path.write_text(json.dumps(config, indent=2) + "\n")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ConfigError) as error:
         raise ConfigError(f"--write-config {path}: {error}") from error

@@ -76,13 +76,16 @@ def _processor() -> dict[str, Any]:
 def _memory() -> dict[str, str]:
     import psutil  # noqa: PLC0415
 
-    memory = psutil.virtual_memory()
+    from infinity.memory import available_memory_bytes, memory_limit_bytes  # noqa: PLC0415
+
+    limit = memory_limit_bytes()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     locked = "unlimited" if soft == resource.RLIM_INFINITY else format_size(soft)
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
-        "total": format_size(memory.total),
-        "available": format_size(memory.available),
+        "total": format_size(psutil.virtual_memory().total),
+        "container's limit": "none" if limit is None else format_size(limit),
+        "available": format_size(available_memory_bytes()),
         "memlock limit": locked,
         "transparent huge pages": huge.read_text().strip() if huge.exists() else "unknown",
     }

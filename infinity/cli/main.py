@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,10 +15,22 @@ from infinity.errors import InfinityError
 COMMANDS = (train, run, plan, timeline, convert_checkpoint, bench_io, bench_adam, env)
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_UNREAD = 141  # as a process has that dies of SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # `infinity env | head`: nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
+        return EXIT_UNREAD
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="infinity", description="Train models that do not fit the GPUs at hand.")
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     parser.add_argument("--verbose", action="store_true", help="log what is chosen and why")
@@ -33,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return code
 

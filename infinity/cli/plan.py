@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infinity.config import format_size, load_config, parse_size
+from infinity.cli.packages import needed_packages
+from infinity.config import format_size, load_config, parse_size, with_values
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,17 +29,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; returns the exit code."""
-    from infinity.cli.training.models import build_model  # noqa: PLC0415  (torch takes seconds)
-    from infinity.planner import plan_training  # noqa: PLC0415
+    with needed_packages("plan"):
+        from infinity.cli.training.models import build_model  # noqa: PLC0415  (torch takes seconds)
+        from infinity.planner import plan_training  # noqa: PLC0415
 
-    values = json.loads(args.config.read_text()) if args.host_memory and args.config.is_file() else args.config
-    if args.host_memory:
-        values = {**values, "tiering": {**values.get("tiering", {}), "host_memory": args.host_memory}}
+    changes = {} if args.host_memory is None else {"tiering.host_memory": args.host_memory}
+    config = load_config(with_values(args.config, changes))
     try:
         rate = None if args.disk is None else parse_size(args.disk)
     except ValueError as error:
         raise ConfigError(f"--disk: {error}") from error
-    plan = plan_training(build_model(args.model)[0], load_config(values))
+    plan = plan_training(build_model(args.model)[0], config)
     seconds = None if not rate else (plan.read_bytes + plan.write_bytes) / rate
     if args.json:
         print(json.dumps({**plan.facts(), "disk_s_per_step": seconds}))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from infinity.errors import ConfigError
 
+_COMMAND = Path(__file__).parent / "launch" / "command.py"  # not -m, which looks in the working directory first
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
@@ -68,7 +70,7 @@ def _target(args: argparse.Namespace) -> list[str]:
     if args.is_module:
         return ["-m", args.script, *args.arguments]
     if args.script == "train" and not Path(args.script).exists():
-        return ["-m", "infinity.cli.main", "train", *args.arguments]
+        return [str(_COMMAND), "train", *args.arguments]
     if not Path(args.script).is_file():
         raise ConfigError(f"{args.script} is no file: give a Python script, `train`, or -m and a module")
     return [args.script, *args.arguments]

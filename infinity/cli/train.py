@@ -7,7 +7,8 @@ import math
 import sysconfig
 from pathlib import Path
 
-from infinity.errors import ConfigError, InfinityError
+from infinity.cli.packages import needed_packages
+from infinity.errors import ConfigError
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,7 +18,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--data", type=Path, nargs="+", help="text files or directories (default: Python's own library)"
     )
-    parser.add_argument("--tokenizer", type=Path, help="a tokenizer directory (default: bytes)")
+    parser.add_argument(
+        "--tokenizer", help="a tokenizer directory, or `bytes` (default: the model directory's, or else bytes)"
+    )
     parser.add_argument("--config", type=Path, required=True, help="a DeepSpeed-style JSON file")
     parser.add_argument("--steps", type=int, default=100, help="updates to train for, those before --resume included")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens in a sample")
@@ -45,12 +48,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     if args.lr is not None and not 0 <= args.lr < math.inf:
         raise ConfigError(f"--lr is {args.lr}; it must be a number from 0 on")
-    try:
+    with needed_packages("train"):
         from infinity.cli.training.loop import Settings, train  # noqa: PLC0415  (torch and transformers take seconds)
-    except ModuleNotFoundError as error:
-        raise InfinityError(
-            f"infinity train needs {error.name}: python -m pip install 'infinity-tiering[train]'"
-        ) from error
     return train(
         Settings(
             model=args.model,

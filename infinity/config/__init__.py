@@ -1,6 +1,6 @@
 """The typed schema of the JSON file."""
 
-from infinity.config.load import load_config
+from infinity.config.load import load_config, with_values
 from infinity.config.resolve import default_tile_bytes
 from infinity.config.resolved import (
     AioConfig,
@@ -29,4 +29,5 @@ __all__ = [
     "format_size",
     "load_config",
     "parse_size",
+    "with_values",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel, ValidationError
 
 from infinity.config.keys import DEPRECATED, NO_EFFECT, REFUSED, asks_for_nothing
+from infinity.config.read import check_values, read_json
 from infinity.config.resolve import resolve
 from infinity.config.resolved import Config
 from infinity.config.schema import RootSection
-from infinity.config.values import switch
+from infinity.config.values import shown, switch
 from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -51,31 +51,9 @@ def load_config(source: ConfigSource, *, auto: Mapping[str, Any] | None = None, 
 # Reading #
 
 
-def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(source, Mapping):
-        return dict(source)
-    path = Path(source)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    try:
-        values = json.loads(text, object_pairs_hook=_without_duplicates)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{path} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}"
-        ) from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not {type(values).__name__}")
-    return values
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Python's parser keeps the last of two equal keys, silently."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
-        raise ConfigError(f"configuration key `{twice}` is given twice in one section; remove one")
+def _read(source: ConfigSource) -> dict[str, Any]:
+    values = dict(source) if isinstance(source, Mapping) else read_json(source)
+    check_values(values)
     return values
 
 
@@ -115,9 +93,30 @@ def _fill(values: dict[str, Any], auto: Mapping[str, Any]) -> None:
             section = section.get(parent) if isinstance(section, dict) else None
         if not isinstance(section, dict) or section.get(last) != "auto":
             found = section.get(last) if isinstance(section, dict) else None
-            raise ConfigError(f"a value is given for {path}, which is {found!r} in the configuration and not 'auto'")
+            raise ConfigError(
+                f"a value is given for {path}, which is {shown(found)} in the configuration and not 'auto'"
+            )
         section[last] = value
         _log.info("configuration key %s is auto: %s was given", path, value)
+
+
+def with_values(source: ConfigSource, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a configuration with other values for some keys, given by dotted path.
+
+    Raises:
+        ConfigError: the source cannot be read, or has something else where a section should be.
+    """
+    values = _nest(_read(source))
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        section = values
+        for parent in parents:
+            section[parent] = {} if section.get(parent) is None else section[parent]
+            if not isinstance(section[parent], dict):
+                raise ConfigError(f"{parent} is {shown(section[parent])}; {_AN_OBJECT}")
+            section = section[parent]
+        section[last] = value
+    return values
 
 
 # Keys #
@@ -152,7 +151,7 @@ def _classify(values: dict[str, Any]) -> None:
     for path, value in list(_entries(values, sections)):
         if path in REFUSED:
             if not asks_for_nothing(path, value):
-                raise ConfigError(f"{path} is {value!r}: {REFUSED[path]}; remove the key")
+                raise ConfigError(f"{path} is {shown(value)}: {REFUSED[path]}; remove the key")
             _log.info("configuration key %s is switched off, and would be refused otherwise", path)
             _remove(values, path)
         elif path in NO_EFFECT:
@@ -169,7 +168,7 @@ def _classify(values: dict[str, Any]) -> None:
                 _remove(values, path)
         elif path in sections:  # of which nothing is honoured
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{path} is {value!r}; {_AN_OBJECT}")
+                raise ConfigError(f"{path} is {shown(value)}; {_AN_OBJECT}")
             _remove(values, path)
         else:
             raise ConfigError(_unknown(path, known))
@@ -232,6 +231,6 @@ def _first_problem(error: ValidationError) -> str:
     if problem["type"] == "missing":
         return f"{path} is missing; add it, or remove the section"
     if problem["type"] in ("model_type", "dict_type"):
-        return f"{path} is {problem['input']!r}; {_AN_OBJECT}"
+        return f"{path} is {shown(problem['input'])}; {_AN_OBJECT}"
     demand = problem["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
-    return f"{path} is {problem['input']!r}; {demand}"
+    return f"{path} is {shown(problem['input'])}; {demand}"

@@ -203,6 +203,6 @@ def _tiering(
         tile_size_bytes=tiering.tile_size or default_tile_bytes(len(nvme) if states.device == "nvme" else 0),
         activations=activations,
         activation_memory_bytes=tiering.activation_memory,
-        timeline=tiering.timeline,
+        timeline=None if tiering.timeline is None else Path(tiering.timeline),
         timeline_steps=tiering.timeline_steps,
     )

@@ -6,13 +6,17 @@ field is honoured; what changes nothing here, or is refused, is listed in keys.p
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from infinity.config.sizes import parse_size
 from infinity.config.values import boolean
+
+BLOCK_ALIGN_BYTES = 4096
+MOST_IN_FLIGHT = 4096  # requests of a megabyte: far more than any drive serves at a time
+MOST_THREADS = 1024
 
 
 def _number(value: Any) -> Any:
@@ -28,7 +32,23 @@ def _count(value: Any) -> Any:
 
 
 def _size_or_auto(value: Any) -> Any:
-    return None if value == "auto" else parse_size(value)
+    return None if value is None or value == "auto" else parse_size(value)
+
+
+def _block_size(nbytes: int) -> int:
+    if nbytes % BLOCK_ALIGN_BYTES:
+        raise ValueError(f"it must be a multiple of {BLOCK_ALIGN_BYTES} bytes, which direct I/O needs, such as 1MiB")
+    return nbytes
+
+
+def _file_name(value: str) -> str:
+    try:
+        encoded = os.fsencode(value)
+    except UnicodeEncodeError:
+        encoded = b""
+    if not encoded or b"\0" in encoded:
+        raise ValueError("it must be a path: not empty, without null characters, encodable")
+    return value
 
 
 def _name(value: Any) -> Any:
@@ -37,9 +57,10 @@ def _name(value: Any) -> Any:
 
 Bool = Annotated[bool, BeforeValidator(boolean)]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-Count = Annotated[int, BeforeValidator(_count)]
+Count = Annotated[int, BeforeValidator(_count), Field(lt=1 << 63)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 SizeOrAuto = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_size_or_auto)]
+FileName = Annotated[str, AfterValidator(_file_name)]
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_name)]
 
 
@@ -79,7 +100,7 @@ class DataTypesSection(Section):
 
 class OffloadSection(Section):
     device: Literal["none", "cpu", "nvme"] = "none"
-    nvme_path: str | None = None
+    nvme_path: FileName | None = None
 
 
 class ZeroSection(Section):
@@ -90,16 +111,16 @@ class ZeroSection(Section):
 
 
 class AioSection(Section):
-    block_size: Size = 1 << 20
-    queue_depth: Count = Field(32, ge=1)
-    intra_op_parallelism: Count = Field(2, ge=1)
+    block_size: Annotated[Size, Field(le=1 << 30), AfterValidator(_block_size)] = 1 << 20
+    queue_depth: Count = Field(32, ge=1, le=MOST_IN_FLIGHT)
+    intra_op_parallelism: Count = Field(2, ge=1, le=MOST_THREADS)
     sqpoll: Bool = False
     iopoll: Bool = False
     use_gds: Bool = False
 
 
 class NvmeSection(Section):
-    path: str
+    path: FileName
     capacity: SizeOrAuto = None
     bandwidth: SizeOrAuto = None
 
@@ -120,7 +141,7 @@ class TieringSection(Section):
     tile_size: SizeOrAuto = None
     activations: Literal["auto", "none", "cpu", "nvme"] = "auto"
     activation_memory: Size = 256 << 20
-    timeline: Path | None = None
+    timeline: FileName | None = None
     timeline_steps: Count = Field(100, ge=1)
 
 

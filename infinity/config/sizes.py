@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from infinity.config.values import shown
+
 _UNITS = {
     "": 1,
     "b": 1,
@@ -20,6 +22,7 @@ _UNITS = {
     "gib": 1 << 30,
     "tib": 1 << 40,
 }
+_TOO_MANY = 2.0**62
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -33,8 +36,11 @@ def parse_size(value: int | float | str) -> int:
         raise ValueError(f"{value!r} is not a size")
     match = _PATTERN.fullmatch(str(value))
     if match is None or match.group(2).lower() not in _UNITS:
-        raise ValueError(f"{value!r} is not a size; write bytes, or a number with a unit such as 16MiB or 2GB")
-    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+        raise ValueError(f"{shown(value)} is not a size; write bytes, or a number with a unit such as 16MiB or 2GB")
+    nbytes = float(match.group(1)) * _UNITS[match.group(2).lower()]
+    if nbytes >= _TOO_MANY:
+        raise ValueError(f"{shown(value)} is more than any machine has")
+    return int(nbytes)
 
 
 def format_size(nbytes: float) -> str:

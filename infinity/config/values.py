@@ -7,6 +7,14 @@ from typing import Any
 
 from infinity.errors import ConfigError
 
+_SHOWN_CHARS = 100
+
+
+def shown(value: Any) -> str:
+    """A value in a message, as much as a reader would look at."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
 
 def boolean(value: Any) -> Any:
     """Common files write "true" for true."""
@@ -24,7 +32,7 @@ def switch(path: str, value: Any) -> bool:
     value = boolean(value)
     if isinstance(value, bool):
         return value
-    raise ConfigError(f"{path} is {value!r}; it must be true or false")
+    raise ConfigError(f"{path} is {shown(value)}; it must be true or false")
 
 
 def number(path: str, value: Any, *, least: float = -math.inf, below: float = math.inf) -> float:
@@ -35,14 +43,14 @@ def number(path: str, value: Any, *, least: float = -math.inf, below: float = ma
     """
     try:
         found = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = math.nan
     if math.isfinite(found) and least <= found < below:
         return found
     demand = "a finite number"
     demand += f" of at least {least:g}" if least > -math.inf else ""
     demand += f", less than {below:g}" if below < math.inf else ""
-    raise ConfigError(f"{path} is {value!r}; it must be {demand}")
+    raise ConfigError(f"{path} is {shown(value)}; it must be {demand}")
 
 
 def whole(path: str, value: Any, *, least: int) -> int:
@@ -56,5 +64,5 @@ def whole(path: str, value: Any, *, least: int) -> int:
     except ConfigError:
         found = math.nan
     if not found.is_integer():
-        raise ConfigError(f"{path} is {value!r}; it must be a whole number of at least {least}")
+        raise ConfigError(f"{path} is {shown(value)}; it must be a whole number of at least {least}")
     return int(found)

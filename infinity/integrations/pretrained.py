@@ -51,14 +51,17 @@ def pretrained_model(path: str | Path, *, model_class: Any | None = None) -> tup
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is no directory of a transformers model: it has no config.json")
     try:
-        architecture = AutoConfig.from_pretrained(path, local_files_only=True)
+        architecture = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} has a config.json that transformers does not take: {error}") from error
     if getattr(architecture, "quantization_config", None) is not None:
         raise ConfigError(f"{path} has quantised weights, which cannot be trained; take the original model")
     architecture.dtype = None  # masters keep what is stored; the engine chooses what it computes in
-    with construct_on_meta():
-        model = _build(architecture, model_class or _class_of(path, architecture))
+    try:
+        with construct_on_meta():
+            model = _build(architecture, model_class or _class_of(path, architecture))
+    except ValueError as error:
+        raise ConfigError(f"{path} has a model that transformers does not build: {error}") from error
     weights = PretrainedWeights(path, model)
     weights.load_buffers(model)
     return model, weights
@@ -74,6 +77,9 @@ def _class_of(path: Path, architecture: PretrainedConfig) -> Any:
 
 
 def _build(architecture: PretrainedConfig, model_class: Any) -> nn.Module:
-    build = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config", None) or model_class
-    model: nn.Module = build(architecture)
+    model: nn.Module
+    if hasattr(model_class, "from_config"):  # one of the Auto classes, which otherwise ask on standard input
+        model = model_class.from_config(architecture, trust_remote_code=False)
+    else:
+        model = getattr(model_class, "_from_config", model_class)(architecture)
     return model

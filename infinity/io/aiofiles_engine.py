@@ -8,6 +8,7 @@ import errno
 import os
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -16,23 +17,49 @@ from typing import Literal
 import aiofiles
 
 from infinity.errors import InfinityError, StorageError
+from infinity.io.directory import reopened
 from infinity.io.interface import IoEngine, IoFile, IoFuture, IoOptions, IoStats, Priority, Span, failure
+from infinity.io.threads import MORE_THREADS, start_thread
 from infinity.telemetry import Times
+
+
+class _Descriptor:
+    """An open file that every request opens once more, for a position of its own; closed with the last user."""
+
+    def __init__(self, source: Path, read_only: bool) -> None:
+        number = os.open(source, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC)
+        self.path = reopened(number)
+        self.mode: Literal["rb", "r+b"] = "rb" if read_only else "r+b"
+        self._close = weakref.finalize(self, os.close, number)
+        self._lock = threading.Lock()
+        self._users = 1
+
+    def hold(self) -> None:
+        """There is another user."""
+        with self._lock:
+            self._users += 1
+
+    def drop(self) -> None:
+        """A user is through with it."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._close()
 
 
 class _PlainFile(IoFile):
     """Goes through the page cache, so nothing needs to be aligned."""
 
-    def __init__(self, path: Path, read_only: bool) -> None:
-        os.close(os.open(path, os.O_RDONLY if read_only else os.O_RDWR))  # raises what opening would
-        self.path = path
-        self.mode: Literal["rb", "r+b"] = "rb" if read_only else "r+b"
+    def __init__(self, source: Path, read_only: bool, name: Path) -> None:
+        self.opened: _Descriptor | None = _Descriptor(source, read_only)
+        self.path = name
         self.direct = False
         self.alignment = 1
-        self.closed = False
 
     def close(self) -> None:
-        self.closed = True
+        opened, self.opened = self.opened, None
+        if opened is not None:
+            opened.drop()  # requests under way hold it
 
 
 class _Stamps:
@@ -77,11 +104,14 @@ class AiofilesEngine(IoEngine):
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(options.threads)
-        self._thread = threading.Thread(target=self._loop.run_forever, name="infinity-aiofiles", daemon=True)
-        self._thread.start()
+        try:
+            self._thread = start_thread(self._loop.run_forever, "infinity-aiofiles")
+        except BaseException:
+            self._loop.close()
+            raise
 
-    def _open(self, path: Path, read_only: bool) -> IoFile:
-        return _PlainFile(path, read_only)
+    def _open(self, source: Path, read_only: bool, name: Path) -> IoFile:
+        return _PlainFile(source, read_only, name)
 
     def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
         return self._submit("read", file, offset, span)
@@ -92,25 +122,29 @@ class AiofilesEngine(IoEngine):
     def _submit(self, operation: str, file: IoFile, offset: int, span: Span) -> IoFuture:
         if not isinstance(file, _PlainFile):
             raise TypeError(f"{file.path} was opened by another engine")
-        if file.closed:
+        if file.opened is None:
             raise StorageError(errno.EBADF, "the file is closed", str(file.path), offset)
         if os.getpid() != self._owner:
             raise InfinityError("this I/O engine belongs to the parent process; open one in the child")
         if self._closed:
             raise InfinityError("the I/O engine is closed")
+        file.opened.hold()
         stamps = _Stamps()
-        moving = self._timed_move(operation, file, offset, span, stamps)
+        moving = self._timed_move(operation, file.path, file.opened, offset, span, stamps)
         return _PlainFuture(asyncio.run_coroutine_threadsafe(moving, self._loop), stamps)
 
-    async def _timed_move(self, operation: str, file: _PlainFile, offset: int, span: Span, stamps: _Stamps) -> int:
+    async def _timed_move(
+        self, operation: str, name: Path, file: _Descriptor, offset: int, span: Span, stamps: _Stamps
+    ) -> int:
         async with self._slots:
             stamps.started_s = time.perf_counter()
             try:
-                return await self._move(operation, file, offset, span)
+                return await self._move(operation, name, file, offset, span)
             finally:
+                file.drop()
                 stamps.finished_s = time.perf_counter()
 
-    async def _move(self, operation: str, file: _PlainFile, offset: int, span: Span) -> int:
+    async def _move(self, operation: str, name: Path, file: _Descriptor, offset: int, span: Span) -> int:
         view = memoryview((ctypes.c_char * span.nbytes).from_address(span.address)).cast("B")
         moved = 0
         try:
@@ -123,7 +157,10 @@ class AiofilesEngine(IoEngine):
                         raise OSError(errno.ENODATA, "end of file")
                     moved += count
         except OSError as error:
-            raise failure(error.errno or errno.EIO, operation, file.path, offset + moved) from error
+            raise failure(error.errno or errno.EIO, operation, name, offset + moved) from error
+        except RuntimeError as error:  # the executor has no thread, and cannot start one
+            message = f"{operation} failed: {error} ({MORE_THREADS})"
+            raise StorageError(errno.EAGAIN, message, str(name), offset + moved) from error
         with self._stats_lock:
             self._moved[operation] += moved
             self._requests += 1

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from infinity.errors import ConfigError, StorageError
+from infinity.io.directory import open_directory
 from infinity.io.interface import IoFuture, IoOptions, Priority, Span, create_file
 from infinity.io.probe import open_engine
 
@@ -66,10 +67,13 @@ def bench_file(directory: Path, size_bytes: int) -> Iterator[Path]:
     Raises:
         StorageError: the directory cannot be used, or the file would fill the drive.
     """
+    descriptor = open_directory(directory)
     try:
-        space = os.statvfs(directory)
+        space = os.fstatvfs(descriptor)
     except OSError as error:
         raise StorageError(error.errno or errno.EIO, "cannot use this path", str(directory), 0) from error
+    finally:
+        os.close(descriptor)
     free = space.f_bavail * space.f_frsize
     if size_bytes > free - _SPARE_SHARE * space.f_blocks * space.f_frsize:
         raise StorageError(
@@ -80,7 +84,7 @@ def bench_file(directory: Path, size_bytes: int) -> Iterator[Path]:
         )
     path = directory / f"infinity-bench-{secrets.token_hex(4)}.tmp"
     try:
-        create_file(path, size_bytes)
+        os.close(create_file(path, size_bytes))
         yield path
     finally:
         path.unlink(missing_ok=True)

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from infinity.errors import StorageError
+from infinity.errors import InfinityError, StorageError
 from infinity.io.interface import IoFuture
+from infinity.io.threads import MORE_THREADS
 from infinity.telemetry import Times
 
 
@@ -95,7 +96,10 @@ class DeviceReads:
         self, pieces: Sequence[tuple[Path, int, int]], target: torch.Tensor, wait: Callable[[], None]
     ) -> IoFuture:
         """Start filling `target` (uint8, on the device) with (path, offset, nbytes) after `wait` has returned."""
-        return _DeviceRead(self._worker.submit(self._timed_read, tuple(pieces), target, wait))
+        try:
+            return _DeviceRead(self._worker.submit(self._timed_read, tuple(pieces), target, wait))
+        except RuntimeError as error:
+            raise InfinityError(f"a read into device memory gets no thread ({error}): {MORE_THREADS}") from error
 
     def _timed_read(
         self, pieces: Sequence[tuple[Path, int, int]], target: torch.Tensor, wait: Callable[[], None]

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from infinity.errors import StorageError
+from infinity.config.schema import BLOCK_ALIGN_BYTES, MOST_IN_FLIGHT, MOST_THREADS
+from infinity.errors import ConfigError, StorageError
+from infinity.io.directory import create_private, reopened, reserve
 from infinity.telemetry import Times
 
 
@@ -51,6 +53,18 @@ class IoOptions:
     threads: int = 8
     sqpoll: bool = False
     iopoll: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what the kernel would refuse later, or what no memory holds."""
+        if self.block_size_bytes < 1 or self.block_size_bytes % BLOCK_ALIGN_BYTES:
+            raise ConfigError(
+                f"the block size is {self.block_size_bytes} bytes; it must be a multiple of {BLOCK_ALIGN_BYTES}, which "
+                "direct I/O needs, such as 1MiB"
+            )
+        if not 1 <= self.queue_depth <= MOST_IN_FLIGHT:
+            raise ConfigError(f"the queue depth is {self.queue_depth}; it must be between 1 and {MOST_IN_FLIGHT}")
+        if not 1 <= self.threads <= MOST_THREADS:
+            raise ConfigError(f"the number of threads is {self.threads}; it must be between 1 and {MOST_THREADS}")
 
 
 @dataclass(frozen=True)
@@ -114,32 +128,37 @@ class IoEngine(ABC):
         *,
         create: bool = False,
         read_only: bool = False,
-        size_bytes: int | None = None,
+        size_bytes: int = 0,
+        descriptor: int | None = None,
     ) -> IoFile:
         """Open a file, with O_DIRECT where the filesystem has it.
 
         Args:
             create: make the file, with mode 0600; it must not exist.
-            size_bytes: reserve this much space.
+            size_bytes: reserve this much space in a file that is created.
+            descriptor: the file, where it is open already; `path` is then its name in messages and opens nothing.
 
         Raises:
             StorageError: it cannot be opened, created or reserved; a file that was created is removed.
         """
         path = Path(path)
         if create:
-            create_file(path, size_bytes or 0)
-        elif size_bytes is not None:
-            _reserve(path, size_bytes)
-        try:
-            return self._open(path, read_only)
-        except OSError as error:
-            if create:
+            created = create_file(path, size_bytes)
+            try:
+                return self.open(path, read_only=read_only, descriptor=created)
+            except BaseException:
                 path.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(created)
+        try:
+            return self._open(path if descriptor is None else reopened(descriptor), read_only, path)
+        except OSError as error:
             raise StorageError(error.errno or errno.EIO, "cannot open", str(path), 0) from error
 
     @abstractmethod
-    def _open(self, path: Path, read_only: bool) -> IoFile:
-        """Open an existing file; raises OSError."""
+    def _open(self, source: Path, read_only: bool, name: Path) -> IoFile:
+        """Open an existing file that is known as `name`; raises OSError."""
 
     @abstractmethod
     def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
@@ -186,30 +205,23 @@ def check_aligned(file: IoFile, offset: int, span: Span) -> None:
             )
 
 
-def create_file(path: Path, size_bytes: int) -> None:
-    """Create a file of reserved space, readable by its owner only."""
+def create_file(path: Path, size_bytes: int) -> int:
+    """A descriptor of a new file of reserved space, readable by its owner only.
+
+    Raises:
+        StorageError: it cannot be created or reserved; nothing is left behind.
+    """
     try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        descriptor = create_private(path)
     except OSError as error:
         raise StorageError(error.errno or errno.EIO, "cannot create", str(path), 0) from error
-    os.close(descriptor)
-    if size_bytes:
-        try:
-            _reserve(path, size_bytes)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-
-
-def _reserve(path: Path, size_bytes: int) -> None:
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.posix_fallocate(descriptor, 0, size_bytes)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"cannot reserve {size_bytes} bytes", str(path), 0) from error
+        reserve(descriptor, size_bytes, path)
+    except BaseException:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+        raise
+    return descriptor
 
 
 def failure(error: int, operation: str, path: Path, offset: int) -> StorageError:

@@ -21,6 +21,7 @@ from infinity.io.interface import (
     check_aligned,
     failure,
 )
+from infinity.io.threads import MORE_THREADS
 from infinity.telemetry import Times
 
 _log = logging.getLogger(__name__)
@@ -28,10 +29,10 @@ _WITHOUT_TIMEOUT = -1.0
 
 
 class _NativeFile(IoFile):
-    def __init__(self, path: Path, read_only: bool, engine: _aio.Engine) -> None:
-        self._native: _aio.File | None = _aio.File(str(path), read_only)
+    def __init__(self, source: Path, read_only: bool, name: Path, engine: _aio.Engine) -> None:
+        self._native: _aio.File | None = _aio.File(str(source), read_only)
         self._engine = engine
-        self.path = path
+        self.path = name
         self.direct = self._native.direct
         self.alignment = self._native.alignment
 
@@ -96,10 +97,10 @@ class NativeEngine(IoEngine):
         )
         self._registered: list[Span] = []  # the kernel uses their pages until the engine is closed
 
-    def _open(self, path: Path, read_only: bool) -> IoFile:
-        file = _NativeFile(path, read_only, self._engine)
+    def _open(self, source: Path, read_only: bool, name: Path) -> IoFile:
+        file = _NativeFile(source, read_only, name, self._engine)
         if not file.direct:
-            _log.warning("%s: no direct I/O on this filesystem; reads and writes go through the page cache", path)
+            _log.warning("%s: no direct I/O on this filesystem; reads and writes go through the page cache", name)
         return file
 
     def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
@@ -145,6 +146,8 @@ def uring_problem() -> str:
     try:
         NativeEngine("io_uring", IoOptions(queue_depth=2)).close()
     except OSError as error:
+        if error.errno == errno.EAGAIN:
+            return f"it gets no thread: {MORE_THREADS}"
         return f"the kernel refuses it ({os.strerror(error.errno or 0)}){_refusal_hint()}"
     return ""
 

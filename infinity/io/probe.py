@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import dataclass
 from functools import lru_cache
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
+from infinity.extension import missing_extension
 from infinity.io.aiofiles_engine import AiofilesEngine
 from infinity.io.interface import IoEngine, IoOptions
+from infinity.io.threads import MORE_THREADS
 
 try:
     from infinity.io.native import NativeEngine, uring_problem
 
     _NATIVE_PROBLEM = ""
 except ImportError as error:  # the extension is not built
-    _NATIVE_PROBLEM = f"the native extension is missing ({error})"
+    _NATIVE_PROBLEM = f"the native extension is missing: {missing_extension('_aio')} ({error})"
 
 _log = logging.getLogger(__name__)
 BACKENDS = ("io_uring", "threads", "aiofiles")
@@ -69,4 +72,6 @@ def _open(backend: str, options: IoOptions) -> IoEngine:
     try:
         return NativeEngine(backend, options)
     except OSError as error:
+        if error.errno == errno.EAGAIN:
+            raise InfinityError(f"I/O backend {backend} gets no thread: {MORE_THREADS}") from error
         raise ConfigError(f"I/O backend {backend} cannot start with {options}: {error.strerror}") from error

@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 
 from infinity.errors import InfinityError
+from infinity.extension import missing_extension
 
 try:
     from infinity import _adam
 except ImportError as error:
-    raise InfinityError(
-        f"the native optimizer kernels are missing ({error}); install infinity with a C++ compiler at hand: "
-        "python -m pip install ."
-    ) from error
+    raise InfinityError(f"the native optimizer kernels are missing: {missing_extension('_adam')} ({error})") from error
 
 __all__ = ["DTYPES", "_adam", "check"]
 

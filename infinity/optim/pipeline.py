@@ -25,6 +25,7 @@ import torch
 
 from infinity.errors import InfinityError
 from infinity.io import IoFuture, Priority
+from infinity.io.threads import start_thread
 from infinity.kernels import Dither, Rule
 from infinity.memory import Lease
 from infinity.optim.formats import StateLayout, update
@@ -151,8 +152,7 @@ class UpdatePipeline:
         self._leaving = False
         self._owner = os.getpid()
         self._idle = True
-        self._thread = threading.Thread(target=self._run, name="infinity-update", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "infinity-update")
         atexit.register(self._leave)
 
     # Called from the compute thread #

@@ -35,7 +35,7 @@ class MemoryNeeds:
         grads_bytes: gradients that may usefully be held.
         states_bytes: all optimizer states whose home is below this tier.
         always_bytes: what lives in this tier whatever the budget (states and parameters whose home it is).
-        largest_unit: name of the largest unit, for the error message, and its bytes.
+        largest_unit: name of the largest unit, for the error message, its bytes, and whether it is an embedding.
     """
 
     tile_bytes: int
@@ -50,6 +50,7 @@ class MemoryNeeds:
     always_bytes: int
     largest_unit: str
     largest_unit_bytes: int = 0
+    largest_is_embedding: bool = False
 
     @property
     def least_bytes(self) -> int:
@@ -87,7 +88,8 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySpl
             f"(largest unit `{needs.largest_unit}`), gradients {format_size(needs.grads_min_bytes)}, "
             f"optimizer tiles {format_size(needs.ring_min_bytes)}, always held {format_size(needs.always_bytes)}. "
             f"Raise {key} to {needs.least_bytes} bytes or more, lower tiering.tile_size, "
-            "or move a section to nvme." + alone(needs.largest_unit, needs.largest_unit_bytes, capacity_bytes)
+            "or move a section to nvme."
+            + alone(needs.largest_unit, needs.largest_unit_bytes, capacity_bytes, needs.largest_is_embedding)
         )
     ring = min(needs.ring_bytes, capacity_bytes // _RING_SHARE, needs.ring_min_bytes + spare)
     ring = max(needs.ring_min_bytes, ring // needs.tile_bytes * needs.tile_bytes)
@@ -101,10 +103,15 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySpl
     return MemorySplit(params, grads, min(needs.states_bytes, spare), ring)
 
 
-def alone(unit: str, unit_bytes: int, capacity_bytes: int) -> str:
+def alone(unit: str, unit_bytes: int, capacity_bytes: int, is_embedding: bool) -> str:
     """What to do about a unit that no schedule can fit; nothing if it would fit."""
     if unit_bytes <= capacity_bytes:
         return ""
+    if is_embedding:
+        return (
+            f" Unit `{unit}` alone is larger than that ({format_size(unit_bytes)}) and is an embedding, which is held "
+            "as a whole while it is used: only a larger budget helps, a smaller vocabulary, or bf16 for fp32."
+        )
     return (
         f" Unit `{unit}` alone is larger than that ({format_size(unit_bytes)}): replace its large nn.Linear layers by "
         "infinity.zero.TiledLinear, whose parts are units of their own."

@@ -80,7 +80,7 @@ class ActivationFiles:
 class _File:
     def __init__(self, engine: IoEngine, directory: Path, rank: int) -> None:
         self.owned = create_owned(directory, rank, 0)
-        self.file = engine.open(self.owned.path)
+        self.file = engine.open(self.owned.path, descriptor=self.owned.descriptor)
         self.free = FreeList(0)
         self._size = 0
 
@@ -94,11 +94,7 @@ class _File:
 
     def _grow(self, nbytes: int) -> None:
         try:
-            descriptor = os.open(self.owned.path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                os.posix_fallocate(descriptor, self._size, nbytes)
-            finally:
-                os.close(descriptor)
+            os.posix_fallocate(self.owned.descriptor, self._size, nbytes)
         except OSError as error:
             raise StorageError(
                 error.errno or errno.EIO,

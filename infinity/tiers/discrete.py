@@ -141,7 +141,7 @@ class DiscreteParams(ParamStore):
 
     def create_failed(self, unit: int) -> None:
         if unit in self._images:
-            self._leave_image(unit, None)
+            self._leave_image(unit)
 
     def fetch_start(self, unit: int, priority: Priority, *, updated: bool = False) -> bool:
         spec = self.specs[unit]

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from infinity.tiers.swap_file import OwnedFile, create_owned, remove_stale
 
 _log = logging.getLogger(__name__)
 ALIGN_BYTES = 4096
+_PROBE_BLOCK_BYTES, _PROBE_DEPTH = 4 << 20, 64
 _PROBE_BYTES = 128 << 20  # a tenth of a second on a drive worth its slot
 
 
@@ -138,7 +139,7 @@ class SwapSpace:
             for stripe, size in zip(self._stripes, self._striping.sizes, strict=True):
                 self._owned.append(create_owned(stripe.path, self._rank, size))
             for engine, owned in zip(self._engines, self._owned, strict=True):
-                self._files.append(engine.open(owned.path))
+                self._files.append(engine.open(owned.path, descriptor=owned.descriptor))
         except BaseException:
             self.close()
             raise
@@ -275,6 +276,11 @@ def _weights(paths: Sequence[SwapPath], drives: Sequence[int], options: IoOption
 
 
 def _measure(directory: Path, options: IoOptions, backend: str) -> float:
+    options = replace(  # more tells nothing, and takes memory that is the model's
+        options,
+        block_size_bytes=min(options.block_size_bytes, _PROBE_BLOCK_BYTES),
+        queue_depth=min(options.queue_depth, _PROBE_DEPTH),
+    )
     size = max(16 * options.block_size_bytes, min(_PROBE_BYTES, _free_bytes(directory) // 8))
     arena = Arena(4 * options.block_size_bytes * options.queue_depth)
     try:

@@ -3,91 +3,128 @@
 [Note: who owns a swap file]
 A swap file belongs to one process, which holds an exclusive `flock` on it for as long as it lives. The kernel
 drops the lock when the process dies, however it dies, so a file whose lock can be taken is a dead run's and is
-removed at the next start. Looking and creating happen under a lock on the directory itself, so that two
-starting runs do not take each other's new files for dead ones. Process ids would not do: they are reused, and
-mean nothing across containers that share a drive.
+removed at the next start. A new file is locked under a name of its own before it gets that of a swap file, so that
+no starting run sees one that is not locked yet. Nobody ever waits for a lock: others may hold one on anything here.
+Process ids would not do: they are reused, and mean nothing across containers that share a drive.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import signal
+import stat
 import threading
+import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from infinity.errors import StorageError
+from infinity.io.directory import create_private, open_directory
 
-_PREFIX, _SUFFIX = "infinity-", ".swap"
+_log = logging.getLogger(__name__)
+_PREFIX, _SUFFIX, _NEW = "infinity-", ".swap", ".new"
+_NEW_FOR_S = 60.0  # far longer than a file has the name that it is locked under
+
+
+def open_swap_directory(directory: Path) -> int:
+    """A descriptor of a directory for swap files, which is made if it is missing.
+
+    Raises:
+        StorageError: it cannot be made or used.
+    """
+    return open_directory(directory, "nvme path", make=True)
 
 
 def remove_stale(directory: Path) -> list[Path]:
-    """Remove the swap files of dead runs in `directory`; returns what was removed.
+    """Remove the swap files of dead runs in `directory`, which is made if it is missing; returns what was removed.
 
     Raises:
         StorageError: the directory cannot be used.
     """
-    with _locked(directory):
-        return _remove_stale(directory)
+    descriptor = open_swap_directory(directory)
+    try:
+        with os.scandir(descriptor) as entries:
+            names = sorted(entry.name for entry in entries)
+        return [directory / name for name in names if _removed(descriptor, name)]
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, "cannot look for old swap files", str(directory), 0) from error
+    finally:
+        os.close(descriptor)
 
 
-def _remove_stale(directory: Path) -> list[Path]:
-    removed = []
-    for path in sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}")):
-        try:
-            fd = os.open(path, os.O_RDWR)
-        except OSError:
-            continue  # another user's, or just removed
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            removed.append(path)
-        except BlockingIOError:
-            pass  # its owner lives
-        finally:
-            os.close(fd)
-    return removed
+def _removed(directory: int, name: str) -> bool:
+    """Remove a swap file if its owner is dead; links, pipes and the like are none."""
+    if not name.startswith(_PREFIX) or not name.endswith((_SUFFIX, _SUFFIX + _NEW)):
+        return False
+    try:
+        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        if not stat.S_ISREG(found.st_mode) or (name.endswith(_NEW) and time.time() - found.st_mtime < _NEW_FOR_S):
+            return False
+        file = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+    except OSError:
+        return False  # another user's, or just removed
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(name, dir_fd=directory)
+    except OSError:
+        return False  # its owner lives, or there are no locks here
+    finally:
+        os.close(file)
+    return True
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A name in a directory that is open, and the process that may remove it: not its forked children."""
+
+    path: Path
+    directory: int
+    pid: int
+
+    def unlink(self) -> None:
+        """Remove the file under either of its names, unless somebody has; raises OSError."""
+        for name in (self.path.name + _NEW, self.path.name):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self.directory)
 
 
 class OwnedFile:
-    """A locked swap file that goes when its owner closes it, is collected, or exits."""
+    """A locked swap file that goes when its owner closes it, is collected, or exits.
 
-    def __init__(self, path: Path, fd: int) -> None:
-        self.path = path
-        self.remove = weakref.finalize(self, _unlink_own, path, fd, os.getpid())
+    Attributes:
+        path: its name, for messages.
+        descriptor: the file, by which alone it is opened (see infinity.io.directory).
+    """
+
+    def __init__(self, place: _Place, descriptor: int) -> None:
+        self.path = place.path
+        self.descriptor = descriptor
+        self.remove = weakref.finalize(self, _remove_own, place, descriptor)
 
 
-def _unlink_own(path: Path, fd: int, owner_pid: int) -> None:
-    if os.getpid() != owner_pid:
+def _remove_own(place: _Place, descriptor: int) -> None:
+    if os.getpid() != place.pid:
         return  # a forked child must not remove its parent's file
-    path.unlink(missing_ok=True)
-    _live.pop(path, None)
-    os.close(fd)
+    _live.discard(place)
+    # All of it whatever fails, and no error: a drive that has died is reported by what was read or written.
+    _attempt(place.unlink, place.path)
+    _attempt(lambda: os.close(descriptor), place.path)
+    _attempt(lambda: os.close(place.directory), place.path)
 
 
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock; see [Note: who owns a swap file]."""
+def _attempt(action: Callable[[], None], path: Path) -> None:
     try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        action()
     except OSError as error:
-        raise StorageError(
-            error.errno or errno.EIO,
-            "cannot use this nvme path (create the directory, or correct nvme_path)",
-            str(directory),
-            0,
-        ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+        _log.warning("%s could not be removed (%s): remove it by hand", path, error.strerror)
 
 
 def create_owned(directory: Path, rank: int, nbytes: int) -> OwnedFile:
@@ -96,46 +133,87 @@ def create_owned(directory: Path, rank: int, nbytes: int) -> OwnedFile:
     Raises:
         StorageError: the directory cannot be used or has too little space; nothing is left behind.
     """
-    path = directory / f"{_PREFIX}r{rank}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
-    with _locked(directory):
-        try:
-            _remove_stale(directory)
-            _remove_on_sigterm(path)
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            owned = OwnedFile(path, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise StorageError(error.errno or errno.EIO, "cannot create a swap file here", str(directory), 0) from error
+    remove_stale(directory)
+    name = f"{_PREFIX}r{rank}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
+    place = _Place(directory / name, open_swap_directory(directory), os.getpid())
+    try:
+        _remove_on_sigterm(place)
+        owned = OwnedFile(place, _create_locked(place))
+    except BaseException as error:  # Ctrl-C may come right behind a system call
+        _live.discard(place)
+        _attempt(place.unlink, place.path)
+        os.close(place.directory)
+        if not isinstance(error, OSError):
+            raise
+        raise StorageError(error.errno or errno.EIO, "cannot create a swap file here", str(directory), 0) from error
     try:
         if nbytes:
-            os.posix_fallocate(descriptor, 0, nbytes)
+            os.posix_fallocate(owned.descriptor, 0, nbytes)
     except OSError as error:
         owned.remove()
-        free = os.statvfs(directory)
         raise StorageError(
             error.errno or errno.EIO,
             f"cannot reserve {nbytes} bytes for the model's states "
-            f"({free.f_bavail * free.f_frsize} bytes are free): free some, or choose another nvme path",
+            f"({_free(directory)} bytes are free): free some, or choose another nvme path",
             str(directory),
             0,
         ) from error
     return owned
 
 
+def _create_locked(place: _Place) -> int:
+    """The new file's descriptor; raises OSError."""
+    name, new = place.path.name, place.path.name + _NEW
+    descriptor = create_private(new, place.directory)
+    try:
+        _lock(descriptor, place.path)
+        os.rename(new, name, src_dir_fd=place.directory, dst_dir_fd=place.directory)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    """Lock a new file; where the filesystem has no locks, say what that means, once for a directory."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if path.parent not in _without_locks:
+            _without_locks.add(path.parent)
+            _log.warning(
+                "%s: files cannot be locked here (%s), so that nobody can tell the swap files of dead runs: remove "
+                "infinity-*.swap by hand after a crash",
+                path.parent,
+                error.strerror,
+            )
+
+
+_without_locks: set[Path] = set()
+
+
+def _free(directory: Path) -> int | str:
+    try:
+        space = os.statvfs(directory)
+    except OSError:
+        return "an unknown number of"
+    return space.f_bavail * space.f_frsize
+
+
 # SIGTERM ends a Python process without running its exit handlers, which would leave the swap files. Where the
 # application has not chosen a handler of its own, ours removes them and dies of the same signal.
-_live: dict[Path, int] = {}  # the process that made each; a forked child must not remove its parent's
+_live: set[_Place] = set()
 
 
-def _remove_on_sigterm(path: Path) -> None:
-    _live[path] = os.getpid()
+def _remove_on_sigterm(place: _Place) -> None:
+    _live.add(place)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _die_of_sigterm)
 
 
 def _die_of_sigterm(signum: int, frame: FrameType | None) -> None:
-    for path, owner_pid in list(_live.items()):
-        if owner_pid == os.getpid():
-            path.unlink(missing_ok=True)
+    for place in list(_live):
+        if place.pid == os.getpid():
+            _attempt(place.unlink, place.path)
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-import psutil
 import torch
 from torch import nn
 
@@ -16,7 +15,7 @@ from infinity.config import Config, format_size
 from infinity.errors import CapacityError, ConfigError
 from infinity.io import IoOptions, open_engine
 from infinity.io.gds import DeviceReads
-from infinity.memory import Arena, Budget
+from infinity.memory import Arena, Budget, available_memory_bytes
 from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule import MemoryNeeds, MemorySplit, alone, split_memory
@@ -156,8 +155,8 @@ def build_runtime(
             swap.create()
             for slot in slots:
                 swap.register(slot.span())
+        pipeline = UpdatePipeline(sizing.layout, states, slots, params.write_tile, counters)
         undo.pop_all()
-    pipeline = UpdatePipeline(sizing.layout, states, slots, params.write_tile, counters)
     capacity_bytes = ranks.least(budget.capacity_bytes)
     executor = Executor(model, sizing.partition, params, grads, pipeline, capacity_bytes, counters, ranks)
     return Runtime(sizing, ranks, executor, params, grads, pipeline, arena, budget, swap, counters, link, parts)
@@ -246,7 +245,7 @@ def host_capacity(config: Config, needs: MemoryNeeds, ranks: Ranks = ALONE) -> i
     if config.tiering.host_memory_bytes is not None:
         return config.tiering.host_memory_bytes
     share = _AUTO_SHARE / ranks_on_this_machine(ranks)
-    return min(needs.most_bytes, int(share * psutil.virtual_memory().available))
+    return min(needs.most_bytes, int(share * available_memory_bytes()))
 
 
 def agreed(split: MemorySplit, *ranks: Ranks) -> MemorySplit:
@@ -273,7 +272,7 @@ def _device_capacity(sizing: Sizing, config: Config, device: torch.device) -> in
         raise CapacityError(
             f"tiering.device_memory is {format_size(total)} but the parameters need at least {format_size(least)} "
             f"on the device at once: raise it to {least} bytes or more, or offload parameters that stay there"
-            + alone(sizing.largest.name, sizing.largest.nbytes, total)
+            + alone(sizing.largest.name, sizing.largest.nbytes, total, sizing.largest.name in sizing.embeddings)
         )
     return min(total - sizing.staying_bytes, sum(sizing.moving_bytes))
 

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from infinity.io.threads import start_thread
+
 Result = TypeVar("Result")
 
 
@@ -32,8 +34,7 @@ class Coroutine(Generic[Result]):
         self._abandoned = False
         self._running = False
         context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=(self._run,), name="infinity-coroutine", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(lambda: context.run(self._run), "infinity-coroutine")
 
     def resume(self) -> None:
         """Run up to the next pause or the end.

@@ -279,7 +279,7 @@ def _layout_unit(
         if not trainable and (not slots or slots[-1].trainable):
             trainable_numel = offset = _round_up(offset, align.shard)
         slots.append(ParamSlot(member, tuple(param.shape), param.numel(), offset, trainable, groups.get(member, -1)))
-        offset += _round_up(param.numel(), align.slot)
+        offset += _round_up(max(1, param.numel()), align.slot)  # a unit of nothing but empty parameters has a tile, too
     numel = _round_up(offset, align.shard)
     if all(slot.trainable for slot in slots):
         trainable_numel = numel

@@ -44,6 +44,7 @@ class Sizing:
         layer_major: all micro-batches of a step go through a block together.
         settles: a step is over when all parameters are updated, and show it; else updates go on under the next forward.
         ranks: how many processes train the model together.
+        embeddings: names of modules that are one table.
     """
 
     partition: Partition
@@ -59,6 +60,7 @@ class Sizing:
     layer_major: bool = False
     settles: bool = False
     ranks: int = 1
+    embeddings: frozenset[str] = frozenset()
 
     @property
     def shard_numels(self) -> list[int]:
@@ -241,7 +243,14 @@ def size_up(
         # Users read and write parameters between steps at these stages, as in torch.
         settles=config.zero.stage < 3 and config.tiering.update_schedule == "auto",
         ranks=ranks.size,
+        embeddings=_embeddings(model),
     )
+
+
+def _embeddings(model: nn.Module) -> frozenset[str]:
+    """Modules of one large table, which cannot be divided."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return frozenset(name for name, module in model.named_modules() if isinstance(module, kinds))
 
 
 def _format(config: Config) -> str:
@@ -294,4 +303,5 @@ def host_needs(sizing: Sizing) -> MemoryNeeds:
         always_bytes=always + (0 if sizing.states_on_nvme else states),
         largest_unit=sizing.largest.name,
         largest_unit_bytes=sizing.largest.nbytes,
+        largest_is_embedding=sizing.largest.name in sizing.embeddings,
     )

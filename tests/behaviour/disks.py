@@ -26,8 +26,8 @@ class Disk(IoEngine):
         self.backend = engine.backend
         self._engine = engine
 
-    def _open(self, path: Path, read_only: bool) -> IoFile:
-        return self._engine._open(path, read_only)
+    def _open(self, source: Path, read_only: bool, name: Path) -> IoFile:
+        return self._engine._open(source, read_only, name)
 
     def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
         return self._engine.read(file, offset, span, priority)

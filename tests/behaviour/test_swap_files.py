@@ -134,13 +134,6 @@ def test_swap_files_are_private_and_reserved(tmp_path) -> None:
         assert file.stat().st_size >= engine.stats().peak_bytes.get("nvme", 0)
 
 
-def test_a_missing_path_is_named(tmp_path) -> None:
-    config = RECIPE.config(Placement("nvme", "nvme", tmp_path / "missing"))
-    with pytest.raises(infinity.StorageError, match=r"create the directory.*missing") as refused:
-        infinity.initialize(model=tiny_gpt2(), config=config)
-    assert refused.value.errno == errno.ENOENT
-
-
 def test_a_path_without_permission_is_named(tmp_path) -> None:
     """Root may write anywhere, so the file system itself must refuse."""
     mount = tmp_path / "readonly"

@@ -231,7 +231,7 @@ def test_bad_arguments_are_one_clear_line(arguments, message, workspace, capsys)
     ("changes", "message"),
     [
         ({"zero_optimisation": {}}, "did you mean `zero_optimization`"),
-        ({"tiering": {"nvme": [{"path": "/does/not/exist"}]}}, "cannot use this nvme path"),
+        ({"tiering": {"nvme": [{"path": "/dev/null/below"}]}}, "cannot use this nvme path"),
         ({"tiering": {"nvme": [{"path": "."}], "host_memory": "10KiB"}}, "needs at least"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offloaded by stage 3 only"),
     ],

@@ -96,11 +96,12 @@ class TokenizedFiles:
     """
 
     def __init__(self, files: Sequence[Path], tokenizer: Any) -> None:
-        self.vocabulary = len(tokenizer)
+        self.vocabulary = len(tokenizer)  # though some number their tokens with gaps
         with tempfile.TemporaryFile() as storage:  # the mapping keeps it alive
             for path in files:
                 for text in _pieces(path):
                     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+                    self.vocabulary = max(self.vocabulary, 1 + max(ids, default=-1))
                     storage.write(np.asarray(ids, dtype=np.int32).tobytes())
             storage.flush()
             if not storage.tell():

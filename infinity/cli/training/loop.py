@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Iterator
@@ -14,12 +13,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer
 
-from infinity.cli.training.data import ByteTokens, Samples, TokenizedFiles, Tokens, find_files
+from infinity.cli.training.data import ByteTokens, Samples, TokenizedFiles, find_files
 from infinity.cli.training.models import build_model, checkpoint_activations, max_tokens
 from infinity.cli.training.progress import Progress, StepReport
 from infinity.cli.training.ranks import agreed, first_sample, mean_over_ranks, rank_and_size
+from infinity.cli.training.tokenizers import check_vocabulary, find_tokenizer
+from infinity.config import with_values
 from infinity.engine import Engine
 from infinity.errors import ConfigError, NonFiniteError
 from infinity.setup import initialize
@@ -33,7 +33,7 @@ class Settings:
 
     model: str
     data: tuple[Path, ...]
-    tokenizer: Path | None
+    tokenizer: str | None
     config: Path
     steps: int
     seq_len: int
@@ -58,13 +58,15 @@ def train(settings: Settings) -> int:
     longest = max_tokens(model)
     if longest is not None and settings.seq_len > longest:
         raise ConfigError(f"--seq-len is {settings.seq_len}, but {settings.model} takes at most {longest} tokens")
-    tokens = _tokens(settings)
+    tokenizer = find_tokenizer(settings.model, settings.tokenizer)
+    files = find_files(settings.data)
+    tokens = ByteTokens(files) if tokenizer is None else TokenizedFiles(files, tokenizer)
+    check_vocabulary(model, tokens.vocabulary, settings.model)
     samples = Samples(tokens, settings.seq_len, settings.seed)
-    if tokens.vocabulary > model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
-        raise ConfigError(f"the tokenizer has {tokens.vocabulary} tokens, more than {settings.model} has embeddings")
     engine, *_ = initialize(model=model, config=_config(settings), weights=weights, device=settings.device)
     with engine, _stop_signal() as stop:
         progress = Progress(settings.steps, json_lines=settings.json, silent=rank_and_size()[0] > 0)
+        progress.note(f"tokens: {'bytes' if tokenizer is None else tokenizer.name_or_path} ({tokens.vocabulary} kinds)")
         run = _Run(engine, samples, settings, progress)
         if settings.resume:
             run.resume()
@@ -158,32 +160,16 @@ class _Run:
             )
 
 
-def _tokens(settings: Settings) -> Tokens:
-    files = find_files(settings.data)
-    if settings.tokenizer is None:
-        return ByteTokens(files)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--tokenizer {settings.tokenizer} cannot be loaded: {error}") from error
-    return TokenizedFiles(files, tokenizer)
-
-
-def _config(settings: Settings) -> Path | dict[str, Any]:
+def _config(settings: Settings) -> dict[str, Any]:
     """The configuration, with what the command line says in its place."""
-    if settings.lr is None and settings.micro_batch_size is None:
-        return settings.config
-    try:
-        values: Any = json.loads(settings.config.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return settings.config  # initialize says what is wrong with it
-    if not isinstance(values, dict):
-        return settings.config
+    changes: dict[str, Any] = {}
     if settings.micro_batch_size is not None:
-        values["train_micro_batch_size_per_gpu"] = settings.micro_batch_size
+        changes["train_micro_batch_size_per_gpu"] = settings.micro_batch_size
     if settings.lr is not None:
-        section = values.get("optimizer") or {"type": "AdamW"}
-        values["optimizer"] = {**section, "params": {**(section.get("params") or {}), "lr": settings.lr}}
+        changes["optimizer.params.lr"] = settings.lr
+    values = with_values(settings.config, changes)
+    if settings.lr is not None:
+        values["optimizer"].setdefault("type", "AdamW")
     return values
 
 

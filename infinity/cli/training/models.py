@@ -95,7 +95,7 @@ def build_model(name: str) -> tuple[nn.Module, PretrainedWeights | None]:
     """
     if name in _SHAPES:
         with construct_on_meta():
-            return AutoModelForCausalLM.from_config(_SHAPES[name]()), None
+            return AutoModelForCausalLM.from_config(_SHAPES[name](), trust_remote_code=False), None
     if (Path(name) / "config.json").is_file():
         return pretrained_model(name, model_class=AutoModelForCausalLM)
     nearest = difflib.get_close_matches(name, _SHAPES, 1)

@@ -1,0 +1,95 @@
+"""A JSON file as it was meant, or an error that says where it is not JSON: whatever the bytes are."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from infinity.config.values import shown
+from infinity.errors import ConfigError
+
+_MOST_BYTES = 16 << 20
+_MOST_LEVELS = 32
+_MOST_DIGITS = 400  # more than a float's largest value has
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object that a file holds.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else; the message says what and where.
+    """
+    text = _text(path)
+    try:
+        values = json.loads(text, object_pairs_hook=_without_duplicates, parse_int=_whole)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply for a configuration; is it the right file?") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not {type(values).__name__}")
+    return values
+
+
+def _text(path: str | Path) -> str:
+    try:
+        # Without waiting: a named pipe that nobody writes to would keep us for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise ConfigError(f"the configuration {path} is no regular file (a directory, pipe or device)")
+            if found.st_size > _MOST_BYTES:
+                raise ConfigError(f"the configuration {path} has {found.st_size} bytes; is it the right file?")
+            content = file.read()
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except ValueError as error:  # a null character, or what no filename can hold
+        raise ConfigError(f"cannot read the configuration {shown(str(path))}: {error}") from error
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 (byte 0x{content[error.start]:02x} at offset {error.start}): save it as UTF-8"
+        ) from error
+
+
+def _whole(digits: str) -> int | float:
+    """An integer; one that nothing could use is infinite, which is refused under its key as such."""
+    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Python's parser keeps the last of two equal keys, silently."""
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ConfigError(f"configuration key `{key}` is given twice in one section; remove one")
+        values[key] = value
+    return values
+
+
+def check_values(values: Any, path: str = "", level: int = 0) -> None:
+    """Refuse what no key can use and what would break whoever shows it: endless nesting, endless numbers.
+
+    Raises:
+        ConfigError: the message names the key.
+    """
+    if level > _MOST_LEVELS:
+        raise ConfigError(f"{path[:80]}... is nested more than {_MOST_LEVELS} levels deep; no key is")
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            check_values(value, f"{path}.{key}" if path else str(key), level + 1)
+    elif isinstance(values, (list, tuple)):
+        for index, value in enumerate(values):
+            check_values(value, f"{path}.{index}", level + 1)
+    elif isinstance(values, int) and values.bit_length() > 1024:  # repr and float refuse it
+        raise ConfigError(f"{path} is a number of more than 300 digits; write one that something can have")

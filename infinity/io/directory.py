@@ -1,0 +1,84 @@
+"""Directories that hold a run's own files, and the files in them: made and opened so that nobody can swap them.
+
+[Note: files by descriptor]
+A drive's directory may be one that others write to as well (/tmp, a scratch disk). A name in it is worth nothing:
+between two looks somebody may have put a link to another file there, and a run of root would write into it. A file is
+therefore created under a name that must not exist, and from then on known by its descriptor; whoever needs it with
+other flags opens that once more (`reopened`). In a directory that everybody may write to without the sticky bit,
+others could also remove and rename what is ours: it is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from infinity.errors import StorageError
+
+
+def open_directory(path: Path, kind: str = "path", *, make: bool = False) -> int:
+    """A descriptor of a directory in which files of ours are safe.
+
+    Args:
+        kind: what an error calls it.
+        make: create it, and those above it, if it is missing; for this user alone.
+
+    Raises:
+        StorageError: it is missing and cannot be made, is no directory, or everybody may rename what is in it.
+    """
+    try:
+        if make:
+            path.mkdir(0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(
+            error.errno or errno.EIO,
+            f"cannot use this {kind} ({reason}{'; it is made where it is missing' if make else ''})",
+            str(path),
+            0,
+        ) from error
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise StorageError(
+                errno.EPERM,
+                f"cannot use this {kind}: it is writable for everybody and has no sticky bit, so that others could put "
+                "files of theirs in the place of ours; chmod o-w or chmod +t it, or give a directory of your own below",
+                str(path),
+                0,
+            )
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def create_private(path: str | Path, directory: int | None = None) -> int:
+    """A descriptor of a new file, readable by its owner only; raises OSError.
+
+    Args:
+        directory: descriptor of what a relative path is relative to.
+    """
+    flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC
+    return os.open(path, flags, 0o600, dir_fd=directory)
+
+
+def reopened(descriptor: int) -> Path:
+    """A path that opens the file of a descriptor, whatever has become of its name."""
+    return Path(f"/proc/self/fd/{descriptor}")
+
+
+def reserve(descriptor: int, nbytes: int, path: Path) -> None:
+    """Reserve the first `nbytes` of a file.
+
+    Raises:
+        StorageError: there is too little space.
+    """
+    try:
+        if nbytes:
+            os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, f"cannot reserve {nbytes} bytes", str(path), 0) from error

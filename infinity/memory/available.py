@@ -1,0 +1,98 @@
+"""How much memory this process may still take: what the machine has left, and what its container leaves of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import psutil
+
+
+class _Kind(NamedTuple):
+    """The files of a version of control groups."""
+
+    limits: tuple[str, ...]
+    usage: str
+    cache: tuple[str, str]  # lines of memory.stat: files' pages that were not touched lately, and that were
+
+
+_V1 = _Kind(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_V2 = _Kind(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
+
+
+def available_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that can be taken without swapping, and without being killed for it.
+
+    Args:
+        cgroups: where control groups are mounted.
+        membership: the control groups of this process.
+    """
+    free = int(psutil.virtual_memory().available)
+    return max(0, min([free, *_left_by_cgroups(cgroups, membership)]))
+
+
+def memory_limit_bytes(
+    cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """The least that a control group allows; None if it is no less than the machine has."""
+    total = int(psutil.virtual_memory().total)
+    limits = (limit for kind, group in _groups(cgroups, membership) for limit in _limits(kind, group))
+    least = min(limits, default=total)
+    return least if least < total else None
+
+
+def _left_by_cgroups(cgroups: Path, membership: Path) -> Iterator[int]:
+    """What each group that this process is in leaves, itself and those above it."""
+    for kind, group in _groups(cgroups, membership):
+        limit, usage = min(_limits(kind, group), default=None), _number(group / kind.usage)
+        if limit is not None and usage is not None:
+            yield limit - usage + _reclaimable(kind, group)
+
+
+def _groups(cgroups: Path, membership: Path) -> Iterator[tuple[_Kind, Path]]:
+    """Groups of this process, innermost first.
+
+    In a container the path may be that of the host, of which only the last part is mounted: as the root.
+    """
+    for line in _text(membership).splitlines():
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        if "memory" in controllers.split(","):
+            kind, root = _V1, cgroups / "memory"
+        elif hierarchy == "0" and not controllers:
+            kind, root = _V2, cgroups
+        else:
+            continue
+        parts = [part for part in PurePosixPath(name).parts if part not in ("/", "..")]
+        for depth in range(len(parts), -1, -1):
+            yield kind, root.joinpath(*parts[:depth])
+
+
+def _limits(kind: _Kind, group: Path) -> list[int]:
+    """Those that are set; `max` is no number."""
+    return [limit for name in kind.limits if (limit := _number(group / name)) is not None]
+
+
+def _reclaimable(kind: _Kind, group: Path) -> int:
+    """What of the usage is cached files: the kernel drops it before it refuses, though not all of what is in use."""
+    inactive, active = 0, 0
+    for line in _text(group / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == kind.cache[0] and value.isdigit():
+            inactive = int(value)
+        elif name == kind.cache[1] and value.isdigit():
+            active = int(value)
+    return inactive + active // 2
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
