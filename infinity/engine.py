@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from infinity.checkpoint import (
+    Loaded,
     Parts,
+    Run,
     apply_extra,
     check_extra,
     collect_extra,
@@ -104,6 +106,7 @@ class Engine:
         self._closed = False
         self._failure: BaseException | None = None  # after which the states are not those of one step
         self._syncs = True
+        self._run = Run(model)
 
     # Training loop #
 
@@ -473,7 +476,8 @@ class Engine:
 
         Raises:
             StorageError: writing failed; nothing half-written is visible.
-            CheckpointError: `client_state` has something that could not be loaded safely.
+            CheckpointError: `client_state` has something that could not be loaded safely, or another run saves its
+                checkpoints in this directory.
         """
         self._check_at_step_boundary("save_checkpoint")
         self.synchronize()
@@ -484,6 +488,7 @@ class Engine:
                 self._directory(save_dir),
                 tag or f"global_step{self.global_steps}",
                 self._runtime,
+                run=self._run,
                 steps=self._updates.steps,
                 counters={
                     "global_steps": self.global_steps,
@@ -502,6 +507,7 @@ class Engine:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        strict_model: bool = True,
     ) -> tuple[Path | None, dict[str, Any] | None]:
         """Go on from a checkpoint: parameters, optimizer and schedule states, counters and random states.
 
@@ -510,23 +516,41 @@ class Engine:
             load_optimizer_states: False to start with fresh moments and this run's hyper-parameters.
             load_lr_scheduler_states: False to start the LR schedule afresh.
             load_module_only: take parameters and buffers alone. Other parameters may be frozen than when it was saved.
+            strict_model: False to take the values of another model whose parameters have the same names and shapes.
 
         Returns:
             (its directory, the client's state), or (None, None) if there is no checkpoint and `tag` is None.
 
         Raises:
-            CheckpointError: it is damaged or of another model. The engine is unchanged.
+            CheckpointError: it is damaged, of another model, or not the same on all ranks. The engine is unchanged,
+                unless the message says that it trains no more.
         """
         self._check_at_step_boundary("load_checkpoint")
         self.synchronize()
         whole = not load_module_only
         parts = Parts(load_optimizer_states and whole, load_lr_scheduler_states and whole, whole)
-        opened = open_checkpoint(self._directory(load_dir), tag, self._runtime, moments=parts.optimizer)
+        opened = open_checkpoint(
+            self._directory(load_dir),
+            tag,
+            self._runtime,
+            self._run,
+            moments=parts.optimizer,
+            strict_model=strict_model,
+            check=lambda path, extra: check_extra(path, extra, self.module, self.optimizer, self.lr_scheduler, parts),
+        )
         if opened is None:
             return None, None
-        check_extra(opened.path, opened.extra, self.module, self.optimizer, self.lr_scheduler, parts)
+        try:
+            self._take_over(opened, parts)
+        except BaseException as error:
+            self._failure = error  # values of two checkpoints may be mixed
+            raise
+        return opened.path, opened.extra["client_state"]
+
+    def _take_over(self, opened: Loaded, parts: Parts) -> None:
+        """Change to a checkpoint's state."""
         with self._counters.aside("load_checkpoint"):
-            load_tensors(opened, self._runtime, moments=parts.optimizer)  # from here on the engine changes
+            load_tensors(opened, self._runtime, moments=parts.optimizer)
         self._updates.steps = dict(opened.manifest.steps) if parts.optimizer else {}
         if parts.progress:
             counters = opened.manifest.counters
@@ -534,10 +558,10 @@ class Engine:
             accumulation = self.config.gradient_accumulation_steps  # may differ from the saving run's
             self.micro_steps = -(-counters["micro_steps"] // accumulation) * accumulation
             self.skipped_steps = counters["skipped_steps"]
+            self._run.id = opened.manifest.run or self._run.id
         apply_extra(
             self._ranks.rank, opened.extra, self.module, self.optimizer, self.lr_scheduler, self.loss_scale, parts
         )
-        return opened.path, opened.extra["client_state"]
 
     def save_16bit_model(self, save_dir: str | Path, *, max_shard_size: int | str = "5GB") -> Path:
         """Write the weights for inference, in memory bounded by one unit.
@@ -576,6 +600,7 @@ class Engine:
             return
         self._closed = True
         with ExitStack() as rest:  # in reverse, and all of it, whatever fails
+            rest.callback(self._run.close)
             rest.callback(self._runtime.close)
             if self._activations is not None:
                 rest.callback(self._activations.close)

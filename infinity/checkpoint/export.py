@@ -16,8 +16,9 @@ from torch import nn
 from infinity.checkpoint.blocks import Staging
 from infinity.checkpoint.directory import storage_error
 from infinity.checkpoint.extra import persistent_buffers
+from infinity.checkpoint.files import write_file
 from infinity.checkpoint.pretrained import INDEX, WEIGHTS
-from infinity.checkpoint.tensors import TensorFile, write_file
+from infinity.checkpoint.tensors import TensorFile
 from infinity.config import parse_size
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StorageError
 from infinity.zero.build import Runtime

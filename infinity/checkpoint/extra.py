@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.files import read_plain
 from infinity.checkpoint.format import EXTRA, Manifest
 from infinity.errors import CheckpointError
 from infinity.optim.loss_scale import LossScale
@@ -62,12 +63,10 @@ def read_extra(directory: Path, manifest: Manifest) -> dict[str, Any]:
     """
     path = directory / EXTRA
     try:
-        content = path.read_bytes()
+        content = read_plain(path)
         if zlib.crc32(content) != manifest.extra_crc:
             raise CheckpointError(f"{path} is damaged: its checksum differs from the manifest's")
         extra = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except CheckpointError:
         raise
     except Exception as error:  # whatever unpickling objects to
