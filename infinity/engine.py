@@ -563,13 +563,24 @@ class Engine:
             self._ranks.rank, opened.extra, self.module, self.optimizer, self.lr_scheduler, self.loss_scale, parts
         )
 
-    def save_16bit_model(self, save_dir: str | Path, *, max_shard_size: int | str = "5GB") -> Path:
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str | None = None,
+        exclude_frozen_parameters: bool = False,
+        *,
+        max_shard_size: int | str = "5GB",
+    ) -> Path:
         """Write the weights for inference, in memory bounded by one unit.
 
-        The directory is what `transformers.AutoModel.from_pretrained` reads, if the model is one of transformers':
-        safetensors in the 16-bit dtype of the training (bfloat16 for fp32), and the configuration.
+        Without `save_filename`, the directory is what `transformers.AutoModel.from_pretrained` reads, if the model is
+        one of transformers': safetensors in the 16-bit dtype of the training (bfloat16 for fp32), and the configuration.
 
         Args:
+            save_filename: write this one file, and nothing beside it: safetensors if it ends in `.safetensors`, the
+                state dict as `torch.save` writes it if it ends in `.bin` (which takes twice the space meanwhile).
+                `model.safetensors` comes with its configuration.
+            exclude_frozen_parameters: leave them out.
             max_shard_size: size at which a new file begins.
 
         Returns:
@@ -577,10 +588,19 @@ class Engine:
 
         Raises:
             StorageError: writing failed; an earlier export is still there.
-            ConfigError: `max_shard_size` is no size.
+            ConfigError: `max_shard_size` is no size, or `save_filename` no plain name with one of these ends.
+            CheckpointError: another process is saving there.
             InfinityError: the model is divided by tensor parallelism.
         """
-        export_16bit(Path(save_dir), self.module, self._runtime, self.named_parameters(), max_shard_size)
+        export_16bit(
+            Path(save_dir),
+            self.module,
+            self._runtime,
+            self.named_parameters(),
+            max_shard_size,
+            file_name=save_filename,
+            frozen=not exclude_frozen_parameters,
+        )
         return Path(save_dir)
 
     def _directory(self, path: str | Path) -> Path:
