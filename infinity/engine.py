@@ -574,7 +574,8 @@ class Engine:
         """Write the weights for inference, in memory bounded by one unit.
 
         Without `save_filename`, the directory is what `transformers.AutoModel.from_pretrained` reads, if the model is
-        one of transformers': safetensors in the 16-bit dtype of the training (bfloat16 for fp32), and the configuration.
+        one of transformers': safetensors in the 16-bit dtype of the training (bfloat16 for fp32), and the
+        configuration.
 
         Args:
             save_filename: write this one file, and nothing beside it: safetensors if it ends in `.safetensors`, the
