@@ -98,9 +98,14 @@ def open_checkpoint(
     def verify() -> Loaded:
         path = directory / found.tag
         manifest = parse_manifest(path, found.manifest)
+        if read_manifest_bytes(path) != found.manifest:
+            raise CheckpointError(
+                f"{path} is another checkpoint here than on rank 0: give all ranks one directory that they share, or "
+                "copies of one checkpoint"
+            )
         loaded = Loaded(path, manifest, found.sums, read_extra(path, manifest))
         if runtime.ranks.rank != 0:
-            _check_own(loaded, found, runtime, moments=moments)
+            _check_own(loaded, runtime, moments=moments)
         check(path, loaded.extra)
         return loaded
 
@@ -127,13 +132,8 @@ def _check(
     return Found(tag, stored, check_files(path, manifest.tensors))
 
 
-def _check_own(loaded: Loaded, found: Found, runtime: Runtime, *, moments: bool) -> None:
-    """This rank's directory has rank 0's checkpoint, as far as this rank will read it."""
-    if read_manifest_bytes(loaded.path) != found.manifest:
-        raise CheckpointError(
-            f"{loaded.path} is another checkpoint here than on rank 0: give all ranks one directory that they share, "
-            "or copies of one checkpoint"
-        )
+def _check_own(loaded: Loaded, runtime: Runtime, *, moments: bool) -> None:
+    """What this rank will read is what rank 0 has checked."""
     with TensorReader(loaded.path, loaded.manifest.tensors, loaded.sums) as reader:
         source = _Source.of(reader, loaded.manifest, moments=moments)
         for unit in runtime.partition.units:

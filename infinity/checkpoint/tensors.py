@@ -303,8 +303,8 @@ class TensorReader:
                 crc = zlib.crc32(view[start : start + _SUM_BYTES], sums[index - 1] if index else 0)
                 if crc != sums[index]:
                     raise CheckpointError(
-                        f"{self._directory / entry.file} has changed since it was checked: tensor {key} near byte "
-                        f"{entry.start + index * _SUM_BYTES}"
+                        f"{self._directory / entry.file} is not what was checked: tensor {key} differs near byte "
+                        f"{entry.start + index * _SUM_BYTES} (the file has changed, or is another one on this rank)"
                     )
 
     def _open(self, path: Path) -> BinaryIO:
