@@ -12,6 +12,8 @@ from torch import nn
 
 import infinity
 
+WIDTH = 64  # enough for every rank to have a part
+
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_clipping": 0.5,
@@ -27,8 +29,8 @@ class Heads(nn.Module):
         super().__init__()
         self.heads = heads
         self.dropout = dropout
-        self.mix = nn.Linear(8, 8)
-        self.out = nn.Linear(8, 4)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.mix(x).view(len(x), self.heads, -1).softmax(-1).flatten(1))
@@ -44,7 +46,7 @@ def engine_of(model: nn.Module | None = None, seed: int = 0, **more: Any) -> inf
 def train(engine: infinity.Engine, steps: int = 1, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        engine.backward(engine(torch.randn(4, 8, generator=generator)).square().mean())
+        engine.backward(engine(torch.randn(4, WIDTH, generator=generator)).square().mean())
         engine.step()
 
 

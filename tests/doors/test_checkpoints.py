@@ -27,7 +27,7 @@ from infinity.checkpoint import Run, convert
 from infinity.checkpoint.identity import first_difference, model_identity
 from infinity.checkpoint.runs import LOCK
 from tests.behaviour.ranks import run_ranks
-from tests.doors.small_models import Heads, engine_of, train, weights
+from tests.doors.small_models import WIDTH, Heads, engine_of, train, weights
 
 ROOT = Path(__file__).parents[2]
 OLD = Path(__file__).parent / "data" / "checkpoint-format-2"
@@ -36,7 +36,7 @@ OLD = Path(__file__).parent / "data" / "checkpoint-format-2"
 def blocks(seed: int) -> nn.Module:
     """Several units."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -414,7 +414,7 @@ def test_ranks_with_different_checkpoints_under_one_tag_all_refuse(tmp_path) -> 
         loaded = weights(engine)
     for of_rank in results:
         for (message, after), pattern in zip(of_rank[:-1], expected, strict=True):
-            assert message is not None
+            assert message is not None, pattern
             assert re.match(pattern, message), message
             assert_same(after, untouched)
         message, after = of_rank[-1]
@@ -466,7 +466,7 @@ def resume(directory: str) -> dict[int, tuple[dict[str, torch.Tensor], dict[str,
 
 def inputs() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(9)
-    return [torch.randn(4, 8, generator=generator) for _ in range(2)]
+    return [torch.randn(4, WIDTH, generator=generator) for _ in range(2)]
 
 
 def test_two_ranks_go_on_from_a_checkpoint_as_one_does(tmp_path) -> None:
