@@ -28,8 +28,12 @@ def latest_tag(directory: Path) -> str | None:
         CheckpointError: the file that says so is damaged.
     """
     path = directory / _LATEST
-    if not os.path.lexists(path):
+    try:
+        path.lstat()
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     try:
         tag = read_plain(path, _MAX_TAG_BYTES).decode("utf-8").strip()
         check_tag(tag)

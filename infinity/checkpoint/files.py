@@ -86,8 +86,8 @@ def is_file_name(name: str) -> bool:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file and flush it to the drive; nothing that lies at its path is followed."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    """Write a new file and flush it to the drive; nothing that lies at its path is followed or overwritten."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
         file.write(content)
         file.flush()

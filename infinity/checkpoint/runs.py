@@ -84,13 +84,13 @@ def _lock(path: Path, run: str) -> int | None:
                 raise CheckpointError(
                     f"{path.parent}: another run saves its checkpoints here: process {brief(holder.get('pid'))} on "
                     f"{brief(holder.get('host'))}, run {brief(holder.get('run'))}. Give each run a directory of its "
-                    "own, or end that one"
+                    "own, or end that one (engine.close())"
                 ) from None
             path.unlink()
             replaced = True
         if replaced:
-            os.close(descriptor)
-            descriptor = _open(path)
+            stale, descriptor = descriptor, _open(path)
+            os.close(stale)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)
         try:
@@ -120,7 +120,8 @@ def _open(path: Path) -> int:
         if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise
         raise CheckpointError(f"{path} is no plain file: remove it") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # another name may be a file that somebody needs
         os.close(descriptor)
         raise CheckpointError(f"{path} is no plain file: remove it")
     return descriptor

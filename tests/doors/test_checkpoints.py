@@ -29,6 +29,8 @@ from infinity.checkpoint.runs import LOCK
 from tests.behaviour.ranks import run_ranks
 from tests.doors.small_models import WIDTH, Heads, engine_of, train, weights
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12
+
 ROOT = Path(__file__).parents[2]
 OLD = Path(__file__).parent / "data" / "checkpoint-format-2"
 

@@ -21,6 +21,8 @@ from infinity.checkpoint import PretrainedWeights
 from infinity.checkpoint.export import write_model
 from tests.doors.small_models import Heads, engine_of, train, weights
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12
+
 EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
 FORK = multiprocessing.get_context("fork")
 SHARDED, SINGLE = 6000, None

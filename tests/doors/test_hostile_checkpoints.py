@@ -156,6 +156,8 @@ def plant(kind: str, path: Path, elsewhere: Path) -> None:
         (path / "planted").write_text("planted")
     elif kind == "pipe":
         os.mkfifo(path)
+    elif kind == "hard link":
+        path.hardlink_to(elsewhere / "precious")
     elif kind == "dangling link":
         path.symlink_to(elsewhere / "nowhere")
     else:
@@ -207,7 +209,7 @@ def test_a_directory_in_the_place_of_latest_is_refused_before_anything_is_writte
         engine.save_checkpoint(tmp_path, tag="tag", save_latest=False)
 
 
-@pytest.mark.parametrize("kind", ["directory", "pipe", "link", "link to a file", "dangling link"])
+@pytest.mark.parametrize("kind", ["directory", "pipe", "link", "link to a file", "dangling link", "hard link"])
 def test_what_is_no_lock_is_refused_by_name(kind, tmp_path) -> None:
     directory = tmp_path / "saved"
     directory.mkdir()
@@ -218,6 +220,12 @@ def test_what_is_no_lock_is_refused_by_name(kind, tmp_path) -> None:
     ):
         engine.save_checkpoint(directory)
     assert (tmp_path / "elsewhere" / "precious").read_text() == "mine"
+
+
+def test_a_directory_that_cannot_be_looked_into_is_not_taken_for_an_empty_one(tmp_path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    with engine_of() as engine, pytest.raises(infinity.CheckpointError, match="latest cannot be read: Not a directory"):
+        engine.load_checkpoint(tmp_path / "file")
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
