@@ -108,7 +108,10 @@ def _configuration(model: nn.Module) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_dict", None)):
         return {}
-    content = config.to_dict()
+    try:
+        content = config.to_dict()
+    except Exception:  # a `config` of some other kind, with a method of this name
+        return {}
     return _attributes(content) if isinstance(content, dict) else {}
 
 
