@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import nn
 from infinity.checkpoint import (
     Loaded,
     Parts,
+    Run,
     apply_extra,
     check_extra,
     collect_extra,
@@ -67,13 +68,14 @@ class Engine:
         self.lr_scheduler = lr_scheduler
         self.device = device
         self._runtime = runtime
+        self._run = Run(model)
         self._step = Step(model, config, runtime, optimizer, device)
         self._step.lr_scheduler = lr_scheduler
         optimizer.run_step = self._step.finish
         optimizer.drop_gradients = self._step.drop
         claim(self, model, runtime.partition.units)
         # Of nothing that leads here, so that an engine that nobody has any more goes.
-        self._close = weakref.finalize(self, _close, model, optimizer, self._step)
+        self._close = weakref.finalize(self, _close, model, optimizer, self._step, self._run)
         self._close.atexit = False
         if runtime.sizing.settles:
             runtime.executor.show_newest()
@@ -335,7 +337,8 @@ class Engine:
 
         Raises:
             StorageError: writing failed; nothing half-written is visible.
-            CheckpointError: `client_state` has something that could not be loaded safely.
+            CheckpointError: `client_state` has something that could not be loaded safely, or another run saves its
+                checkpoints in this directory.
         """
         self._step.check_boundary("save_checkpoint")
         self._runtime.ranks.together("engine.save_checkpoint()")
@@ -347,6 +350,7 @@ class Engine:
                 self._directory(save_dir),
                 tag or f"global_step{self.global_steps}",
                 self._runtime,
+                run=self._run,
                 steps=self._step.updates.steps,
                 counters=asdict(self._step.counts),
                 extra=extra,
@@ -361,6 +365,7 @@ class Engine:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        strict_model: bool = True,
     ) -> tuple[Path | None, dict[str, Any] | None]:
         """Go on from a checkpoint: parameters, optimizer and schedule states, counters and random states.
 
@@ -369,33 +374,42 @@ class Engine:
             load_optimizer_states: False to start with fresh moments and this run's hyper-parameters.
             load_lr_scheduler_states: False to start the LR schedule afresh.
             load_module_only: take parameters and buffers alone. Other parameters may be frozen than when it was saved.
+            strict_model: False to take the values of another model whose parameters have the same names and shapes.
 
         Returns:
             (its directory, the client's state), or (None, None) if there is no checkpoint and `tag` is None.
 
         Raises:
-            CheckpointError: it is damaged or of another model. The engine is unchanged.
+            CheckpointError: it is damaged, of another model, or not the same on all ranks. The engine is unchanged,
+                unless the message says that it trains no more.
         """
         self._step.check_boundary("load_checkpoint")
         self._runtime.ranks.together("engine.load_checkpoint()")
         self.synchronize()
         whole = not load_module_only
         parts = Parts(load_optimizer_states and whole, load_lr_scheduler_states and whole, whole)
-        opened = open_checkpoint(self._directory(load_dir), tag, self._runtime, moments=parts.optimizer)
+        opened = open_checkpoint(
+            self._directory(load_dir),
+            tag,
+            self._runtime,
+            self._run,
+            moments=parts.optimizer,
+            strict_model=strict_model,
+            check=lambda path, extra: check_extra(path, extra, self.module, self.optimizer, self.lr_scheduler, parts),
+        )
         if opened is None:
             return None, None
-        check_extra(opened.path, opened.extra, self.module, self.optimizer, self.lr_scheduler, parts)
         try:
-            with self._runtime.counters.aside("load_checkpoint"):
-                load_tensors(opened, self._runtime, moments=parts.optimizer)  # from here on the engine changes
             self._take_over(opened, parts)
         except BaseException as error:
-            self._step.fail(error)
+            self._step.fail(error)  # values of two checkpoints may be mixed
             raise
         return opened.path, opened.extra["client_state"]
 
     def _take_over(self, opened: Loaded, parts: Parts) -> None:
-        """Take over what a checkpoint has beside tensors."""
+        """Change to a checkpoint's state."""
+        with self._runtime.counters.aside("load_checkpoint"):
+            load_tensors(opened, self._runtime, moments=parts.optimizer)
         if self._runtime.sizing.settles:
             self._runtime.executor.show_newest()
         self._step.updates.steps = dict(opened.manifest.steps) if parts.optimizer else {}
@@ -403,6 +417,7 @@ class Engine:
             counts = Counts(**opened.manifest.counters)
             accumulation = self.config.gradient_accumulation_steps  # may differ from the saving run's
             self._step.counts = replace(counts, micro_steps=-(-counts.micro_steps // accumulation) * accumulation)
+            self._run.id = opened.manifest.run or self._run.id
         apply_extra(
             self._runtime.ranks.rank,
             opened.extra,
@@ -413,13 +428,25 @@ class Engine:
             parts,
         )
 
-    def save_16bit_model(self, save_dir: str | Path, *, max_shard_size: int | str = "5GB") -> Path:
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str | None = None,
+        exclude_frozen_parameters: bool = False,
+        *,
+        max_shard_size: int | str = "5GB",
+    ) -> Path:
         """Write the weights for inference, in memory bounded by one unit.
 
-        The directory is what `transformers.AutoModel.from_pretrained` reads, if the model is one of transformers':
-        safetensors in the 16-bit dtype of the training (bfloat16 for fp32), and the configuration.
+        Without `save_filename`, the directory is what `transformers.AutoModel.from_pretrained` reads, if the model is
+        one of transformers': safetensors in the 16-bit dtype of the training (bfloat16 for fp32), and the
+        configuration.
 
         Args:
+            save_filename: write this one file, and nothing beside it: safetensors if it ends in `.safetensors`, the
+                state dict as `torch.save` writes it if it ends in `.bin` (which takes twice the space meanwhile).
+                `model.safetensors` comes with its configuration.
+            exclude_frozen_parameters: leave them out.
             max_shard_size: size at which a new file begins.
 
         Returns:
@@ -427,11 +454,20 @@ class Engine:
 
         Raises:
             StorageError: writing failed; an earlier export is still there.
-            ConfigError: `max_shard_size` is no size.
+            ConfigError: `max_shard_size` is no size, or `save_filename` no plain name with one of these ends.
+            CheckpointError: another process is saving there.
             InfinityError: the model is divided by tensor parallelism.
         """
         self._runtime.ranks.together("engine.save_16bit_model()")
-        export_16bit(Path(save_dir), self.module, self._runtime, self.named_parameters(), max_shard_size)
+        export_16bit(
+            Path(save_dir),
+            self.module,
+            self._runtime,
+            self.named_parameters(),
+            max_shard_size,
+            file_name=save_filename,
+            frozen=not exclude_frozen_parameters,
+        )
         return Path(save_dir)
 
     def _directory(self, path: str | Path) -> Path:
@@ -452,11 +488,13 @@ class Engine:
         self.close()
 
 
-def _close(model: nn.Module, optimizer: TieredOptimizer, step: Step) -> None:
+def _close(model: nn.Module, optimizer: TieredOptimizer, step: Step, run: Run) -> None:
     """The end of an engine, also of one that nobody has closed: the garbage collector may call this in any thread."""
     if step.in_worker:  # which cannot wait for its own end
-        threading.Thread(target=_close, args=(model, optimizer, step)).start()
+        threading.Thread(target=_close, args=(model, optimizer, step, run)).start()
         return
     optimizer.run_step = optimizer.drop_gradients = None
     disclaim(model)
-    step.close()
+    with ExitStack() as rest:
+        rest.callback(run.close)
+        step.close()

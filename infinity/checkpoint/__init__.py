@@ -6,12 +6,14 @@ from infinity.checkpoint.export import export_16bit
 from infinity.checkpoint.extra import Parts, apply_extra, check_extra, collect_extra
 from infinity.checkpoint.load import Loaded, load_tensors, open_checkpoint
 from infinity.checkpoint.pretrained import PretrainedWeights
+from infinity.checkpoint.runs import Run
 from infinity.checkpoint.save import save_checkpoint
 
 __all__ = [
     "Loaded",
     "Parts",
     "PretrainedWeights",
+    "Run",
     "apply_extra",
     "check_extra",
     "collect_extra",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,17 +12,19 @@ import torch
 from infinity.checkpoint.blocks import Staging
 from infinity.checkpoint.directory import latest_tag, replacing, restore_interrupted
 from infinity.checkpoint.extra import read_extra
+from infinity.checkpoint.files import read_plain, write_file
 from infinity.checkpoint.format import (
     EXTRA,
     FROZEN_FIELD,
     MANIFEST,
     MASTER,
     Manifest,
+    check_replaceable,
     read_manifest,
     stored_fields,
     stored_shape,
 )
-from infinity.checkpoint.tensors import TensorEntry, TensorFile, TensorReader, check_files, write_file
+from infinity.checkpoint.tensors import TensorEntry, TensorFile, TensorReader, check_files
 from infinity.errors import CheckpointError
 from infinity.kernels import Dither
 from infinity.optim.formats import StateLayout, layout_with_moments, read_moments, write_moments
@@ -55,22 +58,21 @@ def convert(source: str | Path, target: str | Path, *, state_format: str, progre
     path = _find(Path(source))
     manifest = read_manifest(path)
     layout = layout_with_moments(state_format, *manifest.moments)
-    check_files(path, manifest.tensors)
+    sums = check_files(path, manifest.tensors)
     read_extra(path, manifest)
+    check_replaceable(Path(target) / path.name)
     conversion = _Conversion(manifest, layout, progress or (lambda done, total: None))
     in_place = Path(target).resolve() == path.parent.resolve()
     with (
         replacing(Path(target), path.name, mark_latest=not in_place) as directory,
-        TensorReader(path, manifest.tensors) as reader,
+        TensorReader(path, manifest.tensors, sums) as reader,
         Staging() as staging,
     ):
         tensors: dict[str, TensorEntry] = {}
         for name in dict.fromkeys(entry.file for entry in manifest.tensors.values()):
             tensors.update(conversion.file(directory / name, reader, staging))
-        write_file(directory / EXTRA, (path / EXTRA).read_bytes())
-        Manifest(state_format, manifest.moments, tensors, manifest.steps, manifest.counters, manifest.extra_crc).write(
-            directory
-        )
+        write_file(directory / EXTRA, read_plain(path / EXTRA))
+        replace(manifest, state_format=state_format, tensors=tensors).write(directory)
     return Path(target) / path.name
 
 

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from infinity.checkpoint.tensors import write_file
+from infinity.checkpoint.files import discard, is_file_name, read_plain, sync_directory, write_file
 from infinity.errors import CheckpointError, ConfigError, StorageError
 
 _LATEST = "latest"
 _NEW = ".tmp-new-"  # + tag: being filled
 _OLD = ".tmp-old-"  # + tag: was replaced; after a crash between the two renames of `_swap`, the only one of its tag
 _MARK = ".tmp-latest"
+_MAX_TAG_BYTES = 4096
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOLCK)  # where a filesystem has none
 
 
 def latest_tag(directory: Path) -> str | None:
@@ -25,13 +27,18 @@ def latest_tag(directory: Path) -> str | None:
     Raises:
         CheckpointError: the file that says so is damaged.
     """
+    path = directory / _LATEST
     try:
-        tag = (directory / _LATEST).read_text(encoding="utf-8").strip()
+        path.lstat()
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{directory / _LATEST} cannot be read: {error}") from error
-    check_tag(tag)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        tag = read_plain(path, _MAX_TAG_BYTES).decode("utf-8").strip()
+        check_tag(tag)
+    except ValueError as error:  # no UTF-8, or no tag
+        raise CheckpointError(f"{path} is damaged: {error}") from error
     return tag
 
 
@@ -41,7 +48,7 @@ def check_tag(tag: str) -> None:
     Raises:
         ConfigError: it is empty, hidden, or leads elsewhere.
     """
-    if not tag or tag.startswith(".") or Path(tag).name != tag or tag == _LATEST:
+    if not is_file_name(tag) or tag.startswith(".") or tag == _LATEST:
         raise ConfigError(f"checkpoint tag {tag!r} must be a plain directory name")
 
 
@@ -57,25 +64,28 @@ def replacing(directory: Path, tag: str, *, mark_latest: bool = True) -> Iterato
 
     Raises:
         StorageError: writing failed, for example because the disk is full.
-        CheckpointError: another process is saving in this directory.
+        CheckpointError: another process is saving in this directory, or it has something of another kind at a place
+            that is needed.
     """
     check_tag(tag)
     with ExitStack() as stack:
         temporary = directory / f"{_NEW}{tag}"
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            if not stack.enter_context(_locked(directory)):
+            make_directory(directory)
+            if not stack.enter_context(locked(directory)):
                 raise CheckpointError(
                     f"{directory}: another process is saving a checkpoint here; wait for it to finish"
                 )
+            if mark_latest and (directory / _LATEST).is_dir():
+                raise CheckpointError(f"{directory / _LATEST} is a directory, where the last tag is noted: remove it")
             _restore(directory)
             _remove_leftovers(directory)
             temporary.mkdir()
         except OSError as error:
-            raise storage_error(error, directory) from error
+            raise storage_error(error, Path(error.filename or directory)) from error
         try:
             yield temporary
-            _sync_directory(temporary)
+            sync_directory(temporary)
             _swap(directory, temporary, tag, mark_latest)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -94,7 +104,7 @@ def restore_interrupted(directory: Path) -> None:
     if not any(directory.glob(f"{_OLD}*")):
         return
     try:
-        with _locked(directory) as alone:
+        with locked(directory) as alone:
             if alone:  # else a save is under way, which has nothing to be restored
                 _restore(directory)
     except OSError as error:
@@ -113,28 +123,42 @@ def _swap(directory: Path, temporary: Path, tag: str, mark_latest: bool) -> None
     if final.exists():
         final.rename(replaced)
     temporary.rename(final)
-    _sync_directory(directory)
+    sync_directory(directory)
     if mark_latest:
         mark.rename(directory / _LATEST)
-        _sync_directory(directory)
+        sync_directory(directory)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _restore(directory: Path) -> None:
     for replaced in directory.glob(f"{_OLD}*"):
         final = directory / replaced.name.removeprefix(_OLD)
-        if not final.exists():
+        ours = replaced.is_dir() and not replaced.is_symlink() and not final.name.startswith(".")
+        if ours and not os.path.lexists(final):
             replaced.rename(final)
 
 
 def _remove_leftovers(directory: Path) -> None:
-    for stale in (*directory.glob(f"{_NEW}*"), *directory.glob(f"{_OLD}*")):
-        shutil.rmtree(stale)
-    (directory / _MARK).unlink(missing_ok=True)
+    """What an interrupted save left, and whatever else has such a name."""
+    for stale in (*directory.glob(f"{_NEW}*"), *directory.glob(f"{_OLD}*"), directory / _MARK):
+        discard(stale)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory to save in, unless it is there.
+
+    Raises:
+        CheckpointError: there is something else.
+        OSError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise CheckpointError(f"{error.filename or path} is no directory: remove it, or save elsewhere") from error
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[bool]:
+def locked(directory: Path) -> Iterator[bool]:
     """Hold the directory's lock; False if another process has it. Where a filesystem has no locks, all go ahead."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -144,17 +168,9 @@ def _locked(directory: Path) -> Iterator[bool]:
             yield False
             return
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOLCK):
+            if error.errno not in NO_LOCKS:
                 raise
         yield True
-    finally:
-        os.close(descriptor)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

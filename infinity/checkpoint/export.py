@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from infinity.checkpoint.blocks import Staging
-from infinity.checkpoint.directory import storage_error
+from infinity.checkpoint.directory import locked, make_directory, storage_error
 from infinity.checkpoint.extra import persistent_buffers
+from infinity.checkpoint.files import discard, is_file_name, sync_directory, write_file
 from infinity.checkpoint.pretrained import INDEX, WEIGHTS
-from infinity.checkpoint.tensors import TensorFile, write_file
+from infinity.checkpoint.publish import new_stem, publish
+from infinity.checkpoint.tensors import TensorFile, read_header
 from infinity.config import parse_size
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StorageError
 from infinity.zero.build import Runtime
@@ -25,6 +30,7 @@ from infinity.zero.build import Runtime
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 _UNFINISHED = ".tmp-export"
+_SUFFIXES = (".safetensors", ".bin")
 
 
 def export_16bit(
@@ -33,15 +39,20 @@ def export_16bit(
     runtime: Runtime,
     parameters: Iterable[tuple[str, torch.Tensor]],
     max_shard_size: int | str,
+    *,
+    file_name: str | None = None,
+    frozen: bool = True,
 ) -> None:
     """`Engine.save_16bit_model`: rank 0 writes, all ranks gather.
 
     Args:
         parameters: every parameter by name, which gathers as it goes.
+        file_name: of the one file to write; None for a directory as transformers has it.
+        frozen: write frozen parameters, too.
 
     Raises:
         StorageError: writing failed; an earlier export is still there.
-        ConfigError: `max_shard_size` is no size.
+        ConfigError: `max_shard_size` is no size, or `file_name` no name.
         InfinityError: the model is divided by tensor parallelism.
         CheckpointError: rank 0 could not write.
     """
@@ -50,14 +61,17 @@ def export_16bit(
             "save_16bit_model writes whole parameters, and this model is divided by tensor parallelism: use "
             "save_checkpoint, which writes the parts"
         )
+    if file_name is not None and (not is_file_name(file_name) or Path(file_name).suffix not in _SUFFIXES):
+        raise ConfigError(f"save_filename {file_name!r} must be a plain file name that ends in .safetensors or .bin")
     try:
-        shard_bytes = parse_size(max_shard_size)
+        shard_bytes = parse_size(max_shard_size) if file_name is None else None
     except ValueError as error:
         raise ConfigError(f"max_shard_size: {error}") from error
     compute = runtime.layout.param_dtype
     dtype = compute if compute.itemsize == 2 else torch.bfloat16
     buffers = persistent_buffers(model)
-    specs = {slot.name: (dtype, slot.shape) for unit in runtime.partition.units for slot in unit.slots}
+    slots = [slot for unit in runtime.partition.units for slot in unit.slots]
+    specs = {slot.name: (dtype, slot.shape) for slot in slots if frozen or slot.trainable}
     specs |= {
         name: (dtype if buffer.is_floating_point() else buffer.dtype, tuple(buffer.shape))
         for name, buffer in buffers.items()
@@ -66,7 +80,11 @@ def export_16bit(
     done = runtime.ranks.rank != 0
     try:
         if not done:
-            _export(directory, model, values, specs, dtype=dtype, shard_bytes=shard_bytes)
+            wanted = ((name, value) for name, value in values if name in specs)
+            if file_name is None or file_name == WEIGHTS:
+                write_model(directory, model, wanted, specs, dtype=dtype, shard_bytes=shard_bytes)
+            else:
+                _write_single(directory, file_name, wanted, specs)
             done = True
     finally:
         for _ in values:  # all ranks gather together, to the end
@@ -76,59 +94,96 @@ def export_16bit(
         raise CheckpointError("rank 0 could not write the model; its own message says why")
 
 
-def _export(
+def write_model(
     directory: Path,
     model: nn.Module,
     values: Iterable[tuple[str, torch.Tensor]],
     specs: Specs,
     *,
     dtype: torch.dtype,
-    shard_bytes: int,
+    shard_bytes: int | None,
 ) -> None:
     """Write a model's weights and configuration.
 
-    Files appear in `directory` when all of them are whole, and take the place of an earlier export there.
+    They take the place of an earlier export in `directory` when all of them are whole; see `publish.py`.
 
     Args:
         model: has a transformers configuration, or none, which is then not written.
         values: every tensor of `specs`, each once, in any order; converted to the dtype that `specs` has.
         specs: dtype and shape of every tensor, by name, in the order of the files.
         dtype: what the configuration says.
-        shard_bytes: size at which a new file begins.
+        shard_bytes: size at which a new file begins; None for one file.
 
     Raises:
         StorageError: writing failed, for example because the disk is full.
     """
+    with _unfinished(directory) as unfinished:
+        _write_shards(unfinished, plan_shards(specs, shard_bytes, new_stem(directory)), values)
+        _write_config(unfinished, model, dtype)
+        publish(unfinished, directory)
+
+
+def _write_single(directory: Path, name: str, values: Iterable[tuple[str, torch.Tensor]], specs: Specs) -> None:
+    """Write the tensors into one file of this name."""
+    with _unfinished(directory) as unfinished:
+        _write_shards(unfinished, {name: specs}, values)
+        if Path(name).suffix == ".bin":
+            _pickle(unfinished / name)
+        (unfinished / name).replace(directory / name)
+        sync_directory(directory)
+
+
+def _pickle(path: Path) -> None:
+    """Make a safetensors file one of `torch.save`. Its bytes stay on the drive meanwhile."""
+    tensors: dict[str, torch.Tensor] = {}
+    for key, entry in read_header(path).items():
+        tensors[key] = torch.empty(entry.shape, dtype=entry.torch_dtype)
+        if entry.nbytes:
+            stored = np.memmap(path, np.uint8, "c", entry.start, (entry.nbytes,))
+            tensors[key] = torch.from_numpy(stored).view(entry.torch_dtype).view(entry.shape)
+    pickled = path.with_name(f"{path.name}.new")
+    with pickled.open("xb") as file:
+        torch.save(tensors, file)
+        file.flush()
+        os.fsync(file.fileno())
+    pickled.replace(path)
+
+
+@contextmanager
+def _unfinished(directory: Path) -> Iterator[Path]:
+    """A directory for files on their way into `directory`, which nobody else writes an export to meanwhile."""
     unfinished = directory / _UNFINISHED
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        _write_shards(unfinished, plan_shards(specs, shard_bytes), values)
-        _write_config(unfinished, model, dtype)
-        _publish(unfinished, directory)
+        make_directory(directory)
+        with locked(directory) as alone:
+            if not alone:
+                raise CheckpointError(f"{directory}: another process is saving here; wait for it to finish")
+            discard(unfinished)
+            unfinished.mkdir()
+            try:
+                yield unfinished
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         if isinstance(error, StorageError):
             raise
         raise storage_error(error, directory) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def plan_shards(specs: Specs, shard_bytes: int) -> dict[str, Specs]:
+def plan_shards(specs: Specs, shard_bytes: int | None, stem: str = "model") -> dict[str, Specs]:
     """Which tensors go into which file, in order; a tensor larger than `shard_bytes` has a file of its own."""
     shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     filled = 0
     for name, (dtype, shape) in specs.items():
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if shards[-1] and filled + nbytes > shard_bytes:
+        if shard_bytes is not None and shards[-1] and filled + nbytes > shard_bytes:
             shards.append({})
             filled = 0
         shards[-1][name] = (dtype, shape)
         filled += nbytes
     if len(shards) == 1:
         return {WEIGHTS: shards[0]}
-    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
+    return {f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
 
 
 def _write_shards(directory: Path, shards: Mapping[str, Specs], values: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -162,15 +217,3 @@ def _write_config(directory: Path, model: nn.Module, dtype: torch.dtype) -> None
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "save_pretrained"):
         generation.save_pretrained(directory)
-
-
-def _publish(unfinished: Path, directory: Path) -> None:
-    """Put the files in their place, the index last; weights of an earlier export that they do not replace go first."""
-    new = sorted(unfinished.iterdir(), key=lambda path: path.name == INDEX)
-    names = {path.name for path in new}
-    for pattern in (INDEX, WEIGHTS, "model-*-of-*.safetensors"):
-        for old in directory.glob(pattern):
-            if old.name not in names:
-                old.unlink()
-    for path in new:
-        path.replace(directory / path.name)

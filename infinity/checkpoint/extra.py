@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.files import read_plain
 from infinity.checkpoint.format import EXTRA, Manifest
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, InfinityError
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredOptimizer
 
@@ -62,12 +63,10 @@ def read_extra(directory: Path, manifest: Manifest) -> dict[str, Any]:
     """
     path = directory / EXTRA
     try:
-        content = path.read_bytes()
+        content = read_plain(path)
         if zlib.crc32(content) != manifest.extra_crc:
             raise CheckpointError(f"{path} is damaged: its checksum differs from the manifest's")
         extra = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except CheckpointError:
         raise
     except Exception as error:  # whatever unpickling objects to
@@ -101,9 +100,11 @@ def check_extra(
     if parts.lr_scheduler:
         _check_schedule(path, extra.get("lr_scheduler"), lr_scheduler)
     _check_buffers(path, extra["buffers"], module)
-    state = extra["rng"].get("torch")
-    if not isinstance(state, torch.Tensor) or state.shape != torch.get_rng_state().shape:
-        raise CheckpointError(f"{path} has no random state that this version of torch takes")
+    of_ranks = extra.get("rng_of_ranks", [])
+    for states in (extra["rng"], *(of_ranks if isinstance(of_ranks, list) else [None])):
+        state = states.get("torch") if isinstance(states, dict) else None
+        if not isinstance(state, torch.Tensor) or state.shape != torch.get_rng_state().shape:
+            raise CheckpointError(f"{path} has no random state that this version of torch takes")
 
 
 def apply_extra(
@@ -115,18 +116,29 @@ def apply_extra(
     loss_scale: LossScale,
     parts: Parts,
 ) -> None:
-    """Set what `collect_extra` collected; `check_extra` has passed."""
-    if parts.optimizer:
-        optimizer.load_state_dict(extra["optimizer"])
-    if parts.lr_scheduler and lr_scheduler is not None and extra["lr_scheduler"] is not None:
-        lr_scheduler.load_state_dict(extra["lr_scheduler"])
-    with torch.no_grad():
-        for name, value in extra["buffers"].items():
-            module.get_buffer(name).copy_(value)
-    if parts.progress:
-        loss_scale.load_state_dict(extra["loss_scale"])
-        states = extra.get("rng_of_ranks", [])
-        _set_rng_states(states[rank] if rank < len(states) else extra["rng"])
+    """Set what `collect_extra` collected; `check_extra` has passed.
+
+    Raises:
+        CheckpointError: a value is none that this run takes. Others may have been set by then.
+    """
+    try:
+        if parts.optimizer:
+            optimizer.load_state_dict(extra["optimizer"])
+        if parts.lr_scheduler and lr_scheduler is not None and extra["lr_scheduler"] is not None:
+            lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        with torch.no_grad():
+            for name, value in extra["buffers"].items():
+                module.get_buffer(name).copy_(value)  # in the dtype that this run keeps it in
+        if parts.progress:
+            loss_scale.load_state_dict(extra["loss_scale"])
+            states = extra.get("rng_of_ranks", [])
+            _set_rng_states(states[rank] if rank < len(states) else extra["rng"])
+    except InfinityError:
+        raise
+    except Exception as error:  # whatever a schedule or torch makes of values of another kind
+        raise CheckpointError(
+            f"what came with the checkpoint's tensors does not fit this run: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_groups(path: Path, groups: Any, optimizer: TieredOptimizer) -> None:

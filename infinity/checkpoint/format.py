@@ -7,6 +7,7 @@ a frozen one has `param.w` in the compute dtype.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.tensors import DTYPES, TensorEntry, write_file
+from infinity.checkpoint.files import brief, is_file_name, parse_json, read_plain, write_file
+from infinity.checkpoint.tensors import DTYPES, TensorEntry
 from infinity.errors import CheckpointError, ConfigError
 from infinity.optim.formats import StateField, StateLayout, layout_with_moments
 
@@ -26,6 +28,7 @@ MASTER = StateField("master", torch.float32)
 FROZEN_FIELD = "param"
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps")
+_MAX_COUNT = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Manifest:
         steps: updates that each trainable parameter has had.
         counters: the engine's step counters.
         extra_crc: CRC-32 of the file with schedules, random states and the client's state.
+        run: which training run saved it; None of checkpoints from before runs had names.
+        model: what the model is beside its parameters, see `identity.py`; None likewise.
     """
 
     state_format: str
@@ -47,6 +52,8 @@ class Manifest:
     steps: Mapping[str, int]
     counters: Mapping[str, int]
     extra_crc: int
+    run: str | None = None
+    model: Mapping[str, Any] | None = None
 
     @property
     def layout(self) -> StateLayout:
@@ -63,6 +70,7 @@ class Manifest:
             "steps": dict(self.steps),
             "tensors": {key: asdict(entry) for key, entry in self.tensors.items()},
         }
+        content |= {key: value for key, value in (("run", self.run), ("model", self.model)) if value is not None}
         content["crc"] = _checksum(content)
         write_file(directory / MANIFEST, json.dumps(content, indent=1).encode())
 
@@ -95,22 +103,57 @@ def read_manifest(directory: Path) -> Manifest:
     Raises:
         CheckpointError: it is missing, damaged, or of a format that this version does not know.
     """
+    return parse_manifest(directory, read_manifest_bytes(directory))
+
+
+def read_manifest_bytes(directory: Path) -> bytes:
+    """A manifest as it is stored.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return read_plain(directory / MANIFEST)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {directory} is no checkpoint") from error
+
+
+def parse_manifest(directory: Path, stored: bytes) -> Manifest:
+    """Check a manifest.
+
+    Raises:
+        CheckpointError: it is damaged, or of a format that this version does not know.
+    """
     path = directory / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(stored)
         version = content["format"]
         if version != VERSION:
             raise CheckpointError(
-                f"{path} has format {version!r}; this version of infinity reads format {VERSION}: "
+                f"{path} has format {brief(version)}; this version of infinity reads format {VERSION}: "
                 "load it with the version that saved it"
             )
         if content.pop("crc") != _checksum(content):
             raise ValueError("its checksum differs from its content")
         return _parse(content)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}): {directory} is no checkpoint") from error
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def check_replaceable(path: Path) -> None:
+    """What a new checkpoint would take the place of is an older one, or nothing.
+
+    Raises:
+        CheckpointError: it is something else, which somebody may want to keep.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        kind = "a symbolic link" if path.is_symlink() else "no directory"
+        raise CheckpointError(f"{path} is {kind}, which a checkpoint cannot replace: remove it, or choose another tag")
+    if path.is_dir() and not (path / MANIFEST).exists() and any(path.iterdir()):
+        raise CheckpointError(
+            f"{path} is a directory without {MANIFEST}, so no checkpoint, and would be lost: remove it, or choose "
+            "another tag"
+        )
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
@@ -128,7 +171,11 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
         steps={name: _count(step) for name, step in content["steps"].items()},
         counters=counters,
         extra_crc=_count(content["extra_crc"]),
+        run=content.get("run"),
+        model=content.get("model"),
     )
+    if not isinstance(manifest.run, str | None) or not isinstance(manifest.model, dict | None):
+        raise ValueError("`run` is no name or `model` is no object")
     _check_complete(manifest)
     return manifest
 
@@ -152,8 +199,8 @@ def _check_complete(manifest: Manifest) -> None:
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
+        raise ValueError(f"{brief(value)} is no count")
     return value
 
 
@@ -166,11 +213,8 @@ def _entry(values: Mapping[str, Any]) -> TensorEntry:
         nbytes=_count(values["nbytes"]),
         crc=_count(values["crc"]),
     )
-    if Path(entry.file).name != entry.file:
-        raise ValueError(f"file name {entry.file!r} leaves the checkpoint")
-    numel = 1
-    for size in entry.shape:
-        numel *= size
-    if entry.dtype not in DTYPES or numel * entry.torch_dtype.itemsize != entry.nbytes:
+    if not is_file_name(entry.file) or not entry.file.endswith(".safetensors"):
+        raise ValueError(f"file name {entry.file!r} leaves the checkpoint, or is none of tensors")
+    if entry.dtype not in DTYPES or math.prod(entry.shape) * entry.torch_dtype.itemsize != entry.nbytes:
         raise ValueError(f"{entry.nbytes} bytes are no {entry.dtype} tensor of shape {entry.shape}")
     return entry

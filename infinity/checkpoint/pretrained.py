@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from infinity.checkpoint.files import is_file_name, parse_json, read_plain
 from infinity.checkpoint.tensors import TensorEntry, TensorReader, read_header
 from infinity.errors import CheckpointError, ConfigError
 
@@ -65,20 +66,21 @@ def _entries(directory: Path) -> dict[str, TensorEntry]:
         CheckpointError: there are none, or the index names what is not there.
     """
     index = directory / INDEX
-    if not index.is_file():
-        if not (directory / WEIGHTS).is_file():
+    if not os.path.lexists(index):
+        if not os.path.lexists(directory / WEIGHTS):
             raise CheckpointError(
                 f"{directory} has neither {WEIGHTS} nor {INDEX}: save the model there with "
                 "save_pretrained(..., safe_serialization=True)"
             )
         return read_header(directory / WEIGHTS)
+    stored = read_plain(index)
     try:
-        files = {str(key): str(name) for key, name in json.loads(index.read_bytes())["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        files = {str(key): str(name) for key, name in parse_json(stored)["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is damaged: {type(error).__name__}: {error}") from error
     headers = {}
     for name in set(files.values()):
-        if Path(name).name != name:
+        if not is_file_name(name):
             raise CheckpointError(f"{index} names the file {name!r}, which leaves the directory")
         headers[name] = read_header(directory / name)
     for key, name in files.items():

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import io
+import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from infinity.checkpoint.blocks import Staging
-from infinity.checkpoint.directory import replacing
-from infinity.checkpoint.format import EXTRA, FROZEN_FIELD, MASTER, Manifest, stored_fields, stored_shape
+from infinity.checkpoint.directory import check_tag, replacing
+from infinity.checkpoint.files import write_file
+from infinity.checkpoint.format import (
+    EXTRA,
+    FROZEN_FIELD,
+    MANIFEST,
+    MASTER,
+    Manifest,
+    check_replaceable,
+    read_manifest,
+    stored_fields,
+    stored_shape,
+)
 from infinity.checkpoint.relay import Relay
-from infinity.checkpoint.tensors import TensorEntry, TensorFile, write_file
+from infinity.checkpoint.runs import Run
+from infinity.checkpoint.tensors import TensorEntry, TensorFile
 from infinity.errors import CheckpointError
 from infinity.optim.formats import StateLayout, read_master
 from infinity.zero.build import Runtime
 from infinity.zero.partition import Unit
+
+_log = logging.getLogger(__name__)
 
 
 def save_checkpoint(
@@ -26,6 +42,7 @@ def save_checkpoint(
     tag: str,
     runtime: Runtime,
     *,
+    run: Run,
     steps: Mapping[str, int],
     counters: Mapping[str, int],
     extra: Mapping[str, Any],
@@ -34,6 +51,7 @@ def save_checkpoint(
     """Write a checkpoint, on rank 0 with the other ranks' help; no update may be pending.
 
     Args:
+        run: which the directory belongs to from now on.
         steps: updates that each parameter has had.
         extra: schedules, random states and the client's state: tensors and plain values only.
         mark_latest: make it the one that is loaded by default.
@@ -44,13 +62,14 @@ def save_checkpoint(
     Raises:
         StorageError: writing failed; an earlier checkpoint of the same tag is still there. The ranks that do not write
             get a CheckpointError.
-        CheckpointError: `extra` has something that could not be loaded safely.
+        CheckpointError: `extra` has something that could not be loaded safely, another run saves in this directory, or
+            what has the tag's name is no checkpoint.
     """
     relay = Relay(runtime)
     if runtime.ranks.rank != 0:
         relay.send_all()
         return directory / tag
-    with relay, replacing(directory, tag, mark_latest=mark_latest) as target:
+    with relay, _place(directory, tag, run, mark_latest=mark_latest) as target:
         content = _serialise(extra)
         tensors: dict[str, TensorEntry] = {}
         with Staging() as staging:
@@ -60,8 +79,30 @@ def save_checkpoint(
         write_file(target / EXTRA, content)
         layout = runtime.layout
         moments = (layout.first, layout.second)
-        Manifest(layout.format, moments, tensors, steps, counters, zlib.crc32(content)).write(target)
+        crc = zlib.crc32(content)
+        Manifest(layout.format, moments, tensors, steps, counters, crc, run.id, run.model).write(target)
     return directory / tag
+
+
+@contextmanager
+def _place(directory: Path, tag: str, run: Run, *, mark_latest: bool) -> Iterator[Path]:
+    """`replacing`, in a directory that is this run's alone, and of nothing but a checkpoint."""
+    check_tag(tag)
+    run.claim(directory)
+    check_replaceable(directory / tag)
+    if (directory / tag / MANIFEST).exists():
+        _tell_of_another_run(directory / tag, run)
+    with replacing(directory, tag, mark_latest=mark_latest) as target:
+        yield target
+
+
+def _tell_of_another_run(path: Path, run: Run) -> None:
+    try:
+        saved_by = read_manifest(path).run
+    except CheckpointError:
+        return  # a damaged one is no loss
+    if saved_by is not None and saved_by != run.id:
+        _log.warning("%s is the checkpoint of another run (%s), and is replaced by this run's", path, saved_by)
 
 
 def _serialise(extra: Mapping[str, Any]) -> bytes:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import zlib
+from array import array
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from infinity.checkpoint.blocks import OutputFile, Staging
+from infinity.checkpoint.files import brief, open_plain, parse_json
 from infinity.errors import CheckpointError
 
 DTYPES = {
@@ -32,8 +35,14 @@ DTYPES = {
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20  # as the safetensors format limits it
+_MAX_COUNT = 1 << 62  # of bytes or elements
 _CHUNK_BYTES = 8 << 20
+_SUM_BYTES = 256 << 10
 _CHECK_THREADS = 4  # reading and checksums leave Python's lock alone
+
+# CRC-32 of each tensor up to the end of each of its blocks of `_SUM_BYTES`, by key. With it a block is verified alone:
+# the checksum goes on from the end of the block before.
+RunningSums = Mapping[str, "array[int]"]
 
 
 @dataclass(frozen=True)
@@ -120,8 +129,11 @@ class TensorFile:
         self._file.close()
 
 
-def check_files(directory: Path, tensors: Mapping[str, TensorEntry]) -> None:
+def check_files(directory: Path, tensors: Mapping[str, TensorEntry]) -> RunningSums:
     """Read every tensor once and compare it with its entry, and each file's header with the entries.
+
+    Returns:
+        What a `TensorReader` verifies by that it reads the same again.
 
     Raises:
         CheckpointError: a file is missing, too short, or differs; the message names the file and the tensor.
@@ -129,22 +141,23 @@ def check_files(directory: Path, tensors: Mapping[str, TensorEntry]) -> None:
     by_file: dict[str, dict[str, TensorEntry]] = {}
     for key, entry in tensors.items():
         by_file.setdefault(entry.file, {})[key] = entry
+    sums: dict[str, array[int]] = {}
     with ThreadPoolExecutor(min(_CHECK_THREADS, os.cpu_count() or 1)) as pool:
         checks = [pool.submit(_check_file, directory / name, entries) for name, entries in by_file.items()]
         try:
             for check in checks:
-                check.result()
+                sums.update(check.result())
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    return sums
 
 
-def _check_file(path: Path, entries: Mapping[str, TensorEntry]) -> None:
+def _check_file(path: Path, entries: Mapping[str, TensorEntry]) -> RunningSums:
     try:
         _check_header(path, entries)
-        with path.open("rb") as file:
-            for key, entry in entries.items():
-                _check_tensor(path, file, key, entry)
+        with open_plain(path) as file:
+            return {key: _check_tensor(path, file, key, entry) for key, entry in entries.items()}
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -155,69 +168,87 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     Raises:
         CheckpointError: the file cannot be read, or its header is wrong; nothing of it is trusted.
     """
-    try:
-        header, data_start = _header(path)
-        size = path.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    header, data_start, size = _header(path)
     header.pop("__metadata__", None)
     entries = {}
     for key, values in header.items():
         try:
             begin, end = values["data_offsets"]
             dtype, shape = DTYPES[values["dtype"]], tuple(values["shape"])
-            right = all(type(n) is int and n >= 0 for n in (begin, end, *shape))
-            right = right and end - begin == torch.Size(shape).numel() * dtype.itemsize
-        except (TypeError, ValueError, KeyError, RuntimeError, OverflowError) as error:
-            raise CheckpointError(f"{path}: tensor {key} is of a kind that cannot be read: {values}") from error
-        if not right or data_start + end > size:
-            raise CheckpointError(f"{path} is damaged: tensor {key} lies outside of the file or has another size")
+            right = all(type(n) is int and 0 <= n < _MAX_COUNT for n in (begin, end, *shape))
+        except (TypeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"{path}: tensor {_shown(key)} is of a kind that cannot be read: {brief(values)}"
+            ) from error
+        if not right or end - begin != math.prod(shape) * dtype.itemsize:
+            raise CheckpointError(f"{path} is damaged: tensor {_shown(key)} has another size than its shape")
+        if data_start + end > size:
+            raise CheckpointError(f"{path} is truncated: tensor {_shown(key)} ends at byte {data_start + end}")
         entries[key] = TensorEntry(path.name, values["dtype"], shape, data_start + begin, end - begin, 0)
+    _check_cover(path, entries, data_start, size)
     return entries
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a file, and where its data starts."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length_field = file.read(8)
-        length = struct.unpack("<Q", length_field)[0] if len(length_field) == 8 else -1
-        if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{path} is damaged: its header has length {length}")
-        text = file.read(length)
+def _check_cover(path: Path, entries: Mapping[str, TensorEntry], data_start: int, size: int) -> None:
+    """The format has every byte belong to one tensor."""
+    position, before = data_start, "the header"
+    for key, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if entry.start != position:
+            how = "overlaps" if entry.start < position else "leaves a gap after"
+            raise CheckpointError(f"{path} is damaged: tensor {_shown(key)} {how} {before}")
+        position, before = entry.start + entry.nbytes, f"tensor {_shown(key)}"
+    if position != size:
+        raise CheckpointError(f"{path} is damaged: its last {size - position} bytes belong to no tensor")
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header of a file, where its data starts, and the file's size."""
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: its header is no JSON") from error
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length_field = file.read(8)
+            length = struct.unpack("<Q", length_field)[0] if len(length_field) == 8 else -1
+            if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
+                raise CheckpointError(f"{path} is damaged: its header has length {length}")
+            text = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        header = parse_json(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: its header is no JSON: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} is damaged: its header is no JSON object")
-    return header, 8 + length
+    return header, 8 + length, size
+
+
+def _shown(key: str) -> str:
+    """A tensor's name, as a message can show it."""
+    return key if len(key) <= 200 and key.isprintable() else brief(key)
 
 
 def _check_header(path: Path, entries: Mapping[str, TensorEntry]) -> None:
-    size = path.stat().st_size
-    header, data_start = _header(path)
+    header = read_header(path)
     for key, entry in entries.items():
-        begin = entry.start - data_start
-        expected = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, begin + entry.nbytes]}
-        if header.get(key) != expected:
-            raise CheckpointError(f"{path} is damaged: its header and the manifest differ on tensor {key}")
-        if entry.start + entry.nbytes > size:
-            raise CheckpointError(f"{path} is truncated: tensor {key} ends at byte {entry.start + entry.nbytes}")
+        if header.get(key) != replace(entry, crc=0):
+            raise CheckpointError(f"{path} is damaged: its header and the manifest differ on tensor {_shown(key)}")
 
 
-def _check_tensor(path: Path, file: BinaryIO, key: str, entry: TensorEntry) -> None:
+def _check_tensor(path: Path, file: BinaryIO, key: str, entry: TensorEntry) -> array[int]:
     crc = 0
+    sums = array("I")
     file.seek(entry.start)
-    left = entry.nbytes
-    while left:
-        data = file.read(min(left, _CHUNK_BYTES))
-        if not data:
+    for start in range(0, entry.nbytes, _CHUNK_BYTES):
+        data = file.read(min(entry.nbytes - start, _CHUNK_BYTES))
+        if len(data) < min(entry.nbytes - start, _CHUNK_BYTES):
             raise CheckpointError(f"{path} is truncated within tensor {key}")
-        crc = zlib.crc32(data, crc)
-        left -= len(data)
+        with memoryview(data) as view:
+            for block in range(0, len(data), _SUM_BYTES):
+                crc = zlib.crc32(view[block : block + _SUM_BYTES], crc)
+                sums.append(crc)
     if crc != entry.crc:
         raise CheckpointError(f"{path} is damaged: tensor {key} has checksum {crc}, the manifest says {entry.crc}")
+    return sums
 
 
 class TensorReader:
@@ -225,11 +256,13 @@ class TensorReader:
 
     Args:
         tensors: where each one lies, by key.
+        sums: what they held when they were checked; None to read them as they are.
     """
 
-    def __init__(self, directory: Path, tensors: Mapping[str, TensorEntry]) -> None:
+    def __init__(self, directory: Path, tensors: Mapping[str, TensorEntry], sums: RunningSums | None = None) -> None:
         self._directory = directory
         self._tensors = tensors
+        self._sums = sums
         self._path: Path | None = None
         self._file: BinaryIO | None = None  # one at a time: tensors are visited file by file
 
@@ -237,26 +270,47 @@ class TensorReader:
         """Elements `[start, start + numel)` of a tensor, flat.
 
         Raises:
-            CheckpointError: the file cannot be read, or ends before them.
+            CheckpointError: the file cannot be read, ends before them, or has changed since it was checked.
         """
         entry = self._tensors[key]
-        data = bytearray(numel * entry.torch_dtype.itemsize)
+        dtype = entry.torch_dtype
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        low, high = begin, end = start * dtype.itemsize, (start + numel) * dtype.itemsize
+        if self._sums is not None:  # whole blocks
+            low, high = begin // _SUM_BYTES * _SUM_BYTES, min(-(-end // _SUM_BYTES) * _SUM_BYTES, entry.nbytes)
+        data = self._read(key, entry, low, high)
+        if self._sums is not None:
+            self._verify(key, entry, data, low // _SUM_BYTES, self._sums[key])
+        return torch.frombuffer(data, dtype=dtype, count=numel, offset=begin - low)
+
+    def _read(self, key: str, entry: TensorEntry, low: int, high: int) -> bytearray:
+        path = self._directory / entry.file
+        data = bytearray(high - low)
         try:
-            file = self._open(self._directory / entry.file)
-            file.seek(entry.start + start * entry.torch_dtype.itemsize)
+            file = self._open(path)
+            file.seek(entry.start + low)
             length = file.readinto(data)  # type: ignore[attr-defined]
         except OSError as error:
-            raise CheckpointError(f"{self._directory / entry.file} cannot be read: {error.strerror}") from error
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         if length != len(data):
-            raise CheckpointError(f"{self._directory / entry.file} ended while tensor {key} was read")
-        if not data:
-            return torch.empty(0, dtype=entry.torch_dtype)
-        return torch.frombuffer(data, dtype=entry.torch_dtype)
+            raise CheckpointError(f"{path} ended while tensor {key} was read")
+        return data
+
+    def _verify(self, key: str, entry: TensorEntry, data: bytearray, first: int, sums: array[int]) -> None:
+        with memoryview(data) as view:
+            for index, start in enumerate(range(0, len(data), _SUM_BYTES), start=first):
+                crc = zlib.crc32(view[start : start + _SUM_BYTES], sums[index - 1] if index else 0)
+                if crc != sums[index]:
+                    raise CheckpointError(
+                        f"{self._directory / entry.file} is not what was checked: tensor {key} differs near byte "
+                        f"{entry.start + index * _SUM_BYTES} (the file has changed, or is another one on this rank)"
+                    )
 
     def _open(self, path: Path) -> BinaryIO:
         if self._file is None or path != self._path:
             self.close()
-            self._file, self._path = path.open("rb"), path
+            self._file, self._path = open_plain(path), path
         return self._file
 
     def close(self) -> None:
@@ -270,14 +324,3 @@ class TensorReader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-# Small files #
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file and flush it to the drive."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

@@ -52,7 +52,7 @@ def pretrained_model(path: str | Path, *, model_class: Any | None = None) -> tup
         raise ConfigError(f"{path} is no directory of a transformers model: it has no config.json")
     try:
         architecture = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever transformers makes of what is written there
         raise ConfigError(f"{path} has a config.json that transformers does not take: {error}") from error
     if getattr(architecture, "quantization_config", None) is not None:
         raise ConfigError(f"{path} has quantised weights, which cannot be trained; take the original model")

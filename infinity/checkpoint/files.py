@@ -1,0 +1,111 @@
+"""Small files of a checkpoint and their names. Nothing that is read is trusted, and nothing is waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import shutil
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from infinity.errors import CheckpointError
+
+_MAX_BYTES = 1 << 30  # of a file that is read whole
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a plain file for reading.
+
+    Raises:
+        CheckpointError: it cannot be opened, or is a directory, pipe, socket or device, which could block for ever.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a name that no file can have
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} cannot be read: it is no plain file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_plain(path: Path, limit_bytes: int = _MAX_BYTES) -> bytes:
+    """The content of a plain file.
+
+    Raises:
+        CheckpointError: it cannot be read, or is larger than any file of its kind.
+    """
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit_bytes:
+            raise CheckpointError(f"{path} is damaged: it has {size} bytes, more than {limit_bytes}")
+        try:
+            return file.read()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def parse_json(content: bytes) -> Any:
+    """UTF-8 JSON, whose objects have each key once.
+
+    Raises:
+        ValueError: it is none, is nested too deeply, or has a number that is too long.
+    """
+    try:
+        return json.loads(content.decode("utf-8"), object_pairs_hook=_object)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+def brief(value: Any) -> str:
+    """A value that a message can show, whatever somebody wrote into the file."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return f"<{type(value).__name__}>"
+
+
+def is_file_name(name: str) -> bool:
+    """It names a file within its directory."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a new file and flush it to the drive; nothing that lies at its path is followed or overwritten."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def discard(path: Path) -> None:
+    """Remove what lies at a path, of whatever kind it is; nothing is followed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's names to the drive."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
