@@ -30,7 +30,8 @@ from infinity.optim.optimizer import TieredOptimizer
 from infinity.telemetry import StallCause, StepStats, now
 from infinity.zero.build import Runtime, make_gradients, open_activations
 from infinity.zero.compute_lane import ComputeLane
-from infinity.zero.gathered import claim, disclaim
+from infinity.zero.gathered import claim, disclaim, newest_values
+from infinity.zero.guards import Guards
 from infinity.zero.hooks import Hooks
 from infinity.zero.layer_major import LayerMajor
 from infinity.zero.micro_batches import LossFn, call, loss_of
@@ -98,6 +99,7 @@ class Engine:
         if runtime.sizing.layer_major:
             self._layer_major = LayerMajor(model, runtime.partition, device)
         claim(self, model, runtime.partition.units)
+        self._guards = Guards(model, runtime, self)
         self._in_cycle = False  # a forward pass has run whose backward has not
         self._stats = StepStats()
         self._outcome: StepOutcome | None = None
@@ -115,6 +117,8 @@ class Engine:
         """Run the model's forward, with each unit in memory while it is needed."""
         self._check_open()
         training = torch.is_grad_enabled()
+        if training:
+            self._guards.check()
         with self._running("forward" if training else "evaluation"):
             if not self._in_cycle:
                 self._executor.begin_cycle()
@@ -226,6 +230,7 @@ class Engine:
             raise InfinityError(
                 'driven_step runs no layer-major micro-batches: set tiering.accumulation to "micro_batch"'
             )
+        self._guards.check()
         self._executor.begin_cycle()
         self._in_cycle = True
         self.micro_steps += self.config.gradient_accumulation_steps - 1
@@ -245,6 +250,7 @@ class Engine:
     def _train_layer_major(self, batches: Sequence[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
         assert self._layer_major is not None
         self._check_open()
+        self._guards.check()
 
         def forward(batch: Any) -> torch.Tensor:
             try:
@@ -441,13 +447,12 @@ class Engine:
         return self.train(False)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of the parameters in compute dtype in host memory, one unit at a time; all ranks iterate together."""
-        self.synchronize()
-        for unit in self._runtime.partition.units:
-            with self._executor.gathered(unit.index) as flat:
-                for slot in unit.slots:
-                    values = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
-                    yield slot.name, values.to("cpu", copy=True)
+        """Copies of the newest values in compute dtype in host memory, one unit at a time, on all ranks together."""
+        return newest_values(self._runtime, self.synchronize)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """The same without their names."""
+        return (values for _, values in self.named_parameters())
 
     # Checkpoints #
 
@@ -581,6 +586,7 @@ class Engine:
                 rest.callback(self._activations.close)
             rest.callback(self._hooks.remove)
             rest.callback(disclaim, self.module)
+            rest.callback(self._guards.remove)
             self._compute_lane = None  # it and the optimizer lead back to this object
             self.optimizer.run_step = None
             if self._layer_major is not None:

@@ -17,6 +17,7 @@ from infinity.optim.lr_schedules import make_scheduler
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.tiers import CudaLink, Link
 from infinity.zero.build import build_runtime
+from infinity.zero.compiled import unwrapped
 from infinity.zero.materialize import InitialValues, WeightSource, materialize
 from infinity.zero.meta import InitFunction
 from infinity.zero.meta import init_function as meta_init_function
@@ -68,6 +69,7 @@ def initialize(
         StorageError: an nvme path that cannot be used.
         RankError: another rank has failed.
     """
+    model = unwrapped(model)
     ranks = join_ranks(process_group)
     resolved = config if isinstance(config, Config) else load_config(config, world_size=ranks.size)
     _check_batch(resolved, ranks)

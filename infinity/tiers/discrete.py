@@ -259,8 +259,12 @@ class DiscreteParams(ParamStore):
         for token, _ in self._retiring:
             token.synchronize()
         self._retiring.clear()
-        for memory in self._memory:
-            memory.free()
+        for memory, spec in zip(self._memory, self.specs, strict=True):
+            if spec.offloaded:
+                memory.free()
+        # What stays may be read as any tensor, also by whoever keeps a state dict: it goes with the last reference.
+        self._memory.clear()
+        self._tensors = [tensor.new_empty(0) for tensor in self._tensors]
 
     # Device memory #
 

@@ -394,10 +394,32 @@ class Executor:
 
     def refresh(self, unit: int) -> None:
         """Let the model's parameters of the unit be what they are for it again: its memory, or NaN while it is away."""
-        if self._params.residency(unit) is Residency.RESIDENT:
+        if self._params.residency(unit) is Residency.RESIDENT and not self._views.detached:
             self._views.show(unit)
         else:
             self._views.hide(unit)
+
+    @property
+    def detached(self) -> bool:
+        """The memory is gone, or about to go."""
+        return self._views.detached
+
+    def lend(self, unit: int, slot: int, values: torch.Tensor) -> None:
+        """The model's parameter lies in `values` until `take_back`, wherever its unit goes meanwhile."""
+        self._views.lend(unit, slot, values)
+
+    def take_back(self, unit: int, slot: int) -> None:
+        """The model's parameter is what its unit is again."""
+        self._views.lent[unit].discard(slot)
+        self.refresh(unit)
+
+    def is_lent(self, unit: int, slot: int) -> bool:
+        return slot in self._views.lent[unit]
+
+    @property
+    def lends(self) -> bool:
+        """Some parameter is lent."""
+        return any(self._views.lent)
 
     @contextmanager
     def created(self, unit: int) -> Iterator[torch.Tensor]:
@@ -429,7 +451,12 @@ class Executor:
 class _ParameterViews:
     """Points the model's parameters at their unit's memory, or at a NaN of the right shape while it is away.
 
-    A parameter that is read while its unit is stored is then NaN: loud, of the right shape, and free.
+    A parameter that is read while its unit is stored is then NaN: loud, of the right shape, and free. Parameters that
+    are lent stay as they are.
+
+    Attributes:
+        lent: slots of each unit.
+        detached: the units' memory is about to go, so that no parameter may lie in it any more.
     """
 
     def __init__(self, model: nn.Module, partition: Partition, params: ParamStore) -> None:
@@ -438,6 +465,13 @@ class _ParameterViews:
         self._parameters = [[model.get_parameter(slot.name) for slot in unit.slots] for unit in partition.units]
         # Made when the unit is first in memory (a view of freed storage cannot be made), then kept.
         self._views: dict[int, list[torch.Tensor]] = {}
+        self.lent: list[set[int]] = [set() for _ in partition.units]
+        self.detached = False
+
+    @torch.inference_mode(False)
+    def lend(self, unit: int, slot: int, values: torch.Tensor) -> None:
+        self.lent[unit].add(slot)
+        set_local_part(self._parameters[unit][slot], values)
 
     @torch.inference_mode(False)  # a parameter must not become an inference tensor, which cannot be trained
     def show(self, unit: int) -> None:
@@ -446,16 +480,22 @@ class _ParameterViews:
             self._views[unit] = [
                 flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self._units[unit].slots
             ]
-        for param, view in zip(self._parameters[unit], self._views[unit], strict=True):
-            set_local_part(param, view)
+        self._set(unit, self._views[unit])
 
     @torch.inference_mode(False)
     def hide(self, unit: int) -> None:
         flat = self._params.tensor(unit)
         nothing = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
-        for param, slot in zip(self._parameters[unit], self._units[unit].slots, strict=True):
-            set_local_part(param, nothing.expand(slot.shape))
+        self._set(unit, [nothing.expand(slot.shape) for slot in self._units[unit].slots])
+
+    def _set(self, unit: int, values: Sequence[torch.Tensor]) -> None:
+        lent = self.lent[unit]
+        for slot, (param, value) in enumerate(zip(self._parameters[unit], values, strict=True)):
+            if slot not in lent:
+                set_local_part(param, value)
 
     def hide_all(self) -> None:
+        self.detached = True
+        self._views.clear()
         for unit in range(len(self._units)):
             self.hide(unit)
