@@ -279,7 +279,7 @@ class _Shape:
             if param.requires_grad and not may_need:
                 raise InfinityError(
                     f"parameter `{name}` requires a gradient now but did not when initialize made its states, so "
-                    "nothing trains it: requires_grad_(True) belongs before initialize; or call requires_grad_(False) again"
+                    "nothing trains it: call requires_grad_(True) before initialize, or requires_grad_(False) again"
                 )
         kept = all(table.get(key) is child for table, key, child in self._children)
         return kept and all(len(table) == size for table, size in self._sizes)
@@ -362,7 +362,7 @@ class _Seam:
             if guards is None:
                 return copy.deepcopy(module, memo)
             with guards.copying(module, memo):
-                return _without_hooks(copy.deepcopy(module, memo))
+                return _without_hooks(copy.deepcopy(module, memo), module)
         finally:
             self._install(module)
 
@@ -392,12 +392,13 @@ class _Seam:
         return self  # in a copy's hooks, until they are taken out
 
 
-def _without_hooks(module: nn.Module) -> nn.Module:
+def _without_hooks(module: nn.Module, original: nn.Module) -> nn.Module:
     """A copied module without the hooks of this package, which lead to the engine."""
-    tables = [table for name, table in vars(module).items() if "hooks" in name and isinstance(table, dict)]
-    for key in {key for table in tables for key, hook in table.items() if _is_of_this_package(hook)}:
-        for table in tables:
-            table.pop(key, None)
+    tables = [name for name, table in vars(original).items() if "hooks" in name and isinstance(table, dict)]
+    ours = {key for name in tables for key, hook in vars(original)[name].items() if _is_of_this_package(hook)}
+    for name in tables:
+        for key in ours:
+            vars(module)[name].pop(key, None)
     return module
 
 

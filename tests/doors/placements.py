@@ -8,7 +8,7 @@ from typing import Any
 import infinity
 from tests.behaviour.reference import Placement, Recipe, tiny_llama
 
-TIGHT = "480KB"  # of the test models' parameters and states in bf16, two blocks and a few tiles fit
+TIGHT = {"fp32": "960KB", "bf16": "480KB", "fp16": "640KB"}  # two blocks and a few tiles of the test models fit
 PLACEMENTS = ["stays", "moves"]
 
 
@@ -17,7 +17,7 @@ def config_of(placement: str, path: Path, recipe: Recipe | None = None, **more: 
     recipe = recipe or Recipe("bf16", clipping=1.0)
     if placement == "stays":
         return recipe.config(Placement()) | more
-    return recipe.config(Placement("nvme", "nvme", path, "16KiB", TIGHT)) | more
+    return recipe.config(Placement("nvme", "nvme", path, "16KiB", TIGHT[recipe.precision])) | more
 
 
 def engine_in(
