@@ -324,6 +324,7 @@ class Engine:
         self._check_open()
         if not self._syncs:
             raise InfinityError("step() inside no_sync: leave the context before the last backward of the step")
+        self._check_not_gathered("step()")
         last = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not last:
@@ -569,7 +570,14 @@ class Engine:
         parts = self._runtime.parts.ranks
         return Path(path) if parts.size == 1 else Path(path) / f"part-{parts.rank}-of-{parts.size}"
 
+    def _check_not_gathered(self, what: str) -> None:
+        if self._executor.lends:
+            raise InfinityError(
+                f"{what} inside GatheredParameters, which stores its changes at the end: leave it first"
+            )
+
     def _check_at_step_boundary(self, what: str) -> None:
+        self._check_not_gathered(what)
         if self.micro_steps % self.config.gradient_accumulation_steps or self._in_cycle:
             raise InfinityError(f"{what} in the middle of a step: call it after the step() that updates the parameters")
 

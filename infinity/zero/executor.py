@@ -24,7 +24,7 @@ from infinity.telemetry import Counters, StallCause
 from infinity.tiers import GradLease, GradStore, ParamStore, Residency
 from infinity.zero.callbacks import weakly
 from infinity.zero.gathering import Gathering
-from infinity.zero.model_parts import set_local_part
+from infinity.zero.model_parts import local_part, set_local_part
 from infinity.zero.partition import Partition
 from infinity.zero.ranks import ALONE, Ranks
 
@@ -413,8 +413,9 @@ class Executor:
         self._views.lent[unit].discard(slot)
         self.refresh(unit)
 
-    def is_lent(self, unit: int, slot: int) -> bool:
-        return slot in self._views.lent[unit]
+    def lent(self, unit: int, slot: int) -> torch.Tensor | None:
+        """What the parameter lies in while it is lent; None if it is not."""
+        return self._views.values(unit, slot) if slot in self._views.lent[unit] else None
 
     @property
     def lends(self) -> bool:
@@ -467,6 +468,10 @@ class _ParameterViews:
         self._views: dict[int, list[torch.Tensor]] = {}
         self.lent: list[set[int]] = [set() for _ in partition.units]
         self.detached = False
+
+    def values(self, unit: int, slot: int) -> torch.Tensor:
+        """What the parameter lies in."""
+        return local_part(self._parameters[unit][slot]).detach()
 
     @torch.inference_mode(False)
     def lend(self, unit: int, slot: int, values: torch.Tensor) -> None:

@@ -76,6 +76,7 @@ def _owner_of(param: nn.Parameter) -> tuple[Owner, Place] | None:
     return None if owner is None or reference() is not param else (owner, Place(param, unit, index))
 
 
+@torch.inference_mode(False)  # a parameter may lie in them, and must stay one that can be trained
 def unit_values(
     runtime: Runtime, unit: Unit, indices: Sequence[int], device: torch.device | None = None
 ) -> list[torch.Tensor]:
@@ -97,7 +98,12 @@ def newest_values(runtime: Runtime, synchronize: Callable[[], None]) -> Iterator
     that an iteration may be left half way."""
     for unit in runtime.partition.units:
         synchronize()
-        values = unit_values(runtime, unit, range(len(unit.slots)), _CPU)[::-1]
+        values = unit_values(runtime, unit, range(len(unit.slots)), _CPU)
+        for index in range(len(unit.slots)):
+            lent = runtime.executor.lent(unit.index, index)
+            if lent is not None:
+                values[index] = lent.to(_CPU, copy=True)
+        values.reverse()
         for slot in unit.slots:
             yield slot.name, values.pop()
 
@@ -123,7 +129,7 @@ class Loan:
         self._lent: list[Place] = []
         by_unit: dict[int, list[Place]] = {}
         for place in self.places:
-            if not runtime.executor.is_lent(place.unit.index, place.index):
+            if runtime.executor.lent(place.unit.index, place.index) is None:
                 by_unit.setdefault(place.unit.index, []).append(place)
         check_room(runtime, [place for group in by_unit.values() for place in group], what, device)
         try:

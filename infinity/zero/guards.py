@@ -85,7 +85,7 @@ class Guards:
         """
         self._end_loading()  # what an exception has left
         if self._runtime.executor.lends:
-            lent = next(p for p in self._places.values() if self._runtime.executor.is_lent(p.unit.index, p.index))
+            lent = next(p for p in self._places.values() if self._lent(p))
             raise InfinityError(
                 f"parameter `{lent.slot.name}` is gathered: leave GatheredParameters before the next training forward"
             )
@@ -145,8 +145,7 @@ class Guards:
         places = self.places(module)
         if any(is_distributed(place.param) for place in places):
             raise InfinityError("a model that tensor parallelism has divided cannot be copied while it has an engine")
-        executor = self._runtime.executor
-        places = [p for p in places if id(p.param) not in memo and not executor.is_lent(p.unit.index, p.index)]
+        places = [place for place in places if id(place.param) not in memo and not self._lent(place)]
         if self._moves:
             check_room(self._runtime, places, ("a copy of the model", "copy its state_dict() one module at a time"))
             for group in _by_unit(places).values():
@@ -161,6 +160,9 @@ class Guards:
         finally:
             self._copying = False
 
+    def _lent(self, place: Place) -> bool:
+        return self._runtime.executor.lent(place.unit.index, place.index) is not None
+
     def _synchronize(self) -> None:
         owner = self._owner()
         if owner is not None:
@@ -169,8 +171,9 @@ class Guards:
     def _make_whole(self, places: list[Place]) -> None:
         """Parameters that stay are all there, if other ranks have updated parts of them."""
         for unit in _by_unit(places):
-            with self._runtime.executor.gathered(unit):
-                pass
+            if self._runtime.params.specs[unit].sharding.count > 1:
+                with self._runtime.executor.gathered(unit):
+                    pass
 
     # load_state_dict #
 

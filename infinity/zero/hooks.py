@@ -285,8 +285,8 @@ class _Call:
         if torch.is_grad_enabled():  # the graph of this backward would hold weights that leave memory when it is over
             raise InfinityError(
                 "backward with create_graph=True (torch.func's grad is one) goes through units that leave memory or "
-                "are divided among ranks, and a second backward would read weights that are gone: train on one rank with "
-                'parameters that stay (zero_optimization.offload_param.device "none"), or leave create_graph out'
+                "are divided among ranks, and a second backward would read weights that are gone: train on one rank "
+                'with parameters that stay (zero_optimization.offload_param.device "none"), or leave create_graph out'
             )
         if self not in self._begun:
             self._entered = tuple(self.followed)

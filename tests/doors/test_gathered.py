@@ -36,6 +36,16 @@ def test_an_empty_context_over_the_whole_model_changes_nothing(modifier_rank, pl
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
+def test_under_inference_mode_parameters_stay_trainable(placement, tmp_path) -> None:
+    with engine_in(placement, tmp_path) as engine:
+        with torch.inference_mode():
+            engine.module.state_dict()
+            with GatheredParameters(engine.module):
+                assert not any(bool(param.isnan().any()) for param in engine.module.parameters())
+        train_on(engine, DATA[:2])
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_changes_to_more_than_the_budget_holds_are_all_kept(placement, tmp_path) -> None:
     with engine_in(placement, tmp_path) as engine:
         train_on(engine, DATA[:2])
@@ -74,6 +84,27 @@ def test_training_inside_is_refused_by_name(tmp_path) -> None:
         with GatheredParameters(engine.module.model.norm), refused:
             loss_of(engine, DATA[0])
         train_on(engine, DATA[:1])
+
+
+def test_what_stores_or_changes_values_inside_is_refused(tmp_path) -> None:
+    """At its end the context would take an update, or what was loaded, for a change to be undone."""
+    with engine_in("moves", tmp_path) as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+        engine.backward(loss_of(engine, DATA[0]))
+        with GatheredParameters(engine.module, 0), torch.no_grad():
+            engine.module.lm_head.weight.fill_(0.5)
+            for door in (
+                engine.step,
+                lambda: engine.save_checkpoint(tmp_path),
+                lambda: engine.load_checkpoint(tmp_path),
+            ):
+                with pytest.raises(
+                    InfinityError, match="inside GatheredParameters, which stores its changes at the end"
+                ):
+                    door()
+            assert bool((dict(engine.named_parameters())["lm_head.weight"] == 0.5).all())
+        engine.step()
+        assert not bool((dict(engine.named_parameters())["lm_head.weight"] == 0.5).all())
 
 
 def test_an_engine_that_is_closed_inside_leaves_nan(tmp_path) -> None:

@@ -206,6 +206,18 @@ def test_assigning_is_refused_before_anything_changes(placement, tmp_path) -> No
         assert same(newest(engine), known)
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_module_around_the_engines_saves_and_loads_it_too(placement, tmp_path) -> None:
+    with engine_in(placement, tmp_path) as engine:
+        train_on(engine, DATA[:STEPS])
+        around = nn.ModuleDict({"net": engine.module, "own": nn.Linear(2, 2)})
+        state = cloned(around.state_dict())
+        train_on(engine, DATA[:STEPS])
+        around.load_state_dict(state)
+        values = {f"net.{name}": value for name, value in newest(engine).items()}
+        assert same(values, {name: value for name, value in state.items() if name.startswith("net.")})
+
+
 def test_loading_between_forward_and_backward_is_refused(tmp_path) -> None:
     with engine_in("moves", tmp_path) as engine:
         undisturbed = train_on(engine, DATA[:1])
