@@ -239,53 +239,63 @@ class Guards:
 
 
 class _Shape:
-    """Which parameters the model has, and which of them may need a gradient.
+    """Which modules and parameters the model has, and which of those may need a gradient.
 
     Args:
         before: what it was so far. Parameters that need a gradient may not have come since.
     """
 
     def __init__(self, model: nn.Module, before: _Shape | None = None) -> None:
-        self._parameters: list[tuple[dict[str, Any], str, nn.Parameter, bool, str]] = []
-        self._children: list[tuple[dict[str, Any], str, nn.Module | None]] = []
-        self._sizes: list[tuple[dict[str, Any], int]] = []
         self._known: dict[int, tuple[nn.Parameter, bool]] = (
             before._known if before is not None else {id(p): (p, p.requires_grad) for p in model.parameters()}
         )
+        self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # as they are, and as they were
+        self._parameters: list[tuple[str, dict[str, Any], list[str], list[int]]] = []
+        self._frozen: list[tuple[str, nn.Parameter]] = []
         for prefix, module in model.named_modules():
-            tables: tuple[dict[str, Any], ...] = (module._parameters, module._modules)
-            self._sizes.extend((table, len(table)) for table in tables)
-            self._children.extend((tables[1], key, child) for key, child in tables[1].items())
-            for key, param in tables[0].items():
-                name = f"{prefix}.{key}" if prefix else key
-                if param is None:
-                    continue
-                if id(param) not in self._known and param.requires_grad:
-                    raise InfinityError(
-                        f"parameter `{name}` has come after initialize, so nothing would train it: add it before"
-                    )
-                _, needs_gradient = self._known.get(id(param), (param, False))
-                self._parameters.append((tables[0], key, param, needs_gradient, name))
+            path = f"{prefix}." if prefix else ""
+            self._children.append((module._modules, dict(module._modules)))
+            own = module._parameters
+            self._parameters.append((path, own, list(own), [id(param) for param in own.values()]))
+            self._look_at(path, own)
+
+    def _look_at(self, path: str, parameters: dict[str, Any]) -> None:
+        for key, param in parameters.items():
+            if param is None:
+                continue
+            if id(param) not in self._known and param.requires_grad:
+                raise InfinityError(
+                    f"parameter `{path}{key}` has come after initialize, so nothing would train it: add it before"
+                )
+            if id(param) not in self._known or not self._known[id(param)][1]:
+                self._frozen.append((path + key, param))
 
     def is_kept(self) -> bool:
-        """No module has come or gone, nor has a parameter.
+        """No module has come or gone, nor has a parameter. Looks at modules, since there are more parameters.
 
         Raises:
             InfinityError: by name: a parameter is another one, or needs a gradient and did not.
         """
-        for table, key, param, may_need, name in self._parameters:
-            if table.get(key) is not param:
-                raise InfinityError(
-                    f"parameter `{name}` was replaced, tied to another or removed after initialize, which has the one "
-                    "before: do it before initialize, and change values with load_state_dict or GatheredParameters"
-                )
-            if param.requires_grad and not may_need:
+        for name, param in self._frozen:
+            if param.requires_grad:
                 raise InfinityError(
                     f"parameter `{name}` requires a gradient now but did not when initialize made its states, so "
                     "nothing trains it: call requires_grad_(True) before initialize, or requires_grad_(False) again"
                 )
-        kept = all(table.get(key) is child for table, key, child in self._children)
-        return kept and all(len(table) == size for table, size in self._sizes)
+        kept = all(now == before for now, before in self._children)
+        for path, now, names, before in self._parameters:
+            if [*map(id, now.values())] != before:
+                kept = False
+                self._check_replaced(path, now, dict(zip(names, before, strict=True)))
+        return kept
+
+    def _check_replaced(self, path: str, now: dict[str, Any], before: dict[str, int]) -> None:
+        for key, param in before.items():
+            if param in self._known and id(now.get(key)) != param:
+                raise InfinityError(
+                    f"parameter `{path}{key}` was replaced, tied to another or removed after initialize, which has the "
+                    "one before: do it before initialize, and change values with load_state_dict or GatheredParameters"
+                )
 
 
 class _Seam:
