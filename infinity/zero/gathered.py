@@ -168,14 +168,17 @@ class Loan:
 def check_room(
     runtime: Runtime, places: Sequence[Place], what: tuple[str, str], device: torch.device | None = None
 ) -> None:
-    """Refuse copies of parameters that some rank has no memory for; all ranks call this together."""
+    """Refuse copies of parameters that a rank has no memory for: on all ranks, where they make them together."""
     if not places:
         return
     here = runtime.params.tensor(places[0].unit.index)
     nbytes = sum(place.slot.numel for place in places) * here.dtype.itemsize
     target = device or here.device
     free = _free_bytes(target)
-    if runtime.ranks.any(nbytes > free):
+    short = nbytes > free
+    if runtime.partition.sharding.count > 1:
+        short = runtime.ranks.any(short)
+    if short:
         asked, advice = what
         names = f"`{places[0].slot.name}`" + (f" and {len(places) - 1} others" if len(places) > 1 else "")
         raise CapacityError(

@@ -318,6 +318,24 @@ def test_closing_leaves_nothing_behind(placement, tmp_path) -> None:
 # Several ranks #
 
 
+def _look_alone() -> bool:
+    config = Recipe("bf16", clipping=1.0).config(Placement())
+    config["zero_optimization"]["stage"] = 0
+    with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
+        train_on(engine, DATA[:STEPS])
+        if torch.distributed.get_rank():
+            return True
+        values = newest(engine)
+        with GatheredParameters(engine.module):
+            shown = cloned(dict(engine.module.named_parameters()))
+        twin = dict(copy.deepcopy(engine.module).named_parameters())
+        return all(same(values, each) for each in (shown, twin, engine.module.state_dict()))
+
+
+def test_where_every_rank_has_all_one_may_look_alone(tmp_path) -> None:
+    assert run_ranks(2, _look_alone, path=tmp_path) == [True, True]
+
+
 def _doors(stage: int) -> Any:
     config = Recipe("bf16", clipping=1.0).config(Placement())
     config["zero_optimization"]["stage"] = stage
