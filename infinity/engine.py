@@ -33,7 +33,8 @@ from infinity.optim.optimizer import TieredOptimizer
 from infinity.telemetry import StepStats
 from infinity.zero.build import Runtime
 from infinity.zero.drivers import driven, train_layer_major
-from infinity.zero.gathered import claim, disclaim
+from infinity.zero.gathered import claim, disclaim, newest_values
+from infinity.zero.guards import Guards
 from infinity.zero.micro_batches import LossFn, call, loss_of
 from infinity.zero.phases import Counts, Phase
 from infinity.zero.step import LAYER_MAJOR, Step
@@ -73,12 +74,18 @@ class Engine:
         self._step.lr_scheduler = lr_scheduler
         optimizer.run_step = self._step.finish
         optimizer.drop_gradients = self._step.drop
-        claim(self, model, runtime.partition.units)
+        try:
+            claim(self, model, runtime.partition.units)
+            self._guards = Guards(model, runtime, self)
+            if runtime.sizing.settles:
+                runtime.executor.show_newest()
+        except BaseException:  # a model that is refused keeps no hooks
+            disclaim(model)
+            self._step.remove_hooks()
+            raise
         # Of nothing that leads here, so that an engine that nobody has any more goes.
-        self._close = weakref.finalize(self, _close, model, optimizer, self._step, self._run)
+        self._close = weakref.finalize(self, _close, model, optimizer, self._step, self._guards, self._run)
         self._close.atexit = False
-        if runtime.sizing.settles:
-            runtime.executor.show_newest()
 
     def __getattr__(self, name: str) -> Any:
         """What the engine has not, the model may have."""
@@ -117,7 +124,10 @@ class Engine:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, with each unit in memory while it is needed."""
-        with self._step.forward(training=torch.is_grad_enabled()):
+        training = torch.is_grad_enabled()
+        if training:
+            self._guards.check()
+        with self._step.forward(training=training):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> torch.Tensor:
@@ -229,6 +239,7 @@ class Engine:
 
     def _check_first_micro_batch(self, what: str) -> None:
         self._step.check_boundary(what)
+        self._guards.check()
         steps = self.config.gradient_accumulation_steps
         if self.micro_steps % steps:
             raise InfinityError(
@@ -274,10 +285,17 @@ class Engine:
         """The next `step()` updates the parameters."""
         return self._step.is_last
 
-    def begin_gathering(self) -> Runtime:
-        """Carry out pending updates for `infinity.zero.GatheredParameters`; what the engine owns."""
+    def begin_gathering(self, what: str, *, stores: bool) -> Runtime:
+        """Carry out pending updates for a look at parameters, or a change of them; what the engine owns.
+
+        Args:
+            what: asks for it, for messages.
+            stores: values will be changed.
+        """
         if self._step.phase is Phase.FORWARD:
-            raise InfinityError("parameters cannot be gathered between a forward pass and its backward")
+            raise InfinityError(f"{what} between a forward pass and its backward: parameters cannot be gathered then")
+        if stores or self._runtime.partition.sharding.count > 1:
+            self._runtime.ranks.together(what)
         self.synchronize()
         return self._runtime
 
@@ -304,14 +322,12 @@ class Engine:
         return self.train(False)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of the parameters in compute dtype in host memory, one unit at a time; all ranks iterate together."""
-        self._runtime.ranks.together("engine.named_parameters()")
-        self.synchronize()
-        for unit in self._runtime.partition.units:
-            with self._runtime.executor.gathered(unit.index) as flat:
-                for slot in unit.slots:
-                    values = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
-                    yield slot.name, values.to("cpu", copy=True)
+        """Copies of the newest values in compute dtype in host memory, one unit at a time, on all ranks together."""
+        return newest_values(self._runtime, self.synchronize)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """The same without their names."""
+        return (values for _, values in self.named_parameters())
 
     # Checkpoints #
 
@@ -488,13 +504,14 @@ class Engine:
         self.close()
 
 
-def _close(model: nn.Module, optimizer: TieredOptimizer, step: Step, run: Run) -> None:
+def _close(model: nn.Module, optimizer: TieredOptimizer, step: Step, guards: Guards, run: Run) -> None:
     """The end of an engine, also of one that nobody has closed: the garbage collector may call this in any thread."""
     if step.in_worker:  # which cannot wait for its own end
-        threading.Thread(target=_close, args=(model, optimizer, step, run)).start()
+        threading.Thread(target=_close, args=(model, optimizer, step, guards, run)).start()
         return
     optimizer.run_step = optimizer.drop_gradients = None
     disclaim(model)
     with ExitStack() as rest:
         rest.callback(run.close)
-        step.close()
+        rest.callback(step.close)
+        guards.remove()

@@ -21,6 +21,7 @@ from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.optim.torch_schedules import is_factory, rebind
 from infinity.tiers import CudaLink, Link
 from infinity.zero.build import Runtime, build_runtime
+from infinity.zero.compiled import unwrapped
 from infinity.zero.gathered import check_unowned
 from infinity.zero.initial_values import InitialValues, WeightSource, is_placeholder
 from infinity.zero.materialize import materialize, resident_first, stored_values
@@ -76,6 +77,7 @@ def initialize(
         RankError: another rank has failed.
     """
     _check_arguments(model, config, optimizer)
+    model = unwrapped(model)
     check_unowned(model)
     resolved = config if isinstance(config, Config) else load_config(config, world_size=world_size(process_group))
     ranks = join_ranks(process_group, resolved.communication.timeout_s)

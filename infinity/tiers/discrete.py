@@ -278,8 +278,12 @@ class DiscreteParams(ParamStore):
                 token.synchronize()
         self._last_uploads.clear()
         self._retiring.clear()
-        for memory in self._memory:
-            memory.free()
+        for memory, spec in zip(self._memory, self.specs, strict=True):
+            if spec.offloaded:
+                memory.free()
+        # What stays may be read as any tensor, also by whoever keeps a state dict: it goes with the last reference.
+        self._memory.clear()
+        self._tensors = [tensor.new_empty(0) for tensor in self._tensors]
 
     # Device memory #
 

@@ -318,5 +318,9 @@ class UnifiedParams(ParamStore):
         return write
 
     def close(self) -> None:
-        for buffer in self._buffers:
-            buffer.close()
+        for buffer, spec in zip(self._buffers, self.specs, strict=True):
+            if spec.offloaded:
+                buffer.close()
+        # What stays may be read as any tensor, also by whoever keeps a state dict: it goes with the last reference.
+        self._buffers.clear()
+        self._tensors = [tensor.new_empty(0) for tensor in self._tensors]

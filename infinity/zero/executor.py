@@ -35,7 +35,7 @@ from infinity.telemetry import Counters, StallCause
 from infinity.tiers import GradLease, GradStore, ParamStore, Residency
 from infinity.zero.callbacks import weakly
 from infinity.zero.gathering import Gathering
-from infinity.zero.model_parts import set_local_part
+from infinity.zero.model_parts import local_part, set_local_part
 from infinity.zero.partition import Partition
 from infinity.zero.ranks import ALONE, Ranks
 
@@ -391,7 +391,9 @@ class Executor:
         self.torn = within
 
     def drain(self) -> None:
-        """Carry out every pending update and wait for all of them."""
+        """Carry out every pending update and wait for all of them; what is in memory shows its values then."""
+        if not self._pending and not self._tickets:
+            return
         for unit in list(self._pending):
             self._params.pin(unit)
             self._bring(unit)
@@ -399,6 +401,9 @@ class Executor:
         while self.finish_an_update():
             pass
         self._settle()
+        for unit in range(len(self._params.specs)):
+            if self._params.residency(unit) is Residency.RESIDENT and self._is_whole(unit):
+                self._views.show(unit)
 
     def show_newest(self) -> None:
         """Carry out every update and have the parameters that never leave show their values; all ranks together."""
@@ -447,11 +452,34 @@ class Executor:
     def refresh(self, unit: int) -> None:
         """Let the model's parameters of the unit be what they are for it again: its memory, or NaN while it is away."""
         self._views.forget(unit)
-        behind = unit in self._pending or unit in self._tickets
+        behind = unit in self._pending or unit in self._tickets or self._views.detached
         if self._params.residency(unit) is Residency.RESIDENT and not behind and self._is_whole(unit):
             self._views.show(unit)
         else:
             self._views.hide(unit)
+
+    @property
+    def detached(self) -> bool:
+        """The memory is gone, or about to go."""
+        return self._views.detached
+
+    def lend(self, unit: int, slot: int, values: torch.Tensor) -> None:
+        """The model's parameter lies in `values` until `take_back`, wherever its unit goes meanwhile."""
+        self._views.lend(unit, slot, values)
+
+    def take_back(self, unit: int, slot: int) -> None:
+        """The model's parameter is what its unit is again."""
+        self._views.lent[unit].discard(slot)
+        self.refresh(unit)
+
+    def lent(self, unit: int, slot: int) -> torch.Tensor | None:
+        """What the parameter lies in while it is lent; None if it is not."""
+        return self._views.values(unit, slot) if slot in self._views.lent[unit] else None
+
+    @property
+    def lends(self) -> bool:
+        """Some parameter is lent."""
+        return any(self._views.lent)
 
     @contextmanager
     def created(self, unit: int) -> Iterator[torch.Tensor]:
@@ -487,7 +515,12 @@ class Executor:
 class _ParameterViews:
     """Points the model's parameters at their unit's memory, or at a NaN of the right shape while it is away.
 
-    A parameter that is read while its unit is stored is then NaN: loud, of the right shape, and free.
+    A parameter that is read while its unit is stored is then NaN: loud, of the right shape, and free. Parameters that
+    are lent stay as they are.
+
+    Attributes:
+        lent: slots of each unit.
+        detached: the units' memory is about to go, so that no parameter may lie in it any more.
     """
 
     def __init__(self, model: nn.Module, partition: Partition, params: ParamStore) -> None:
@@ -497,6 +530,8 @@ class _ParameterViews:
         # Made when the unit is first in memory (a view of freed storage cannot be made), then kept.
         self._views: dict[int, list[torch.Tensor]] = {}
         self._shown: list[bool | None] = [None] * len(partition.units)  # None: neither values nor NaN of ours
+        self.lent: list[set[int]] = [set() for _ in partition.units]
+        self.detached = False
 
     def forget(self, unit: int) -> None:
         """Somebody else has written to the parameters' `data`."""
@@ -507,6 +542,15 @@ class _ParameterViews:
         self.hide(unit)
         torch.autograd.graph.increment_version(self._parameters[unit])
 
+    def values(self, unit: int, slot: int) -> torch.Tensor:
+        """What the parameter lies in."""
+        return local_part(self._parameters[unit][slot]).detach()
+
+    @torch.inference_mode(False)
+    def lend(self, unit: int, slot: int, values: torch.Tensor) -> None:
+        self.lent[unit].add(slot)
+        set_local_part(self._parameters[unit][slot], values)
+
     @torch.inference_mode(False)  # a parameter must not become an inference tensor, which cannot be trained
     def show(self, unit: int) -> None:
         if self._shown[unit]:
@@ -516,8 +560,7 @@ class _ParameterViews:
             self._views[unit] = [
                 flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self._units[unit].slots
             ]
-        for param, view in zip(self._parameters[unit], self._views[unit], strict=True):
-            set_local_part(param, view)
+        self._set(unit, self._views[unit])
         self._shown[unit] = True
 
     @torch.inference_mode(False)
@@ -526,10 +569,17 @@ class _ParameterViews:
             return
         flat = self._params.tensor(unit)
         nothing = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
-        for param, slot in zip(self._parameters[unit], self._units[unit].slots, strict=True):
-            set_local_part(param, nothing.expand(slot.shape))
+        self._set(unit, [nothing.expand(slot.shape) for slot in self._units[unit].slots])
         self._shown[unit] = False
 
+    def _set(self, unit: int, values: Sequence[torch.Tensor]) -> None:
+        lent = self.lent[unit]
+        for slot, (param, value) in enumerate(zip(self._parameters[unit], values, strict=True)):
+            if slot not in lent:
+                set_local_part(param, value)
+
     def hide_all(self) -> None:
+        self.detached = True
+        self._views.clear()
         for unit in range(len(self._units)):
             self.hide(unit)

@@ -1,41 +1,64 @@
-"""Looking at parameters, and changing them, while their home is a lower tier."""
+"""Looking at parameters, and changing them, while their home is a lower tier.
+
+[Note: lent parameters]
+What is looked at may be more than the budget for parameters holds, so it cannot lie where the units do: bringing one
+would evict another. A parameter is lent instead: it lies in memory of its own, outside of every budget, and stays there
+whatever its unit does, until it is taken back. That memory is asked for by name before anything is read.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import CapacityError, ConfigError, InfinityError
+from infinity.memory import available_memory_bytes
 from infinity.optim.formats import read_master, write_master
 from infinity.zero.build import Runtime
 from infinity.zero.model_parts import is_distributed
 from infinity.zero.partition import ParamSlot, Unit
+from infinity.zero.ranks import Ranks, ranks_on_this_machine
 
 Gatherable = nn.Module | nn.Parameter | Iterable[nn.Parameter]
+_CPU = torch.device("cpu")
 
 
 class Owner(Protocol):
     """An engine, as far as this file knows it."""
 
-    def begin_gathering(self) -> Runtime:
+    def begin_gathering(self, what: str, *, stores: bool) -> Runtime:
         """Carry out pending updates; what the engine owns."""
 
 
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a parameter's values are: in a slot of a unit."""
+
+    param: nn.Parameter
+    unit: Unit
+    index: int
+
+    @property
+    def slot(self) -> ParamSlot:
+        return self.unit.slots[self.index]
+
+
 # By identity of the parameter, because tensors compare element by element; the reference tells whether it still lives.
-_owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Owner], Unit, ParamSlot]] = {}
+_owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Owner], Unit, int]] = {}
 
 
 def claim(owner: Owner, model: nn.Module, units: Iterable[Unit]) -> None:
     """From now on these parameters' values are with `owner`."""
     for unit in units:
-        for slot in unit.slots:
+        for index, slot in enumerate(unit.slots):
             param = model.get_parameter(slot.name)
-            _owners[id(param)] = (weakref.ref(param), weakref.ref(owner), unit, slot)
+            _owners[id(param)] = (weakref.ref(param), weakref.ref(owner), unit, index)
 
 
 def disclaim(model: nn.Module) -> None:
@@ -62,12 +85,143 @@ def check_unowned(model: nn.Module) -> None:
         )
 
 
+def _owner_of(param: nn.Parameter) -> tuple[Owner, Place] | None:
+    """The engine that has the parameter's values, if there is one."""
+    if id(param) not in _owners:
+        return None
+    reference, owner_reference, unit, index = _owners[id(param)]
+    owner = owner_reference()
+    return None if owner is None or reference() is not param else (owner, Place(param, unit, index))
+
+
+@torch.inference_mode(False)  # a parameter may lie in them, and must stay one that can be trained
+def unit_values(
+    runtime: Runtime, unit: Unit, indices: Sequence[int], device: torch.device | None = None
+) -> list[torch.Tensor]:
+    """Copies of parameters of a unit, in their shapes and compute dtype; all ranks call this together.
+
+    Args:
+        device: where the copies lie; by default on the compute device.
+    """
+    copies = []
+    with runtime.executor.gathered(unit.index) as flat:
+        for slot in (unit.slots[index] for index in indices):
+            values = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            copies.append(values.to(device or runtime.params.tensor(unit.index).device, copy=True))
+    return copies
+
+
+def newest_values(runtime: Runtime, synchronize: Callable[[], None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of all parameters in host memory, one unit at a time. Nothing is held in memory between two of them, so
+    that an iteration may be left half way."""
+    if runtime.partition.sharding.count > 1:
+        runtime.ranks.together("engine.named_parameters()")
+    for unit in runtime.partition.units:
+        synchronize()
+        values = unit_values(runtime, unit, range(len(unit.slots)), _CPU)
+        for index in range(len(unit.slots)):
+            lent = runtime.executor.lent(unit.index, index)
+            if lent is not None:
+                values[index] = lent.to(_CPU, copy=True)
+        values.reverse()
+        for slot in unit.slots:
+            yield slot.name, values.pop()
+
+
+class Loan:
+    """Parameters of one engine that lie outside of the tiers for a while, see [Note: lent parameters].
+
+    Those that are lent already stay where they are: they belong to the loan around this one. All ranks lend together.
+
+    Args:
+        device: where they are to lie; by default on the compute device.
+        what: asks for it, and what to do where it does not fit, for the message.
+
+    Raises:
+        CapacityError: the memory of a rank does not hold them.
+    """
+
+    def __init__(
+        self, runtime: Runtime, places: Iterable[Place], what: tuple[str, str], device: torch.device | None = None
+    ) -> None:
+        self.runtime = runtime
+        self.places = tuple(places)
+        self._lent: list[Place] = []
+        by_unit: dict[int, list[Place]] = {}
+        for place in self.places:
+            if runtime.executor.lent(place.unit.index, place.index) is None:
+                by_unit.setdefault(place.unit.index, []).append(place)
+        check_room(runtime, [place for group in by_unit.values() for place in group], what, device)
+        try:
+            for group in by_unit.values():
+                unit = group[0].unit
+                values = unit_values(runtime, unit, [place.index for place in group], device)
+                for place, copy in zip(group, values, strict=True):
+                    runtime.executor.lend(unit.index, place.index, copy)
+                    self._lent.append(place)
+        except BaseException:
+            self.end()
+            raise
+
+    def agrees(self, *, failed: bool) -> bool:
+        """Nothing has failed, on no rank."""
+        return not self.runtime.ranks.any(failed)
+
+    def store(self, source: int = 0) -> None:
+        """The tiers get one rank's values, as far as they differ from theirs."""
+        for place in self.places:
+            if self.runtime.executor.detached:
+                raise InfinityError(
+                    f"the engine was closed while `{place.slot.name}` was gathered: its changes are lost"
+                )
+            values = place.param.data.detach().reshape(-1).cpu()
+            self.runtime.ranks.broadcast(values, source)
+            _write_back(values, self.runtime, place.unit, place.slot)
+
+    def end(self) -> None:
+        """The parameters are the engine's again."""
+        for place in self._lent:
+            self.runtime.executor.take_back(place.unit.index, place.index)
+        self._lent.clear()
+
+
+def check_room(
+    runtime: Runtime, places: Sequence[Place], what: tuple[str, str], device: torch.device | None = None
+) -> None:
+    """Refuse copies of parameters that a rank has no memory for: on all ranks, where they make them together."""
+    if not places:
+        return
+    here = runtime.params.tensor(places[0].unit.index)
+    nbytes = sum(place.slot.numel for place in places) * here.dtype.itemsize
+    target = device or here.device
+    free = _free_bytes(target, runtime.ranks)
+    short = nbytes > free
+    if runtime.partition.sharding.count > 1:
+        short = runtime.ranks.any(short)
+    if short:
+        asked, advice = what
+        names = f"`{places[0].slot.name}`" + (f" and {len(places) - 1} others" if len(places) > 1 else "")
+        raise CapacityError(
+            f"{asked} needs {nbytes} bytes of {target.type} memory for copies of {names}, outside of the budgets, and "
+            f"{free} are free: {advice}"
+        )
+
+
+def _free_bytes(device: torch.device, ranks: Ranks) -> int:
+    """Memory that this process could take now."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    return available_memory_bytes() // ranks_on_this_machine(ranks)
+
+
 class GatheredParameters:
     """Inside this context, the parameters have their values, on the compute device and in its dtype.
 
     What was changed in them goes to the tiers at the end, if `modifier_rank` is given: to the float32 master as well,
     for the elements that changed, and for these alone. Parameters that no engine has are left as they are. After an
-    exception, on any rank, nothing is written. All ranks enter and leave together.
+    exception, on any rank, nothing is written. All ranks enter and leave together. Contexts may be nested: what is
+    gathered already stays as it is until the outer one ends.
 
     Args:
         params: a module (all its parameters), a parameter, or several.
@@ -76,6 +230,7 @@ class GatheredParameters:
 
     Raises:
         InfinityError: between a forward pass and its backward, when the values must stay as they are.
+        CapacityError: memory does not hold all of them at once, which no budget counts.
     """
 
     def __init__(self, params: Gatherable, modifier_rank: int | None = None, *, enabled: bool = True) -> None:
@@ -85,31 +240,25 @@ class GatheredParameters:
             params = [params]
         self._params = list(dict.fromkeys(params)) if enabled else []
         self._modifier_rank = modifier_rank
-        self._gathered: list[tuple[nn.Parameter, Runtime, Unit, ParamSlot]] = []
+        self._loans: list[Loan] = []
 
     def __enter__(self) -> None:
-        runtimes: dict[int, Runtime] = {}
+        by_owner: dict[int, tuple[Owner, list[Place]]] = {}
         for param in self._params:
-            if id(param) not in _owners:
+            found = _owner_of(param)
+            if found is None:
                 continue
             if is_distributed(param):
                 raise InfinityError("parameters that tensor parallelism has divided cannot be gathered")
-            reference, owner_reference, unit, slot = _owners[id(param)]
-            owner = owner_reference()
-            if owner is None or id(reference()) != id(param):
-                continue
-            if id(owner) not in runtimes:
-                runtimes[id(owner)] = owner.begin_gathering()
-            self._gathered.append((param, runtimes[id(owner)], unit, slot))
-        for runtime in runtimes.values():
-            runtime.ranks.together("infinity.zero.GatheredParameters")
+            owner, place = found
+            by_owner.setdefault(id(owner), (owner, []))[1].append(place)
+        what = "GatheredParameters", "gather fewer of them at a time"
         try:
-            for param, runtime, unit, slot in self._gathered:
-                with runtime.executor.gathered(unit.index) as flat:
-                    values = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
-                    param.data = values.to(param.device, copy=True)
+            for owner, places in by_owner.values():
+                runtime = owner.begin_gathering(what[0], stores=self._modifier_rank is not None)
+                self._loans.append(Loan(runtime, places, what))
         except BaseException:  # Python does not call __exit__ then
-            self._restore()
+            self._end()
             raise
 
     def __exit__(
@@ -119,34 +268,29 @@ class GatheredParameters:
             if self._modifier_rank is not None:
                 self._write(self._modifier_rank, failed=kind is not None)
         finally:
-            self._restore()
+            self._end()
 
     def _write(self, source: int, *, failed: bool) -> None:
         """Store the values of one rank, unless the context has failed on some rank."""
-        problem = None if failed else next(filter(None, map(_shape_problem, self._gathered)), None)
-        for runtime in {id(runtime): runtime for _, runtime, _, _ in self._gathered}.values():
-            failed = runtime.ranks.any(failed or problem is not None)
+        places = [place for loan in self._loans for place in loan.places]
+        problem = None if failed else next(filter(None, map(_shape_problem, places)), None)
+        agreed = [loan.agrees(failed=failed or problem is not None) for loan in self._loans]
         if problem is not None:
             raise InfinityError(problem)
-        if failed:
-            return
-        for param, runtime, unit, slot in self._gathered:
-            values = param.data.detach().reshape(-1).cpu()
-            runtime.ranks.broadcast(values, source)
-            _write_back(values, runtime, unit, slot)
+        if all(agreed):
+            for loan in self._loans:
+                loan.store(source)
 
-    def _restore(self) -> None:
-        """The parameters are the engine's again."""
-        for _, runtime, unit, _ in self._gathered:
-            runtime.executor.refresh(unit.index)
-        self._gathered.clear()
+    def _end(self) -> None:
+        for loan in self._loans:
+            loan.end()
+        self._loans.clear()
 
 
-def _shape_problem(gathered: tuple[nn.Parameter, Runtime, Unit, ParamSlot]) -> str | None:
-    param, _, _, slot = gathered
-    if tuple(param.shape) == tuple(slot.shape):
+def _shape_problem(place: Place) -> str | None:
+    if tuple(place.param.shape) == tuple(place.slot.shape):
         return None
-    return f"parameter `{slot.name}` has shape {tuple(param.shape)} now; it must stay {slot.shape}"
+    return f"parameter `{place.slot.name}` has shape {tuple(place.param.shape)} now; it must stay {place.slot.shape}"
 
 
 def _write_back(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamSlot) -> None:

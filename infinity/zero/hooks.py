@@ -35,7 +35,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from infinity.errors import InfinityError
 from infinity.zero.callbacks import weakly
+from infinity.zero.compiled import is_compiled, left_out
 from infinity.zero.coroutines import current_coroutine
 from infinity.zero.outside_units import normalisations
 from infinity.zero.partition import HookPoint, Partition
@@ -71,6 +73,7 @@ class Hooks:
     def __init__(self, model: nn.Module, partition: Partition, listener: Listener, *, alone: bool) -> None:
         self._model = model
         self._listener = listener
+        self._compiled = is_compiled(model)
         self._handles: list[RemovableHandle] = []
         self._followed = frozenset(chain.from_iterable(p.units for p in partition.hook_points if p.moving))
         self._calls: list[_Call] = []
@@ -168,6 +171,8 @@ class Hooks:
             if module is self._model:
                 self._tell_backward(output)
 
+        if self._compiled:
+            before, after = left_out(before), left_out(after)
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
@@ -264,8 +269,10 @@ def watch_blocks(model: nn.Module, partition: Partition, entry: BlockEntry) -> l
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return entry(index, args, kwargs)
 
+        before = left_out(before) if compiled else before
         return model.get_submodule(name).register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
+    compiled = is_compiled(model)
     return [watch(index, name) for index, name in enumerate(partition.blocks)]
 
 
@@ -300,6 +307,12 @@ class _Call:
                 tensor.register_hook(self.begin)
 
     def begin(self, grad: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # the graph of this backward would hold weights that leave memory when it is over
+            raise InfinityError(
+                "backward with create_graph=True (torch.func's grad is one) goes through units that leave memory or "
+                "are divided among ranks, and a second backward would read weights that are gone: train on one rank "
+                'with parameters that stay (zero_optimization.offload_param.device "none"), or leave create_graph out'
+            )
         if self not in self._begun:
             self._entered = tuple(self.followed)
             self._awaited_inputs = self.inputs

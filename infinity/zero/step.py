@@ -149,6 +149,7 @@ class Step:
             InfinityError: gradients wait for their update.
         """
         self.check()
+        self._check_not_gathered(what)
         if self.gradients.held() or self.updates.under_way:
             raise InfinityError(
                 f"{what} in the middle of a step: call it after the step() that updates the parameters, or drop the "
@@ -157,6 +158,12 @@ class Step:
         if self._phase is not Phase.IDLE:
             self._end_cycle(learn=False)
             self._go(Phase.IDLE)
+
+    def _check_not_gathered(self, what: str) -> None:
+        if self._executor.lends:
+            raise InfinityError(
+                f"{what} inside GatheredParameters, which stores its changes at the end: leave it first"
+            )
 
     @contextmanager
     def stopped_by_failures(self) -> Iterator[None]:
@@ -324,6 +331,7 @@ class Step:
         self.check()
         if not self._syncs:
             raise InfinityError("step() inside no_sync: leave the context before the last backward of the step")
+        self._check_not_gathered("step()")
         self._drop_what_was_taken_away()
         counted = replace(self.counts, micro_steps=self.counts.micro_steps + 1)
         if not self.is_last:

@@ -1,0 +1,435 @@
+"""The user's seam: what torch's own module methods find when the parameters live in the tiers.
+
+[Note: a method of one module]
+torch has no hook for `_apply` (`.to`, `.float`), deep copies and pickling, and none around a whole `state_dict`. An
+attribute of a module is found before its class's method, so each of these stands in the module's `__dict__` while it
+has an engine: torch is not patched, other modules are not touched, and `remove` leaves nothing behind. Where the user
+had put one there before, it is called, and is there again afterwards.
+
+[Note: what a state dict holds]
+Where every parameter stays in memory, its entries are the parameters' memory, as torch's are. Where some do not, all
+entries are copies in host memory: a state dict of aliases would change, or be gone, as units come and go. The
+parameters lie in these copies while torch collects its entries, so that a module's own way of saving, and ties, are
+kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from infinity.errors import InfinityError
+from infinity.zero.build import Runtime
+from infinity.zero.gathered import Loan, Place, check_room, unit_values
+from infinity.zero.model_parts import is_distributed
+
+_log = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
+
+
+class Owner(Protocol):
+    """An engine, as far as this file knows it."""
+
+    def synchronize(self) -> None:
+        """Carry out pending updates."""
+
+    def begin_gathering(self, what: str, *, stores: bool) -> Runtime:
+        """The same, at a moment when parameters may be changed."""
+
+
+class Guards:
+    """Every guard of one engine's model; `remove` takes them all away.
+
+    Args:
+        model: with the parameters that the engine has.
+        owner: the engine, which is not kept alive.
+    """
+
+    def __init__(self, model: nn.Module, runtime: Runtime, owner: Owner) -> None:
+        self._runtime = runtime
+        self._owner = weakref.ref(owner)
+        self._model = weakref.ref(model)
+        units = runtime.partition.units
+        places = [Place(model.get_parameter(s.name), u, i) for u in units for i, s in enumerate(u.slots)]
+        self._places = {id(place.param): place for place in places}
+        self._moves = any(spec.offloaded for spec in runtime.params.specs)
+        self._saving = False
+        self._copying = False
+        self._loading: list[tuple[nn.Module, Loan]] = []
+        self._shape = _Shape(model)
+        self._handles = self._drop_gradients_left_out()
+        self._seams = [_Seam(self, module) for module in model.modules()]
+
+    def remove(self) -> None:
+        """The model is torch's alone again."""
+        for seam in self._seams:
+            seam.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._seams.clear()
+        self._handles.clear()
+
+    def check(self) -> None:
+        """Called before a training forward computes anything.
+
+        Raises:
+            InfinityError: by name: a parameter that would be computed with and not be trained, or the other way round.
+        """
+        self._end_loading()  # what an exception has left
+        if self._runtime.executor.lends:
+            lent = next(p for p in self._places.values() if self._lent(p))
+            raise InfinityError(
+                f"parameter `{lent.slot.name}` is gathered: leave GatheredParameters before the next training forward"
+            )
+        if not self._shape.is_kept():
+            model = self._model()
+            assert model is not None  # it is being called
+            self._shape = _Shape(model, before=self._shape)
+
+    def places(self, module: nn.Module, *, recurse: bool = True) -> list[Place]:
+        """Where the values of the module's parameters are, of those that the engine has."""
+        return [self._places[id(p)] for p in module.parameters(recurse) if id(p) in self._places]
+
+    def _drop_gradients_left_out(self) -> list[RemovableHandle]:
+        """Parameters that need a gradient and are not trained would collect it outside of every budget."""
+        left = [p for p in self._places.values() if p.param.requires_grad and not p.slot.trainable]
+        if left:
+            _log.warning(
+                "`%s` and %d other parameters require a gradient but are in no parameter group: they are not trained, "
+                "and their gradients are dropped. Set requires_grad_(False) to have none computed",
+                left[0].slot.name,
+                len(left) - 1,
+            )
+        return [place.param.register_post_accumulate_grad_hook(_drop_gradient) for place in left]
+
+    # state_dict and copies #
+
+    @contextmanager
+    def saving(self, module: nn.Module) -> Iterator[None]:
+        """The module's `state_dict` is collected inside: of newest values, see [Note: what a state dict holds]."""
+        if self._saving:
+            yield
+            return
+        self._synchronize("model.state_dict()")
+        places = self.places(module)
+        what = "state_dict", "engine.save_16bit_model and engine.save_checkpoint write one unit at a time"
+        loan = None
+        if self._moves:
+            divided = any(is_distributed(place.param) for place in places)
+            loan = Loan(self._runtime, places, what, None if divided else _CPU)
+        else:
+            self._make_whole(places)
+        self._saving = True
+        try:
+            yield
+        finally:
+            self._saving = False
+            if loan is not None:
+                loan.end()
+
+    @contextmanager
+    def copying(self, module: nn.Module, memo: dict[int, Any]) -> Iterator[None]:
+        """The module is deep-copied inside: its parameters are in `memo`, with their newest values."""
+        if self._copying:
+            yield
+            return
+        self._synchronize("copy.deepcopy(model)")
+        places = self.places(module)
+        if any(is_distributed(place.param) for place in places):
+            raise InfinityError("a model that tensor parallelism has divided cannot be copied while it has an engine")
+        places = [place for place in places if id(place.param) not in memo and not self._lent(place)]
+        if self._moves:
+            check_room(self._runtime, places, ("a copy of the model", "copy its state_dict() one module at a time"))
+            for group in _by_unit(places).values():
+                values = unit_values(self._runtime, group[0].unit, [place.index for place in group])
+                for place, value in zip(group, values, strict=True):
+                    memo[id(place.param)] = nn.Parameter(value, place.param.requires_grad)
+        else:
+            self._make_whole(places)
+        self._copying = True
+        try:
+            yield
+        finally:
+            self._copying = False
+
+    def _lent(self, place: Place) -> bool:
+        return self._runtime.executor.lent(place.unit.index, place.index) is not None
+
+    def _synchronize(self, what: str) -> None:
+        owner = self._owner()
+        if owner is not None:
+            if self._runtime.partition.sharding.count > 1:
+                self._runtime.ranks.together(what)
+            owner.synchronize()
+
+    def _make_whole(self, places: list[Place]) -> None:
+        """Parameters that stay are all there, if other ranks have updated parts of them."""
+        for unit in _by_unit(places):
+            if self._runtime.params.specs[unit].sharding.count > 1:
+                with self._runtime.executor.gathered(unit):
+                    pass
+
+    # load_state_dict #
+
+    def begin_loading(self, module: nn.Module) -> None:
+        """Have the module's own parameters where torch can write them."""
+        places = self.places(module, recurse=False)
+        owner = self._owner()
+        if owner is None or not places:
+            return
+        try:
+            if any(is_distributed(place.param) for place in places):
+                raise InfinityError(
+                    f"`{places[0].slot.name}` is a part of a model that tensor parallelism has divided: load it before "
+                    "initialize, or with engine.load_checkpoint"
+                )
+            what = "load_state_dict", "free some, or use engine.load_checkpoint"
+            loan = Loan(owner.begin_gathering(what[0], stores=True), places, what)
+        except BaseException:
+            self._end_loading()
+            raise
+        self._loading.append((module, loan))
+
+    def end_loading(self, module: nn.Module) -> None:
+        """What torch has written goes to the tiers; rank 0's values count."""
+        if not self._loading or self._loading[-1][0] is not module:
+            return
+        try:
+            self._loading[-1][1].store()
+        except BaseException:
+            self._end_loading()
+            raise
+        self._loading.pop()[1].end()
+
+    def _end_loading(self) -> None:
+        """Loading has failed: what was not stored is not."""
+        while self._loading:
+            self._loading.pop()[1].end()
+
+    # _apply #
+
+    def check_conversion(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Refuse what would take parameters out of the tiers' memory."""
+        places = self.places(module)
+        if not places:
+            return
+        param = places[0].param
+        probe = torch.empty(0, dtype=param.dtype, device=param.device)
+        was_shared = probe.is_shared()
+        with torch.no_grad():
+            result = fn(probe)
+        if result is probe and probe.is_shared() == was_shared:
+            return
+        change = f"{_form(probe)} to {_form(result)}" if _form(probe) != _form(result) else "memory of their own"
+        raise InfinityError(
+            f"`{places[0].slot.name}` and what else is converted here ({change}) lives in the tiers: convert the model "
+            "before initialize (.to, .half, .share_memory and their like), or a copy of it (copy.deepcopy)"
+        )
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """It is a parameter of the engine's."""
+        return id(tensor) in self._places
+
+
+class _Shape:
+    """Which modules and parameters the model has, and which of those may need a gradient.
+
+    Args:
+        before: what it was so far. Parameters that need a gradient may not have come since.
+    """
+
+    def __init__(self, model: nn.Module, before: _Shape | None = None) -> None:
+        self._known: dict[int, tuple[nn.Parameter, bool]] = (
+            before._known if before is not None else {id(p): (p, p.requires_grad) for p in model.parameters()}
+        )
+        self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # as they are, and as they were
+        self._parameters: list[tuple[str, dict[str, Any], list[str], list[int]]] = []
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        for prefix, module in model.named_modules():
+            path = f"{prefix}." if prefix else ""
+            self._children.append((module._modules, dict(module._modules)))
+            own = module._parameters
+            self._parameters.append((path, own, list(own), [id(param) for param in own.values()]))
+            self._look_at(path, own)
+
+    def _look_at(self, path: str, parameters: dict[str, Any]) -> None:
+        for key, param in parameters.items():
+            if param is None:
+                continue
+            if id(param) not in self._known and param.requires_grad:
+                raise InfinityError(
+                    f"parameter `{path}{key}` has come after initialize, so nothing would train it: add it before"
+                )
+            if id(param) not in self._known or not self._known[id(param)][1]:
+                self._frozen.append((path + key, param))
+
+    def is_kept(self) -> bool:
+        """No module has come or gone, nor has a parameter. Looks at modules, since there are more parameters.
+
+        Raises:
+            InfinityError: by name: a parameter is another one, or needs a gradient and did not.
+        """
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise InfinityError(
+                    f"parameter `{name}` requires a gradient now but did not when initialize made its states, so "
+                    "nothing trains it: call requires_grad_(True) before initialize, or requires_grad_(False) again"
+                )
+        kept = all(now == before for now, before in self._children)
+        for path, now, names, before in self._parameters:
+            if [*map(id, now.values())] != before:
+                kept = False
+                self._check_replaced(path, now, dict(zip(names, before, strict=True)))
+        return kept
+
+    def _check_replaced(self, path: str, now: dict[str, Any], before: dict[str, int]) -> None:
+        for key, param in before.items():
+            if param in self._known and id(now.get(key)) != param:
+                raise InfinityError(
+                    f"parameter `{path}{key}` was replaced, tied to another or removed after initialize, which has the "
+                    "one before: do it before initialize, and change values with load_state_dict or GatheredParameters"
+                )
+
+
+class _Seam:
+    """The guards of one module, see [Note: a method of one module]. Neither it nor the engine is kept alive."""
+
+    def __init__(self, guards: Guards, module: nn.Module) -> None:
+        self._guards = weakref.ref(guards)
+        self._module = weakref.ref(module)
+        self._methods: dict[str, Callable[..., Any]] = {
+            "_apply": self.apply,
+            "state_dict": self.state_dict,
+            "__deepcopy__": self.deepcopy,
+            "__reduce_ex__": self.refuse_pickling,
+        }
+        self._before: dict[str, Any] = {}
+        self._install(module)
+        self._handles = [module.register_load_state_dict_pre_hook(self.before_load)]
+        if module._parameters:
+            self._handles.append(module.register_load_state_dict_post_hook(self.after_load))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        module = self._module()
+        if module is not None:
+            self._uninstall(module)
+        self._methods.clear()  # they lead back to this object
+
+    def _install(self, module: nn.Module) -> None:
+        self._before = {name: vars(module)[name] for name in self._methods if name in vars(module)}
+        vars(module).update(self._methods)
+
+    def _uninstall(self, module: nn.Module) -> None:
+        for name, method in self._methods.items():
+            if vars(module).get(name) == method:  # else somebody has put something else there since
+                del vars(module)[name]
+                if name in self._before:
+                    vars(module)[name] = self._before[name]
+
+    def _of_torch(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+        """What the method was before."""
+        if name in self._before:
+            return self._before[name](*args, **kwargs)
+        return getattr(type(module), name)(module, *args, **kwargs)
+
+    def _both(self) -> tuple[nn.Module, Guards | None]:
+        module = self._module()
+        assert module is not None  # a method of it is being called
+        return module, self._guards()
+
+    # What torch and users call #
+
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        module, guards = self._both()
+        if guards is None:
+            return self._of_torch(module, "_apply", fn, *args, **kwargs)
+        guards.check_conversion(module, fn)
+        has = guards.has
+
+        def of_others(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if has(tensor) else fn(tensor)
+
+        return self._of_torch(module, "_apply", of_others, *args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        module, guards = self._both()
+        if guards is None:
+            return self._of_torch(module, "state_dict", *args, **kwargs)
+        with guards.saving(module):
+            return self._of_torch(module, "state_dict", *args, **kwargs)
+
+    def deepcopy(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy that is torch's alone."""
+        module, guards = self._both()
+        self._uninstall(module)
+        try:
+            if guards is None:
+                return copy.deepcopy(module, memo)
+            with guards.copying(module, memo):
+                return _without_hooks(copy.deepcopy(module, memo), module)
+        finally:
+            self._install(module)
+
+    def refuse_pickling(self, protocol: object) -> Any:
+        raise InfinityError(
+            "the model has an engine, and its parameters live in the tiers: pickle (torch.save(model), a process that "
+            "is spawned) its state_dict(), or a copy.deepcopy of it"
+        )
+
+    def before_load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        guards = self._guards()
+        if guards is None:
+            return
+        if metadata.get("assign_to_params_buffers"):
+            raise InfinityError(
+                "load_state_dict(assign=True) would put other parameters into the model than those that the engine "
+                "has: leave assign out, and values are copied to where they live"
+            )
+        guards.begin_loading(module)
+
+    def after_load(self, module: nn.Module, incompatible: Any) -> None:
+        guards = self._guards()
+        if guards is not None:
+            guards.end_loading(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Seam:
+        return self  # in a copy's hooks, until they are taken out
+
+
+def _without_hooks(module: nn.Module, original: nn.Module) -> nn.Module:
+    """A copied module without the hooks of this package, which lead to the engine."""
+    tables = [name for name, table in vars(original).items() if "hooks" in name and isinstance(table, dict)]
+    ours = {key for name in tables for key, hook in vars(original)[name].items() if _is_of_this_package(hook)}
+    for name in tables:
+        for key in ours:
+            vars(module)[name].pop(key, None)
+    return module
+
+
+def _is_of_this_package(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(__name__.partition(".")[0] + ".")
+
+
+def _by_unit(places: list[Place]) -> dict[int, list[Place]]:
+    grouped: dict[int, list[Place]] = {}
+    for place in places:
+        grouped.setdefault(place.unit.index, []).append(place)
+    return grouped
+
+
+def _drop_gradient(param: torch.Tensor) -> None:
+    param.grad = None
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

@@ -1,0 +1,104 @@
+"""Models that were compiled before `initialize` train as without it, under their own names, and are compiled still."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from tests.behaviour.reference import Placement, Recipe, batches, tiny_llama, train_on
+from tests.doors.placements import PLACEMENTS, config_of
+
+DATA = batches(3)
+# What torch says while it compiles a part of a model, also without an engine.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+class Counting:
+    """A backend that runs what it is given, and counts the pieces."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.operations = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        self.operations += len([node for node in graph.graph.nodes if node.op.startswith("call_")])
+        return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def afresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def blocks(model: Any, backend: Any) -> nn.Module:
+    for index, block in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(block, backend=backend)
+    return model
+
+
+def blocks_in_place(model: Any, backend: Any) -> nn.Module:
+    for block in model.model.layers:
+        block.compile(backend=backend)
+    return model
+
+
+def whole(model: Any, backend: Any) -> nn.Module:
+    return torch.compile(model, backend=backend)
+
+
+def whole_in_place(model: Any, backend: Any) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+WAYS = [blocks, blocks_in_place, whole, whole_in_place]
+
+
+@pytest.mark.parametrize("compiled", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_compiled_llama_trains_with_the_same_losses(placement, compiled, tmp_path) -> None:
+    config = config_of(placement, tmp_path)
+    with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
+        losses = train_on(engine, DATA)
+        names = [name for name, _ in engine.named_parameters()]
+    backend = Counting()
+    with infinity.initialize(model=compiled(tiny_llama(), backend), config=config)[0] as engine:
+        assert train_on(engine, DATA) == losses
+        assert [name for name, _ in engine.named_parameters()] == names
+        assert list(engine.module.state_dict()) == list(tiny_llama().state_dict())
+    assert 0 < backend.graphs < 20  # and not one for every step or state of the engine
+    assert backend.operations > 50
+
+
+@pytest.mark.parametrize("recipe", [Recipe("bf16", 2), Recipe("bf16", 2, extra={})], ids=["micro-batch", "layer"])
+def test_so_it_does_through_aot_autograd(recipe, tmp_path, request) -> None:
+    config = recipe.config(Placement("nvme", "nvme", tmp_path, "64KiB"))
+    layer_major = "layer" in request.node.callspec.id
+    config["tiering"]["accumulation"] = "layer" if layer_major else "micro_batch"
+    micro_batches = [{"input_ids": ids, "labels": ids} for ids in DATA[:2]]
+    with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
+        expected = [engine.train_batch(micro_batches).item() for _ in range(2)]
+    with infinity.initialize(model=blocks(tiny_llama(), "aot_eager"), config=config)[0] as engine:
+        losses = [engine.train_batch(micro_batches).item() for _ in range(2)]
+    assert losses == pytest.approx(expected, abs=2e-3)
+
+
+def test_a_toy_exports_its_own_names(tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    compiled = torch.compile(model, backend="eager")
+    with infinity.initialize(model=compiled, config=Recipe().config(Placement()))[0] as engine:
+        assert engine.module is model
+        assert [name for name, _ in engine.named_parameters()] == [name for name, _ in model.named_parameters()]
+        loss = engine(torch.ones(2, 4)).sum()
+        engine.backward(loss)
+        engine.step()
+        with torch.no_grad():
+            assert torch.equal(compiled(torch.ones(2, 4)), engine(torch.ones(2, 4)))
