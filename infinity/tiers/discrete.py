@@ -278,7 +278,7 @@ class DiscreteParams(ParamStore):
                 token.synchronize()
         self._last_uploads.clear()
         self._retiring.clear()
-        for memory, spec in zip(self._memory, self.specs, strict=True):
+        for memory, spec in zip(self._memory, self.specs, strict=False):  # none are left when it is closed again
             if spec.offloaded:
                 memory.free()
         # What stays may be read as any tensor, also by whoever keeps a state dict: it goes with the last reference.

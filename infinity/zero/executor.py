@@ -21,7 +21,7 @@ was left half way. Then some update is lost, or its values are not known to be n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -301,7 +301,7 @@ class Executor:
         """Update the unit as soon as its values are in memory: now if they are, else when they are fetched."""
         self._pending[unit] = segments
         self._gathering.changed(unit)
-        self._views.outdate(unit)
+        self._views.outdate(unit, trained=True)
         if self._params.residency(unit) is not Residency.STORED:
             self._try_pending(unit)
 
@@ -507,7 +507,7 @@ class Executor:
         """The values were written from outside."""
         self._params.set_dirty(unit, True)
         self._gathering.changed(unit)
-        self._views.outdate(unit)
+        self._views.outdate(unit, trained=False)
         if self._is_whole(unit):
             self._views.show(unit)
 
@@ -537,10 +537,18 @@ class _ParameterViews:
         """Somebody else has written to the parameters' `data`."""
         self._shown[unit] = None
 
-    def outdate(self, unit: int) -> None:
-        """The unit's values are old; see [Note: what a parameter shows]."""
-        self.hide(unit)
-        torch.autograd.graph.increment_version(self._parameters[unit])
+    @torch.inference_mode(False)
+    def outdate(self, unit: int, *, trained: bool) -> None:
+        """The unit's values are old, or those of its trained parameters; see [Note: what a parameter shows].
+
+        The rest of a backward pass may still need the others.
+        """
+        slots = self._units[unit].slots
+        old = [index for index, slot in enumerate(slots) if slot.trainable or not trained]
+        if self._shown[unit] is not False:
+            self._set(unit, old, self._nothing(unit))
+            self._shown[unit] = None
+        torch.autograd.graph.increment_version([self._parameters[unit][index] for index in old])
 
     def values(self, unit: int, slot: int) -> torch.Tensor:
         """What the parameter lies in."""
@@ -560,23 +568,25 @@ class _ParameterViews:
             self._views[unit] = [
                 flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self._units[unit].slots
             ]
-        self._set(unit, self._views[unit])
+        self._set(unit, range(len(self._views[unit])), self._views[unit])
         self._shown[unit] = True
 
     @torch.inference_mode(False)
     def hide(self, unit: int) -> None:
         if self._shown[unit] is False:
             return
-        flat = self._params.tensor(unit)
-        nothing = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
-        self._set(unit, [nothing.expand(slot.shape) for slot in self._units[unit].slots])
+        self._set(unit, range(len(self._parameters[unit])), self._nothing(unit))
         self._shown[unit] = False
 
-    def _set(self, unit: int, values: Sequence[torch.Tensor]) -> None:
-        lent = self.lent[unit]
-        for slot, (param, value) in enumerate(zip(self._parameters[unit], values, strict=True)):
-            if slot not in lent:
-                set_local_part(param, value)
+    def _nothing(self, unit: int) -> list[torch.Tensor]:
+        flat = self._params.tensor(unit)
+        nothing = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
+        return [nothing.expand(slot.shape) for slot in self._units[unit].slots]
+
+    def _set(self, unit: int, slots: Iterable[int], values: Sequence[torch.Tensor]) -> None:
+        for slot in slots:
+            if slot not in self.lent[unit]:
+                set_local_part(self._parameters[unit][slot], values[slot])
 
     def hide_all(self) -> None:
         self.detached = True

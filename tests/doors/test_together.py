@@ -39,7 +39,7 @@ DOORS = {
     "engine.save_checkpoint()": lambda engine, path: engine.save_checkpoint(path),
     "engine.save_16bit_model()": lambda engine, path: engine.save_16bit_model(f"{path}-16bit"),
     "engine.load_checkpoint()": lambda engine, path: engine.load_checkpoint(path),
-    "infinity.zero.GatheredParameters": gather,
+    "GatheredParameters": gather,
 }
 
 
