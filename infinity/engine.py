@@ -145,7 +145,8 @@ class Engine:
             self._step.check_boundary("backward")
             raise InfinityError(LAYER_MAJOR)
         self._step.check()
-        self._step.check_finite(loss)
+        with self._step.running(Phase.BACKWARD):
+            self._step.check_finite(loss)
         scaled = self._step.losses.scale(loss)
         with self._step.backward():
             scaled.backward(retain_graph=retain_graph)

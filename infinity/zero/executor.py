@@ -27,7 +27,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from infinity.errors import CapacityError
+from infinity.errors import CapacityError, StorageError
 from infinity.io import Priority
 from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket
 from infinity.schedule import Plan, PlanStep, Trace, make_plan
@@ -96,7 +96,8 @@ class Executor:
                 entered.append(unit)
                 self._gathering.enter(unit)
                 self._views.show(unit)
-        except BaseException:
+        except BaseException as error:
+            self.torn |= isinstance(error, StorageError)  # an update has failed, and is not looked at again
             for unit in units:
                 self._params.unpin(unit)
             for unit in entered:

@@ -120,7 +120,7 @@ class Torch:
         self.micro_steps -= self.micro_steps % self.case.accumulation
 
 
-class Difference(AssertionError):
+class DifferenceError(AssertionError):
     """The engine and torch disagree."""
 
 
@@ -149,7 +149,7 @@ class Run:
     def same(self, what: str, here: torch.Tensor, there: torch.Tensor) -> None:
         if here.shape != there.shape or not torch.allclose(here.float(), there.float(), rtol=2e-3, atol=2e-4):
             off = (here.float() - there.float()).abs().max() if here.shape == there.shape else "shape"
-            raise Difference(f"{what} differs by {off}, after {self.log} in {self.case}")
+            raise DifferenceError(f"{what} differs by {off}, after {self.log} in {self.case}")
 
     def do(self, name: str) -> None:
         self.log.append(name)
@@ -243,7 +243,7 @@ def state_dict(run: Run) -> None:
     reference = run.torch.model.state_dict()
     here = run.engine.module.state_dict()
     if list(here) != list(reference):
-        raise Difference(f"state_dict has {list(here)}")
+        raise DifferenceError(f"state_dict has {list(here)}")
     for name, values in here.items():
         run.same(f"state_dict {name}", values, reference[name])
 
@@ -266,7 +266,7 @@ def save_checkpoint(run: Run) -> None:
 def load_checkpoint(run: Run) -> None:
     found, _ = run.engine.load_checkpoint(run.path / "saved")
     if (found is None) != (run.torch.saved is None):
-        raise Difference("a checkpoint was not found")
+        raise DifferenceError("a checkpoint was not found")
     if found is not None:
         model, optimizer = copy.deepcopy(run.torch.saved)
         run.torch.model.load_state_dict(model)
@@ -349,7 +349,7 @@ def convert_to_what_it_is(run: Run) -> None:
 def convert(run: Run) -> None:
     with suppress(infinity.InfinityError):
         run.engine.module.to(torch.bfloat16)
-        raise Difference("a conversion was accepted")
+        raise DifferenceError("a conversion was accepted")
 
 
 @door
@@ -407,7 +407,7 @@ def run_sequence(case: Case, names: Sequence[str], seed: int, path: Path) -> Cou
     """Do these doors, and train two steps behind them.
 
     Raises:
-        Difference: something was not as in torch.
+        DifferenceError: something was not as in torch.
     """
     path.mkdir(parents=True, exist_ok=True)
     run = Run(case, path, random.Random(seed))
