@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -297,8 +298,13 @@ class Engine:
             raise InfinityError(f"{what} between a forward pass and its backward: parameters cannot be gathered then")
         if stores or self._runtime.partition.sharding.count > 1:
             self._runtime.ranks.together(what)
-        self.synchronize()
+        self.settle(what)
         return self._runtime
+
+    def settle(self, what: str) -> None:
+        """Have the parameters' values be those of the last step, for a look at them."""
+        self._step.check_values(what)
+        self.synchronize()
 
     # What users ask for #
 
@@ -324,7 +330,7 @@ class Engine:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies of the newest values in compute dtype in host memory, one unit at a time, on all ranks together."""
-        return newest_values(self._runtime, self.synchronize)
+        return newest_values(self._runtime, partial(self.settle, "engine.named_parameters()"))
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """The same without their names."""

@@ -70,6 +70,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Numbers for update number `step` of a parameter of `group`, as they stand now."""
         return self.kind.rule(self.param_groups[group], step, grad_scale)
 
+    def rules(self) -> list[Rule]:
+        """Every group's numbers as they stand now, for comparison."""
+        return [self.rule(group, 1, 1.0) for group in range(len(self.param_groups))]
+
     @staticmethod
     def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in group.items() if key != "params"}

@@ -389,12 +389,12 @@ class Executor:
         self._params.host_close(unit)
         ticket.wait()  # raises what went wrong
         self._params.set_dirty(unit, not ticket.job.write_back)
+        if self._is_whole(unit) and unit not in self._pending and self._params.residency(unit) is Residency.RESIDENT:
+            self._views.show(unit)
         self.torn = within
 
     def drain(self) -> None:
-        """Carry out every pending update and wait for all of them; what is in memory shows its values then."""
-        if not self._pending and not self._tickets:
-            return
+        """Carry out every pending update and wait for all of them."""
         for unit in list(self._pending):
             self._params.pin(unit)
             self._bring(unit)
@@ -402,9 +402,6 @@ class Executor:
         while self.finish_an_update():
             pass
         self._settle()
-        for unit in range(len(self._params.specs)):
-            if self._params.residency(unit) is Residency.RESIDENT and self._is_whole(unit):
-                self._views.show(unit)
 
     def show_newest(self) -> None:
         """Carry out every update and have the parameters that never leave show their values; all ranks together."""

@@ -38,8 +38,8 @@ _CPU = torch.device("cpu")
 class Owner(Protocol):
     """An engine, as far as this file knows it."""
 
-    def synchronize(self) -> None:
-        """Carry out pending updates."""
+    def settle(self, what: str) -> None:
+        """Carry out pending updates, for `what` looks at the parameters."""
 
     def begin_gathering(self, what: str, *, stores: bool) -> Runtime:
         """The same, at a moment when parameters may be changed."""
@@ -168,7 +168,7 @@ class Guards:
         if owner is not None:
             if self._runtime.partition.sharding.count > 1:
                 self._runtime.ranks.together(what)
-            owner.synchronize()
+            owner.settle(what)
 
     def _make_whole(self, places: list[Place]) -> None:
         """Parameters that stay are all there, if other ranks have updated parts of them."""

@@ -23,6 +23,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.errors import InfinityError, NonFiniteError, StorageError
+from infinity.kernels import Rule
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.torch_schedules import advances_by_itself
 from infinity.telemetry import StepStats, now
@@ -73,6 +74,8 @@ class Step:
         self.losses = Losses(config, runtime.ranks, runtime.schedule, runtime.counters)
         self.lr_scheduler: Any | None = None
         self._phase = Phase.IDLE
+        self._optimizer = optimizer
+        self._rules: list[Rule] = []  # by group, as the step's updates began with them
         self._open: _Open | None = None
         self._failure: BaseException | None = None
         self._arrived: dict[int, set[int]] = {}  # slots, by unit, whose gradients have come in this backward pass
@@ -159,6 +162,19 @@ class Step:
             self._end_cycle(learn=False)
             self._go(Phase.IDLE)
 
+    def check_values(self, what: str) -> None:
+        """Parameters have the values of the last step.
+
+        Raises:
+            InfinityError: some have those of the next already.
+        """
+        self.check()
+        if self.updates.under_way:
+            raise InfinityError(
+                f'{what} between the last backward pass of a step and step(): under tiering.update_schedule "backward" '
+                "parameters are updated by then, or about to be. Call step() first"
+            )
+
     def _check_not_gathered(self, what: str) -> None:
         if self._executor.lends:
             raise InfinityError(
@@ -187,7 +203,7 @@ class Step:
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
         """The model's forward runs inside, of training or of an evaluation."""
-        self.check()
+        self.check_values("a forward pass")
         before = self._phase
         phase = Phase.FORWARD if training else Phase.EVALUATION
         self._open = _Open(phase, before)
@@ -273,6 +289,7 @@ class Step:
             # A model that was called past the engine has not shown which.
             in_parts = self.hooks.in_parts() if before is Phase.FORWARD else self.all_units
         last = self.is_last
+        self._rules = self._optimizer.rules()
         alone = self._config.gradient_accumulation_steps == 1
         self.updates.begin_backward(last=last, in_parts=in_parts, early=alone)
         self.gradients.begin_backward(last=last)
@@ -333,6 +350,12 @@ class Step:
             raise InfinityError("step() inside no_sync: leave the context before the last backward of the step")
         self._check_not_gathered("step()")
         self._drop_what_was_taken_away()
+        if self.updates.under_way and self._rules != self._optimizer.rules():
+            raise InfinityError(
+                "the optimizer's hyper-parameters (param_groups) were changed between backward and step(), but under "
+                'tiering.update_schedule "backward" the updates have begun with those before: change them after '
+                'step(), or set the schedule to "deferred"'
+            )
         counted = replace(self.counts, micro_steps=self.counts.micro_steps + 1)
         if not self.is_last:
             self.counts = counted
@@ -442,6 +465,8 @@ class Step:
     def enter(self, units: tuple[int, ...]) -> None:
         if self.layer_major is not None:
             self.layer_major.entered(units)
+        if self._open is None:  # the model was called past the engine
+            self.check_values("a forward pass")
         self._executor.enter(units)
 
     def backward_enter(self, units: tuple[int, ...]) -> None:

@@ -363,3 +363,50 @@ def test_what_the_engine_has_not_is_the_models(tmp_path) -> None:
         assert engine.get_input_embeddings() is model.get_input_embeddings()
         with pytest.raises(AttributeError, match="neither the engine nor its GPT2LMHeadModel has 'nonsense'"):
             engine.nonsense  # noqa: B018
+
+
+def test_a_failed_engines_model_cannot_be_called_either(tmp_path) -> None:
+    """Some of its units are updated and others are not."""
+    with infinity.initialize(model=tiny_gpt2(), config=recipe("stage 3", tmp_path))[0] as engine:
+
+        def fail(*_: Any) -> None:
+            raise ValueError("on purpose")
+
+        engine.module.transformer.h[1].register_full_backward_hook(fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            engine.backward(loss_of(engine, batches(1)[0]))
+        with torch.no_grad(), pytest.raises(infinity.InfinityError, match="has stopped after an error"):
+            loss_of(engine.module, batches(1)[0])
+
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "evaluation": lambda engine: engine(input_ids=batches(1)[0]),
+    "evaluation past the engine": lambda engine: engine.module(input_ids=batches(1)[0]),
+    "state_dict": lambda engine: engine.module.state_dict(),
+    "named_parameters": lambda engine: dict(engine.named_parameters()),
+    "gathered": lambda engine: infinity.zero.GatheredParameters(engine.module).__enter__(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("place", ["stage 0", "nvme"])
+def test_between_backward_and_step_no_value_of_the_next_step_is_seen(look, place, tmp_path) -> None:
+    """Under the schedule `backward` parameters are updated by then, and torch's are not."""
+    with infinity.initialize(model=tiny_gpt2(), config=recipe(place, tmp_path))[0] as engine:
+        engine.backward(loss_of(engine, batches(1)[0]))
+        with torch.no_grad(), pytest.raises(infinity.InfinityError, match=r"Call step\(\) first"):
+            LOOKS[look](engine)
+        engine.step()
+        with torch.no_grad():
+            LOOKS[look](engine)
+
+
+def test_hyper_parameters_that_change_after_updates_began_are_refused(tmp_path) -> None:
+    with infinity.initialize(model=tiny_gpt2(), config=recipe("stage 3", tmp_path))[0] as engine:
+        engine.backward(loss_of(engine, batches(1)[0]))
+        (group,) = engine.optimizer.param_groups
+        before, group["lr"] = group["lr"], 0.5
+        with pytest.raises(infinity.InfinityError, match=r"param_groups\) were changed between backward and step"):
+            engine.step()
+        group["lr"] = before
+        engine.step()
