@@ -77,7 +77,9 @@ class Step:
         self._optimizer = optimizer
         self._rules: list[Rule] = []  # by group, as the step's updates began with them
         self._open: _Open | None = None
-        self._failure: BaseException | None = None
+        # In words, since an exception leads to its frames, these to the loss, and its graph to this object: a circle that
+        # the garbage collector does not see.
+        self._failure = ""
         self._arrived: dict[int, set[int]] = {}  # slots, by unit, whose gradients have come in this backward pass
         self._config = config
         self._runtime = runtime
@@ -134,14 +136,14 @@ class Step:
             self.fail(InfinityError("an update was interrupted"))
         if self._phase is Phase.FAILED:
             raise InfinityError(
-                f"the engine has stopped after an error ({type(self._failure).__name__}: {self._failure}): close it, "
-                "and resume from the last checkpoint"
-            ) from self._failure
+                f"the engine has stopped after an error ({self._failure}): close it, and resume from the last "
+                "checkpoint"
+            )
 
     def fail(self, error: BaseException) -> None:
         """The states are not those of one step any more."""
         if self._phase is not Phase.FAILED:
-            self._failure = error
+            self._failure = f"{type(error).__name__}: {error}"
             self._open = None
             self._go(Phase.FAILED)
 

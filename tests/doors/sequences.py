@@ -23,6 +23,7 @@ import infinity
 from infinity.zero.phases import Phase
 
 WIDTH, BATCH, LR, DECAY = 16, 4, 1e-2, 0.1
+EPS = 1e-3  # so large that rounding in a gradient near zero stays rounding in the update
 
 
 class Blocks(nn.Module):
@@ -75,7 +76,7 @@ class Case:
             "train_micro_batch_size_per_gpu": BATCH,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clipping,
-            "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
+            "optimizer": {"type": "AdamW", "params": {"lr": LR, "eps": EPS, "weight_decay": DECAY}},
             "zero_optimization": zero,
             "tiering": tiering,
         }
@@ -100,7 +101,7 @@ class Torch:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.model = Blocks()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=DECAY)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, eps=EPS, weight_decay=DECAY)
         self.micro_steps = 0
         self.saved: Any = None
 

@@ -77,3 +77,26 @@ def test_close_after_close_and_use_after_close_are_told() -> None:
     engine.close()
     with pytest.raises(infinity.InfinityError, match="the engine is closed"):
         engine(torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_an_engine_that_failed_in_backward_is_gone_with_its_graph(tmp_path) -> None:
+    """The graph leads to the engine, past the garbage collector; the engine must not lead to the graph."""
+    config = Recipe("bf16").config(Placement("nvme", "nvme", tmp_path))
+
+    def fail(*_: object) -> None:
+        raise ValueError("on purpose")
+
+    def use() -> None:
+        with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
+            engine.module.transformer.h[1].register_full_backward_hook(fail)
+            loss = loss_of(engine, batches(1)[0])
+            with pytest.raises(ValueError, match="on purpose"):
+                engine.backward(loss)
+
+    use()
+    gc.collect()
+    before = held(tmp_path)
+    for _ in range(3):
+        use()
+    gc.collect()
+    assert held(tmp_path) == before
