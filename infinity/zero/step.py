@@ -77,8 +77,8 @@ class Step:
         self._optimizer = optimizer
         self._rules: list[Rule] = []  # by group, as the step's updates began with them
         self._open: _Open | None = None
-        # In words, since an exception leads to its frames, these to the loss, and its graph to this object: a circle that
-        # the garbage collector does not see.
+        # In words, since an exception leads to its frames, these to the loss, and its graph to this object: a circle
+        # that the garbage collector does not see.
         self._failure = ""
         self._arrived: dict[int, set[int]] = {}  # slots, by unit, whose gradients have come in this backward pass
         self._config = config

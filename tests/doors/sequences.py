@@ -344,7 +344,7 @@ def change_lr(run: Run) -> None:
     for optimizer in optimizers:
         optimizer.param_groups[0]["lr"] = lr
     if run.engine._step.updates.under_way and lr != before:
-        with pytest.raises(infinity.InfinityError, match="hyper-parameters|zeroed"):
+        with pytest.raises(infinity.InfinityError, match=r"hyper-parameters|zeroed"):
             run.engine.step()
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = before
