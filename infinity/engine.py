@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,18 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint import (
-    Loaded,
-    Parts,
-    Run,
-    apply_extra,
-    check_extra,
-    collect_extra,
-    export_16bit,
-    load_tensors,
-    open_checkpoint,
-    save_checkpoint,
-)
+from infinity.checkpoint import Parts, Session
 from infinity.config import Config
 from infinity.errors import InfinityError
 from infinity.optim.loss_scale import LossScale
@@ -37,7 +25,7 @@ from infinity.zero.drivers import driven, train_layer_major
 from infinity.zero.gathered import claim, disclaim, newest_values
 from infinity.zero.guards import Guards
 from infinity.zero.micro_batches import LossFn, call, loss_of
-from infinity.zero.phases import Counts, Phase
+from infinity.zero.phases import Phase
 from infinity.zero.step import LAYER_MAJOR, Step
 
 
@@ -70,9 +58,9 @@ class Engine:
         self.lr_scheduler = lr_scheduler
         self.device = device
         self._runtime = runtime
-        self._run = Run(model)
         self._step = Step(model, config, runtime, optimizer, device)
         self._step.lr_scheduler = lr_scheduler
+        self._session = Session(model, optimizer, runtime, self._step, config.gradient_accumulation_steps)
         optimizer.run_step = self._step.finish
         optimizer.drop_gradients = self._step.drop
         try:
@@ -85,7 +73,7 @@ class Engine:
             self._step.remove_hooks()
             raise
         # Of nothing that leads here, so that an engine that nobody has any more goes.
-        self._close = weakref.finalize(self, _close, model, optimizer, self._step, self._guards, self._run)
+        self._close = weakref.finalize(self, _close, model, optimizer, self._step, self._guards, self._session)
         self._close.atexit = False
 
     def __getattr__(self, name: str) -> Any:
@@ -255,9 +243,7 @@ class Engine:
         Raises:
             StorageError: a read or write of the NVMe tier failed.
         """
-        self._step.check()
-        with self._step.stopped_by_failures():
-            self._runtime.executor.drain()
+        self._step.drain()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -363,22 +349,7 @@ class Engine:
             CheckpointError: `client_state` has something that could not be loaded safely, or another run saves its
                 checkpoints in this directory.
         """
-        self._step.check_boundary("save_checkpoint")
-        self._runtime.ranks.together("engine.save_checkpoint()")
-        self.synchronize()
-        extra = collect_extra(self.module, self.optimizer, self.lr_scheduler, self.loss_scale, client_state or {})
-        extra["rng_of_ranks"] = self._runtime.ranks.of_all(extra["rng"])
-        with self._runtime.counters.aside("save_checkpoint"):
-            return save_checkpoint(
-                self._directory(save_dir),
-                tag or f"global_step{self.global_steps}",
-                self._runtime,
-                run=self._run,
-                steps=self._step.updates.steps,
-                counters=asdict(self._step.counts),
-                extra=extra,
-                mark_latest=save_latest,
-            )
+        return self._session.save(Path(save_dir), tag, client_state or {}, mark_latest=save_latest)
 
     def load_checkpoint(
         self,
@@ -406,50 +377,9 @@ class Engine:
             CheckpointError: it is damaged, of another model, or not the same on all ranks. The engine is unchanged,
                 unless the message says that it trains no more.
         """
-        self._step.check_boundary("load_checkpoint")
-        self._runtime.ranks.together("engine.load_checkpoint()")
-        self.synchronize()
         whole = not load_module_only
         parts = Parts(load_optimizer_states and whole, load_lr_scheduler_states and whole, whole)
-        opened = open_checkpoint(
-            self._directory(load_dir),
-            tag,
-            self._runtime,
-            self._run,
-            moments=parts.optimizer,
-            strict_model=strict_model,
-            check=lambda path, extra: check_extra(path, extra, self.module, self.optimizer, self.lr_scheduler, parts),
-        )
-        if opened is None:
-            return None, None
-        try:
-            self._take_over(opened, parts)
-        except BaseException as error:
-            self._step.fail(error)  # values of two checkpoints may be mixed
-            raise
-        return opened.path, opened.extra["client_state"]
-
-    def _take_over(self, opened: Loaded, parts: Parts) -> None:
-        """Change to a checkpoint's state."""
-        with self._runtime.counters.aside("load_checkpoint"):
-            load_tensors(opened, self._runtime, moments=parts.optimizer)
-        if self._runtime.sizing.settles:
-            self._runtime.executor.show_newest()
-        self._step.updates.steps = dict(opened.manifest.steps) if parts.optimizer else {}
-        if parts.progress:
-            counts = Counts(**opened.manifest.counters)
-            accumulation = self.config.gradient_accumulation_steps  # may differ from the saving run's
-            self._step.counts = replace(counts, micro_steps=-(-counts.micro_steps // accumulation) * accumulation)
-            self._run.id = opened.manifest.run or self._run.id
-        apply_extra(
-            self._runtime.ranks.rank,
-            opened.extra,
-            self.module,
-            self.optimizer,
-            self.lr_scheduler,
-            self.loss_scale,
-            parts,
-        )
+        return self._session.load(Path(load_dir), tag, parts, strict_model=strict_model)
 
     def save_16bit_model(
         self,
@@ -481,22 +411,13 @@ class Engine:
             CheckpointError: another process is saving there.
             InfinityError: the model is divided by tensor parallelism.
         """
-        self._runtime.ranks.together("engine.save_16bit_model()")
-        export_16bit(
+        return self._session.export(
             Path(save_dir),
-            self.module,
-            self._runtime,
             self.named_parameters(),
             max_shard_size,
             file_name=save_filename,
             frozen=not exclude_frozen_parameters,
         )
-        return Path(save_dir)
-
-    def _directory(self, path: str | Path) -> Path:
-        """Where the checkpoints of this process's part of the model are."""
-        parts = self._runtime.parts.ranks
-        return Path(path) if parts.size == 1 else Path(path) / f"part-{parts.rank}-of-{parts.size}"
 
     # End #
 
@@ -511,14 +432,14 @@ class Engine:
         self.close()
 
 
-def _close(model: nn.Module, optimizer: TieredOptimizer, step: Step, guards: Guards, run: Run) -> None:
+def _close(model: nn.Module, optimizer: TieredOptimizer, step: Step, guards: Guards, session: Session) -> None:
     """The end of an engine, also of one that nobody has closed: the garbage collector may call this in any thread."""
     if step.in_worker:  # which cannot wait for its own end
-        threading.Thread(target=_close, args=(model, optimizer, step, guards, run)).start()
+        threading.Thread(target=_close, args=(model, optimizer, step, guards, session)).start()
         return
     optimizer.run_step = optimizer.drop_gradients = None
     disclaim(model)
     with ExitStack() as rest:
-        rest.callback(run.close)
+        rest.callback(session.close)
         rest.callback(step.close)
         guards.remove()

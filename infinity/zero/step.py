@@ -193,6 +193,12 @@ class Step:
                 self.fail(error)
             raise
 
+    def drain(self) -> None:
+        """Carry out every pending update and wait for it and its writes."""
+        self.check()
+        with self.stopped_by_failures():
+            self._executor.drain()
+
     # Forward #
 
     def begin(self) -> None:

@@ -1,0 +1,129 @@
+"""The checkpoints and exports of one engine: what of it goes into them, and what it takes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.export import export_16bit
+from infinity.checkpoint.extra import Parts, apply_extra, check_extra, collect_extra
+from infinity.checkpoint.load import Loaded, load_tensors, open_checkpoint
+from infinity.checkpoint.runs import Run
+from infinity.checkpoint.save import save_checkpoint
+from infinity.optim.optimizer import TieredOptimizer
+from infinity.zero.build import Runtime
+from infinity.zero.phases import Counts
+from infinity.zero.step import Step
+
+
+class Session:
+    """Saves and loads one engine's state, between its steps; all ranks call every method together."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: TieredOptimizer, runtime: Runtime, step: Step, accumulation: int
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._runtime = runtime
+        self._step = step
+        self._accumulation = accumulation
+        self._run = Run(model)
+
+    def save(self, directory: Path, tag: str | None, client_state: Mapping[str, Any], *, mark_latest: bool) -> Path:
+        """See `Engine.save_checkpoint`."""
+        self._begin("save_checkpoint")
+        step, ranks = self._step, self._runtime.ranks
+        extra = collect_extra(self._model, self._optimizer, step.lr_scheduler, step.losses.loss_scale, client_state)
+        extra["rng_of_ranks"] = ranks.of_all(extra["rng"])
+        with self._runtime.counters.aside("save_checkpoint"):
+            return save_checkpoint(
+                self._of_this_part(directory),
+                tag or f"global_step{step.counts.global_steps}",
+                self._runtime,
+                run=self._run,
+                steps=step.updates.steps,
+                counters=asdict(step.counts),
+                extra=extra,
+                mark_latest=mark_latest,
+            )
+
+    def load(
+        self, directory: Path, tag: str | None, parts: Parts, *, strict_model: bool
+    ) -> tuple[Path | None, dict[str, Any] | None]:
+        """See `Engine.load_checkpoint`."""
+        self._begin("load_checkpoint")
+        scheduler = self._step.lr_scheduler
+        opened = open_checkpoint(
+            self._of_this_part(directory),
+            tag,
+            self._runtime,
+            self._run,
+            moments=parts.optimizer,
+            strict_model=strict_model,
+            check=lambda path, extra: check_extra(path, extra, self._model, self._optimizer, scheduler, parts),
+        )
+        if opened is None:
+            return None, None
+        try:
+            self._take_over(opened, parts)
+        except BaseException as error:
+            self._step.fail(error)  # values of two checkpoints may be mixed
+            raise
+        return opened.path, opened.extra["client_state"]
+
+    def _take_over(self, opened: Loaded, parts: Parts) -> None:
+        """Change to a checkpoint's state."""
+        step, runtime = self._step, self._runtime
+        with runtime.counters.aside("load_checkpoint"):
+            load_tensors(opened, runtime, moments=parts.optimizer)
+        if runtime.sizing.settles:
+            runtime.executor.show_newest()
+        step.updates.steps = dict(opened.manifest.steps) if parts.optimizer else {}
+        if parts.progress:
+            counts = Counts(**opened.manifest.counters)
+            micro_steps = -(-counts.micro_steps // self._accumulation) * self._accumulation  # may differ from then
+            step.counts = replace(counts, micro_steps=micro_steps)
+            self._run.id = opened.manifest.run or self._run.id
+        apply_extra(
+            runtime.ranks.rank,
+            opened.extra,
+            self._model,
+            self._optimizer,
+            step.lr_scheduler,
+            step.losses.loss_scale,
+            parts,
+        )
+
+    def export(
+        self,
+        directory: Path,
+        values: Iterable[tuple[str, torch.Tensor]],
+        max_shard_size: int | str,
+        *,
+        file_name: str | None,
+        frozen: bool,
+    ) -> Path:
+        """See `Engine.save_16bit_model`."""
+        self._runtime.ranks.together("engine.save_16bit_model()")
+        export_16bit(directory, self._model, self._runtime, values, max_shard_size, file_name=file_name, frozen=frozen)
+        return directory
+
+    def close(self) -> None:
+        """Other runs may save where this one did."""
+        self._run.close()
+
+    def _begin(self, what: str) -> None:
+        """No step is under way, and all updates are done."""
+        self._step.check_boundary(what)
+        self._runtime.ranks.together(f"engine.{what}()")
+        self._step.drain()
+
+    def _of_this_part(self, directory: Path) -> Path:
+        """Where the checkpoints of this process's part of the model are."""
+        parts = self._runtime.parts.ranks
+        return directory if parts.size == 1 else directory / f"part-{parts.rank}-of-{parts.size}"
