@@ -281,7 +281,10 @@ class Engine:
             stores: values will be changed.
         """
         if self._step.phase is Phase.FORWARD:
-            raise InfinityError(f"{what} between a forward pass and its backward: parameters cannot be gathered then")
+            raise InfinityError(
+                f"{what} between a forward pass and its backward: parameters cannot be gathered then. Was it an "
+                "evaluation? Run those under torch.no_grad()"
+            )
         if stores or self._runtime.partition.sharding.count > 1:
             self._runtime.ranks.together(what)
         self.settle(what)

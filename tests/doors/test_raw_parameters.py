@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.tiers import SameMemory
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import LR, WEIGHT_DECAY, Placement, Recipe, batches, loss_of, tiny_gpt2, train_on
 
@@ -42,8 +43,12 @@ def test_after_a_step_parameters_are_the_newest(stage, offload, clipping, tmp_pa
 
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_what_is_written_to_parameters_is_trained_on(stage, clipping, tmp_path) -> None:
-    """As weight decay by hand, or a projection, does; in float32, where torch says what comes out."""
+@pytest.mark.parametrize("link", [None, SameMemory])
+def test_what_is_written_to_parameters_is_trained_on(stage, clipping, link) -> None:
+    """As weight decay by hand, or a projection, does; in float32, where torch says what comes out.
+
+    With a link the parameters lie apart from where they are updated, as on a GPU.
+    """
 
     def shrink(model: nn.Module) -> None:
         with torch.no_grad():
@@ -51,7 +56,8 @@ def test_what_is_written_to_parameters_is_trained_on(stage, clipping, tmp_path) 
                 param.mul_(0.9)
 
     model = tiny_gpt2()
-    with infinity.initialize(model=model, config=config_of(stage, clipping=clipping))[0] as engine:
+    config = config_of(stage, clipping=clipping)
+    with infinity.initialize(model=model, config=config, link=link and link())[0] as engine:
         for ids in batches(STEPS):
             train_on(engine, [ids])
             shrink(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -40,6 +41,9 @@ DOORS = {
     "engine.save_16bit_model()": lambda engine, path: engine.save_16bit_model(f"{path}-16bit"),
     "engine.load_checkpoint()": lambda engine, path: engine.load_checkpoint(path),
     "GatheredParameters": gather,
+    "model.state_dict()": lambda engine, path=None: engine.module.state_dict(),
+    "load_state_dict": lambda engine, path=None: engine.module.load_state_dict(tiny_gpt2().state_dict()),
+    "copy.deepcopy(model)": lambda engine, path=None: copy.deepcopy(engine.module),
 }
 
 
