@@ -52,6 +52,22 @@ def gpt2_config(args: argparse.Namespace) -> GPT2Config:
     )
 
 
+def infinity_config(args: argparse.Namespace) -> dict[str, object]:
+    """The configuration of infinity's workers."""
+    return {
+        "train_micro_batch_size_per_gpu": args.batch,
+        "gradient_clipping": args.clip,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": args.offload},
+            "offload_optimizer": {"device": args.offload},
+        },
+        "tiering": {"nvme": [{"path": str(args.nvme)}], "host_memory": args.host_memory},
+    }
+
+
 def token_ids(args: argparse.Namespace) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, GPT2Config().vocab_size, (args.batch, args.seq), generator=generator)

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from transformers import GPT2LMHeadModel
-from workload import LR, WEIGHT_DECAY, arguments, gpt2_config, measure, token_ids
+from workload import arguments, gpt2_config, infinity_config, measure, token_ids
 
 import infinity
 
@@ -21,20 +21,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(gpt2_config(args))
     params = sum(p.numel() for p in model.parameters())
-    config = {
-        "train_micro_batch_size_per_gpu": args.batch,
-        "gradient_clipping": args.clip,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": args.offload},
-            "offload_optimizer": {"device": args.offload},
-        },
-        "tiering": {"nvme": [{"path": str(args.nvme)}], "host_memory": args.host_memory},
-    }
     ids = token_ids(args)
-    with infinity.initialize(model=model, config=config)[0] as engine:
+    with infinity.initialize(model=model, config=infinity_config(args))[0] as engine:
 
         def step() -> torch.Tensor:
             loss = engine(input_ids=ids, labels=ids).loss
