@@ -47,7 +47,7 @@ def collect_extra(
     """What `apply_extra` needs to go on, as tensors and plain values."""
     return {
         "optimizer": optimizer.state_dict(),
-        "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
+        "lr_scheduler": None if lr_scheduler is None else _schedule_state(lr_scheduler),
         "loss_scale": loss_scale.state_dict(),
         "rng": _rng_states(),
         "buffers": persistent_buffers(module),
@@ -159,11 +159,18 @@ def _check_schedule(path: Path, state: Any, lr_scheduler: Any | None) -> None:
         saved, here = ("no LR schedule", "has one") if state is None else ("an LR schedule", "has none")
         _log.warning("%s has %s and this run %s: the learning rate goes on from the saved value", path, saved, here)
         return
-    if lr_scheduler is not None and (not isinstance(state, dict) or state.keys() != lr_scheduler.state_dict().keys()):
+    if lr_scheduler is not None and (
+        not isinstance(state, dict) or state.keys() != _schedule_state(lr_scheduler).keys()
+    ):
         raise CheckpointError(
             f"{path} has the state of another LR schedule than {type(lr_scheduler).__name__}: "
             "configure the schedule that it was saved with"
         )
+
+
+def _schedule_state(lr_scheduler: Any) -> dict[str, Any]:
+    """Where an LR schedule is, without the functions that it is made of (SWALR's, before torch 2.7)."""
+    return {key: value for key, value in lr_scheduler.state_dict().items() if not callable(value)}
 
 
 def _check_buffers(path: Path, saved: Mapping[str, Any], module: nn.Module) -> None:

@@ -67,7 +67,7 @@ def model_parts(model: nn.Module, ranks: Ranks) -> ModelParts:
         if model.get_parameter(name).is_meta:
             raise ConfigError(f"parameter `{name}` is a DTensor on the meta device: give the model values first")
     group = mesh.get_group()
-    sharing = dist.get_process_group_ranks(ranks.group) if ranks.size > 1 else [dist.get_rank()]
+    sharing = dist.get_process_group_ranks(ranks.group or dist.group.WORLD) if ranks.size > 1 else [dist.get_rank()]
     together = set(dist.get_process_group_ranks(group)) & set(sharing)
     if len(together) > 1:
         raise ConfigError(

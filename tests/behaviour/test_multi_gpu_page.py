@@ -13,6 +13,7 @@ import pytest
 
 from infinity.config import load_config
 from infinity.zero.build import host_capacity
+from tests.behaviour.test_pipelining import needs_scale_grads
 from tests.schedule.test_budget import NEEDS
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +82,7 @@ def test_the_tensor_parallel_script_runs_on_four_ranks(tmp_path) -> None:
         assert (tmp_path / f"checkpoints/part-{part}-of-2/latest").read_text() == "global_step3"
 
 
+@needs_scale_grads
 def test_the_pipeline_script_runs_on_two_ranks(tmp_path) -> None:
     run(tmp_path, MLP + EXAMPLES[2], 2)
     for stage in range(2):

@@ -16,6 +16,9 @@ from torch.optim.swa_utils import SWALR
 import infinity
 from tests.behaviour.reference import Placement, Recipe
 
+# torch 2.6 warns of what its own SequentialLR does
+pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
+
 STEPS = 12
 LR = 0.1
 
