@@ -79,9 +79,8 @@ class Ranks:
             return ALONE
         host = group
         if "gloo" not in str(dist.get_backend_config(group)):
-            members = dist.get_process_group_ranks(
-                group or dist.group.WORLD
-            )  # others may be making groups of their own
+            # Others may be making groups of their own.
+            members = dist.get_process_group_ranks(group or dist.group.WORLD)
             host = dist.new_group(members, timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True)
         ranks = Ranks(dist.get_rank(group), size, group, host, timeout_s=timeout_s, meeting=meeting_of(group))
         ranks.together("infinity.initialize()")
