@@ -145,15 +145,18 @@ class Gradients:
         for unit, some in slots.items():
             for slot in some:
                 self._stats[unit].pop(slot, None)
-            if not self._stats[unit] and self._store.holds(unit):
-                self._store.drop(unit)
+            if not self._stats[unit]:
+                self._drop(unit)
 
     def drop_all(self) -> None:
         """Throw the step's gradients away."""
         for unit in self._collecting | set(self.units_with_gradients()):
-            if self._store.holds(unit):
-                self._store.drop(unit)
-            self.forget(unit)
+            self._drop(unit)
+
+    def _drop(self, unit: int) -> None:
+        if self._store.holds(unit):
+            self._store.drop(unit)
+        self.forget(unit)
 
     def _open(self, unit: Unit) -> torch.Tensor:
         self._collecting.add(unit.index)

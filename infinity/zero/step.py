@@ -395,13 +395,12 @@ class Step:
             scheduler = self.lr_scheduler
             if scheduler is not None and advances_by_itself(scheduler) and not self.updates.outcome.skipped:
                 scheduler.step()
-        except NonFiniteError:  # nothing was updated
-            if not self.updates.under_way:
+        except BaseException as error:
+            if isinstance(error, NonFiniteError) and not self.updates.under_way:  # nothing was updated
                 self._stand_ins.clear()
                 self._go(Phase.IDLE)
-            raise
-        except BaseException as error:
-            self.fail(error)
+            else:
+                self.fail(error)
             raise
         return self.updates.outcome
 

@@ -21,30 +21,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
 import infinity
+from tests.doors.sequences import WIDTH, Blocks
 
 STEPS, AT = 4, 2  # the interrupt comes in the third of four steps
-WIDTH = 16
 EVERY = int(os.environ.get("INTERRUPT_EVERY", "5"))  # of the lines; 1 takes minutes
 ROOT = str(Path(infinity.__file__).parent)
-
-
-class Blocks(nn.Module):
-    """Three units and a persistent one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        return self.norm(x).square().mean()
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,13 @@ def assert_alike(here: dict[str, torch.Tensor], there: dict[str, torch.Tensor]) 
 # Backward by the user #
 
 
+def by_engine(engine: Any, _: Any, data: list[torch.Tensor]) -> None:
+    """What the others are held against."""
+    for ids in data:
+        engine.backward(loss_of(engine, ids))
+        engine.step()
+
+
 def plain_loop(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
     """What a torch loop does, word for word."""
     for ids in data:
@@ -85,11 +92,6 @@ def test_loss_backward_counts_as_one_of_the_micro_batches(place, tmp_path) -> No
             loss_of(engine, ids).backward()
             engine.step()
 
-    def by_engine(engine: Any, _: Any, data: list[torch.Tensor]) -> None:
-        for ids in data:
-            engine.backward(loss_of(engine, ids))
-            engine.step()
-
     data, config = batches(6), recipe(place, tmp_path, accumulation=3)
     assert_alike(engine_weights(by_hand, data, config), engine_weights(by_engine, data, config))
 
@@ -98,11 +100,6 @@ def test_a_loss_that_the_engine_has_scaled_is_not_scaled_again(place, tmp_path) 
     def scaled(engine: Any, _: Any, data: list[torch.Tensor]) -> None:
         for ids in data:
             engine.scale(loss_of(engine, ids)).backward()
-            engine.step()
-
-    def by_engine(engine: Any, _: Any, data: list[torch.Tensor]) -> None:
-        for ids in data:
-            engine.backward(loss_of(engine, ids))
             engine.step()
 
     data, config = batches(6), recipe(place, tmp_path, accumulation=3)
