@@ -63,15 +63,15 @@ class Engine:
         self._session = Session(model, optimizer, runtime, self._step, config.gradient_accumulation_steps)
         optimizer.run_step = self._step.finish
         optimizer.drop_gradients = self._step.drop
-        try:
+        with ExitStack() as undo:  # a model that is refused keeps nothing of the engine's
+            undo.callback(self._step.remove_hooks)
             claim(self, model, runtime.partition.units)
+            undo.callback(disclaim, model)
             self._guards = Guards(model, runtime, self)
+            undo.callback(self._guards.remove)
             if runtime.sizing.settles:
                 runtime.executor.show_newest()
-        except BaseException:  # a model that is refused keeps no hooks
-            disclaim(model)
-            self._step.remove_hooks()
-            raise
+            undo.pop_all()
         # Of nothing that leads here, so that an engine that nobody has any more goes.
         self._close = weakref.finalize(self, _close, model, optimizer, self._step, self._guards, self._session)
         self._close.atexit = False

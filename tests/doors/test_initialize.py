@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.zero.executor import Executor
 from infinity.zero.gathered import claim
 from infinity.zero.meta import construct_on_meta
 from infinity.zero.partition import ParamSlot, Unit
@@ -366,3 +367,22 @@ def _fail_on_ranks(build: Callable[[], nn.Module]) -> bool:
 @pytest.mark.parametrize("build", [mixed_model, on_meta])
 def test_on_several_ranks_it_leaves_the_model_as_it_was(build, tmp_path: Path) -> None:
     assert all(run_ranks(2, _fail_on_ranks, build, path=tmp_path))
+
+
+def test_an_engine_that_fails_as_the_last_thing_leaves_nothing_on_the_model(monkeypatch) -> None:
+    def fail(self: Executor) -> None:
+        raise infinity.InfinityError("on purpose")
+
+    model = nn.Linear(2, 2)
+    before, values = set(vars(model)), model.weight.detach().clone()
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}}
+    with monkeypatch.context() as patched:
+        patched.setattr(Executor, "show_newest", fail)
+        with pytest.raises(infinity.InfinityError, match="on purpose"):
+            infinity.initialize(model, config)
+    assert set(vars(model)) == before
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert torch.equal(model.weight, values)
+    with infinity.initialize(model, config)[0] as engine:
+        assert torch.equal(dict(engine.named_parameters())["weight"], values)
