@@ -1,5 +1,6 @@
 # make demo   train GPT-2 124M on real text with its states on disk
 # make test   pass the tests
+# make test-device   pass those on an emulated accelerator
 # make lint   what CI checks beside them
 # Each sets up what it needs, once.
 
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 DEMO_STEPS ?= 50
 
-.PHONY: demo test lint format sanitize clean
+.PHONY: demo test test-device lint format sanitize clean
 
 demo: $(VENV)/.built
 	$(BIN)/infinity train --model gpt2 --config configs/nvme.json --steps $(DEMO_STEPS)
@@ -18,11 +19,16 @@ demo: $(VENV)/.built
 test: $(VENV)/.built
 	$(BIN)/python -m pytest --numprocesses 2
 
+# Apart: the emulated device is the accelerator of the whole process.
+test-device: $(VENV)/.built
+	$(BIN)/python -m pytest --numprocesses 2 tests/device
+
 lint: $(VENV)/.built
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/count_placement_branches.py --most 45
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.cpp' -o -name '*.h')
 	PATH="$(abspath $(BIN)):$$PATH" tools/check_warnings.sh
 

@@ -5,6 +5,11 @@
 The claim: a checkpoint of states that are in memory reaches the drive at more than half of the rate at which the
 drive takes plain direct writes, and sooner than torch.save and fsync put the same tensors there. The floor is those
 direct writes, measured in the same run.
+
+    python benchmarks/checkpoint.py --dir DIR --ranks 1 2 4 --other-python OTHER/.venv/bin/python --rounds 3
+
+The claim: several ranks together are no slower than one, since each writes and reads its own part. Every number of
+ranks is run in turn, and beside it another version's, if one is given. The floor is direct writes by as many threads.
 """
 
 from __future__ import annotations
@@ -14,9 +19,14 @@ import json
 import mmap
 import os
 import shutil
+import socket
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +36,7 @@ import infinity
 from infinity.cli.training.models import build_model
 
 BLOCK = 4 << 20
+WORKER = Path(__file__).parent / "peers" / "saved_by_ranks.py"
 
 
 def make_engine(model_name: str, home: str, state_format: str, swap: Path) -> infinity.Engine:
@@ -76,13 +87,78 @@ def drop_cache(path: Path) -> None:
         os.close(descriptor)
 
 
+def save_by_ranks(python: str, ranks: int, directory: Path, model: str) -> dict[str, Any]:
+    """What the worker says of one group of processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [python, str(WORKER), "--dir", str(directory), "--model", model]
+    shared = os.environ | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=shared | {"RANK": str(r), "LOCAL_RANK": str(r)}
+        )
+        for r in range(ranks)
+    ]
+    said = [process.communicate()[0] for process in processes]
+    return json.loads(said[0])  # type: ignore[no-any-return]
+
+
+def compare_ranks(args: argparse.Namespace) -> None:
+    """Every number of ranks in turn, of this version and the other one."""
+    pythons = {"here": sys.executable} | ({"other": args.other_python} if args.other_python else {})
+    times: dict[tuple[str, int, str], list[float]] = {}
+    nbytes = 0
+    for turn in range(args.rounds):
+        for ranks in args.ranks:
+            for name in sorted(pythons, reverse=bool(turn % 2)):
+                said = save_by_ranks(pythons[name], ranks, args.dir / "saved", args.model)
+                nbytes = said["bytes"]
+                times.setdefault((name, ranks, "save"), []).extend(said["save_s"])
+                times.setdefault((name, ranks, "load"), []).extend(said["load_s"])
+                print(f"round {turn + 1}: {name}, {ranks} ranks, {said}", flush=True)
+            times.setdefault(("direct writes", ranks, "save"), []).append(
+                timed(partial(direct_writes_by, args.dir, nbytes, ranks))
+            )
+    rows = [
+        {"name": name, "ranks": ranks, "verb": verb, "bytes": nbytes, "seconds": seconds}
+        for (name, ranks, verb), seconds in times.items()
+    ]
+    for row in rows:
+        print(f"{row['name']:<14} {row['ranks']} ranks {row['verb']}  {rate(nbytes, row['seconds'])}")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def rate(nbytes: int, seconds: Sequence[float]) -> str:
+    middle = statistics.median(seconds)
+    return f"{middle:5.2f} s ({min(seconds):.2f} to {max(seconds):.2f}) {nbytes / middle / 1e9:5.2f} GB/s"
+
+
+def direct_writes_by(directory: Path, nbytes: int, threads: int) -> None:
+    """As many files as threads, written at once."""
+    files = [directory / f"direct-{n}" for n in range(threads)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda file: direct_writes(file, nbytes // threads), files))
+    for file in files:
+        file.unlink()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, required=True, help="an empty directory on the drive")
     parser.add_argument("--model", default="gpt2")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--ranks", type=int, nargs="+", help="compare numbers of ranks instead")
+    parser.add_argument("--other-python", help="an interpreter whose infinity is another version, for --ranks")
     args = parser.parse_args()
+    if args.ranks:
+        args.dir.mkdir(parents=True)
+        compare_ranks(args)
+        shutil.rmtree(args.dir)
+        return
     swap = args.dir / "swap"
     swap.mkdir(parents=True)
     systems = {

@@ -1,6 +1,7 @@
 """Bytes that each rank holds of parameters, gradients and optimizer states, beside the ZeRO paper's formulas.
 
     python benchmarks/memory_per_rank.py [--worlds 1,2,4] [--accumulation 1] [--json FILE]
+    python benchmarks/memory_per_rank.py --budget 1GiB [--model gpt2-medium] [--worlds 1,2,4]
 
 The claim: within 5% of section 5 of the paper (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models"), in bytes a parameter on N ranks: 2 + 2 + K, of which stage 1 divides the optimizer's K by N, stage 2
@@ -12,6 +13,9 @@ clipping, so that every gradient is held then): storages of tensors on the compu
 them are the working buffers (whole units that were gathered, gradients on their way, staging), which do not grow with
 the number of layers, and what the process as a whole has grown by at its peak, from /proc: this has Python's and
 gloo's own growth in it, and activations.
+
+With `--budget`, a model is trained at stage 3 in bf16 with all its states on NVMe under that `tiering.host_memory` a
+rank. The second claim: on every rank the ledger keeps to the budget, and the process to the budget and 1.2 GiB.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import infinity
+from infinity.cli.training.models import build_model
 from infinity.memory import Lease
 from tests.behaviour.ranks import run_ranks
 
@@ -115,14 +120,15 @@ def count(engine: infinity.Engine) -> tuple[int, int, int, int]:
     runtime = engine._runtime
     units = range(len(runtime.partition.units))
     staying = sum(storage_bytes(runtime.params.tensor(unit)) for unit in units if not offloaded(runtime, unit))
-    gathered = runtime.param_budget.used_bytes if any(offloaded(runtime, unit) for unit in units) else 0
+    gathered = runtime.host.parts["parameters"].used_bytes if any(offloaded(runtime, unit) for unit in units) else 0
     homes = lease_bytes(getattr(runtime.params, "_homes", ()))
     own = lease_bytes(runtime.grads._own.values())
-    lent = sum(lease.memory.nbytes for unit, lease in runtime.grads._open.items() if unit not in runtime.grads._own)
+    lent = lease_bytes(runtime.grads._leases.values())
     tiles = [tile.home for unit in units for tile in runtime.pipeline._states.tiles(unit)]
     states = lease_bytes(tiles)
-    collected = sum(storage_bytes(c.flat) for c in getattr(engine._step.gradients, "_collected", {}).values())
-    spare = sum(storage_bytes(t) for kept in getattr(engine._step.gradients, "_spare", {}).values() for t in kept)
+    source = engine._step.gradients._source
+    collected = sum(storage_bytes(c.flat) for c in source.collected.values())
+    spare = sum(memory.nbytes for memory in getattr(source, "_spare", ()))
     staging = runtime.arena.used_bytes - homes - own - lent - states
     return staying + homes, own + lent + collected, states, gathered + spare + staging
 
@@ -145,6 +151,60 @@ def status_bytes(key: str) -> int:
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
     raise KeyError(key)
+
+
+# Under a budget #
+
+_BESIDE_BYTES = int(1.2 * (1 << 30))  # interpreter, torch, gloo, activations, allocator
+
+
+def measure_under(model_name: str, budget: str, directory: str) -> dict[str, Any]:
+    """What a rank holds and its process grows to in two steps."""
+    before = status_bytes("VmRSS")
+    offload = {"device": "nvme", "nvme_path": directory}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
+        "tiering": {"host_memory": budget},
+    }
+    model = build_model(model_name)[0]
+    numel = sum(param.numel() for param in model.parameters())
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        built = status_bytes("VmHWM")
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(2):
+            ids = torch.randint(0, 1000, (1, 8), generator=generator)
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        engine.synchronize()
+        ledger = engine._runtime.host
+        return {
+            "numel": numel,
+            "budget": ledger.capacity_bytes,
+            "shares": {name: part.capacity_bytes for name, part in ledger.parts.items()},
+            "ledger": engine.stats().peak_bytes["host"],
+            "before": before,
+            "built": built,
+            "peak": status_bytes("VmHWM"),
+        }
+
+
+def run_under(model_name: str, budget: str, worlds: Iterable[int]) -> bool:
+    """Print a line for every rank; whether all have kept to the budget."""
+    kept = True
+    for world in worlds:
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / "swap").mkdir()
+            arguments = (model_name, budget, f"{directory}/swap")
+            ranks = run_ranks(world, measure_under, *arguments, path=Path(directory), timeout_s=3600)
+        for rank, row in enumerate(ranks):
+            within = row["ledger"] <= row["budget"] and row["peak"] <= row["budget"] + _BESIDE_BYTES
+            kept &= within
+            print(json.dumps({"world": world, "rank": rank, "within": within} | row), flush=True)
+    return kept
 
 
 def run_case(case: Case) -> dict[str, Any]:
@@ -171,8 +231,12 @@ def main() -> int:
     parser.add_argument("--worlds", default="1,2,4", help="numbers of ranks")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--json", type=Path, help="a file for all cases, one a line")
+    parser.add_argument("--budget", help="train --model under this host_memory instead")
+    parser.add_argument("--model", default="gpt2-medium")
     options = parser.parse_args()
     worlds = [int(world) for world in options.worlds.split(",")]
+    if options.budget:
+        return 0 if run_under(options.model, options.budget, worlds) else 1
     print("| | stage | ranks | params | grads | states | sum | formula | | working buffers | process grows |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     rows = []

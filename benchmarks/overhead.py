@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,11 +46,10 @@ def seconds(step: Callable[[], None], repeats: int) -> float:
     return statistics.median(times[repeats // 4 :])
 
 
-def with_engine(args: argparse.Namespace, x: torch.Tensor, device: str) -> float:
-    """Forward and backward of one micro-batch that no update follows."""
-    config = {
-        "train_micro_batch_size_per_gpu": len(x),
-        "gradient_accumulation_steps": 1_000_000,
+def config_of(path: str, device: str) -> dict[str, Any]:
+    """Every block is a unit of its own, with parameters and optimizer states there."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {
             "stage": 3,
@@ -57,8 +57,13 @@ def with_engine(args: argparse.Namespace, x: torch.Tensor, device: str) -> float
             "offload_param": {"device": device},
             "offload_optimizer": {"device": device},
         },
-        "tiering": {"nvme": [{"path": str(args.path)}]},
+        "tiering": {"nvme": [{"path": path}]},
     }
+
+
+def with_engine(args: argparse.Namespace, x: torch.Tensor, device: str) -> float:
+    """Forward and backward of one micro-batch that no update follows."""
+    config = config_of(str(args.path), device) | {"gradient_accumulation_steps": 1_000_000}
     with infinity.initialize(model=Blocks(args.blocks, args.width), config=config, device="cpu")[0] as engine:
 
         def step() -> None:

@@ -77,6 +77,7 @@ def compare(args: argparse.Namespace, path: str) -> dict[str, Any]:
         "offload": args.offload,
         "host_memory": args.host_memory,
         "clip": args.clip,
+        "wide_matmul": bool(args.wide_matmul),
         "pairs": args.pairs,
         "steps_a_turn": args.group,
         "step_s": {name: statistics.median(seconds) for name, seconds in times.items()},

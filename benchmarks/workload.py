@@ -31,6 +31,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--nvme", type=Path, default=Path())
     parser.add_argument("--host-memory", default="auto", help="budget of infinity, for example 1GiB")
     parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument("--wide-matmul", type=int, default=0, help="1: multiply bf16 in fp32, see peers/wide_matmul.py")
     parser.add_argument("--no-update", action="store_true", help="torch alone: forward and backward, and no optimizer")
     return parser
 
@@ -49,6 +50,7 @@ def gpt2_config(args: argparse.Namespace) -> GPT2Config:
         resid_pdrop=0,
         embd_pdrop=0,
         attn_pdrop=0,
+        attn_implementation="eager" if args.wide_matmul else None,  # products that can be widened
     )
 
 

@@ -6,6 +6,7 @@ Names are imported when they are first used, so that `infinity --help` does not 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,14 +22,16 @@ if TYPE_CHECKING:
         RankError,
         StorageError,
     )
+    from infinity.front import add_config_arguments, init_distributed, initialize
     from infinity.integrations import from_pretrained
-    from infinity.setup import initialize
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Engine": "infinity.engine",
-    "initialize": "infinity.setup",
+    "add_config_arguments": "infinity.front",
+    "init_distributed": "infinity.front",
+    "initialize": "infinity.front",
     "from_pretrained": "infinity.integrations",
     "load_config": "infinity.config",
     "CapacityError": "infinity.errors",
@@ -42,6 +45,10 @@ _HOMES = {
 
 _PACKAGES = ("checkpoint", "config", "integrations", "optim", "zero")
 
+# DeepSpeed's packages of other names (`infinity.ops.adam`, `infinity.utils`) are found where its namespace has them.
+__path__.append(str(Path(__file__).parent / "integrations" / "as_deepspeed" / "deepspeed"))
+_OF_DEEPSPEED = ("accelerator", "checkpointing", "comm", "ops", "runtime", "utils")
+
 __all__ = [
     "CapacityError",
     "CheckpointError",
@@ -52,9 +59,11 @@ __all__ = [
     "RankError",
     "StorageError",
     "__version__",
+    "add_config_arguments",
     "checkpoint",
     "config",
     "from_pretrained",
+    "init_distributed",
     "initialize",
     "integrations",
     "load_config",
@@ -64,7 +73,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
+    if name in _PACKAGES or name in _OF_DEEPSPEED:
         return import_module(f"infinity.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,22 +15,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.accessors import Accessors
 from infinity.checkpoint import Parts, Session
 from infinity.config import Config
-from infinity.errors import InfinityError
+from infinity.errors import ConfigError, InfinityError
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.telemetry import StepStats
 from infinity.zero.build import Runtime
 from infinity.zero.drivers import driven, train_layer_major
-from infinity.zero.gathered import claim, disclaim, newest_values
+from infinity.zero.gathered import check_room, claim, disclaim, newest_values
 from infinity.zero.guards import Guards
 from infinity.zero.micro_batches import LossFn, call, loss_of
 from infinity.zero.phases import Phase
+from infinity.zero.stand_ins import StandIn
 from infinity.zero.step import LAYER_MAJOR, Step
 
+_log = logging.getLogger(__name__)
 
-class Engine:
+
+class Engine(Accessors):
     """Trains one model whose states live in the tiers. Built by `initialize`.
 
     A context manager: leaving it closes the engine, and so does dropping it. Attributes that it has not are the
@@ -50,27 +55,26 @@ class Engine:
         runtime: Runtime,
         optimizer: TieredOptimizer,
         lr_scheduler: Any | None,
-        device: torch.device,
     ) -> None:
         self.module = model
         self.config = config
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.device = device
+        self.device = runtime.link.device
         self._runtime = runtime
-        self._step = Step(model, config, runtime, optimizer, device)
+        self._step = Step(model, config, runtime, optimizer)
         self._step.lr_scheduler = lr_scheduler
         self._session = Session(model, optimizer, runtime, self._step, config.gradient_accumulation_steps)
         optimizer.run_step = self._step.finish
         optimizer.drop_gradients = self._step.drop
+        optimizer.loss_scaler = self._step.losses.loss_scale
         with ExitStack() as undo:  # a model that is refused keeps nothing of the engine's
             undo.callback(self._step.remove_hooks)
             claim(self, model, runtime.partition.units)
             undo.callback(disclaim, model)
             self._guards = Guards(model, runtime, self)
             undo.callback(self._guards.remove)
-            if runtime.sizing.settles:
-                runtime.executor.show_newest()
+            runtime.settle()
             undo.pop_all()
         # Of nothing that leads here, so that an engine that nobody has any more goes.
         self._close = weakref.finalize(self, _close, model, optimizer, self._step, self._guards, self._session)
@@ -116,11 +120,20 @@ class Engine:
         training = torch.is_grad_enabled()
         if training:
             self._guards.check()
-        with self._step.forward(training=training):
+        with self._step.forward(training=training), self._autocast():
             return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> torch.Tensor:
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if not self.config.autocast:
+            return nullcontext()
+        # Without its cache, which would keep a copy of every weight until the forward pass is over.
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run backward on `loss` divided by the gradient accumulation steps.
+
+        Args:
+            scale_wrt_gas: False if it has been divided already.
 
         Returns:
             The loss, as it was given.
@@ -130,24 +143,25 @@ class Engine:
                 schedule has no way to leave the step out. Nothing has been changed by this loss.
             InfinityError: the parameters have been updated by an earlier backward pass of this step.
         """
+        self.optimizer.check_trains()
         if self._step.layer_major is not None:
             self._step.check_boundary("backward")
             raise InfinityError(LAYER_MAJOR)
         self._step.check()
         with self._step.running(Phase.BACKWARD):
             self._step.check_finite(loss)
-        scaled = self._step.losses.scale(loss)
+        scaled = self._step.losses.scale(loss, whole_step=not scale_wrt_gas)
         with self._step.backward():
             scaled.backward(retain_graph=retain_graph)
         return loss
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale(self, loss: torch.Tensor, scale_wrt_gas: bool = True) -> torch.Tensor:
         """What a backward pass of the user's own begins with: `engine.scale(loss).backward()`.
 
         The loss divided by the gradient accumulation steps and ranks, and in fp16 training times the loss scale.
         Without fp16, `loss.backward()` trains alike.
         """
-        return self._step.losses.scale(loss)
+        return self._step.losses.scale(loss, whole_step=not scale_wrt_gas)
 
     def step(self) -> None:
         """Count a micro-batch; at the last of a step, update the parameters and the learning rate.
@@ -229,6 +243,11 @@ class Engine:
 
     def _check_first_micro_batch(self, what: str) -> None:
         self._step.check_boundary(what)
+        if not self.config.managed_accumulation:
+            raise InfinityError(
+                f"{what} ends a step by itself, and managed_gradient_accumulation is false: call backward() and step()"
+            )
+        self._step.boundary = None
         self._guards.check()
         steps = self.config.gradient_accumulation_steps
         if self.micro_steps % steps:
@@ -256,22 +275,11 @@ class Engine:
             InfinityError: at stages 2 and 3 on several ranks, where a rank has no room for gradients that are not its
                 own; or within another `no_sync`.
         """
-        if self._runtime.ranks.size > 1 and self.config.zero.stage >= 2:
-            raise InfinityError(
-                f"no_sync keeps whole gradients on every rank, which stage {self.config.zero.stage} is there to avoid: "
-                "leave it out, or use stage 0 or 1, which reduce gradients in the last micro-batch of a step anyway"
-            )
-        if self._runtime.ranks.size == 1 and not self._runtime.sizing.holds_all_gradients:
-            raise InfinityError(
-                "no_sync keeps the gradients of all units, but under the update schedule `backward` there is room for "
-                "those on their way only: set tiering.update_schedule to deferred, or gradient_accumulation_steps"
-            )
+        problem = self._runtime.sizing.rules.no_sync_problem()
+        if problem:
+            raise InfinityError(problem)
         with self._step.unsynchronised():
             yield
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """The next `step()` updates the parameters."""
-        return self._step.is_last
 
     def begin_gathering(self, what: str, *, stores: bool) -> Runtime:
         """Carry out pending updates for a look at parameters, or a change of them; what the engine owns.
@@ -285,10 +293,16 @@ class Engine:
                 f"{what} between a forward pass and its backward: parameters cannot be gathered then. Was it an "
                 "evaluation? Run those under torch.no_grad()"
             )
-        if stores or self._runtime.partition.sharding.count > 1:
+        if stores:
             self._runtime.ranks.together(what)
+        else:
+            self._runtime.together(what)
         self.settle(what)
         return self._runtime
+
+    def lends(self, unit: int, slot: int) -> bool:
+        """The parameter of this slot lies outside of the tiers, for somebody to look at."""
+        return self._runtime.executor.views.lent_values(unit, slot) is not None
 
     def settle(self, what: str) -> None:
         """Have the parameters' values be those of the last step, for a look at them."""
@@ -306,10 +320,6 @@ class Engine:
         outcome = self._step.outcome
         return None if outcome is None else outcome.grad_norm
 
-    def get_lr(self) -> list[float]:
-        """Learning rate of every parameter group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
     def train(self, mode: bool = True) -> Engine:
         self.module.train(mode)
         return self
@@ -318,8 +328,14 @@ class Engine:
         return self.train(False)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of the newest values in compute dtype in host memory, one unit at a time, on all ranks together."""
-        return newest_values(self._runtime, partial(self.settle, "engine.named_parameters()"))
+        """Copies of the newest values in compute dtype in host memory, one unit at a time, on all ranks together.
+
+        Where a parameter has a gradient, its copy has what stands in for one: every use of it raises.
+        """
+        for name, values in newest_values(self._runtime, partial(self.settle, "engine.named_parameters()")):
+            if isinstance(self.module.get_parameter(name).grad, StandIn):
+                values.grad = StandIn(values)
+            yield name, values
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """The same without their names."""
@@ -333,16 +349,21 @@ class Engine:
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        keep_last: int | None = None,
     ) -> Path:
-        """Save everything that training needs to go on, in memory bounded by one unit; all ranks call this together.
+        """Save everything that training needs to go on, in memory bounded by one tile; all ranks call this together.
 
-        The directory is one that rank 0 can write and, for loading, all ranks can read. A checkpoint can be loaded by
-        any number of ranks.
+        Every rank writes its shards into the directory, which the ranks share, or which each machine has for itself. A
+        checkpoint can be loaded by any number of ranks that find all of it.
 
         Args:
             tag: name of the checkpoint; `global_step<N>` by default.
             client_state: tensors and plain values, given back by `load_checkpoint`.
             save_latest: make it the one that `load_checkpoint` takes by default.
+            exclude_frozen_parameters: leave them out; loading then needs `load_module_strict=False`.
+            keep_last: when it is saved, remove all but this many of the run's checkpoints in the directory.
 
         Returns:
             The checkpoint's directory.
@@ -351,14 +372,24 @@ class Engine:
             StorageError: writing failed; nothing half-written is visible.
             CheckpointError: `client_state` has something that could not be loaded safely, or another run saves its
                 checkpoints in this directory.
+            ConfigError: `tag` is no plain name, or `keep_last` is not at least 1.
         """
-        return self._session.save(Path(save_dir), tag, client_state or {}, mark_latest=save_latest)
+        if keep_last is not None and keep_last < 1:
+            raise ConfigError(f"keep_last is {keep_last}; it must be at least 1, the checkpoint that is saved")
+        return self._session.save(
+            Path(save_dir),
+            tag,
+            client_state or {},
+            mark_latest=save_latest,
+            frozen=not exclude_frozen_parameters,
+            keep_last=keep_last,
+        )
 
     def load_checkpoint(
         self,
         load_dir: str | Path,
         tag: str | None = None,
-        *,
+        load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
@@ -367,7 +398,8 @@ class Engine:
         """Go on from a checkpoint: parameters, optimizer and schedule states, counters and random states.
 
         Args:
-            tag: the checkpoint that was saved last by default.
+            tag: the checkpoint that was saved last by default or, if that is damaged, the newest one that is whole.
+            load_module_strict: False to keep the values of frozen parameters that the checkpoint has not.
             load_optimizer_states: False to start with fresh moments and this run's hyper-parameters.
             load_lr_scheduler_states: False to start the LR schedule afresh.
             load_module_only: take parameters and buffers alone. Other parameters may be frozen than when it was saved.
@@ -382,7 +414,7 @@ class Engine:
         """
         whole = not load_module_only
         parts = Parts(load_optimizer_states and whole, load_lr_scheduler_states and whole, whole)
-        return self._session.load(Path(load_dir), tag, parts, strict_model=strict_model)
+        return self._session.load(Path(load_dir), tag, parts, strict_model=strict_model, all_weights=load_module_strict)
 
     def save_16bit_model(
         self,
@@ -427,6 +459,21 @@ class Engine:
     def close(self) -> None:
         """Finish what is in flight, remove the hooks and the swap files. The model is left without values."""
         self._close()
+
+    def destroy(self) -> None:
+        """`close()`, after which the model has its newest values in memory, if that holds them. All ranks call it."""
+        places, values = self._guards.places(self.module), {}
+        try:
+            self._step.check_boundary("engine.destroy()")
+            self.begin_gathering("engine.destroy()", stores=False)
+            check_room(self._runtime, places, ("engine.destroy()", "save the model first, and call close()"))
+            values = dict(newest_values(self._runtime, self.synchronize))
+        except InfinityError as error:  # also of an engine that has failed or is closed
+            _log.warning("the model is left without values: %s", error)
+        self.close()
+        for place in places:
+            if place.slot.name in values:
+                place.param.data = values.pop(place.slot.name).to(self.device)
 
     def __enter__(self) -> Engine:
         return self

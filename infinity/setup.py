@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config, load_config
+from infinity.config.resolved import CommunicationConfig
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.optim import AdamW
@@ -19,7 +21,8 @@ from infinity.optim.kinds import ADAM, OptimizerKind, kind_from_config, kind_of
 from infinity.optim.lr_schedules import make_scheduler
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.optim.torch_schedules import is_factory, rebind
-from infinity.tiers import CudaLink, Link
+from infinity.tiers import AcceleratorLink, HostMemory, Link, accelerator
+from infinity.zero.agreement import agree, configuration_facts, model_facts, optimizer_facts, tell_of_machines, versions
 from infinity.zero.build import Runtime, build_runtime
 from infinity.zero.compiled import unwrapped
 from infinity.zero.gathered import check_unowned
@@ -30,6 +33,9 @@ from infinity.zero.model_parts import local_part, model_parts
 from infinity.zero.outside_units import OutsideUnits
 from infinity.zero.ranks import Ranks, join_ranks, world_size
 from infinity.zero.sizing import compute_dtype
+
+_log = logging.getLogger(__name__)
+_TIMEOUT_S = CommunicationConfig().timeout_s  # where the configuration that has another cannot be read
 
 ConfigSource = str | Path | Mapping[str, Any] | Config
 
@@ -42,12 +48,15 @@ def initialize(
     training_data: Any | None = None,
     lr_scheduler: Any | None = None,
     *,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
     init_function: InitFunction | None = None,
     weights: WeightSource | None = None,
     device: torch.device | str | None = None,
     link: Link | None = None,
     process_group: Any | None = None,
-) -> tuple[Engine, TieredOptimizer, Any | None, Any | None]:
+    trains: bool | None = True,
+    engine_class: type[Engine] = Engine,
+) -> tuple[Engine, TieredOptimizer | None, Any | None, Any | None]:
     """Place a model's states in the tiers and return what a training loop needs.
 
     Args:
@@ -57,7 +66,8 @@ def initialize(
         model_parameters: parameters or parameter groups to train; all that require a gradient by default.
         optimizer: a torch Adam, AdamW, Adagrad or SGD whose groups and hyper-parameters are taken over; or an Adam or
             AdamW of `infinity.optim`, which is closed.
-        training_data: a dataset; a `DataLoader` with the configured micro-batch size is returned for it.
+        training_data: a dataset; a `DataLoader` with the configured micro-batch size is returned for it, whose batches
+            `collate_fn` makes.
         lr_scheduler: a torch scheduler of `optimizer`, or a callable that makes one from the returned optimizer.
         init_function: initialises the parameters of one module that came on the meta device or from `zero.Init`.
         weights: where stored values of parameters that came on the meta device or from `zero.Init` are, read unit by
@@ -66,9 +76,12 @@ def initialize(
         link: how bytes get to a device that is neither, and from it.
         process_group: the ranks that share the states; all of `torch.distributed`'s by default, which is initialised
             here under a launcher (`infinity run`, `torchrun`) if it was not before.
+        trains: False for an engine that evaluates and generates, without optimizer states; None to train if there is an
+            optimizer, given or in the configuration.
+        engine_class: of the engine.
 
     Returns:
-        (engine, optimizer, dataloader or None, lr_scheduler or None)
+        (engine, optimizer or None, dataloader or None, lr_scheduler or None)
 
     Raises:
         ConfigError: a key, value or combination that cannot work, by name.
@@ -76,36 +89,35 @@ def initialize(
         StorageError: an nvme path that cannot be used.
         RankError: another rank has failed.
     """
-    _check_arguments(model, config, optimizer)
-    model = unwrapped(model)
-    check_unowned(model)
-    resolved = config if isinstance(config, Config) else load_config(config, world_size=world_size(process_group))
-    ranks = join_ranks(process_group, resolved.communication.timeout_s)
-    _check_batch(resolved, ranks)
+    resolved, ranks, model = _meet(model, config, optimizer, process_group)
     parts = model_parts(model, ranks)
     link = link or _default_link(device)
-    compute_device = torch.device("cpu") if link is None else link.device
-    tiered = TieredOptimizer(*_parameters(model, resolved, model_parameters, optimizer))
-    groups = _group_of_each(model, tiered)
+    if trains is None:
+        trains = optimizer is not None or resolved.optimizer is not None
+    tiered, groups = _agreed_optimizer(model, resolved, ranks, model_parameters, optimizer, trains=trains)
     values = InitialValues(model, init_function, weights, keep=ranks.size > 1)
     outside = OutsideUnits(model)
     runtime: Runtime | None = None
     try:
-        dataloader = _dataloader(training_data, resolved, ranks)
+        dataloader = _dataloader(training_data, resolved, ranks, collate_fn)
         values.detach()
         _rebind(tiered, model, groups)
-        outside.place(compute_dtype(resolved), compute_device, ranks)
-        runtime = build_runtime(model, groups, resolved, tiered.kind.layout, link, ranks, parts)
+        outside.place(compute_dtype(resolved), link.device, ranks)
+        runtime = build_runtime(
+            model, groups, resolved, tiered.kind.layout, link, ranks, parts, values.made, values.in_files(groups, ranks)
+        )
         with runtime.counters.aside("initialize"):
             materialize(runtime, values)
-        scheduler = _scheduler(resolved, tiered, lr_scheduler, optimizer)
-        engine = Engine(model, resolved, runtime, tiered, scheduler, compute_device)
+        scheduler = _scheduler(resolved, tiered, lr_scheduler, optimizer) if trains else None
+        engine = engine_class(model, resolved, runtime, tiered, scheduler)
     except BaseException:
         _give_back(values, outside, runtime)
         raise
     if isinstance(optimizer, AdamW):
         optimizer.close()  # the engine has states of its own
-    return engine, tiered, dataloader, scheduler
+    if optimizer is not None:
+        tiered.share_groups(optimizer)
+    return engine, tiered if trains else None, dataloader, scheduler
 
 
 def _give_back(values: InitialValues, outside: OutsideUnits, runtime: Runtime | None) -> None:
@@ -116,6 +128,78 @@ def _give_back(values: InitialValues, outside: OutsideUnits, runtime: Runtime | 
         if runtime is not None:
             rest.callback(runtime.close)
             values.read_back(resident_first(runtime), partial(stored_values, runtime))
+
+
+def _meet(model: Any, config: Any, optimizer: Any, process_group: Any | None) -> tuple[Config, Ranks, nn.Module]:
+    """The configuration, the ranks, and the model itself; where one rank refuses what it is given, all do.
+
+    Raises:
+        ConfigError: a rank cannot read its configuration, or what it was given is none that can work.
+    """
+    size = world_size(process_group)
+
+    def read() -> tuple[Config, nn.Module]:
+        _check_arguments(model, config, optimizer)
+        found = unwrapped(model)
+        check_unowned(found)
+        return config if isinstance(config, Config) else load_config(config, world_size=size), found
+
+    if size == 1:
+        resolved, found = read()
+        ranks = join_ranks(process_group, resolved.communication.timeout_s)
+        _check_batch(resolved, ranks)
+        return resolved, ranks, found
+    outcome: list[tuple[Config, nn.Module]] = []
+    failure: Exception | None = None
+    try:
+        outcome.append(read())
+    except Exception as error:  # told to the other ranks before it is raised
+        failure = error
+    ranks = join_ranks(process_group, outcome[0][0].communication.timeout_s if outcome else _TIMEOUT_S)
+
+    def check() -> None:
+        if failure is not None:
+            raise failure
+        _check_batch(outcome[0][0], ranks)
+
+    ranks.each(check, "infinity.initialize(): the configuration", ConfigError)
+    return outcome[0][0], ranks, outcome[0][1]
+
+
+def _agreed_optimizer(
+    model: nn.Module,
+    config: Config,
+    ranks: Ranks,
+    model_parameters: ParamsOrGroups | None,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    trains: bool,
+) -> tuple[TieredOptimizer, dict[str, int]]:
+    """What is trained and how, and the group of each parameter, once all ranks have the same.
+
+    Raises:
+        ConfigError: a rank's model or optimizer cannot work, or they are not the same on all ranks.
+    """
+    made: list[tuple[TieredOptimizer, dict[str, int]]] = []
+
+    def make() -> None:
+        _check_parameters(model)
+        tiered = TieredOptimizer([{"params": []}], {})
+        if trains:
+            tiered = TieredOptimizer(*_parameters(model, config, model_parameters, optimizer))
+        made.append((tiered, _group_of_each(model, tiered)))
+
+    ranks.each(make, "infinity.initialize(): the model", ConfigError)
+    tiered, groups = made[0]
+    topics = {
+        "versions": versions(),
+        "configuration": configuration_facts(config),
+        "model": model_facts(model),
+        "optimizer": {**optimizer_facts(tiered.param_groups, groups), "trains": trains},
+    }
+    agree(ranks, topics)
+    tell_of_machines(ranks, config)
+    return tiered, groups
 
 
 def _check_arguments(model: Any, config: Any, optimizer: Any) -> None:
@@ -161,7 +245,6 @@ def _parameters(
     optimizer: torch.optim.Optimizer | None,
 ) -> tuple[ParamsOrGroups, Mapping[str, Any], OptimizerKind]:
     """What to train, the default hyper-parameters, and by which optimizer."""
-    _check_parameters(model)
     if optimizer is not None:
         if config.optimizer is not None:
             raise ConfigError("both `optimizer` and the configuration's optimizer section are given; give one")
@@ -178,7 +261,9 @@ def _parameters(
     else:
         model_parameters = list(model_parameters)  # type: ignore[assignment]
     if not model_parameters:
-        raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
+        raise ConfigError(
+            "no parameter of the model requires a gradient: there is nothing to train (trains=False evaluates)"
+        )
     return model_parameters, defaults, kind
 
 
@@ -233,22 +318,26 @@ def _rebind(optimizer: TieredOptimizer, model: nn.Module, groups: Mapping[str, i
         group["params"] = [model.get_parameter(name) for name, member in groups.items() if member == index]
 
 
-def _default_link(device: torch.device | str | None) -> Link | None:
-    """The link to the compute device; None for the CPU.
+def _default_link(device: torch.device | str | None) -> Link:
+    """The link to the compute device.
 
     Raises:
-        ConfigError: a device of another kind, or CUDA where there is none.
+        ConfigError: a device that does not exist, or that torch does not see.
     """
+    seen = accelerator()
     try:
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        chosen = torch.device(device or seen or "cpu")
     except RuntimeError as error:
-        raise ConfigError(f"device {device!r} does not exist; choose cpu or a CUDA device") from error
+        raise ConfigError(f"device {device!r} does not exist; choose cpu, cuda or another kind") from error
     if chosen.type == "cpu":
-        return None
-    if chosen.type != "cuda" or not torch.cuda.is_available():
-        raise ConfigError(f"device {chosen} is not available; choose cpu or a CUDA device that torch sees")
+        return HostMemory()
+    if seen is None or chosen.type != seen.type:
+        others = "" if seen is None else f" or {seen.type}"
+        raise ConfigError(f"device {chosen} is not available; torch sees cpu{others}")
     index: int | None = chosen.index
-    return CudaLink(torch.device("cuda", torch.cuda.current_device() if index is None else index))
+    return AcceleratorLink(
+        torch.device(chosen.type, torch.accelerator.current_device_index() if index is None else index)
+    )
 
 
 def _scheduler(
@@ -263,11 +352,20 @@ def _scheduler(
     return make_scheduler(config.scheduler, optimizer)
 
 
-def _dataloader(dataset: Any | None, config: Config, ranks: Ranks) -> Any | None:
-    """Shuffled micro-batches, of this rank's share of the data."""
+def _dataloader(
+    dataset: Any | None, config: Config, ranks: Ranks, collate_fn: Callable[[list[Any]], Any] | None
+) -> Any | None:
+    """Micro-batches: of a map-style dataset shuffled and this rank's share, of an iterable one as they come."""
     if dataset is None:
         return None
-    if ranks.size == 1:
-        return torch.utils.data.DataLoader(dataset, batch_size=config.micro_batch_size, shuffle=True)
-    sampler: Any = torch.utils.data.DistributedSampler(dataset, ranks.size, ranks.rank)
-    return torch.utils.data.DataLoader(dataset, batch_size=config.micro_batch_size, sampler=sampler)
+    how: dict[str, Any] = {"batch_size": config.micro_batch_size, "collate_fn": collate_fn}
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        _log.info(
+            "training_data is iterable: each rank reads what its own iterator gives, so it must divide itself among "
+            "them (torch.distributed.get_rank())"
+        )
+    elif ranks.size == 1:
+        how["shuffle"] = True
+    else:
+        how["sampler"] = torch.utils.data.DistributedSampler(dataset, ranks.size, ranks.rank)
+    return torch.utils.data.DataLoader(dataset, **how)

@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
 
 # The test models are too small for threads: torch's would only wait for one another. Subprocesses inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+_DEVICE = Path(__file__).parent / "device"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The emulated device becomes its process's accelerator, so its tests run alone, by name: `make test-device`."""
+    named = (Path(argument.split("::")[0]).resolve() for argument in config.args)
+    if collection_path == _DEVICE and not any(path.is_relative_to(_DEVICE) for path in named):
+        return True
+    return None

@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from infinity.cli.main import main
 from infinity.config import load_config
 from infinity.config.keys import DEPRECATED, NO_EFFECT, REFUSED
 from infinity.config.load import known_keys
-from tests.behaviour.reference import Placement, Recipe, batches, tiny_gpt2
+from infinity.integrations import save_adapters
+from tests.behaviour.reference import Placement, Recipe, batches, tiny_gpt2, tiny_llama
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -54,6 +56,32 @@ def test_the_timeline_example_runs(tmp_path, monkeypatch) -> None:
     exec(code, {"model": tiny_gpt2(), "batches": [{"input_ids": ids, "labels": ids} for ids in batches(6)]})
     assert main(["timeline", "trace.json", "--steps", "3-4"]) == 0
     assert main(["timeline", "trace.json", "--steps", "6"]) == 2
+
+
+def test_the_example_of_the_migration_page_runs() -> None:
+    ((_, code),) = BLOCK.findall((ROOT / "docs/migration-from-deepspeed.md").read_text())
+    config = Recipe().config(Placement())
+    scope = {"model": tiny_gpt2(), "config": config, "batches": [{"input_ids": i, "labels": i} for i in batches(2)]}
+    exec(code + "steps = engine.global_steps\nengine.destroy()\n", scope)
+    assert scope["steps"] == 2
+
+
+def test_the_examples_of_pretrained_weights_run(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    tiny_llama().bfloat16().save_pretrained("my-model")
+    config = Recipe("bf16").config(Placement("nvme", "nvme", tmp_path))
+    scope = {"config": config, "batches": [{"input_ids": i, "labels": i} for i in batches(2)], "prompts": batches(1)[0]}
+    scope |= {"save_adapters": save_adapters, "torch": torch}
+    scope["prompts"] = scope["prompts"][:, :4]
+    lora, adapters, inference = (code for _, code in BLOCK.findall((ROOT / "docs/pretrained.md").read_text()))
+    fresh = lora[: lora.index("engine,")]
+    exec(lora.replace("engine.close()", 'save_adapters(engine, "adapter")\nengine.close()'), scope)
+    exec(fresh + adapters, scope)
+    exec(inference, scope)
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+    assert scope["tokens"].shape == (2, 20)
+    assert not list(tmp_path.glob("*.swap"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from transformers import GPT2LMHeadModel
+from wide_matmul import multiply_in_fp32
 from workload import arguments, gpt2_config, infinity_config, token_ids
 
 import infinity
@@ -19,6 +20,8 @@ import infinity
 
 def main() -> None:
     args = arguments().parse_args()
+    if args.wide_matmul:
+        multiply_in_fp32()
     torch.manual_seed(0)
     model = GPT2LMHeadModel(gpt2_config(args))
     ids = token_ids(args)

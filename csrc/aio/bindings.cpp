@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "engine.h"
 #include "memory.h"
@@ -143,7 +144,7 @@ std::unique_ptr<Engine> make_engine(const std::string& backend, std::size_t bloc
 
 void register_requests(py::module_& m) {
     py::class_<File, std::shared_ptr<File>>(m, "File")
-        .def(py::init<std::string, bool>(), py::arg("path"), py::arg("read_only"))
+        .def(py::init<std::string, bool, bool>(), py::arg("path"), py::arg("read_only"), py::arg("direct") = true)
         .def_property_readonly("direct", &File::direct)
         .def_property_readonly("alignment", &File::alignment)
         .def_property_readonly("path", &File::path);
@@ -174,9 +175,13 @@ void register_engines(py::module_& m) {
              py::call_guard<py::gil_scoped_release>())
         .def("release_files", &Engine::release_files)
         .def("close", &close)
-        .def("stats", [](const Engine& engine) {
-            const Stats stats = engine.stats();
-            return py::make_tuple(stats.bytes_read, stats.bytes_written, stats.blocks, stats.fixed_blocks);
+        .def("stats",
+             [](const Engine& engine) {
+                 const Stats stats = engine.stats();
+                 return py::make_tuple(stats.bytes_read, stats.bytes_written, stats.blocks, stats.fixed_blocks);
+             })
+        .def("latencies", [](const Engine& engine) {
+            return py::make_tuple(engine.latencies(Op::read), engine.latencies(Op::write));
         });
     m.def("has_uring", &has_uring);
 }

@@ -97,6 +97,10 @@ void Engine::finish(const Block& block, int error, bool fixed) {
     bytes.fetch_add(block.moved, std::memory_order_relaxed);
     blocks_.fetch_add(1, std::memory_order_relaxed);
     fixed_blocks_.fetch_add(fixed ? 1 : 0, std::memory_order_relaxed);
+    if (error == 0) {
+        auto& latencies = block.request->op == Op::read ? read_latencies_ : write_latencies_;
+        latencies.add(Clock::now() - block.started);
+    }
     queue_.finish(block, error);
 }
 

@@ -9,6 +9,7 @@
 #include <sys/types.h>
 
 #include "faults.h"
+#include "latency.h"
 #include "queue.h"
 #include "request.h"
 
@@ -60,6 +61,9 @@ class Engine {
 
     Stats stats() const;
 
+    // Of the blocks that went well.
+    Latencies::Counts latencies(Op op) const { return (op == Op::read ? read_latencies_ : write_latencies_).counts(); }
+
   protected:
     // What a system call's result (bytes, or a negative errno) means for its block.
     enum class Verdict { finished, failed, again };
@@ -81,6 +85,8 @@ class Engine {
     std::atomic<std::uint64_t> bytes_written_{0};
     std::atomic<std::uint64_t> blocks_{0};
     std::atomic<std::uint64_t> fixed_blocks_{0};
+    Latencies read_latencies_;
+    Latencies write_latencies_;
 };
 
 std::unique_ptr<Engine> make_thread_engine(const Options& options);

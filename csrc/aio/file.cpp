@@ -29,11 +29,11 @@ std::size_t direct_alignment([[maybe_unused]] int fd) {
 
 } // namespace
 
-File::File(std::string path, bool read_only) : path_(std::move(path)) {
+File::File(std::string path, bool read_only, bool direct) : path_(std::move(path)) {
     const int flags = (read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC;
-    fd_ = ::open(path_.c_str(), flags | O_DIRECT);
-    direct_ = fd_ >= 0;
-    if (fd_ < 0 && errno == EINVAL) { // the filesystem has no direct I/O
+    fd_ = ::open(path_.c_str(), direct ? flags | O_DIRECT : flags);
+    direct_ = direct && fd_ >= 0;
+    if (fd_ < 0 && direct && errno == EINVAL) { // the filesystem has no direct I/O
         fd_ = ::open(path_.c_str(), flags);
     }
     if (fd_ < 0) {

@@ -10,8 +10,9 @@ namespace infinity::aio {
 // that was closed early could already mean another file.
 class File {
   public:
-    // Opens an existing file, past the page cache where the filesystem allows it. Throws std::system_error.
-    File(std::string path, bool read_only);
+    // Opens an existing file, past the page cache if `direct` and where the filesystem allows it. Throws
+    // std::system_error.
+    File(std::string path, bool read_only, bool direct = true);
     ~File();
     File(const File&) = delete;
     File& operator=(const File&) = delete;

@@ -114,8 +114,9 @@ bool BlockQueue::take(Block& block) {
     const std::shared_ptr<Request> request = line.front();
     const std::size_t nbytes = std::min(block_nbytes_, request->nbytes - request->cut_);
     block = Block{request, priority, request->offset + request->cut_, request->address + request->cut_, nbytes};
+    block.started = Clock::now();
     if (request->cut_ == 0) {
-        request->times_.started = Clock::now();
+        request->times_.started = block.started;
     }
     request->cut_ += nbytes;
     request->in_flight_ += 1;

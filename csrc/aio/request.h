@@ -105,6 +105,7 @@ struct Block {
     std::size_t nbytes = 0;
     std::size_t moved = 0;
     int retries = 0;
+    Clock::time_point started{}; // when it was taken from the queue, to be given to the kernel
 };
 
 } // namespace infinity::aio

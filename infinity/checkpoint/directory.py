@@ -7,11 +7,12 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from infinity.checkpoint.files import discard, is_file_name, read_plain, sync_directory, write_file
 from infinity.errors import CheckpointError, ConfigError, StorageError
+from infinity.zero.shared_directory import MARK
 
 _LATEST = "latest"
 _NEW = ".tmp-new-"  # + tag: being filled
@@ -42,6 +43,20 @@ def latest_tag(directory: Path) -> str | None:
     return tag
 
 
+def tags(directory: Path) -> list[str]:
+    """Names of all directories that may be checkpoints."""
+    if not directory.is_dir():
+        return []
+    return sorted(path.name for path in directory.iterdir() if not path.name.startswith(".") and path.is_dir())
+
+
+def remove(directory: Path, tag: str) -> None:
+    """Remove a checkpoint, so that a crash leaves it whole or leaves what the next save removes."""
+    gone = directory / f"{_NEW}{tag}"
+    (directory / tag).rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 def check_tag(tag: str) -> None:
     """Refuse a tag that is no plain file name.
 
@@ -52,47 +67,92 @@ def check_tag(tag: str) -> None:
         raise ConfigError(f"checkpoint tag {tag!r} must be a plain directory name")
 
 
-@contextmanager
-def replacing(directory: Path, tag: str, *, mark_latest: bool = True) -> Iterator[Path]:
-    """A directory to fill, which takes the place of `directory/tag` if the block ends well.
+class Replacement:
+    """A directory to fill, which then takes the place of `directory/tag`.
 
-    Nothing that was there before is touched until then; after a crash at any moment, either the old or the new
-    checkpoint is whole. What an interrupted save left behind goes here.
+    Nothing that was there before is touched until `publish`; after a crash at any moment, either the old or the new
+    checkpoint is whole. What an interrupted save left behind goes at `begin`.
 
     Args:
         mark_latest: make it the one that is loaded by default.
-
-    Raises:
-        StorageError: writing failed, for example because the disk is full.
-        CheckpointError: another process is saving in this directory, or it has something of another kind at a place
-            that is needed.
     """
-    check_tag(tag)
-    with ExitStack() as stack:
-        temporary = directory / f"{_NEW}{tag}"
+
+    def __init__(self, directory: Path, tag: str, *, mark_latest: bool = True) -> None:
+        check_tag(tag)
+        self.path = directory / f"{_NEW}{tag}"
+        self._directory = directory
+        self._tag = tag
+        self._mark_latest = mark_latest
+        self._held = ExitStack()
+        self._begun = False
+
+    def begin(self) -> None:
+        """Make the directory.
+
+        Raises:
+            StorageError: it cannot be made.
+            CheckpointError: another process is saving in this directory, or it has something of another kind at a
+                place that is needed.
+        """
+        directory = self._directory
         try:
             make_directory(directory)
-            if not stack.enter_context(locked(directory)):
+            if not self._held.enter_context(locked(directory)):
                 raise CheckpointError(
                     f"{directory}: another process is saving a checkpoint here; wait for it to finish"
                 )
-            if mark_latest and (directory / _LATEST).is_dir():
+            if self._mark_latest and (directory / _LATEST).is_dir():
                 raise CheckpointError(f"{directory / _LATEST} is a directory, where the last tag is noted: remove it")
             _restore(directory)
             _remove_leftovers(directory)
-            temporary.mkdir()
+            self.path.mkdir()
+            self._begun = True
         except OSError as error:
             raise storage_error(error, Path(error.filename or directory)) from error
-        try:
-            yield temporary
-            sync_directory(temporary)
-            _swap(directory, temporary, tag, mark_latest)
-        except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            _restore(directory)
-            if isinstance(error, OSError) and not isinstance(error, StorageError):
-                raise storage_error(error, directory / tag) from error
+
+    def publish(self) -> None:
+        """Have the new checkpoint be there; what it is made of must be on the drive.
+
+        Raises:
+            OSError: it cannot be renamed.
+        """
+        sync_directory(self.path)
+        _swap(self._directory, self.path, self._tag, self._mark_latest)
+        self._begun = False
+
+    def close(self) -> None:
+        """Remove what is not published, and let others save here."""
+        with self._held:
+            if self._begun:
+                self._begun = False
+                shutil.rmtree(self.path, ignore_errors=True)
+                _restore(self._directory)
+
+
+@contextmanager
+def replacing(directory: Path, tag: str, *, mark_latest: bool = True) -> Iterator[Path]:
+    """A `Replacement` to fill, which is published if the block ends well.
+
+    Raises:
+        StorageError: writing failed, for example because the disk is full.
+        CheckpointError: as `Replacement.begin`.
+    """
+    new = Replacement(directory, tag, mark_latest=mark_latest)
+    with closing(new), writing(directory / tag):
+        new.begin()
+        yield new.path
+        new.publish()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn errors of files into such as say that the checkpoint at `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, StorageError):
             raise
+        raise storage_error(error, path) from error
 
 
 def restore_interrupted(directory: Path) -> None:
@@ -140,7 +200,8 @@ def _restore(directory: Path) -> None:
 
 def _remove_leftovers(directory: Path) -> None:
     """What an interrupted save left, and whatever else has such a name."""
-    for stale in (*directory.glob(f"{_NEW}*"), *directory.glob(f"{_OLD}*"), directory / _MARK):
+    found = [path for prefix in (_NEW, _OLD, MARK) for path in directory.glob(f"{prefix}*")]
+    for stale in (*found, directory / _MARK):
         discard(stale)
 
 

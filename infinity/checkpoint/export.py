@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -26,6 +26,7 @@ from infinity.checkpoint.tensors import TensorFile, read_header
 from infinity.config import parse_size
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StorageError
 from infinity.zero.build import Runtime
+from infinity.zero.ranks import Ranks
 
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -77,19 +78,35 @@ def export_16bit(
         for name, buffer in buffers.items()
     }
     values = chain(parameters, buffers.items())
-    done = runtime.ranks.rank != 0
+
+    def write() -> None:
+        wanted = ((name, value) for name, value in values if name in specs)
+        if file_name is None or file_name == WEIGHTS:
+            write_model(directory, model, wanted, specs, dtype=dtype, shard_bytes=shard_bytes)
+        else:
+            _write_single(directory, file_name, wanted, specs)
+
+    write_on_rank_0(runtime.ranks, values, write)
+
+
+def write_on_rank_0(ranks: Ranks, values: Iterator[object], write: Callable[[], None]) -> None:
+    """Have rank 0 write what all ranks gather together.
+
+    Args:
+        values: whose every step is such a gathering; `write` goes through it, as far as it comes.
+
+    Raises:
+        CheckpointError: rank 0, whose own error is raised there, could not.
+    """
+    done = ranks.rank != 0
     try:
         if not done:
-            wanted = ((name, value) for name, value in values if name in specs)
-            if file_name is None or file_name == WEIGHTS:
-                write_model(directory, model, wanted, specs, dtype=dtype, shard_bytes=shard_bytes)
-            else:
-                _write_single(directory, file_name, wanted, specs)
+            write()
             done = True
     finally:
         for _ in values:  # all ranks gather together, to the end
             pass
-        failed = runtime.ranks.any(not done)
+        failed = ranks.any(not done)
     if failed:
         raise CheckpointError("rank 0 could not write the model; its own message says why")
 

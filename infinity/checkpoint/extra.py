@@ -18,6 +18,7 @@ from infinity.checkpoint.format import EXTRA, Manifest
 from infinity.errors import CheckpointError, InfinityError
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredOptimizer
+from infinity.tiers import accelerator
 
 _log = logging.getLogger(__name__)
 
@@ -199,15 +200,19 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _rng_states() -> dict[str, Any]:
     states: dict[str, Any] = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
+    device = accelerator()
+    if device is not None:
+        states[device.type] = torch.get_device_module(device).get_rng_state_all()
     return states
 
 
 def _set_rng_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        if len(states["cuda"]) != torch.cuda.device_count():
-            _log.warning("the checkpoint has random states of %d GPUs, here are others", len(states["cuda"]))
-            return
-        torch.cuda.set_rng_state_all(states["cuda"])
+    device = accelerator()
+    if device is None:
+        return
+    saved = states.get(device.type, [])
+    if len(saved) == torch.accelerator.device_count():
+        torch.get_device_module(device).set_rng_state_all(saved)
+    elif saved:
+        _log.warning("the checkpoint has random states of %d devices, here are others", len(saved))

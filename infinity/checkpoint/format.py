@@ -9,19 +9,23 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from array import array
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from infinity.checkpoint.files import brief, is_file_name, parse_json, read_plain, write_file
-from infinity.checkpoint.tensors import DTYPES, TensorEntry
+from infinity.checkpoint.files import brief, is_file_name, parse_json, read_plain
+from infinity.checkpoint.stored import StoredTensor, TensorPart
+from infinity.checkpoint.sums import BLOCK_BYTES, decode, encode
+from infinity.checkpoint.tensors import DTYPES
 from infinity.errors import CheckpointError, ConfigError
 from infinity.optim.formats import StateField, StateLayout, layout_with_moments
 
-VERSION = 2
+VERSION = 3
+_READ = (2, 3)  # in 2 a tensor is whole in one file, and has one checksum
 MANIFEST = "manifest.json"
 EXTRA = "extra.pt"
 MASTER = StateField("master", torch.float32)
@@ -29,6 +33,10 @@ FROZEN_FIELD = "param"
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps")
 _MAX_COUNT = 1 << 62
+
+
+class UnknownFormatError(CheckpointError):
+    """A checkpoint of a version that is not known here, which may be whole."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class Manifest:
         state_format: format of the moments; see `infinity.optim.formats`.
         moments: names of the optimizer's signed moment and of the one that is never negative, each may be None.
         tensors: by key, `field.parameter`.
+        ranks: that saved it.
         steps: updates that each trainable parameter has had.
         counters: the engine's step counters.
         extra_crc: CRC-32 of the file with schedules, random states and the client's state.
@@ -48,10 +57,11 @@ class Manifest:
 
     state_format: str
     moments: tuple[str | None, str | None]
-    tensors: Mapping[str, TensorEntry]
+    tensors: Mapping[str, StoredTensor]
     steps: Mapping[str, int]
     counters: Mapping[str, int]
     extra_crc: int
+    ranks: int = 1
     run: str | None = None
     model: Mapping[str, Any] | None = None
 
@@ -60,19 +70,44 @@ class Manifest:
         """How the moments are kept."""
         return layout_with_moments(self.state_format, *self.moments)
 
-    def write(self, directory: Path) -> None:
+    @property
+    def files(self) -> list[str]:
+        """Names of the files of tensors."""
+        return list(dict.fromkeys(part.file for tensor in self.tensors.values() for part in tensor.parts))
+
+    @property
+    def has_whole_sums(self) -> bool:
+        """Tensors have one checksum each, as in format 2."""
+        return any(part.block_bytes != BLOCK_BYTES for tensor in self.tensors.values() for part in tensor.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def to_bytes(self) -> bytes:
+        """The manifest as it is stored."""
         content: dict[str, Any] = {
             "format": VERSION,
             "state_format": self.state_format,
             "moments": list(self.moments),
+            "ranks": self.ranks,
             "counters": dict(self.counters),
             "extra_crc": self.extra_crc,
             "steps": dict(self.steps),
-            "tensors": {key: asdict(entry) for key, entry in self.tensors.items()},
+            "tensors": {key: _tensor_record(tensor) for key, tensor in self.tensors.items()},
         }
         content |= {key: value for key, value in (("run", self.run), ("model", self.model)) if value is not None}
         content["crc"] = _checksum(content)
-        write_file(directory / MANIFEST, json.dumps(content, indent=1).encode())
+        return json.dumps(content, indent=1).encode()
+
+
+def _tensor_record(tensor: StoredTensor) -> dict[str, Any]:
+    parts = [
+        {"file": part.file, "start": part.start, "numel": part.numel, "sums": encode(part.sums)}
+        for part in tensor.parts
+    ]
+    return {"dtype": tensor.dtype, "shape": list(tensor.shape), "parts": parts}
 
 
 def stored_fields(layout: StateLayout) -> tuple[StateField, ...]:
@@ -85,13 +120,13 @@ def stored_shape(field: StateField, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if field.block == 1 else (field.length(torch.Size(shape).numel()),)
 
 
-def trained_params(tensors: Mapping[str, TensorEntry]) -> dict[str, tuple[int, ...]]:
+def trained_params(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
     """Shape of every trained parameter, by name."""
     prefix = f"{MASTER.name}."
     return {key.removeprefix(prefix): entry.shape for key, entry in tensors.items() if key.startswith(prefix)}
 
 
-def frozen_params(tensors: Mapping[str, TensorEntry]) -> dict[str, tuple[int, ...]]:
+def frozen_params(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
     """Shape of every frozen parameter, by name."""
     prefix = f"{FROZEN_FIELD}."
     return {key.removeprefix(prefix): entry.shape for key, entry in tensors.items() if key.startswith(prefix)}
@@ -128,10 +163,10 @@ def parse_manifest(directory: Path, stored: bytes) -> Manifest:
     try:
         content = parse_json(stored)
         version = content["format"]
-        if version != VERSION:
-            raise CheckpointError(
-                f"{path} has format {brief(version)}; this version of infinity reads format {VERSION}: "
-                "load it with the version that saved it"
+        if version not in _READ:
+            raise UnknownFormatError(
+                f"{path} has format {brief(version)}; this version of infinity reads formats "
+                f"{' and '.join(map(str, _READ))}: load it with the version that saved it"
             )
         if content.pop("crc") != _checksum(content):
             raise ValueError("its checksum differs from its content")
@@ -164,13 +199,15 @@ def _checksum(content: Mapping[str, Any]) -> int:
 def _parse(content: Mapping[str, Any]) -> Manifest:
     counters = {name: _count(content["counters"][name]) for name in _COUNTERS}
     first, second = content["moments"]
+    read = _whole_tensor if content["format"] == 2 else _tensor
     manifest = Manifest(
         state_format=str(content["state_format"]),
         moments=(first, second),
-        tensors={key: _entry(values) for key, values in content["tensors"].items()},
+        tensors={key: read(values) for key, values in content["tensors"].items()},
         steps={name: _count(step) for name, step in content["steps"].items()},
         counters=counters,
         extra_crc=_count(content["extra_crc"]),
+        ranks=_count(content.get("ranks", 1)),
         run=content.get("run"),
         model=content.get("model"),
     )
@@ -204,17 +241,39 @@ def _count(value: Any) -> int:
     return value
 
 
-def _entry(values: Mapping[str, Any]) -> TensorEntry:
-    entry = TensorEntry(
-        file=str(values["file"]),
-        dtype=str(values["dtype"]),
-        shape=tuple(_count(size) for size in values["shape"]),
-        start=_count(values["start"]),
-        nbytes=_count(values["nbytes"]),
-        crc=_count(values["crc"]),
-    )
-    if not is_file_name(entry.file) or not entry.file.endswith(".safetensors"):
-        raise ValueError(f"file name {entry.file!r} leaves the checkpoint, or is none of tensors")
-    if entry.dtype not in DTYPES or math.prod(entry.shape) * entry.torch_dtype.itemsize != entry.nbytes:
-        raise ValueError(f"{entry.nbytes} bytes are no {entry.dtype} tensor of shape {entry.shape}")
-    return entry
+def _tensor(values: Mapping[str, Any]) -> StoredTensor:
+    tensor = StoredTensor(str(values["dtype"]), _shape(values), tuple(_part(part) for part in values["parts"]))
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{brief(tensor.dtype)} is no dtype")
+    if sum(part.numel for part in tensor.parts) != tensor.numel:
+        raise ValueError(f"its parts do not make a tensor of shape {tensor.shape}")
+    for part in tensor.parts:
+        if len(part.sums) != -(-part.numel * tensor.torch_dtype.itemsize // BLOCK_BYTES):
+            raise ValueError(f"{part.numel} elements of {tensor.dtype} in {part.file} have {len(part.sums)} checksums")
+    return tensor
+
+
+def _part(values: Mapping[str, Any]) -> TensorPart:
+    sums = decode(values["sums"])
+    return TensorPart(_file(values), _count(values["start"]), _count(values["numel"]), sums)
+
+
+def _whole_tensor(values: Mapping[str, Any]) -> StoredTensor:
+    """A tensor of format 2."""
+    dtype, shape, nbytes = str(values["dtype"]), _shape(values), _count(values["nbytes"])
+    if dtype not in DTYPES or math.prod(shape) * DTYPES[dtype].itemsize != nbytes:
+        raise ValueError(f"{nbytes} bytes are no {dtype} tensor of shape {shape}")
+    sums = array("I", [_count(values["crc"])])
+    part = TensorPart(_file(values), _count(values["start"]), math.prod(shape), sums, max(nbytes, 1))
+    return StoredTensor(dtype, shape, (part,))
+
+
+def _shape(values: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(_count(size) for size in values["shape"])
+
+
+def _file(values: Mapping[str, Any]) -> str:
+    name = str(values["file"])
+    if not is_file_name(name) or not name.endswith(".safetensors"):
+        raise ValueError(f"file name {name!r} leaves the checkpoint, or is none of tensors")
+    return name

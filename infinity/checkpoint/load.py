@@ -1,18 +1,19 @@
-"""Load: everything is checked before anything is changed."""
+"""Load: everything is checked before anything is changed, by each rank what it will read."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from infinity.checkpoint.conversion import moments_of
-from infinity.checkpoint.directory import check_tag, latest_tag, restore_interrupted
+from infinity.checkpoint.directory import restore_interrupted
 from infinity.checkpoint.extra import read_extra
+from infinity.checkpoint.find import Found, find_checkpoint
+from infinity.checkpoint.fit import check_fit
 from infinity.checkpoint.format import (
     FROZEN_FIELD,
     MASTER,
@@ -22,43 +23,29 @@ from infinity.checkpoint.format import (
     read_manifest_bytes,
     trained_params,
 )
-from infinity.checkpoint.identity import first_difference
 from infinity.checkpoint.runs import Run
-from infinity.checkpoint.tensors import RunningSums, TensorReader, check_files
+from infinity.checkpoint.stored import StoredReader, StoredTensor, check_files, check_slices
 from infinity.errors import CheckpointError
 from infinity.optim.formats import StateLayout, write_master
 from infinity.zero.build import Runtime
-from infinity.zero.partition import Partition, SlotPart, Unit
-from infinity.zero.ranks import Ranks
+from infinity.zero.partition import SlotPart, Unit
 
-Result = TypeVar("Result")
-
-_log = logging.getLogger(__name__)
-_PIECE = 1 << 22  # elements that are verified at once
+_CHECK_THREADS = 4  # of all ranks of a machine; reading and checksums leave Python's lock alone
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint whose files are whole and whose tensors fit the model.
+    """A checkpoint of which all that this rank reads is whole, and whose tensors fit the model.
 
     Attributes:
-        sums: what the tensors held when they were checked.
+        tensors: by key, with what they are verified by.
         extra: schedules, random states and the client's state, as `save_checkpoint` was given them.
     """
 
     path: Path
     manifest: Manifest
-    sums: RunningSums
+    tensors: Mapping[str, StoredTensor]
     extra: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Found:
-    """What rank 0 has checked."""
-
-    tag: str
-    manifest: bytes
-    sums: RunningSums
 
 
 def open_checkpoint(
@@ -69,18 +56,20 @@ def open_checkpoint(
     *,
     moments: bool = True,
     strict_model: bool = True,
+    all_weights: bool = True,
     check: Callable[[Path, dict[str, Any]], None] = lambda path, extra: None,
 ) -> Loaded | None:
     """Read and check a checkpoint; nothing is changed. All ranks call this together; if one refuses, all do.
 
-    Rank 0 verifies every byte. The others see that theirs is the same checkpoint, and verify what they will read: they
-    may be on other machines, whose directory of this name is another one.
+    Rank 0's manifest counts. Every rank sees that it has the same one, and verifies what it will read: ranks may be on
+    machines whose directories of this name are different ones.
 
     Args:
-        tag: None for the one that was saved last.
+        tag: None for the one that was saved last; if that is damaged, for the newest one that is whole.
         run: of the model that is to be loaded into.
         moments: what `load_tensors` will be given.
         strict_model: refuse what another model of the same parameters saved.
+        all_weights: refuse one without values for some frozen parameters, which else keep theirs.
         check: looks at what came with the tensors, and raises a CheckpointError if it does not fit.
 
     Returns:
@@ -89,85 +78,91 @@ def open_checkpoint(
     Raises:
         CheckpointError: the checkpoint is missing, damaged or of another model, or is not the same for all ranks.
     """
-    found = runtime.ranks.on_rank_0(
-        lambda: _check(directory, tag, runtime, run, moments=moments, strict_model=strict_model)
-    )
-    if found is None:
-        return None
+    ranks = runtime.ranks
+    ranks.each(lambda: restore_interrupted(directory), "loading: the directory")
+    damaged: dict[str, CheckpointError] = {}
+    while True:
+        found = ranks.on_rank_0(lambda: find_checkpoint(directory, tag, damaged))
+        if found is None:
+            if damaged:
+                raise next(iter(damaged.values()))
+            return None
+        path, manifest = directory / found.tag, parse_manifest(directory / found.tag, found.manifest)
+        _check_fit_once(path, manifest, runtime, run, moments, strict_model, all_weights)
+        try:
+            loaded = _verify(path, found, manifest, runtime, moments=moments)
+        except CheckpointError as error:
+            if tag is not None:
+                raise
+            damaged[found.tag] = error
+            continue
+        ranks.each(lambda: check(path, loaded.extra), "loading: what came with the tensors")  # noqa: B023 (called now)
+        return loaded
 
-    def verify() -> Loaded:
-        path = directory / found.tag
-        manifest = parse_manifest(path, found.manifest)
+
+def _check_fit_once(
+    path: Path, manifest: Manifest, runtime: Runtime, run: Run, moments: bool, strict_model: bool, all_weights: bool
+) -> None:
+    """The ranks have one model and one manifest, so one of them looks."""
+    runtime.ranks.on_rank_0(
+        lambda: check_fit(
+            path, manifest, runtime, run, moments=moments, strict_model=strict_model, all_weights=all_weights
+        )
+    )
+
+
+def _verify(path: Path, found: Found, manifest: Manifest, runtime: Runtime, *, moments: bool) -> Loaded:
+    """Read what this rank will read; all ranks call this together.
+
+    Raises:
+        CheckpointError: something is missing or damaged on some rank, which is named.
+    """
+    read: list[Loaded] = []
+
+    def verify() -> None:
         if read_manifest_bytes(path) != found.manifest:
             raise CheckpointError(
                 f"{path} is another checkpoint here than on rank 0: give all ranks one directory that they share, or "
                 "copies of one checkpoint"
             )
-        loaded = Loaded(path, manifest, found.sums, read_extra(path, manifest))
-        if runtime.ranks.rank != 0:
-            _check_own(loaded, runtime, moments=moments)
-        check(path, loaded.extra)
-        return loaded
+        extra = read_extra(path, manifest)
+        read.append(Loaded(path, manifest, _check_own(path, manifest, runtime, moments=moments), extra))
 
-    return _together(runtime.ranks, verify)
+    runtime.ranks.each(verify, "loading: the check of the files")
+    return read[0]
 
 
-def _check(
-    directory: Path, tag: str | None, runtime: Runtime, run: Run, *, moments: bool, strict_model: bool
-) -> Found | None:
-    """Read all of a checkpoint; None if there is none."""
-    restore_interrupted(directory)
-    if tag is None:
-        tag = latest_tag(directory)
-        if tag is None:
-            return None
-    check_tag(tag)
-    path = directory / tag
-    stored = read_manifest_bytes(path)
-    manifest = parse_manifest(path, stored)
-    _check_weights(path, manifest, runtime)
-    _check_model(path, manifest, run, strict=strict_model)
-    if moments:
-        _check_moments(path, manifest, runtime)
-    return Found(tag, stored, check_files(path, manifest.tensors))
+def _check_own(path: Path, manifest: Manifest, runtime: Runtime, *, moments: bool) -> Mapping[str, StoredTensor]:
+    """Read what this rank will read.
+
+    Returns:
+        The checkpoint's tensors, with what they are verified by.
+    """
+    ranks = runtime.ranks
+    if manifest.has_whole_sums:  # of which no slice can be verified alone
+        return check_files(path, manifest.tensors, lambda nbytes: ranks.progress())
+    slices = [
+        slice_
+        for unit in runtime.partition.units
+        for part in runtime.partition.parts(unit)
+        for slice_ in _slices(part, manifest, moments=moments)
+    ]
+    threads = _CHECK_THREADS // ranks.neighbours
+    check_slices(path, manifest.tensors, slices, threads=threads, progress=lambda nbytes: ranks.progress())
+    return manifest.tensors
 
 
-def _check_own(loaded: Loaded, runtime: Runtime, *, moments: bool) -> None:
-    """What this rank will read is what rank 0 has checked."""
-    with TensorReader(loaded.path, loaded.manifest.tensors, loaded.sums) as reader:
-        source = _Source.of(reader, loaded.manifest, moments=moments)
-        for unit in runtime.partition.units:
-            for part in _pieces(runtime.partition, unit):
-                source.weights(part)
-                if part.slot.trainable and source.moments is not None:
-                    moments_of(
-                        reader, source.moments, source.moments, part.slot.name, part.param.start, part.param.stop
-                    )
-
-
-def _pieces(partition: Partition, unit: Unit) -> Iterator[SlotPart]:
-    """What this rank reads of a unit, in parts that do not take much memory."""
-    for part in partition.parts(unit):
-        for start in range(part.start, part.stop, _PIECE):
-            stop = min(start + _PIECE, part.stop)
-            yield replace(part, start=start, stop=stop, offset=part.offset + start - part.start)
-
-
-def _together(ranks: Ranks, action: Callable[[], Result]) -> Result:
-    """Run `action` on every rank; if it fails on one, all of them raise a CheckpointError that names it."""
-    failure: Exception | None = None
-    result: list[Result] = []
-    try:
-        result.append(action())
-    except Exception as error:  # the other ranks wait for word of it, too
-        failure = error
-    messages = ranks.of_all(None if failure is None else str(failure))
-    if failure is not None and (ranks.size == 1 or not isinstance(failure, CheckpointError)):
-        raise failure
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise CheckpointError(f"rank {rank}: {message}") from failure
-    return result[0]
+def _slices(part: SlotPart, manifest: Manifest, *, moments: bool) -> Iterator[tuple[str, int, int]]:
+    """Key, first element and elements of what is read for a part of a parameter."""
+    name, start, stop = part.slot.name, part.param.start, part.param.stop
+    for key in (f"{MASTER.name}.{name}", f"{FROZEN_FIELD}.{name}"):
+        if key in manifest.tensors:
+            yield key, start, stop - start
+    if moments and part.slot.trainable:
+        fields = manifest.layout.moment_fields
+        begin = min((start // field.block * field.block for field in fields), default=start)
+        for field in fields:
+            yield f"{field.name}.{name}", begin // field.block, field.length(stop - begin)
 
 
 def load_tensors(loaded: Loaded, runtime: Runtime, *, moments: bool = True) -> None:
@@ -183,13 +178,13 @@ def load_tensors(loaded: Loaded, runtime: Runtime, *, moments: bool = True) -> N
     """
 
     def load() -> None:
-        with TensorReader(loaded.path, loaded.manifest.tensors, loaded.sums) as reader:
+        with StoredReader(loaded.path, loaded.tensors) as reader:
             source = _Source.of(reader, loaded.manifest, moments=moments)
             for unit in runtime.partition.units:
                 _load_unit(unit, source, runtime)
 
     try:
-        _together(runtime.ranks, load)
+        runtime.ranks.each(load, "loading: the tensors")
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. Some parameters had been loaded by then, so this engine trains and saves no more: close it, and "
@@ -197,72 +192,28 @@ def load_tensors(loaded: Loaded, runtime: Runtime, *, moments: bool = True) -> N
         ) from error
 
 
-def _check_model(path: Path, manifest: Manifest, run: Run, *, strict: bool) -> None:
-    """The model that was saved computes what this one does, as far as that can be seen."""
-    difference = None if manifest.model is None else first_difference(manifest.model, run.model)
-    if difference is None:
-        return
-    if strict:
-        raise CheckpointError(
-            f"{path} is of another model: {difference}. Build the model that was saved, or pass strict_model=False to "
-            "take its values all the same"
-        )
-    _log.warning("%s is of another model, and is loaded all the same: %s", path, difference)
-
-
-def _check_moments(path: Path, manifest: Manifest, runtime: Runtime) -> None:
-    """The checkpoint, of this model, has moments of this optimizer for the parameters that are trained here."""
-    ours = (runtime.layout.first, runtime.layout.second)
-    if manifest.moments != ours:
-        raise CheckpointError(
-            f"{path} has the moments {_names(manifest.moments)}, but this optimizer keeps {_names(ours)}: "
-            "choose the optimizer that the checkpoint was saved with"
-        )
-    slots = [slot for unit in runtime.partition.units for slot in unit.slots]
-    trained = {slot.name for slot in slots if slot.trainable}
-    saved = trained_params(manifest.tensors).keys()
-    for name in sorted(trained ^ saved):
-        here, there = ("is trained", "was frozen") if name in trained else ("is frozen", "was trained")
-        raise CheckpointError(
-            f"{name} {here}, but in {path} it {there}: load with load_module_only=True to take the weights alone"
-        )
-    for name in manifest.steps.keys() - trained:
-        raise CheckpointError(f"{path} counts the updates of {name}, which is no parameter that is trained")
-
-
-def _check_weights(path: Path, manifest: Manifest, runtime: Runtime) -> None:
-    """Every parameter of the model is there, in its shape, and none beside them."""
-    saved = trained_params(manifest.tensors) | frozen_params(manifest.tensors)
-    here = {slot.name: slot.shape for unit in runtime.partition.units for slot in unit.slots}
-    for name, shape in here.items():
-        if name not in saved:
-            raise CheckpointError(f"{path} has no parameter {name}: it is of another model")
-        if saved[name] != shape:
-            raise CheckpointError(f"{path} has {name} in shape {saved[name]}; the model has {shape}")
-    for name in saved.keys() - here.keys():
-        raise CheckpointError(f"{path} has a parameter {name}, which the model has not: it is of another model")
-
-
-def _names(moments: tuple[str | None, str | None]) -> str:
-    return " and ".join(name for name in moments if name is not None)
-
-
 @dataclass(frozen=True)
 class _Source:
     """Where values come from.
 
     Attributes:
-        trained: parameters that were trained when the checkpoint was saved.
+        trained: parameters that were trained when the checkpoint was saved; `frozen`, the others that it has.
         moments: format of the moments; None for zeros.
     """
 
-    reader: TensorReader
+    reader: StoredReader
     trained: Set[str]
+    frozen: Set[str]
     moments: StateLayout | None
 
     @staticmethod
-    def of(reader: TensorReader, manifest: Manifest, *, moments: bool) -> _Source:
-        return _Source(reader, set(trained_params(manifest.tensors)), manifest.layout if moments else None)
+    def of(reader: StoredReader, manifest: Manifest, *, moments: bool) -> _Source:
+        trained, frozen = set(trained_params(manifest.tensors)), set(frozen_params(manifest.tensors))
+        return _Source(reader, trained, frozen, manifest.layout if moments else None)
+
+    def has(self, part: SlotPart) -> bool:
+        """There are values; those of frozen parameters may have been left out."""
+        return part.slot.name in self.trained or part.slot.name in self.frozen
 
     def weights(self, part: SlotPart) -> torch.Tensor:
         """A part of a parameter: of its master, or of its values if it was frozen."""
@@ -272,15 +223,29 @@ class _Source:
 
 def _load_unit(unit: Unit, source: _Source, runtime: Runtime) -> None:
     layout, partition = runtime.layout, runtime.partition
-    with runtime.executor.resident(unit.index) as flat:
+    if unit.runs:
+        _compare_unit(unit, source, runtime)
+        return
+    with runtime.executor.changing(unit.index) as flat:
         for tile, fields in runtime.pipeline.tiles(unit.index, writable=True):
             for part in partition.parts(unit, tile.start, tile.start + tile.numel):
                 states = layout.narrow(fields, part.start - tile.start, part.stop - tile.start)
                 _load_part(part, source, layout, flat[part.shard], states)
+            runtime.ranks.progress()
         for part in partition.parts(unit):
-            if not part.slot.trainable:
+            if not part.slot.trainable and source.has(part):
                 flat[part.shard].copy_(source.weights(part))
-        runtime.executor.mark_changed(unit.index)
+
+
+def _compare_unit(unit: Unit, source: _Source, runtime: Runtime) -> None:
+    """A unit that is used where it lies has the checkpoint's values already, as far as that has them."""
+    with runtime.executor.resident(unit.index) as flat:
+        for part in runtime.partition.parts(unit):
+            if source.has(part) and not torch.equal(source.weights(part).to(flat.dtype), flat[part.shard]):
+                raise CheckpointError(
+                    f"`{part.slot.name}` has other values than in {unit.runs[0].file.path.parent}, where it is used "
+                    "and never written: take the weights that the checkpoint was trained on, or in_place=False"
+                )
 
 
 def _load_part(

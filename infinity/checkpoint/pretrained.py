@@ -12,6 +12,7 @@ from torch import nn
 from infinity.checkpoint.files import is_file_name, parse_json, read_plain
 from infinity.checkpoint.tensors import TensorEntry, TensorReader, read_header
 from infinity.errors import CheckpointError, ConfigError
+from infinity.tiers import StoredTensor, WeightFile
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -28,16 +29,19 @@ class PretrainedWeights:
     Args:
         directory: has `model.safetensors`, or shards and their index.
         model: what the weights are for; nothing of it is changed.
+        in_place: frozen parameters are used where they lie.
 
     Raises:
         CheckpointError: a file is missing or damaged.
         ConfigError: weights and model do not fit one another; the message names a parameter.
     """
 
-    def __init__(self, directory: str | Path, model: nn.Module) -> None:
+    def __init__(self, directory: str | Path, model: nn.Module, *, in_place: bool = False) -> None:
         directory = Path(directory)
-        entries = _entries(directory)
+        files = {path.name: WeightFile.of(path) for path in directory.glob("*.safetensors")} if in_place else {}
+        entries = _entries(directory)  # read behind that, so that who changes one meanwhile is found out
         self._directory = directory
+        self._files = files
         self._keys = _match(model, entries)
         params = {name: param for name, param in model.named_parameters() if param.is_floating_point()}
         _check(directory, params, self._keys, entries)
@@ -50,6 +54,12 @@ class PretrainedWeights:
         key, entry = self._keys[name]
         with TensorReader(self._directory, {key: entry}) as reader:
             return reader.read(key, 0, torch.Size(entry.shape).numel()).view(entry.shape)
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """Where the values of a parameter are; None where they are to be copied."""
+        _, entry = self._keys[name]
+        file = self._files.get(entry.file)
+        return None if file is None else StoredTensor(file, entry.start, entry.nbytes, entry.torch_dtype)
 
     def load_buffers(self, model: nn.Module) -> None:
         """Copy stored buffers into the model's."""

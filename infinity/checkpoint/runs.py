@@ -66,6 +66,10 @@ class Run:
         except OSError as error:
             raise storage_error(error, path) from error
 
+    def unclaim(self) -> None:
+        """Let other runs save where this one did so far."""
+        _release(self._locks, os.getpid())
+
     def close(self) -> None:
         """Let other runs save where this one did."""
         self._release()

@@ -1,38 +1,31 @@
-"""Save: one unit at a time, one tile at a time."""
+"""Save: every rank writes and flushes its own shards, then rank 0 makes the checkpoint be there.
+
+[Note: several directories]
+Ranks on several machines may give directories that they do not share. The lowest rank of each directory leads there: it
+holds the lock, writes the manifest, which is the same everywhere, and renames. Rank 0 is the last to rename. A kill
+meanwhile leaves directories of two checkpoints, which `load.py` tells by their manifests.
+"""
 
 from __future__ import annotations
 
 import io
 import logging
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from infinity.checkpoint.blocks import Staging
-from infinity.checkpoint.directory import check_tag, replacing
+from infinity.checkpoint.directory import Replacement, latest_tag, make_directory, remove, tags, writing
 from infinity.checkpoint.files import write_file
-from infinity.checkpoint.format import (
-    EXTRA,
-    FROZEN_FIELD,
-    MANIFEST,
-    MASTER,
-    Manifest,
-    check_replaceable,
-    read_manifest,
-    stored_fields,
-    stored_shape,
-)
-from infinity.checkpoint.relay import Relay
+from infinity.checkpoint.format import EXTRA, MANIFEST, Manifest, check_replaceable, read_manifest
 from infinity.checkpoint.runs import Run
-from infinity.checkpoint.tensors import TensorEntry, TensorFile
+from infinity.checkpoint.shards import assemble, write_shards
 from infinity.errors import CheckpointError
-from infinity.optim.formats import StateLayout, read_master
 from infinity.zero.build import Runtime
-from infinity.zero.partition import Unit
+from infinity.zero.shared_directory import directory_leaders
 
 _log = logging.getLogger(__name__)
 
@@ -47,53 +40,65 @@ def save_checkpoint(
     counters: Mapping[str, int],
     extra: Mapping[str, Any],
     mark_latest: bool = True,
+    frozen: bool = True,
+    keep_last: int | None = None,
 ) -> Path:
-    """Write a checkpoint, on rank 0 with the other ranks' help; no update may be pending.
+    """Write a checkpoint; all ranks call this together, and no update may be pending.
 
     Args:
         run: which the directory belongs to from now on.
         steps: updates that each parameter has had.
-        extra: schedules, random states and the client's state: tensors and plain values only.
+        extra: schedules, random states and the client's state: tensors and plain values only. Rank 0's counts.
         mark_latest: make it the one that is loaded by default.
+        frozen: write frozen parameters, too.
+        keep_last: remove all but this many of the run's checkpoints in the directory; None keeps all.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        StorageError: writing failed; an earlier checkpoint of the same tag is still there. The ranks that do not write
-            get a CheckpointError.
+        StorageError: writing failed on this rank; an earlier checkpoint of the same tag is still there. The other ranks
+            get a CheckpointError that names it.
         CheckpointError: `extra` has something that could not be loaded safely, another run saves in this directory, or
             what has the tag's name is no checkpoint.
     """
-    relay = Relay(runtime)
-    if runtime.ranks.rank != 0:
-        relay.send_all()
-        return directory / tag
-    with relay, _place(directory, tag, run, mark_latest=mark_latest) as target:
-        content = _serialise(extra)
-        tensors: dict[str, TensorEntry] = {}
-        with Staging() as staging:
-            for unit in runtime.partition.units:
-                path = target / f"unit-{unit.index:05d}.safetensors"
-                tensors.update(_save_unit(path, unit, runtime, relay, staging))
-        write_file(target / EXTRA, content)
-        layout = runtime.layout
-        moments = (layout.first, layout.second)
-        crc = zlib.crc32(content)
-        Manifest(layout.format, moments, tensors, steps, counters, crc, run.id, run.model).write(target)
-    return directory / tag
+    ranks, path = runtime.ranks, directory / tag
+    new = Replacement(directory, tag, mark_latest=mark_latest)
+    with closing(new), writing(path):
+        content = ranks.each(lambda: _begin(directory, extra if ranks.rank == 0 else None), "saving: the beginning")[0]
+        leaders = directory_leaders(ranks, directory)
+        leads = leaders[ranks.rank] == ranks.rank
+        ranks.each(lambda: _take(new, path, run) if leads else None, "saving: the directory")
+        written = ranks.each(lambda: write_shards(new.path, runtime, frozen=frozen), "saving: the shards")
+
+        def complete() -> None:
+            layout, tensors = runtime.layout, assemble(runtime, written, frozen=frozen)
+            moments, crc = (layout.first, layout.second), zlib.crc32(content)
+            manifest = Manifest(layout.format, moments, tensors, steps, counters, crc, ranks.size, run.id, run.model)
+            write_file(new.path / EXTRA, content)
+            write_file(new.path / MANIFEST, manifest.to_bytes())
+
+        ranks.each(lambda: complete() if leads else None, "saving: the manifest")
+        ranks.each(lambda: new.publish() if leads and ranks.rank else None, "saving: the other directories")
+        ranks.each(lambda: None if ranks.rank else new.publish(), "saving: the end")
+        if keep_last is not None:
+            ranks.each(lambda: _prune(directory, tag, run, keep_last) if leads else None, "saving: the older ones")
+    return path
 
 
-@contextmanager
-def _place(directory: Path, tag: str, run: Run, *, mark_latest: bool) -> Iterator[Path]:
-    """`replacing`, in a directory that is this run's alone, and of nothing but a checkpoint."""
-    check_tag(tag)
-    run.claim(directory)
-    check_replaceable(directory / tag)
-    if (directory / tag / MANIFEST).exists():
-        _tell_of_another_run(directory / tag, run)
-    with replacing(directory, tag, mark_latest=mark_latest) as target:
-        yield target
+def _begin(directory: Path, extra: Mapping[str, Any] | None) -> bytes:
+    """Make the directory, and what goes into the file beside the tensors."""
+    make_directory(directory)
+    return b"" if extra is None else _serialise(extra)
+
+
+def _take(new: Replacement, path: Path, run: Run) -> None:
+    """Start in a directory that is this run's alone, and of nothing but checkpoints."""
+    run.claim(path.parent)
+    check_replaceable(path)
+    if (path / MANIFEST).exists():
+        _tell_of_another_run(path, run)
+    new.begin()
 
 
 def _tell_of_another_run(path: Path, run: Run) -> None:
@@ -103,6 +108,20 @@ def _tell_of_another_run(path: Path, run: Run) -> None:
         return  # a damaged one is no loss
     if saved_by is not None and saved_by != run.id:
         _log.warning("%s is the checkpoint of another run (%s), and is replaced by this run's", path, saved_by)
+
+
+def _prune(directory: Path, newest: str, run: Run, keep_last: int) -> None:
+    """Remove this run's checkpoints but for the last ones; what cannot be read, and what `latest` names, stays."""
+    steps: dict[str, int] = {}
+    latest = latest_tag(directory)
+    for tag in tags(directory):
+        with suppress(CheckpointError):
+            manifest = read_manifest(directory / tag)
+            if manifest.run == run.id and tag != newest:
+                steps[tag] = manifest.counters["global_steps"]
+    for tag in sorted(steps, key=lambda tag: steps[tag])[: len(steps) + 1 - keep_last]:
+        if tag != latest:
+            remove(directory, tag)
 
 
 def _serialise(extra: Mapping[str, Any]) -> bytes:
@@ -116,36 +135,3 @@ def _serialise(extra: Mapping[str, Any]) -> bytes:
             f"checkpoint can be loaded without running code: {error}"
         ) from error
     return buffer.getvalue()
-
-
-def _save_unit(path: Path, unit: Unit, runtime: Runtime, relay: Relay, staging: Staging) -> dict[str, TensorEntry]:
-    file = TensorFile(path, _tensors_of(unit, runtime.layout), staging)
-    layout = runtime.layout
-    try:
-        for slice_ in relay.slices(unit):
-            start = slice_.start
-            for part in runtime.partition.parts(unit, start, slice_.stop, rank=slice_.rank):
-                low, high = part.start - start, part.stop - start
-                if not part.slot.trainable:
-                    file.write(f"{FROZEN_FIELD}.{part.slot.name}", slice_.param[low:high])
-                    continue
-                states = layout.narrow(slice_.fields, low, high)
-                file.write(f"{MASTER.name}.{part.slot.name}", read_master(layout, slice_.param[low:high], states))
-                for field in layout.moment_fields:
-                    file.write(f"{field.name}.{part.slot.name}", states[field.name])
-    except BaseException:
-        file.abandon()
-        raise
-    return file.finish()
-
-
-def _tensors_of(unit: Unit, layout: StateLayout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype and shape of every tensor of a unit, by key."""
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for slot in unit.slots:
-        if slot.trainable:
-            for field in stored_fields(layout):
-                tensors[f"{field.name}.{slot.name}"] = (field.dtype, stored_shape(field, slot.shape))
-        else:
-            tensors[f"{FROZEN_FIELD}.{slot.name}"] = (layout.param_dtype, slot.shape)
-    return tensors

@@ -34,12 +34,23 @@ class Session:
         self._accumulation = accumulation
         self._run = Run(model)
 
-    def save(self, directory: Path, tag: str | None, client_state: Mapping[str, Any], *, mark_latest: bool) -> Path:
+    def save(
+        self,
+        directory: Path,
+        tag: str | None,
+        client_state: Mapping[str, Any],
+        *,
+        mark_latest: bool,
+        frozen: bool,
+        keep_last: int | None = None,
+    ) -> Path:
         """See `Engine.save_checkpoint`."""
         self._begin("save_checkpoint")
         step, ranks = self._step, self._runtime.ranks
         extra = collect_extra(self._model, self._optimizer, step.lr_scheduler, step.losses.loss_scale, client_state)
-        extra["rng_of_ranks"] = ranks.of_all(extra["rng"])
+        of_ranks = ranks.of_all((extra["rng"], self._run.id))
+        extra["rng_of_ranks"] = [states for states, _ in of_ranks]
+        self._run.id = of_ranks[0][1]
         with self._runtime.counters.aside("save_checkpoint"):
             return save_checkpoint(
                 self._of_this_part(directory),
@@ -50,10 +61,12 @@ class Session:
                 counters=asdict(step.counts),
                 extra=extra,
                 mark_latest=mark_latest,
+                frozen=frozen,
+                keep_last=keep_last,
             )
 
     def load(
-        self, directory: Path, tag: str | None, parts: Parts, *, strict_model: bool
+        self, directory: Path, tag: str | None, parts: Parts, *, strict_model: bool, all_weights: bool = True
     ) -> tuple[Path | None, dict[str, Any] | None]:
         """See `Engine.load_checkpoint`."""
         self._begin("load_checkpoint")
@@ -65,6 +78,7 @@ class Session:
             self._run,
             moments=parts.optimizer,
             strict_model=strict_model,
+            all_weights=all_weights,
             check=lambda path, extra: check_extra(path, extra, self._model, self._optimizer, scheduler, parts),
         )
         if opened is None:
@@ -81,8 +95,7 @@ class Session:
         step, runtime = self._step, self._runtime
         with runtime.counters.aside("load_checkpoint"):
             load_tensors(opened, runtime, moments=parts.optimizer)
-        if runtime.sizing.settles:
-            runtime.executor.show_newest()
+        runtime.settle()
         step.updates.steps = dict(opened.manifest.steps) if parts.optimizer else {}
         if parts.progress:
             counts = Counts(**opened.manifest.counters)
@@ -112,6 +125,10 @@ class Session:
         self._runtime.ranks.together("engine.save_16bit_model()")
         export_16bit(directory, self._model, self._runtime, values, max_shard_size, file_name=file_name, frozen=frozen)
         return directory
+
+    def unclaim(self) -> None:
+        """Other runs may save where this one did so far."""
+        self._run.unclaim()
 
     def close(self) -> None:
         """Other runs may save where this one did."""

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: written in slices, checked whole, read in slices."""
+"""Tensors in safetensors files: written in slices with the sums of their blocks, read in slices."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import json
 import math
 import os
 import struct
-import zlib
 from array import array
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +16,7 @@ import torch
 
 from infinity.checkpoint.blocks import OutputFile, Staging
 from infinity.checkpoint.files import brief, open_plain, parse_json
+from infinity.checkpoint.sums import BlockSums
 from infinity.errors import CheckpointError
 
 DTYPES = {
@@ -33,16 +32,9 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20  # as the safetensors format limits it
 _MAX_COUNT = 1 << 62  # of bytes or elements
-_CHUNK_BYTES = 8 << 20
-_SUM_BYTES = 256 << 10
-_CHECK_THREADS = 4  # reading and checksums leave Python's lock alone
-
-# CRC-32 of each tensor up to the end of each of its blocks of `_SUM_BYTES`, by key. With it a block is verified alone:
-# the checksum goes on from the end of the block before.
-RunningSums = Mapping[str, "array[int]"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,6 @@ class TensorEntry:
 
     Attributes:
         start: byte offset from the start of the file.
-        crc: CRC-32 of its bytes.
     """
 
     file: str
@@ -59,7 +50,6 @@ class TensorEntry:
     shape: tuple[int, ...]
     start: int
     nbytes: int
-    crc: int
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -87,14 +77,14 @@ class TensorFile:
         offset = 0
         for key, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):  # keeps all aligned
             nbytes = torch.Size(shape).numel() * dtype.itemsize
-            header[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+            header[key] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
             offset += nbytes
         notes = {} if metadata is None else {"__metadata__": dict(metadata)}
         text = json.dumps(notes | header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # data starts aligned
         self._data_start = 8 + len(text)
         self._header = header
-        self._crc = dict.fromkeys(header, 0)
+        self._sums = {key: BlockSums() for key in header}
         self._written = dict.fromkeys(header, 0)
         self._file = OutputFile(path, self._data_start + offset, staging)
         self._file.write(memoryview(struct.pack("<Q", len(text)) + text), 0)
@@ -103,67 +93,30 @@ class TensorFile:
         """Append 1-D `values` to tensor `key`."""
         data = values.contiguous().view(torch.uint8).numpy().data
         self._file.write(data, self._data_start + self._header[key]["data_offsets"][0] + self._written[key])
-        self._crc[key] = zlib.crc32(data, self._crc[key])
+        self._sums[key].add(data)
         self._written[key] += len(data)
 
-    def finish(self) -> dict[str, TensorEntry]:
-        """Flush to the drive; returns what a manifest says of the tensors."""
+    def finish(self) -> dict[str, tuple[TensorEntry, array[int]]]:
+        """Flush to the drive; returns where each tensor lies, and the sums of its blocks."""
         self._file.finish()
-        entries = {}
+        written = {}
         for key, values in self._header.items():
             begin, end = values["data_offsets"]
             if self._written[key] != end - begin:
                 raise CheckpointError(f"tensor {key} has {self._written[key]} of its {end - begin} bytes")
-            entries[key] = TensorEntry(
-                self._path.name,
-                values["dtype"],
-                tuple(values["shape"]),
-                self._data_start + begin,
-                end - begin,
-                self._crc[key],
+            entry = TensorEntry(
+                self._path.name, values["dtype"], tuple(values["shape"]), self._data_start + begin, end - begin
             )
-        return entries
+            written[key] = entry, self._sums[key].sums
+        return written
 
     def abandon(self) -> None:
         """Close without finishing."""
         self._file.close()
 
 
-def check_files(directory: Path, tensors: Mapping[str, TensorEntry]) -> RunningSums:
-    """Read every tensor once and compare it with its entry, and each file's header with the entries.
-
-    Returns:
-        What a `TensorReader` verifies by that it reads the same again.
-
-    Raises:
-        CheckpointError: a file is missing, too short, or differs; the message names the file and the tensor.
-    """
-    by_file: dict[str, dict[str, TensorEntry]] = {}
-    for key, entry in tensors.items():
-        by_file.setdefault(entry.file, {})[key] = entry
-    sums: dict[str, array[int]] = {}
-    with ThreadPoolExecutor(min(_CHECK_THREADS, os.cpu_count() or 1)) as pool:
-        checks = [pool.submit(_check_file, directory / name, entries) for name, entries in by_file.items()]
-        try:
-            for check in checks:
-                sums.update(check.result())
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return sums
-
-
-def _check_file(path: Path, entries: Mapping[str, TensorEntry]) -> RunningSums:
-    try:
-        _check_header(path, entries)
-        with open_plain(path) as file:
-            return {key: _check_tensor(path, file, key, entry) for key, entry in entries.items()}
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-
-
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Where the tensors of any safetensors file lie; their checksums are not known and 0.
+    """Where the tensors of any safetensors file lie.
 
     Raises:
         CheckpointError: the file cannot be read, or its header is wrong; nothing of it is trusted.
@@ -178,13 +131,13 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             right = all(type(n) is int and 0 <= n < _MAX_COUNT for n in (begin, end, *shape))
         except (TypeError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"{path}: tensor {_shown(key)} is of a kind that cannot be read: {brief(values)}"
+                f"{path}: tensor {shown(key)} is of a kind that cannot be read: {brief(values)}"
             ) from error
         if not right or end - begin != math.prod(shape) * dtype.itemsize:
-            raise CheckpointError(f"{path} is damaged: tensor {_shown(key)} has another size than its shape")
+            raise CheckpointError(f"{path} is damaged: tensor {shown(key)} has another size than its shape")
         if data_start + end > size:
-            raise CheckpointError(f"{path} is truncated: tensor {_shown(key)} ends at byte {data_start + end}")
-        entries[key] = TensorEntry(path.name, values["dtype"], shape, data_start + begin, end - begin, 0)
+            raise CheckpointError(f"{path} is truncated: tensor {shown(key)} ends at byte {data_start + end}")
+        entries[key] = TensorEntry(path.name, values["dtype"], shape, data_start + begin, end - begin)
     _check_cover(path, entries, data_start, size)
     return entries
 
@@ -195,8 +148,8 @@ def _check_cover(path: Path, entries: Mapping[str, TensorEntry], data_start: int
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if entry.start != position:
             how = "overlaps" if entry.start < position else "leaves a gap after"
-            raise CheckpointError(f"{path} is damaged: tensor {_shown(key)} {how} {before}")
-        position, before = entry.start + entry.nbytes, f"tensor {_shown(key)}"
+            raise CheckpointError(f"{path} is damaged: tensor {shown(key)} {how} {before}")
+        position, before = entry.start + entry.nbytes, f"tensor {shown(key)}"
     if position != size:
         raise CheckpointError(f"{path} is damaged: its last {size - position} bytes belong to no tensor")
 
@@ -222,90 +175,71 @@ def _header(path: Path) -> tuple[dict[str, Any], int, int]:
     return header, 8 + length, size
 
 
-def _shown(key: str) -> str:
+def shown(key: str) -> str:
     """A tensor's name, as a message can show it."""
     return key if len(key) <= 200 and key.isprintable() else brief(key)
 
 
-def _check_header(path: Path, entries: Mapping[str, TensorEntry]) -> None:
-    header = read_header(path)
-    for key, entry in entries.items():
-        if header.get(key) != replace(entry, crc=0):
-            raise CheckpointError(f"{path} is damaged: its header and the manifest differ on tensor {_shown(key)}")
-
-
-def _check_tensor(path: Path, file: BinaryIO, key: str, entry: TensorEntry) -> array[int]:
-    crc = 0
-    sums = array("I")
-    file.seek(entry.start)
-    for start in range(0, entry.nbytes, _CHUNK_BYTES):
-        data = file.read(min(entry.nbytes - start, _CHUNK_BYTES))
-        if len(data) < min(entry.nbytes - start, _CHUNK_BYTES):
-            raise CheckpointError(f"{path} is truncated within tensor {key}")
-        with memoryview(data) as view:
-            for block in range(0, len(data), _SUM_BYTES):
-                crc = zlib.crc32(view[block : block + _SUM_BYTES], crc)
-                sums.append(crc)
-    if crc != entry.crc:
-        raise CheckpointError(f"{path} is damaged: tensor {key} has checksum {crc}, the manifest says {entry.crc}")
-    return sums
-
-
 class TensorReader:
-    """Reads slices of tensors; a context manager.
+    """Reads slices of tensors, as they are; a context manager."""
 
-    Args:
-        tensors: where each one lies, by key.
-        sums: what they held when they were checked; None to read them as they are.
-    """
-
-    def __init__(self, directory: Path, tensors: Mapping[str, TensorEntry], sums: RunningSums | None = None) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, tensors: Mapping[str, TensorEntry]) -> None:
+        self._files = RangeReader(directory)
         self._tensors = tensors
-        self._sums = sums
-        self._path: Path | None = None
-        self._file: BinaryIO | None = None  # one at a time: tensors are visited file by file
 
     def read(self, key: str, start: int, numel: int) -> torch.Tensor:
         """Elements `[start, start + numel)` of a tensor, flat.
 
         Raises:
-            CheckpointError: the file cannot be read, ends before them, or has changed since it was checked.
+            CheckpointError: the file cannot be read, or ends before them.
         """
         entry = self._tensors[key]
         dtype = entry.torch_dtype
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        low, high = begin, end = start * dtype.itemsize, (start + numel) * dtype.itemsize
-        if self._sums is not None:  # whole blocks
-            low, high = begin // _SUM_BYTES * _SUM_BYTES, min(-(-end // _SUM_BYTES) * _SUM_BYTES, entry.nbytes)
-        data = self._read(key, entry, low, high)
-        if self._sums is not None:
-            self._verify(key, entry, data, low // _SUM_BYTES, self._sums[key])
-        return torch.frombuffer(data, dtype=dtype, count=numel, offset=begin - low)
+        first = entry.start + start * dtype.itemsize
+        return torch.frombuffer(self._files.read(entry.file, first, numel * dtype.itemsize, key), dtype=dtype)
 
-    def _read(self, key: str, entry: TensorEntry, low: int, high: int) -> bytearray:
-        path = self._directory / entry.file
-        data = bytearray(high - low)
+    def close(self) -> None:
+        self._files.close()
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class RangeReader:
+    """Reads ranges of plain files of a directory; one file is open at a time, since tensors are visited file by file.
+
+    Args:
+        once: they will not be read again soon, and need not stay in the page cache.
+    """
+
+    def __init__(self, directory: Path, *, once: bool = True) -> None:
+        self._directory = directory
+        self._once = once
+        self._path: Path | None = None
+        self._file: BinaryIO | None = None
+
+    def read(self, name: str, start: int, nbytes: int, key: str) -> bytearray:
+        """The bytes from `start` on, which belong to tensor `key`.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before them.
+        """
+        path = self._directory / name
+        data = bytearray(nbytes)
         try:
             file = self._open(path)
-            file.seek(entry.start + low)
+            file.seek(start)
             length = file.readinto(data)  # type: ignore[attr-defined]
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        if length != len(data):
+        if length != nbytes:
             raise CheckpointError(f"{path} ended while tensor {key} was read")
         return data
-
-    def _verify(self, key: str, entry: TensorEntry, data: bytearray, first: int, sums: array[int]) -> None:
-        with memoryview(data) as view:
-            for index, start in enumerate(range(0, len(data), _SUM_BYTES), start=first):
-                crc = zlib.crc32(view[start : start + _SUM_BYTES], sums[index - 1] if index else 0)
-                if crc != sums[index]:
-                    raise CheckpointError(
-                        f"{self._directory / entry.file} is not what was checked: tensor {key} differs near byte "
-                        f"{entry.start + index * _SUM_BYTES} (the file has changed, or is another one on this rank)"
-                    )
 
     def _open(self, path: Path) -> BinaryIO:
         if self._file is None or path != self._path:
@@ -315,12 +249,7 @@ class TensorReader:
 
     def close(self) -> None:
         if self._file is not None:
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # leave RAM to training
+            if self._once:
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # leave RAM to training
             self._file.close()
             self._file = None
-
-    def __enter__(self) -> TensorReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -17,6 +17,7 @@ from infinity import __version__
 from infinity.config import format_size
 from infinity.errors import InfinityError
 
+_UNKNOWN = {"container_limit_bytes": "none", "memlock_limit_bytes": "unlimited", "optimizer_kernels": "missing"}
 _PACKAGES = ("torch", "numpy", "transformers", "safetensors", "pydantic", "aiofiles")
 
 
@@ -39,131 +40,170 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect(paths: list[Path]) -> dict[str, Any]:
-    """Everything that the command shows."""
+    """Everything that the command shows, numbers with their units in the names; None is unknown or unlimited."""
     return {
         "versions": _versions(),
         "processor": _processor(),
         "memory": _memory(),
         "io": _io(),
         "paths": {str(path): _path(path) for path in paths},
-        "gpu": _gpu(),
+        "devices": _devices(),
     }
 
 
-def _versions() -> dict[str, str]:
-    versions = {"infinity": __version__, "python": platform.python_version(), "kernel": platform.release()}
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {
+        "infinity": __version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
     for name in _PACKAGES:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
+            versions[name] = None
     return versions
 
 
 def _processor() -> dict[str, Any]:
+    cores: dict[str, Any] = {"cores": os.cpu_count(), "usable_cores": len(os.sched_getaffinity(0))}
     try:
         from infinity import kernels  # noqa: PLC0415  (the command must run where they are missing)
     except InfinityError as error:
-        return {"cores": os.cpu_count(), "optimizer kernels": f"missing: {error}"}
+        return {**cores, "optimizer_kernels": None, "problem": str(error)}
     return {
-        "cores": os.cpu_count(),
-        "instruction sets": ", ".join(kernels.instruction_sets()),
-        "optimizer kernels": kernels.active_instruction_set(),
-        "optimizer threads": kernels.thread_count(),
+        **cores,
+        "instruction_sets": kernels.instruction_sets(),
+        "optimizer_kernels": kernels.active_instruction_set(),
+        "optimizer_threads": kernels.thread_count(),
     }
 
 
-def _memory() -> dict[str, str]:
+def _memory() -> dict[str, Any]:
     import psutil  # noqa: PLC0415
 
     from infinity.memory import available_memory_bytes, memory_limit_bytes  # noqa: PLC0415
 
-    limit = memory_limit_bytes()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    locked = "unlimited" if soft == resource.RLIM_INFINITY else format_size(soft)
-    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
-        "total": format_size(psutil.virtual_memory().total),
-        "container's limit": "none" if limit is None else format_size(limit),
-        "available": format_size(available_memory_bytes()),
-        "memlock limit": locked,
-        "transparent huge pages": huge.read_text().strip() if huge.exists() else "unknown",
+        "total_bytes": int(psutil.virtual_memory().total),
+        "container_limit_bytes": memory_limit_bytes(),
+        "available_bytes": available_memory_bytes(),
+        "memlock_limit_bytes": None if soft == resource.RLIM_INFINITY else soft,
+        "transparent_huge_pages": _huge_pages(),
     }
 
 
-def _io() -> dict[str, str]:
+def _huge_pages() -> str | None:
+    """What is chosen of `always [madvise] never`."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists():
+        return None
+    return setting.read_text().partition("[")[2].partition("]")[0]
+
+
+def _io() -> dict[str, Any]:
     from infinity.io import probe_backends  # noqa: PLC0415
     from infinity.io.gds import gds_problem  # noqa: PLC0415
 
     statuses = probe_backends()
-    report = {s.name: f"{'available' if s.available else 'not available'}: {s.reason}" for s in statuses}
     problem = gds_problem()
-    report["GPUDirect Storage"] = f"not available: {problem}" if problem else "available"
-    report["chosen by auto"] = next(s.name for s in statuses if s.available)
-    return report
+    return {
+        "backends": {status.name: {"available": status.available, "reason": status.reason} for status in statuses},
+        "gpudirect_storage": {"available": not problem, "reason": problem or "cuFile works"},
+        "chosen_by_auto": next(status.name for status in statuses if status.available),
+    }
 
 
-def _path(path: Path) -> dict[str, str]:
+def _path(path: Path) -> dict[str, Any]:
+    from infinity.io.drives import cautions, drive_of  # noqa: PLC0415
+
     if not path.is_dir():
         return {"problem": "no such directory"}
-    usage = shutil.disk_usage(path)
-    report = {
-        "filesystem": _filesystem(path),
-        "free": f"{format_size(usage.free)} of {format_size(usage.total)}",
-        "writable": "yes" if os.access(path, os.W_OK) else "no",
+    usage, drive, writable = shutil.disk_usage(path), drive_of(path), os.access(path, os.W_OK)
+    direct = _direct_io(path) if writable else {"direct_io": None}
+    return {
+        "filesystem": drive.filesystem,
+        "device": drive.device or None,
+        "free_bytes": usage.free,
+        "total_bytes": usage.total,
+        "writable": writable,
+        **direct,
+        "cautions": cautions(drive, direct=direct["direct_io"] is not False),
     }
-    if report["writable"] == "yes":
-        report["direct I/O"] = _direct_io(path)
-    return report
 
 
-def _direct_io(path: Path) -> str:
+def _direct_io(path: Path) -> dict[str, Any]:
+    """Whether it works there, and with which alignment."""
     from infinity.io import IoOptions, open_engine  # noqa: PLC0415
 
     engine = open_engine(IoOptions(queue_depth=2, threads=1))
     probe = path / f".infinity-env-{os.getpid()}"
     try:
         file = engine.open(probe, create=True, size_bytes=4096)
-        answer = f"yes, aligned to {file.alignment} bytes" if file.direct else "no, through the page cache"
+        answer: dict[str, Any] = {
+            "direct_io": file.direct,
+            "direct_io_alignment_bytes": file.alignment if file.direct else None,
+        }
         file.close()
     except OSError as error:
-        return f"unknown: {error}"
+        answer = {"direct_io": None, "problem": str(error)}
     finally:
         engine.close()
         probe.unlink(missing_ok=True)
     return answer
 
 
-def _filesystem(path: Path) -> str:
-    """Type of the filesystem that `path` is on."""
-    best = ("", "unknown")
-    resolved = str(path.resolve())
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, mount, kind, *_ = line.split()
-        inside = mount == "/" or resolved == mount or resolved.startswith(f"{mount}/")
-        if inside and len(mount) >= len(best[0]):
-            best = (mount, kind)
-    return best[1]
-
-
-def _gpu() -> dict[str, str]:
+def _devices() -> list[dict[str, Any]]:
+    """Compute devices beside the CPU."""
     try:
         import torch  # noqa: PLC0415
     except ImportError:
-        return {"problem": "torch is not installed"}
-    if not torch.cuda.is_available():
-        return {"devices": "none: the compute device is the CPU"}
-    devices = {}
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        devices[f"cuda:{index}"] = f"{properties.name}, {format_size(properties.total_memory)}"
-    return devices
+        return []
+    if not torch.accelerator.is_available():
+        return []
+    kind = str(torch.accelerator.current_accelerator())
+    found = []
+    for index in range(torch.accelerator.device_count()):
+        properties = torch.get_device_module(kind).get_device_properties(index)
+        name, nbytes = properties.name, int(properties.total_memory)
+        found.append({"kind": kind, "index": index, "name": name, "memory_bytes": nbytes})
+    return found
+
+
+# For people #
 
 
 def _print_section(values: Mapping[str, Any], depth: int) -> None:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            print(f"{'  ' * depth}{name}")
+    for key, value in values.items():
+        name = f"{'  ' * depth}{_readable(key)}"
+        if isinstance(value, Mapping) and "available" in value:
+            backend = f"{'  ' * depth}{key}"  # by the name that configurations have
+            print(f"{backend:<28} {'available' if value['available'] else 'not available'}: {value['reason']}")
+        elif isinstance(value, Mapping):
+            print(name)
             _print_section(value, depth + 1)
         else:
-            print(f"{'  ' * depth}{name:<24} {value}")
+            print(f"{name:<28} {_shown(key, value)}")
+
+
+def _readable(key: str) -> str:
+    return key if "/" in key else key.removesuffix("_bytes").replace("_", " ")
+
+
+def _shown(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return _UNKNOWN.get(key, "unknown")
+    if key.endswith("_bytes"):
+        return format_size(value)
+    if isinstance(value, list):
+        return "; ".join(map(_item, value)) or ("none: the compute device is the CPU" if key == "devices" else "none")
+    return str(value)
+
+
+def _item(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    return f"{value['kind']}:{value['index']} {value['name']}, {format_size(value['memory_bytes'])}"

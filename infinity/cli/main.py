@@ -9,10 +9,34 @@ import sys
 from collections.abc import Sequence
 
 from infinity import __version__
-from infinity.cli import bench_adam, bench_io, convert_checkpoint, env, plan, run, timeline, train
+from infinity.cli import (
+    bench_adam,
+    bench_io,
+    checkpoint,
+    convert_checkpoint,
+    env,
+    estimate,
+    plan,
+    profile,
+    run,
+    timeline,
+    train,
+)
 from infinity.errors import InfinityError
 
-COMMANDS = (train, run, plan, timeline, convert_checkpoint, bench_io, bench_adam, env)
+COMMANDS = (
+    train,
+    run,
+    estimate,
+    plan,
+    timeline,
+    checkpoint,
+    convert_checkpoint,
+    bench_io,
+    bench_adam,
+    profile,
+    env,
+)
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 141  # as a process has that dies of SIGPIPE

@@ -1,27 +1,36 @@
-"""`infinity plan`: what a training will need and do, without allocating any of it."""
+"""`infinity plan`: what a training will need, do and cost, without allocating any of it."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from infinity.cli.packages import needed_packages
-from infinity.config import format_size, load_config, parse_size, with_values
+from infinity.cli.arguments import size_argument
+from infinity.cli.estimate import estimate_lines, libraries_bytes, report_problems
+from infinity.cli.planning import add_arguments, read_arguments
+from infinity.config import format_size
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
-    from infinity.planner import TrainingPlan
+    from infinity.planner import StepTime, TrainingPlan
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
-    parser = subparsers.add_parser("plan", help="show what a training will need and do, before it starts")
-    parser.add_argument("--model", required=True, help="as `infinity train --model` takes it")
-    parser.add_argument("--config", type=Path, required=True, help="configuration (JSON)")
-    parser.add_argument("--host-memory", help="try this budget in place of the configuration's, for example 2GiB")
-    parser.add_argument("--disk", help="bytes a second that the drives move (2.5GB): adds a least time of a step")
+    parser = subparsers.add_parser(
+        "plan",
+        help="show what a training will need and do, and how long a step takes, before it starts",
+        description="Exits with 2 where a tier is too small.",
+    )
+    add_arguments(parser)
+    parser.add_argument(
+        "--tbw", type=size_argument, help="bytes that the drives of a machine are rated to write (600TB)"
+    )
+    parser.add_argument("--sweep", choices=["tokens", "host-memory", "drives"], help="predict over a range of this")
+    parser.add_argument("--plot", type=Path, help="draw the sweep into this image file")
     parser.add_argument("--explain", action="store_true", help="list what is fetched and evicted at every use")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=run)
@@ -29,28 +38,60 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; returns the exit code."""
-    with needed_packages("plan"):
-        from infinity.cli.training.models import build_model  # noqa: PLC0415  (torch takes seconds)
-        from infinity.planner import plan_training  # noqa: PLC0415
+    if args.plot is not None and args.sweep is None:
+        raise ConfigError("--plot draws a sweep: give --sweep tokens, host-memory or drives, too")
+    asked = read_arguments(args, "plan")
+    from infinity.planner import Sweep, estimate, plan_training, predict_step, problems  # noqa: PLC0415  (takes seconds)
 
-    changes = {} if args.host_memory is None else {"tiering.host_memory": args.host_memory}
-    config = load_config(with_values(args.config, changes))
-    try:
-        rate = None if args.disk is None else parse_size(args.disk)
-    except ValueError as error:
-        raise ConfigError(f"--disk: {error}") from error
-    plan = plan_training(build_model(args.model)[0], config)
-    seconds = None if not rate else (plan.read_bytes + plan.write_bytes) / rate
+    plan = plan_training(asked.model, asked.config, asked.machine)
+    work = asked.work(plan)
+    needs = estimate(plan, work, libraries_bytes())
+    step = predict_step(plan, asked.config, work, asked.rates)
+    sweep = Sweep(asked.model, asked.config, asked.machine, asked.rates, asked.seq_len, asked.checkpointing)
+    points = sweep.over(args.sweep) if args.sweep else []
+    found = list(problems(plan, needs, asked.drives, asked.host_bytes))
+    if args.plot is not None:
+        from infinity.cli.plots import plot_sweep  # noqa: PLC0415  (matplotlib is an extra)
+
+        plot_sweep(args.plot, args.sweep, points)
     if args.json:
-        print(json.dumps({**plan.facts(), "disk_s_per_step": seconds}))
-        return 0
-    _print_sizes(plan, seconds)
+        facts = {"model": asked.name, **plan.facts(), **asdict(needs), "disk_s_per_step": step.parts["disk"]}
+        facts |= {"step": _step_facts(step, args.tbw), "sweep": [asdict(point) for point in points], "problems": found}
+        print(json.dumps(facts))
+        return report_problems(found)
+    print(f"model           {asked.name}")
+    _print_sizes(plan)
+    print("\n".join(estimate_lines(plan, needs)))
+    if len(step.unknown) < len(step.parts):
+        _print_step(step, args.tbw)
+    if points:
+        print(f"\n{args.sweep:<16}{'step':>10}{'tokens/s':>12}  bound by")
+        for point in points:
+            print(f"{point.label:<16}{point.step_s:>8.2f} s{point.tokens_per_s:>12.1f}  {point.bottleneck}")
     if args.explain:
         _print_steps(plan)
-    return 0
+    return report_problems(found)
 
 
-def _print_sizes(plan: TrainingPlan, seconds: float | None) -> None:
+def _step_facts(step: StepTime, rated_bytes: int | None) -> dict[str, Any]:
+    wear = step.wear(rated_bytes or 0)
+    return {
+        "step_s": step.seconds,
+        "parts_s": dict(step.parts),
+        "windows": [{"name": window.name, "seconds": window.seconds, "bound": window.bound} for window in step.windows],
+        "unknown": step.unknown,
+        "bottleneck": step.bottleneck,
+        "tokens": step.tokens,
+        "tokens_per_s": step.tokens_per_s if step.seconds else None,
+        "flop_per_s": step.flop_per_s,
+        "efficiency": step.efficiency,
+        "break_even_tokens": step.break_even_tokens,
+        "written_bytes_per_day": wear[0],
+        "days_to_rated": wear[1] if rated_bytes and wear[0] else None,
+    }
+
+
+def _print_sizes(plan: TrainingPlan) -> None:
     coming = sum(unit.offloaded for unit in plan.units)
     print(f"parameters      {plan.params:,} in {len(plan.units)} units, of which {coming} come and go")
     print(f"state format    {plan.state_format}; updates: {plan.update_schedule}")
@@ -58,18 +99,38 @@ def _print_sizes(plan: TrainingPlan, seconds: float | None) -> None:
         f"host memory     {format_size(plan.host_bytes)} (at least {format_size(plan.needs.least_bytes)}, "
         f"at most {format_size(plan.needs.most_bytes)} is of use)"
     )
-    print(f"  parameters    {format_size(plan.split.params_bytes)}")
+    print(f"  parameters    {format_size(plan.split.params_bytes + plan.split.homes_bytes)}")
     print(f"  gradients     {format_size(plan.split.grads_bytes)}")
     print(f"  states kept   {format_size(plan.split.states_bytes)}")
     print(f"  tile ring     {format_size(plan.split.ring_bytes)}")
     print(f"  always there  {format_size(plan.needs.always_bytes)}")
-    print(f"nvme space      {format_size(plan.nvme_bytes)}")
     print(
         f"disk, per step  {format_size(plan.read_bytes)} read ({plan.read_bytes / plan.params:.2f} B/parameter), "
         f"{format_size(plan.write_bytes)} written ({plan.write_bytes / plan.params:.2f})"
     )
-    if seconds is not None:
-        print(f"                at least {seconds:.1f} s")
+
+
+def _print_step(step: StepTime, rated_bytes: int | None) -> None:
+    least = "at least " if step.unknown else ""
+    print(f"step            {least}{step.seconds:.2f} s, {step.tokens_per_s:,.1f} tokens/s; bound by {step.bottleneck}")
+    if step.unknown:
+        print(f"                without {', '.join(step.unknown)}: give --profile, or their rates")
+    for name, seconds in step.parts.items():
+        if seconds:
+            print(f"  {name:<14}{seconds:.2f} s if alone")
+    for window in step.windows:
+        print(f"  {window.name + ':':<28}{window.seconds:.2f} s, bound by {window.bound}")
+    if step.parts["compute"]:
+        print(f"computing       {step.efficiency:.0%} of the step, {_flops(step.flop_per_s)} a device")
+        print(f"break-even      {step.break_even_tokens:,.0f} tokens a step (now {step.tokens:,}) hide the rest")
+    day, days = step.wear(rated_bytes or 0)
+    if day and not step.unknown:
+        rated = f", {days:,.0f} days to {format_size(rated_bytes)}" if rated_bytes else ""
+        print(f"drive wear      {format_size(step.write_bytes)} a step, {format_size(day)} a day{rated}")
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.2f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.2f} GFLOP/s"
 
 
 def _print_steps(plan: TrainingPlan) -> None:

@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 from infinity.errors import ConfigError
+from infinity.integrations.as_deepspeed import FOLDER
 
 _COMMAND = Path(__file__).parent / "launch" / "command.py"  # not -m, which looks in the working directory first
+
+_COMMANDS = ("train", "profile")  # that several ranks run together
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,7 +20,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "run",
         help="run a script, or a command such as train, on several ranks",
-        description="A front to torchrun that gives every rank its share of the processor cores.",
+        description="A front to torchrun that gives every rank its share of the processor cores. In what it starts, "
+        "`import deepspeed` is infinity, so that scripts for DeepSpeed, and transformers' Trainer, run unchanged.",
     )
     parser.add_argument(
         "--ranks", "--num-gpus", "--num_gpus", type=int, metavar="N", help="processes on this node (default: its GPUs)"
@@ -25,23 +29,36 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines; start the same command on each")
     parser.add_argument("--node-rank", type=int, metavar="R", help="which of them this is, from 0 (not for Slurm)")
     parser.add_argument("--address", metavar="HOST[:PORT]", help="of the first machine, for all to meet at")
+    parser.add_argument("--max-restarts", type=int, metavar="N", help="start all ranks again after one fails, N times")
+    parser.add_argument(
+        "--shutdown-timeout",
+        type=int,
+        metavar="S",
+        help="seconds between SIGTERM and SIGKILL for the ranks: time to save (default: torchrun's, 30)",
+    )
+    parser.add_argument("--no-deepspeed", action="store_true", help="leave `import deepspeed` alone")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the script is a module's name")
-    parser.add_argument("script", help="a Python file, or an infinity command: train")
+    script = "a Python file, an infinity command (train or profile), or `accelerate launch ...`"
+    parser.add_argument("script", help=script)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replace this process by torchrun."""
+    """Replace this process by torchrun, or by accelerate, which starts torchrun itself."""
+    environment = dict(os.environ)
+    if not args.no_deepspeed:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER), environment.get("PYTHONPATH")]))
+    sys.stdout.flush()
+    if args.script == "accelerate" and not args.is_module and not Path(args.script).is_file():
+        os.execve(sys.executable, [sys.executable, *_accelerate(args)], environment)
     ranks = args.ranks if args.ranks is not None else _gpus() or 1
     if ranks < 1:
         raise ConfigError(f"--ranks is {ranks}; it must be at least 1")
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *_meeting(args)]
-    command += _target(args)
-    environment = dict(os.environ)
+    command += [*_endings(args), *_target(args)]
     # torchrun would give each rank one thread, and the optimizer runs on the processor.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    sys.stdout.flush()
     os.execve(sys.executable, command, environment)
 
 
@@ -66,17 +83,46 @@ def _meeting(args: argparse.Namespace) -> list[str]:
     return [*options, f"--master-port={port or 29500}"]
 
 
+def _endings(args: argparse.Namespace) -> list[str]:
+    """What torchrun does when a rank ends, or is to end, as its options.
+
+    Raises:
+        ConfigError: a number below what it can be.
+    """
+    options = []
+    for name, least in (("max_restarts", 0), ("shutdown_timeout", 1)):
+        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
+        if value is None:
+            continue
+        if value < least:
+            raise ConfigError(f"{option} is {value}; it must be at least {least}")
+        options.append(f"{option}={value}")
+    return options
+
+
+def _accelerate(args: argparse.Namespace) -> list[str]:
+    """The command line of accelerate.
+
+    Raises:
+        ConfigError: options that accelerate has under other names.
+    """
+    ours = (args.ranks, args.nodes, args.node_rank, args.address, args.max_restarts, args.shutdown_timeout)
+    if ours != (None, 1, None, None, None, None):
+        raise ConfigError("accelerate starts the ranks: give `accelerate launch` its own --num_processes and the like")
+    return ["-m", "accelerate.commands.accelerate_cli", *args.arguments]
+
+
 def _target(args: argparse.Namespace) -> list[str]:
     if args.is_module:
         return ["-m", args.script, *args.arguments]
-    if args.script == "train" and not Path(args.script).exists():
-        return [str(_COMMAND), "train", *args.arguments]
+    if args.script in _COMMANDS and not Path(args.script).exists():
+        return [str(_COMMAND), args.script, *args.arguments]
     if not Path(args.script).is_file():
-        raise ConfigError(f"{args.script} is no file: give a Python script, `train`, or -m and a module")
+        raise ConfigError(f"{args.script} is no file: give a Python script, `train`, `profile`, or -m and a module")
     return [args.script, *args.arguments]
 
 
 def _gpus() -> int:
     import torch  # noqa: PLC0415  (takes seconds)
 
-    return torch.cuda.device_count()
+    return torch.accelerator.device_count()

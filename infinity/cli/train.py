@@ -32,7 +32,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the data")
     parser.add_argument("--save-dir", type=Path, default=Path("checkpoints"), help="where checkpoints go")
     parser.add_argument("--save-every", type=int, metavar="N", help="save a checkpoint every N steps and at the end")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --save-dir")
+    parser.add_argument("--keep-last", type=int, metavar="N", help="remove all but the run's last N checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on from the last whole checkpoint in --save-dir")
     parser.add_argument(
         "--checkpoint-activations", action="store_true", help="keep the inputs of blocks only, and recompute the rest"
     )
@@ -42,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
-    for name in ("steps", "seq_len", "save_every", "micro_batch_size"):
+    for name in ("steps", "seq_len", "save_every", "keep_last", "micro_batch_size"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             save_dir=args.save_dir,
             save_every=args.save_every,
+            keep_last=args.keep_last,
             resume=args.resume,
             checkpoint_activations=args.checkpoint_activations,
             json=args.json,

@@ -40,6 +40,7 @@ NO_EFFECT: dict[str, str] = {
     "timers": "engine.stats() always has the seconds of each phase",
     "optimizer.legacy_fusion": "there is one implementation of each optimizer",
     "checkpoint.tag_validation": "all ranks write one checkpoint under one tag",
+    "checkpoint.use_node_local_storage": "every rank writes its own files, whether directories are shared or not",
     "checkpoint.load_universal": _CHECKPOINTS,
     "checkpoint.parallel_write": _CHECKPOINTS,
     "checkpoint.checkpoint_serialization": _CHECKPOINTS,
@@ -102,12 +103,12 @@ NO_EFFECT: dict[str, str] = {
     "activation_checkpointing.number_checkpoints": "the arena's size is tiering.activation_memory",
     "activation_checkpointing.synchronize_checkpoint_boundary": "nothing needs it",
     "activation_checkpointing.profile": "engine.stats() always has the seconds of each phase",
+    "torch_autocast.lower_precision_safe_modules": "gradients travel in communication_data_type",
     "bf16.immediate_grad_update": "gradients leave the parameters as backward produces them",
 }
 
 REFUSED: dict[str, str] = {
     "amp": "apex AMP is not supported; use bf16",
-    "torch_autocast": "use torch.autocast inside the model",
     "sparse_attention": "not supported; use the model's attention implementation",
     "tensorboard": "not supported; log engine.stats() from the training loop",
     "wandb": "not supported; log engine.stats() from the training loop",
@@ -124,7 +125,6 @@ REFUSED: dict[str, str] = {
     "eigenvalue": "not supported",
     "quantize_training": "not supported",
     "hybrid_engine": "not supported",
-    "checkpoint.use_node_local_storage": "all ranks write into one directory, which they must share",
     "data_types.param_dtype": "parameters have the dtype of fp16 or bf16, whichever is enabled",
     "data_types.buffer_dtype": "buffers that are saved have the parameters' dtype, others keep their own",
     "data_types.keep_in_fp32_modules": "buffers registered with persistent=False keep their own dtype",
@@ -133,7 +133,6 @@ REFUSED: dict[str, str] = {
     "datastates_ckpt": _CHECKPOINTS,
     "graph_harvesting": "not supported; removed from DeepSpeed",
     "gradient_allreduce_op": "gradients are averaged over the ranks; multiply the loss by their number for the sum",
-    "managed_gradient_accumulation": "set gradient_accumulation_steps, and call engine.step() after every backward",
     "weight_quantization": "quantised weights are for inference only",
     "expert_parallel": "not supported; a mixture-of-experts block is one unit",
     "pipeline": "use torch.distributed.pipelining",
@@ -166,7 +165,6 @@ DEPRECATED: dict[str, str] = {
 # Values of refused keys that ask for nothing, where that is not false or null.
 _OFF: dict[str, object] = {
     "gradient_allreduce_op": "mean",
-    "managed_gradient_accumulation": True,
     "sequence_parallel_size": 1,
     "data_types.keep_in_fp32_modules": [],
     "zero_optimization.zero_hpz_partition_size": 1,
@@ -193,7 +191,6 @@ _SWITCHES = dict.fromkeys(
         "progressive_layer_drop",
         "quantize_training",
         "tensorboard",
-        "torch_autocast",
         "wandb",
     ),
     "enabled",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import logging
 from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -40,12 +42,13 @@ def load_config(source: ConfigSource, *, auto: Mapping[str, Any] | None = None, 
     """
     values = _nest(_read(source))
     _fill(values, auto or {})
+    given = copy.deepcopy(values)
     _classify(values)
     try:
         root = RootSection.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_first_problem(error)) from None
-    return resolve(root, world_size)
+    return replace(resolve(root, world_size), source=given)
 
 
 # Reading #

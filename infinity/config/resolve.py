@@ -46,6 +46,8 @@ def resolve(root: RootSection, world_size: int) -> Config:
     precision = _precision(root)
     zero = root.zero_optimization
     _check_placement(zero)
+    if not root.managed_gradient_accumulation:
+        _check_unmanaged(root.tiering)
     return Config(
         train_batch_size=total,
         micro_batch_size=micro,
@@ -73,6 +75,8 @@ def resolve(root: RootSection, world_size: int) -> Config:
             root.aio.use_gds,
         ),
         communication=CommunicationConfig(root.communication.timeout),
+        managed_accumulation=root.managed_gradient_accumulation,
+        autocast=_autocast(root, precision),
     )
 
 
@@ -149,6 +153,45 @@ def _without_auto(name: str, section: BaseModel) -> dict[str, Any]:
             _log.info("configuration key %s.params.%s is auto: left to its default", name, key)
     params = {key: boolean(value) for key, value in values["params"].items() if value != "auto"}
     return {"type": values["type"], "params": params}
+
+
+def _autocast(root: RootSection, precision: Precision) -> bool:
+    """Whether the forward pass runs under `torch.autocast`.
+
+    Raises:
+        ConfigError: in another dtype than bfloat16, with parameters that are not float32, or layer-major.
+    """
+    section = root.torch_autocast
+    if not section.enabled:
+        return False
+    if section.dtype.removeprefix("torch.") not in ("bfloat16", "bf16"):
+        raise ConfigError(
+            f"torch_autocast.dtype is {section.dtype}, which is not supported: choose bfloat16; it needs no loss scale"
+        )
+    if precision != "fp32":
+        raise ConfigError(
+            f"torch_autocast and {precision} are enabled: autocast is for parameters in 32 bits; switch one of them off"
+        )
+    if root.tiering.accumulation == "layer":
+        raise ConfigError('torch_autocast with tiering.accumulation "layer" is not supported: set it to "micro_batch"')
+    return True
+
+
+def _check_unmanaged(tiering: TieringSection) -> None:
+    """Refuse what must know before a backward pass whether it is the last of its step.
+
+    Raises:
+        ConfigError: by the key.
+    """
+    for key, value, other in (
+        ("update_schedule", "backward", "deferred"),
+        ("accumulation", "layer", "micro_batch"),
+    ):
+        if getattr(tiering, key) == value:
+            raise ConfigError(
+                f"managed_gradient_accumulation is false, so that step() alone says where a step ends, but "
+                f"tiering.{key} is {value}, which must know it before: set it to {other}"
+            )
 
 
 def _offload(section: OffloadSection) -> OffloadConfig:

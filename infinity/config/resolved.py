@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,7 +122,10 @@ class Config:
         gradient_clipping: global norm to clip to; 0 for none.
         communication_data_type: in which gradients travel between ranks and are summed there; by default `precision`.
         grad_accum_dtype: in which the gradients of micro-batches are summed.
+        managed_accumulation: steps are counted by micro-batches; else each call of `step()` ends one.
+        autocast: the model's forward runs under `torch.autocast` in bfloat16.
         fp16: None unless `precision` is fp16.
+        source: the file's content as it was given; `config[key]` and `config.get(key)` read it.
     """
 
     train_batch_size: int
@@ -139,3 +142,18 @@ class Config:
     tiering: TieringConfig
     aio: AioConfig
     communication: CommunicationConfig = CommunicationConfig()
+    managed_accumulation: bool = True
+    autocast: bool = False
+    source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def accumulates(self) -> bool:
+        """The gradients of a step may come in several backward passes."""
+        return self.gradient_accumulation_steps > 1 or not self.managed_accumulation
+
+    def __getitem__(self, key: str) -> Any:
+        return self.source[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """What the file has at a key of its outermost level."""
+        return self.source.get(key, default)

@@ -94,6 +94,11 @@ class Bf16Section(Section):
     enabled: Bool = False
 
 
+class AutocastSection(Section):
+    enabled: Bool = False
+    dtype: str = "bfloat16"
+
+
 class DataTypesSection(Section):
     grad_accum_dtype: Dtype = "fp32"
 
@@ -153,6 +158,7 @@ class RootSection(Section):
     train_batch_size: Annotated[Count, Field(ge=1)] | None = None
     train_micro_batch_size_per_gpu: Annotated[Count, Field(ge=1)] | None = None
     gradient_accumulation_steps: Annotated[Count, Field(ge=1)] | None = None
+    managed_gradient_accumulation: Bool = True
     gradient_clipping: Number = Field(1.0, ge=0)
     communication_data_type: Dtype | None = None
     communication: CommunicationSection = CommunicationSection()
@@ -160,6 +166,7 @@ class RootSection(Section):
     scheduler: SchedulerSection | None = None
     fp16: Fp16Section = Fp16Section()
     bf16: Bf16Section = Field(Bf16Section(), alias="bfloat16")
+    torch_autocast: AutocastSection = AutocastSection()
     data_types: DataTypesSection = DataTypesSection()
     zero_optimization: ZeroSection = ZeroSection()
     activation_checkpointing: ActivationSection = ActivationSection()

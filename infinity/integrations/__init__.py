@@ -1,5 +1,30 @@
-"""Other libraries' models in infinity's engine."""
+"""Other libraries' models and calls in infinity's engine."""
 
-from infinity.integrations.pretrained import from_pretrained, pretrained_model
+from __future__ import annotations
 
-__all__ = ["from_pretrained", "pretrained_model"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infinity.integrations.adapters import load_adapters, save_adapters
+    from infinity.integrations.exports import save_pretrained
+    from infinity.integrations.pretrained import from_pretrained, pretrained_model
+    from infinity.integrations.reporting import report_tiers
+
+_HOMES = {
+    "from_pretrained": "pretrained",
+    "load_adapters": "adapters",
+    "pretrained_model": "pretrained",
+    "report_tiers": "reporting",
+    "save_adapters": "adapters",
+    "save_pretrained": "exports",
+}
+
+__all__ = ["from_pretrained", "load_adapters", "pretrained_model", "report_tiers", "save_adapters", "save_pretrained"]
+
+
+def __getattr__(name: str) -> Any:
+    # Not imported with the package: transformers is, and it may be what is importing this.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'infinity.integrations' has no attribute {name!r}")
+    return getattr(import_module(f"infinity.integrations.{_HOMES[name]}"), name)

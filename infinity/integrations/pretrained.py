@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from infinity.checkpoint import PretrainedWeights
+from infinity.config import Config, load_config, parse_size
 from infinity.engine import Engine
 from infinity.errors import ConfigError
+from infinity.integrations.inference import InferenceEngine, leave_room
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.setup import ConfigSource, initialize
+from infinity.tiers import accelerator
 from infinity.zero.meta import construct_on_meta
+from infinity.zero.ranks import world_size
 
 
 def from_pretrained(
-    path: str | Path, config: ConfigSource, *, model_class: Any | None = None, **more: Any
-) -> tuple[Engine, TieredOptimizer, Any | None, Any | None]:
-    """Train a model of transformers from its saved weights.
+    path: str | Path,
+    config: ConfigSource,
+    *,
+    model_class: Any | None = None,
+    inference: bool = False,
+    in_place: bool | None = None,
+    kv_cache: int | str | None = None,
+    **more: Any,
+) -> tuple[Engine, TieredOptimizer | None, Any | None, Any | None]:
+    """Train a model of transformers from its saved weights, or use it as it is.
 
     The model is built without memory; its safetensors are read one unit at a time, straight into the tiers.
 
@@ -28,24 +41,62 @@ def from_pretrained(
         path: a directory that `save_pretrained` or `Engine.save_16bit_model` wrote.
         config: as for `initialize`.
         model_class: a class of transformers; by default the architecture that the directory names.
+        inference: have no training state at all; the model is frozen, and in evaluation mode.
+        in_place: read frozen parameters where they lie, in every pass, and keep no copy of them on a drive. The files
+            must have the dtype that the model computes in, and stay as they are. By default for inference.
+        kv_cache: for inference, the most memory that keys and values take in `engine.generate`, such as "1GiB"; it is
+            taken from tiering.host_memory, or device_memory where there is a device.
         more: further arguments of `initialize`.
 
     Returns:
         What `initialize` returns.
 
     Raises:
-        ConfigError: it is no such directory, or its weights do not fit the architecture.
+        ConfigError: it is no such directory, its weights do not fit the architecture, or cannot be used in place.
         CheckpointError: a file of weights is missing or damaged.
     """
-    model, weights = pretrained_model(path, model_class=model_class)
-    return initialize(model=model, config=config, weights=weights, **more)
+    if kv_cache is not None and not inference:
+        raise ConfigError("kv_cache is for inference=True: in training, keys and values are activations")
+    in_place = inference if in_place is None else in_place
+    model, weights = pretrained_model(path, model_class=model_class, in_place=in_place)
+    if not inference:
+        return initialize(model=model, config=config, weights=weights, **more)
+    model.requires_grad_(False).eval()
+    cache_bytes = None
+    if kv_cache is not None:
+        cache_bytes = _size("kv_cache", kv_cache)
+        ranks = world_size(more.get("process_group"))
+        resolved = config if isinstance(config, Config) else load_config(config, world_size=ranks)
+        config = leave_room(resolved, cache_bytes, on_host=_computes_on_host(more))
+    more = {"trains": False, "engine_class": InferenceEngine, **more}
+    made = initialize(model=model, config=config, weights=weights, **more)
+    if isinstance(made[0], InferenceEngine):
+        made[0].cache_bytes = cache_bytes
+    return made
 
 
-def pretrained_model(path: str | Path, *, model_class: Any | None = None) -> tuple[nn.Module, PretrainedWeights]:
+def _size(name: str, value: int | str) -> int:
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _computes_on_host(more: Mapping[str, Any]) -> bool:
+    """As `initialize` chooses with these arguments."""
+    link = more.get("link")
+    if link is not None:
+        return not link.discrete
+    return torch.device(more.get("device") or accelerator() or "cpu").type == "cpu"
+
+
+def pretrained_model(
+    path: str | Path, *, model_class: Any | None = None, in_place: bool = False
+) -> tuple[nn.Module, PretrainedWeights]:
     """A model on the meta device, and where its weights are: the arguments `model` and `weights` of `initialize`.
 
-    For those who change the model in between, for example to freeze a part of it. Arguments and errors are those of
-    `from_pretrained`.
+    For those who change the model in between, for example to freeze a part of it or to put adapters on it. Arguments
+    and errors are those of `from_pretrained`.
     """
     path = Path(path)
     if not (path / "config.json").is_file():
@@ -62,7 +113,7 @@ def pretrained_model(path: str | Path, *, model_class: Any | None = None) -> tup
             model = _build(architecture, model_class or _class_of(path, architecture))
     except ValueError as error:
         raise ConfigError(f"{path} has a model that transformers does not build: {error}") from error
-    weights = PretrainedWeights(path, model)
+    weights = PretrainedWeights(path, model, in_place=in_place)
     weights.load_buffers(model)
     return model, weights
 

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -19,6 +20,7 @@ import aiofiles
 from infinity.errors import InfinityError, StorageError
 from infinity.io.directory import reopened
 from infinity.io.interface import IoEngine, IoFile, IoFuture, IoOptions, IoStats, Priority, Span, failure
+from infinity.io.latency import Histogram, Latencies
 from infinity.io.threads import MORE_THREADS, start_thread
 from infinity.telemetry import Times
 
@@ -100,6 +102,7 @@ class AiofilesEngine(IoEngine):
         self._owner = os.getpid()
         self._stats_lock = threading.Lock()
         self._moved = {"read": 0, "write": 0}
+        self._taken_s: dict[str, Counter[float]] = {"read": Counter(), "write": Counter()}
         self._requests = 0
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -139,7 +142,10 @@ class AiofilesEngine(IoEngine):
         async with self._slots:
             stamps.started_s = time.perf_counter()
             try:
-                return await self._move(operation, name, file, offset, span)
+                moved = await self._move(operation, name, file, offset, span)
+                with self._stats_lock:
+                    self._taken_s[operation][_rounded(time.perf_counter() - stamps.started_s)] += 1
+                return moved
             finally:
                 file.drop()
                 stamps.finished_s = time.perf_counter()
@@ -170,6 +176,11 @@ class AiofilesEngine(IoEngine):
         with self._stats_lock:
             return IoStats(self._moved["read"], self._moved["write"], self._requests, 0)
 
+    def latencies(self) -> Latencies:
+        with self._stats_lock:
+            read, write = (Histogram(tuple(self._taken_s[name].items())) for name in ("read", "write"))
+        return Latencies(read, write)
+
     def close(self) -> None:
         if self._closed:
             return
@@ -186,3 +197,8 @@ class AiofilesEngine(IoEngine):
         """Wait for every request that is under way."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*others, return_exceptions=True)
+
+
+def _rounded(seconds: float) -> float:
+    """To three digits, so that a histogram stays small."""
+    return float(f"{seconds:.3g}")

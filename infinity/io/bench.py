@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
-import random
+import resource
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 
 from infinity.errors import ConfigError, StorageError
 from infinity.io.directory import open_directory
-from infinity.io.interface import IoFuture, IoOptions, Priority, Span, create_file
+from infinity.io.interface import IoEngine, IoFile, IoFuture, IoOptions, IoStats, Priority, Span, create_file
+from infinity.io.latency import NO_LATENCIES, Latencies
+from infinity.io.patterns import Move, check_operation, moves
 from infinity.io.probe import open_engine
 
-OPERATIONS = ("read", "write", "mixed", "randread")
 _REQUEST_BYTES = 2 << 20  # of sequential requests at least, so that the engine and not Python cuts them
-_LATENCY_SAMPLES = 200
 _SPARE_SHARE = 0.05  # of a drive that is left free
+_ENDLESS = 1 << 62  # passes: the clock ends it
 
 
 @dataclass(frozen=True)
@@ -32,32 +34,52 @@ class BenchRun:
 
     Attributes:
         cpu_s: processor seconds, user and system, of the whole process.
+        passes: how often it went over the file; the last one may have been cut short.
+        blocks: system calls' worth of work, or requests where an engine does not cut them.
+        user_s, system_s: what `cpu_s` consists of.
+        caller_s: of these, those of the thread that cuts, submits and waits; the others are the engine's threads.
+            None where nobody knows.
+        latencies: of the blocks, while all this was under way.
     """
 
     seconds: float
     nbytes: int
     cpu_s: float
+    passes: int = 1
+    blocks: int = 0
+    user_s: float = 0.0
+    system_s: float = 0.0
+    caller_s: float | None = None
+    latencies: Latencies = NO_LATENCIES
 
     @property
     def bytes_per_s(self) -> float:
         return self.nbytes / self.seconds
 
     @property
+    def blocks_per_s(self) -> float:
+        return self.blocks / self.seconds
+
+    @property
     def cpu_s_per_gb(self) -> float:
         return self.cpu_s / (self.nbytes / 1e9)
 
 
-@dataclass(frozen=True)
-class _Request:
-    operation: str
-    offset: int
-    span: Span
+def request_bytes(options: IoOptions, most_bytes: int) -> int:
+    """Of a sequential request: whole blocks, half of what is in flight: when one is over, two more fill the queue."""
+    in_flight = options.queue_depth * options.block_size_bytes
+    wanted = min(max(_REQUEST_BYTES, in_flight // 2), most_bytes)
+    return max(1, wanted // options.block_size_bytes) * options.block_size_bytes
 
 
-def check_operation(operation: str) -> None:
-    """Raises ConfigError for one that does not exist."""
-    if operation not in OPERATIONS:
-        raise ConfigError(f"operation {operation!r} does not exist; choose one of {', '.join(OPERATIONS)}")
+def ring_bytes(options: IoOptions) -> int:
+    """Of the memory that a session moves blocks through, if it has so much.
+
+    Little more than is in flight, as fio has it: a host copies what is in its caches up to a fifth faster.
+    """
+    in_flight = options.queue_depth * options.block_size_bytes
+    request = request_bytes(options, max(_REQUEST_BYTES, in_flight))
+    return max(3 * request, in_flight + request)
 
 
 @contextmanager
@@ -90,11 +112,50 @@ def bench_file(directory: Path, size_bytes: int) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class _Moment:
+    """What the clocks and counters say now."""
+
+    seconds: float
+    cpu_s: float
+    caller_s: float
+    user_s: float
+    system_s: float
+    stats: IoStats
+    latencies: Latencies
+
+
+def _moment(engine: IoEngine) -> _Moment:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    stats, latencies = engine.stats(), engine.latencies()
+    cpu_s, caller_s = time.process_time(), time.thread_time()
+    return _Moment(time.perf_counter(), cpu_s, caller_s, usage.ru_utime, usage.ru_stime, stats, latencies)
+
+
+def _run_between(start: _Moment, end: _Moment, passes: int) -> BenchRun:
+    before, after = start.stats, end.stats
+    return BenchRun(
+        end.seconds - start.seconds,
+        after.bytes_read - before.bytes_read + after.bytes_written - before.bytes_written,
+        end.cpu_s - start.cpu_s,
+        passes,
+        after.blocks - before.blocks,
+        end.user_s - start.user_s,
+        end.system_s - start.system_s,
+        end.caller_s - start.caller_s,
+        end.latencies.since(start.latencies),
+    )
+
+
 class BenchSession:
     """An engine and a file to measure; a context manager.
 
     Args:
         buffers: memory to read into and write from; its content is what is written.
+
+    Attributes:
+        registered: the kernel keeps the buffers pinned, which spares it work for every block.
+        unfinished: what was measured of a run that an exception ended, Ctrl-C for one.
 
     Raises:
         ConfigError: the sizes do not fit together, or the backend does not work here.
@@ -107,21 +168,18 @@ class BenchSession:
                 f"--size {size_bytes} is too small for blocks of {self._block_bytes} bytes; use 64 of them"
             )
         self._size_bytes = size_bytes
-        in_flight = options.queue_depth * self._block_bytes
-        blocks = max(1, min(max(_REQUEST_BYTES, in_flight // 2), size_bytes // 4) // self._block_bytes)
-        self._request_bytes = blocks * self._block_bytes
-        # Little more memory than is in flight, as fio has it: a host copies what is in its caches up to a fifth faster.
-        ring = max(4 * self._request_bytes, 2 * in_flight)
-        self._buffers = Span(buffers.address, min(ring, buffers.nbytes), buffers.owner)
+        self._request_bytes = request_bytes(options, min(size_bytes // 4, buffers.nbytes // 3))
+        self.buffers = Span(buffers.address, min(ring_bytes(options), buffers.nbytes), buffers.owner)
         self._engine = open_engine(options, backend)
         try:
             self._file = self._engine.open(path)
-            self._engine.register(buffers)
+            self.registered = self._engine.register(buffers)
         except BaseException:
             self._engine.close()
             raise
         self.backend = self._engine.backend
         self.direct = self._file.direct
+        self.unfinished: BenchRun | None = None
 
     def __enter__(self) -> BenchSession:
         return self
@@ -132,66 +190,112 @@ class BenchSession:
         self._file.close()
         self._engine.close()
 
+    @property
+    def file(self) -> IoFile:
+        return self._file
+
+    @property
+    def engine(self) -> IoEngine:
+        return self._engine
+
+    @property
+    def moved_bytes(self) -> int:
+        """Read and written since the session began."""
+        stats = self._engine.stats()
+        return stats.bytes_read + stats.bytes_written
+
+    def moves(self, operation: str) -> Sequence[Move]:
+        """What one pass does, in order."""
+        return moves(operation, self._size_bytes, self._block_bytes, self._request_bytes)
+
     def fill(self) -> None:
         """Write every block once: those that never were would read as zeros, for free."""
-        self._move(self._sequential("write", 0, self._size_bytes))
+        self._perform(self.moves("write"), math.inf)
 
-    def run(self, operation: str, runtime_s: float = 0.0) -> BenchRun:
-        """One pass over the file, or as many whole ones as `runtime_s` takes."""
+    def run(
+        self,
+        operation: str,
+        runtime_s: float = 0.0,
+        *,
+        passes: int = 1,
+        most_passes: int | None = None,
+        until_s: float = math.inf,
+    ) -> BenchRun:
+        """Whole passes over the file: as many as `runtime_s` takes, and at least `passes`.
+
+        Args:
+            most_passes: not more than that, whatever the time.
+            until_s: a time of `time.perf_counter` at which to stop, also within a pass.
+        """
         check_operation(operation)
-        nbytes = 0
-        cpu_s = time.process_time()
-        start_s = time.perf_counter()
-        while nbytes == 0 or time.perf_counter() - start_s < runtime_s:
-            nbytes += self._move(self._requests(operation))
-        seconds = time.perf_counter() - start_s
-        return BenchRun(seconds, nbytes, time.process_time() - cpu_s)
+        requests = self.moves(operation)
+        self.unfinished = None
+        done = 0
+        start = _moment(self._engine)
+        try:
+            while done < passes or time.perf_counter() - start.seconds < runtime_s:
+                self._perform(requests, until_s)
+                done += 1
+                if done == most_passes or time.perf_counter() >= until_s:
+                    break
+        except BaseException:
+            self.unfinished = _run_between(start, _moment(self._engine), done + 1)
+            raise
+        return _run_between(start, _moment(self._engine), done)
 
-    def latency_s(self, operation: str) -> tuple[float, ...]:
-        """Seconds of single blocks, one at a time, spread over the file; sorted."""
-        start = self._engine.write if operation == "write" else self._engine.read
-        blocks = self._size_bytes // self._block_bytes
-        span = Span(self._buffers.address, self._block_bytes, self._buffers.owner)
-        seconds = []
-        for index in range(0, blocks, max(1, blocks // _LATENCY_SAMPLES)):
-            start_s = time.perf_counter()
-            start(self._file, index * self._block_bytes, span, Priority.DEMAND).result()
-            seconds.append(time.perf_counter() - start_s)
-        return tuple(sorted(seconds))
-
-    def _requests(self, operation: str) -> Sequence[_Request]:
-        if operation == "randread":
-            requests = self._sequential("read", 0, self._size_bytes, self._block_bytes)
-            random.shuffle(requests)
-            return requests
-        if operation == "mixed":
-            middle = self._size_bytes // 2 // self._request_bytes * self._request_bytes
-            pairs = zip(
-                self._sequential("read", 0, middle), self._sequential("write", middle, self._size_bytes), strict=False
-            )
-            return list(chain.from_iterable(pairs))
-        return self._sequential(operation, 0, self._size_bytes)
-
-    def _sequential(self, operation: str, begin: int, end: int, nbytes: int = 0) -> list[_Request]:
-        nbytes = nbytes or self._request_bytes
-        slots = self._buffers.nbytes // nbytes
-        return [
-            _Request(operation, at, Span(self._buffers.address + i % slots * nbytes, nbytes, self._buffers.owner))
-            for i, at in enumerate(range(begin, end - nbytes + 1, nbytes))
-        ]
-
-    def _move(self, requests: Sequence[_Request]) -> int:
-        """Run the requests with a few in flight, so that the engine's queue never runs dry; returns the bytes.
+    def _perform(self, requests: Sequence[Move], until_s: float) -> None:
+        """Run the requests with a few in flight, so that the engine's queue never runs dry.
 
         They are of the class that may use the whole queue depth.
         """
         in_flight: deque[IoFuture] = deque()
-        most = max(4, self._buffers.nbytes // requests[0].span.nbytes)
-        for request in requests:
+        slot_bytes = requests[0].nbytes  # the first is the longest
+        most = self.buffers.nbytes // slot_bytes
+        for number, request in enumerate(requests):
             while len(in_flight) >= most:
                 in_flight.popleft().result()
+            if time.perf_counter() >= until_s:
+                break
+            at = self.buffers.address + number % most * slot_bytes
             start = self._engine.read if request.operation == "read" else self._engine.write
-            in_flight.append(start(self._file, request.offset, request.span, Priority.DEMAND))
+            span = Span(at, request.nbytes, self.buffers.owner)
+            in_flight.append(start(self._file, request.offset, span, Priority.DEMAND))
         for future in in_flight:
             future.result()
-        return sum(request.span.nbytes for request in requests)
+
+
+def run_together(
+    sessions: Sequence[BenchSession], operation: str, runtime_s: float, most_passes: int | None = None
+) -> list[BenchRun]:
+    """The same operation on all at once, for so long: what each gives while the others are busy.
+
+    A stop from outside ends all of them and is raised here.
+
+    Args:
+        most_passes: none goes over its file more often than that, whatever the time.
+    """
+    if len(sessions) == 1:
+        until = time.perf_counter() + runtime_s
+        return [sessions[0].run(operation, until_s=until, passes=_ENDLESS, most_passes=most_passes)]
+    runs: list[BenchRun | None] = [None] * len(sessions)
+    errors: list[Exception] = []
+    gate = threading.Barrier(len(sessions) + 1)
+    until_s = [math.inf]
+
+    def measure(index: int) -> None:
+        gate.wait()
+        try:
+            runs[index] = sessions[index].run(operation, passes=_ENDLESS, most_passes=most_passes, until_s=until_s[0])
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=measure, args=(index,), daemon=True) for index in range(len(sessions))]
+    for thread in threads:
+        thread.start()
+    until_s[0] = time.perf_counter() + runtime_s
+    gate.wait()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [run for run in runs if run is not None]

@@ -1,17 +1,95 @@
-"""Runs fio on the same work, to be compared with."""
+"""Runs fio on the same work, to be compared with: same bytes and order, same memory, same way into the kernel."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.io.bench import BenchRun
 from infinity.io.interface import IoOptions
+from infinity.io.latency import Histogram, Latencies
+from infinity.io.pages import child_huge_page_bytes, huge_pages_for_children
+from infinity.io.patterns import Move
 
-_MODES = {"read": "read", "write": "write", "mixed": "rw", "randread": "randread"}
+ENGINES = {"io_uring": "io_uring", "threads": "psync"}
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True)
+class FioJob:
+    """The work of a session, for fio.
+
+    Attributes:
+        engine: fio's own; see `fio_engine`.
+        order: what one pass does, where fio has no pattern of its own for it; empty otherwise. It is replayed from a
+            log, with which fio cannot register its file.
+        registered: buffers are registered with the kernel.
+        huge_pages: buffers lie in huge pages, or not.
+    """
+
+    path: Path
+    size_bytes: int
+    operation: str
+    options: IoOptions
+    engine: str
+    order: Sequence[Move] = ()
+    registered: bool = True
+    huge_pages: bool = False
+
+    def command(self, passes: int = 1, log: Path | None = None) -> list[str]:
+        """What is run; one without a log can be run again by hand."""
+        options = self.options
+        depth = options.queue_depth if self.engine != "psync" else 1
+        command = [
+            "fio",
+            "--name=bench",
+            f"--bs={options.block_size_bytes}",
+            f"--iodepth={depth}",
+            f"--ioengine={self.engine}",
+            f"--direct={int(options.direct)}",
+            "--randrepeat=0",
+            "--scramble_buffers=0",  # or it spends processor time on changing what it writes, as we do not
+            "--clat_percentiles=0",
+            "--lat_percentiles=1",  # from fio's hands to the end, as ours
+            "--output-format=json+",
+        ]
+        if self.engine == "io_uring":
+            command.append(f"--fixedbufs={int(self.registered)}")
+            command.append(f"--registerfiles={int(log is None)}")
+            polling = (("sqthread_poll", options.sqpoll), ("hipri", options.iopoll))
+            command += [f"--{name}=1" for name, on in polling if on]
+        if log is not None:
+            return [*command, f"--read_iolog={log}", "--replay_no_stall=1"]
+        return [*command, f"--filename={self.path}", f"--rw={self.operation}", f"--loops={passes}", *self._shares()]
+
+    def _shares(self) -> list[str]:
+        """The file, whole; or in a part for each of the threads that engines of blocking calls need for any depth."""
+        block = self.options.block_size_bytes
+        blocks = self.size_bytes // block
+        threads = min(self.options.queue_depth, self.options.threads, blocks)
+        if self.engine != "psync" or threads == 1:
+            return [f"--size={blocks * block}"]
+        share = blocks // threads * block
+        return [f"--size={share}", f"--offset_increment={share}", f"--numjobs={threads}", "--group_reporting"]
+
+
+def fio_engine(backend: str, wanted: str | None = None) -> str:
+    """The engine of fio to put beside a backend: its counterpart, or the one that is wanted.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if backend not in ENGINES:
+        raise ConfigError(f"fio has nothing like the backend {backend}; compare {' or '.join(ENGINES)}")
+    return wanted or ENGINES[backend]
 
 
 def fio_version() -> str:
@@ -25,38 +103,102 @@ def fio_version() -> str:
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def run_fio(path: Path, size_bytes: int, operation: str, options: IoOptions, *, runtime_s: float = 0.0) -> BenchRun:
-    """One pass of fio (io_uring, O_DIRECT, registered files and buffers) over an existing file.
+def run_fio(job: FioJob, passes: int = 1) -> BenchRun:
+    """Whole passes of fio over an existing file.
 
-    The processor seconds are those that fio counts for its job, without its start-up.
+    The processor seconds are those that fio counts for its jobs, without its start-up.
 
     Raises:
         ConfigError: fio is not installed or refuses; the message has its reason.
     """
-    command = [
-        "fio",
-        "--name=bench",
-        f"--filename={path}",
-        f"--size={size_bytes}",
-        f"--rw={_MODES[operation]}",
-        f"--bs={options.block_size_bytes}",
-        f"--iodepth={options.queue_depth}",
-        "--ioengine=io_uring",
-        "--direct=1",
-        "--registerfiles=1",
-        "--fixedbufs=1",
-        "--randrepeat=0",
-        "--scramble_buffers=0",  # or it spends processor time on changing what it writes, as we do not
-        "--output-format=json",
-        *([f"--runtime={runtime_s}", "--time_based=1"] if runtime_s else []),
+    with _started(job, passes) as fio:
+        return _result(_facts(*fio), job, passes)
+
+
+def fio_huge_page_bytes(job: FioJob) -> int:
+    """Most of fio's memory that is seen in huge pages during one pass of a job.
+
+    Raises:
+        ConfigError: as `run_fio`.
+    """
+    seen = 0
+    with _started(job, passes=1) as (child, output):
+        while child.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_LOOK_EVERY_S)
+            seen = max(seen, child_huge_page_bytes(child.pid))
+        _facts(child, output)
+    return seen
+
+
+@contextlib.contextmanager
+def _started(job: FioJob, passes: int) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """fio under way, and the file that it will write its results into."""
+    with tempfile.TemporaryDirectory(prefix="infinity-fio-") as directory:
+        output = Path(directory) / "output.json"
+        log = Path(directory) / "order.log" if job.order else None
+        if log is not None:
+            log.write_text(_replay_log(job, passes))
+        command = [*job.command(passes, log), f"--output={output}"]
+        with huge_pages_for_children(job.huge_pages) as environment:
+            try:
+                child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=directory, env=environment)
+            except FileNotFoundError as error:
+                raise ConfigError("fio is not installed; install it or leave the comparison out") from error
+        try:
+            yield child, output
+        finally:
+            if child.poll() is None:
+                child.terminate()  # it ends its jobs, which a kill would leave behind
+            child.__exit__(None, None, None)  # waits, and closes what it wrote to
+
+
+def _facts(child: subprocess.Popen[str], output: Path) -> dict[str, Any]:
+    """What fio says of its jobs, once it is over."""
+    _, errors = child.communicate()
+    text = output.read_text() if output.exists() else ""
+    if child.returncode or "{" not in text:
+        raise ConfigError(f"fio failed: {errors.strip() or text.strip() or f'it ended with {child.returncode}'}")
+    facts: dict[str, Any] = json.loads(text[text.index("{") :])["jobs"][0]
+    return facts
+
+
+def _replay_log(job: FioJob, passes: int) -> str:
+    """The order in fio's words, a line a block.
+
+    It must not close the file: what is in flight then would not be waited for.
+    """
+    block = job.options.block_size_bytes
+    lines = [
+        f"{job.path} {move.operation} {offset} {block}"
+        for move in job.order
+        for offset in range(move.offset, move.offset + move.nbytes, block)
     ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except FileNotFoundError as error:
-        raise ConfigError("fio is not installed; install it or leave the comparison out") from error
-    except subprocess.CalledProcessError as error:
-        raise ConfigError(f"fio failed: {error.stderr.strip() or error.stdout.strip()}") from error
-    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    seconds = max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3
-    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
-    return BenchRun(seconds, job["read"]["io_bytes"] + job["write"]["io_bytes"], cpu_s)
+    return "\n".join(["fio version 2 iolog", f"{job.path} add", f"{job.path} open", *lines * passes, ""])
+
+
+def _result(facts: dict[str, Any], job: FioJob, passes: int) -> BenchRun:
+    read, write = facts["read"], facts["write"]
+    seconds = max(read["runtime"], write["runtime"]) / 1e3
+    if not seconds:
+        raise ConfigError("fio was over in less than a millisecond: use a larger --size")
+    # In a replay fio forgets to count the bytes that are in flight when the log ends, though it waits for them.
+    planned_bytes = sum(move.nbytes for move in job.order) * passes
+    nbytes = planned_bytes or read["io_bytes"] + write["io_bytes"]
+    busy_s = facts["job_runtime"] / 1e3 / 100
+    user_s, system_s = facts["usr_cpu"] * busy_s, facts["sys_cpu"] * busy_s
+    return BenchRun(
+        seconds,
+        nbytes,
+        user_s + system_s,
+        passes,
+        blocks=nbytes // job.options.block_size_bytes,
+        user_s=user_s,
+        system_s=system_s,
+        latencies=Latencies(_histogram(read), _histogram(write)),
+    )
+
+
+def _histogram(facts: dict[str, Any]) -> Histogram:
+    bins = facts["lat_ns"].get("bins", {})
+    return Histogram(tuple((int(ns) / 1e9, count) for ns, count in bins.items()))

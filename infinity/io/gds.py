@@ -93,7 +93,7 @@ class DeviceReads:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="infinity-gds")
 
     def start(
-        self, pieces: Sequence[tuple[Path, int, int]], target: torch.Tensor, wait: Callable[[], None]
+        self, pieces: Sequence[tuple[Path, int, int]], target: torch.Tensor, wait: Callable[[], object]
     ) -> IoFuture:
         """Start filling `target` (uint8, on the device) with (path, offset, nbytes) after `wait` has returned."""
         try:
@@ -102,7 +102,7 @@ class DeviceReads:
             raise InfinityError(f"a read into device memory gets no thread ({error}): {MORE_THREADS}") from error
 
     def _timed_read(
-        self, pieces: Sequence[tuple[Path, int, int]], target: torch.Tensor, wait: Callable[[], None]
+        self, pieces: Sequence[tuple[Path, int, int]], target: torch.Tensor, wait: Callable[[], object]
     ) -> tuple[int, float, float]:
         """Bytes, and when the read began and was over."""
         wait()

@@ -12,6 +12,7 @@ from pathlib import Path
 from infinity.config.schema import BLOCK_ALIGN_BYTES, MOST_IN_FLIGHT, MOST_THREADS
 from infinity.errors import ConfigError, StorageError
 from infinity.io.directory import create_private, reopened, reserve
+from infinity.io.latency import Histogram, Latencies
 from infinity.telemetry import Times
 
 
@@ -46,6 +47,7 @@ class IoOptions:
         queue_depth: most pieces in flight.
         threads: of the thread and aiofiles backends.
         sqpoll, iopoll: io_uring's polling modes.
+        direct: past the page cache, where the filesystem can.
     """
 
     block_size_bytes: int = 1 << 20
@@ -53,6 +55,7 @@ class IoOptions:
     threads: int = 8
     sqpoll: bool = False
     iopoll: bool = False
+    direct: bool = True
 
     def __post_init__(self) -> None:
         """Refuse what the kernel would refuse later, or what no memory holds."""
@@ -183,6 +186,10 @@ class IoEngine(ABC):
     @abstractmethod
     def stats(self) -> IoStats:
         """Totals since the engine was opened."""
+
+    def latencies(self) -> Latencies:
+        """How long blocks took since the engine was opened, from its hands to their end; empty if it does not know."""
+        return Latencies(Histogram(()), Histogram(()))
 
     @abstractmethod
     def close(self) -> None:

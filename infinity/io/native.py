@@ -21,6 +21,7 @@ from infinity.io.interface import (
     check_aligned,
     failure,
 )
+from infinity.io.latency import Histogram, Latencies
 from infinity.io.threads import MORE_THREADS
 from infinity.telemetry import Times
 
@@ -29,8 +30,8 @@ _WITHOUT_TIMEOUT = -1.0
 
 
 class _NativeFile(IoFile):
-    def __init__(self, source: Path, read_only: bool, name: Path, engine: _aio.Engine) -> None:
-        self._native: _aio.File | None = _aio.File(str(source), read_only)
+    def __init__(self, source: Path, read_only: bool, name: Path, engine: _aio.Engine, direct: bool) -> None:
+        self._native: _aio.File | None = _aio.File(str(source), read_only, direct)
         self._engine = engine
         self.path = name
         self.direct = self._native.direct
@@ -86,6 +87,7 @@ class NativeEngine(IoEngine):
 
     def __init__(self, backend: str, options: IoOptions, faults: Mapping[str, int] | None = None) -> None:
         self.backend = backend
+        self._direct = options.direct
         self._engine = _aio.Engine(
             backend=backend,
             block_nbytes=options.block_size_bytes,
@@ -98,8 +100,8 @@ class NativeEngine(IoEngine):
         self._registered: list[Span] = []  # the kernel uses their pages until the engine is closed
 
     def _open(self, source: Path, read_only: bool, name: Path) -> IoFile:
-        file = _NativeFile(source, read_only, name, self._engine)
-        if not file.direct:
+        file = _NativeFile(source, read_only, name, self._engine, self._direct)
+        if self._direct and not file.direct:
             _log.warning("%s: no direct I/O on this filesystem; reads and writes go through the page cache", name)
         return file
 
@@ -133,6 +135,10 @@ class NativeEngine(IoEngine):
 
     def stats(self) -> IoStats:
         return IoStats(*self._engine.stats())
+
+    def latencies(self) -> Latencies:
+        reads, writes = self._engine.latencies()
+        return Latencies(Histogram(tuple(reads)), Histogram(tuple(writes)))
 
     def close(self) -> None:
         self._engine.close()

@@ -9,6 +9,7 @@ from infinity.kernels.machine import (
     use_instruction_set,
 )
 from infinity.kernels.rules import AdagradHyper, Hyper, LionHyper, Rule, SgdHyper
+from infinity.kernels.torch_ops import update_in_torch
 from infinity.kernels.update import (
     SCALE_BLOCK,
     Dither,
@@ -44,5 +45,6 @@ __all__ = [
     "store_moment",
     "thread_count",
     "update",
+    "update_in_torch",
     "use_instruction_set",
 ]

@@ -18,9 +18,35 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import ClassVar, Protocol
 
-from infinity.kernels._native import _adam
+
+class Loop(Enum):
+    """The arithmetic of a rule; Adam's coupled decay is a loop of its own."""
+
+    ADAMW = auto()
+    ADAM = auto()
+    ADAGRAD = auto()
+    LION = auto()
+    SGD = auto()
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a loop multiplies with; csrc/adam/kernels.h says what each is for. Rounded to float32 where it is used."""
+
+    grad_scale: float
+    step_size: float
+    param_factor: float = 1.0
+    l2: float = 0.0
+    m_factor: float = 0.0
+    m_weight: float = 0.0
+    v_factor: float = 0.0
+    v_weight: float = 0.0
+    blend: float = 0.0
+    inv_bias2: float = 1.0
+    eps: float = 0.0
 
 
 class Rule(Protocol):
@@ -42,8 +68,8 @@ class Rule(Protocol):
     @property
     def grad_scale(self) -> float: ...
 
-    def native(self) -> tuple[_adam.Rule, _adam.Scalars]:
-        """The loop to run and its numbers."""
+    def loop(self) -> tuple[Loop, Numbers]:
+        """What to run, and with what."""
         ...
 
     def __hash__(self) -> int: ...
@@ -71,9 +97,9 @@ class Hyper:
     first: ClassVar[str | None] = "exp_avg"
     second: ClassVar[str | None] = "exp_avg_sq"
 
-    def native(self) -> tuple[_adam.Rule, _adam.Scalars]:
+    def loop(self) -> tuple[Loop, Numbers]:
         coupled = not self.decoupled and self.weight_decay != 0.0
-        scalars = _adam.Scalars(
+        numbers = Numbers(
             grad_scale=self.grad_scale,
             param_factor=1.0 - self.lr * self.weight_decay if self.decoupled else 1.0,
             l2=self.weight_decay if coupled else 0.0,
@@ -84,7 +110,7 @@ class Hyper:
             inv_bias2=1.0 / math.sqrt(1.0 - self.beta2**self.step),
             eps=self.eps,
         )
-        return (_adam.Rule.adam if coupled else _adam.Rule.adamw), scalars
+        return (Loop.ADAM if coupled else Loop.ADAMW), numbers
 
 
 @dataclass(frozen=True)
@@ -101,10 +127,10 @@ class AdagradHyper:
     first: ClassVar[str | None] = None
     second: ClassVar[str | None] = "sum"
 
-    def native(self) -> tuple[_adam.Rule, _adam.Scalars]:
+    def loop(self) -> tuple[Loop, Numbers]:
         step_size = -self.lr / (1.0 + (self.step - 1) * self.lr_decay)
-        scalars = _adam.Scalars(grad_scale=self.grad_scale, l2=self.weight_decay, step_size=step_size, eps=self.eps)
-        return _adam.Rule.adagrad, scalars
+        numbers = Numbers(grad_scale=self.grad_scale, l2=self.weight_decay, step_size=step_size, eps=self.eps)
+        return Loop.ADAGRAD, numbers
 
 
 @dataclass(frozen=True)
@@ -121,8 +147,8 @@ class LionHyper:
     first: ClassVar[str | None] = "exp_avg"
     second: ClassVar[str | None] = None
 
-    def native(self) -> tuple[_adam.Rule, _adam.Scalars]:
-        scalars = _adam.Scalars(
+    def loop(self) -> tuple[Loop, Numbers]:
+        numbers = Numbers(
             grad_scale=self.grad_scale,
             param_factor=1.0 - self.lr * self.weight_decay,
             step_size=-self.lr,
@@ -130,7 +156,7 @@ class LionHyper:
             m_weight=1.0 - self.beta2,
             blend=1.0 - self.beta1,
         )
-        return _adam.Rule.lion, scalars
+        return Loop.LION, numbers
 
 
 @dataclass(frozen=True)
@@ -147,8 +173,8 @@ class SgdHyper:
     first: ClassVar[str | None] = "momentum_buffer"
     second: ClassVar[str | None] = None
 
-    def native(self) -> tuple[_adam.Rule, _adam.Scalars]:
-        scalars = _adam.Scalars(
+    def loop(self) -> tuple[Loop, Numbers]:
+        numbers = Numbers(
             grad_scale=self.grad_scale,
             l2=self.weight_decay,
             step_size=-self.lr,
@@ -156,4 +182,4 @@ class SgdHyper:
             m_weight=1.0,
             blend=float(self.nesterov),
         )
-        return _adam.Rule.sgd, scalars
+        return Loop.SGD, numbers

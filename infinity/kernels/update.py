@@ -6,13 +6,13 @@ for every instruction set, number of threads, and way of cutting a tensor into p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 import torch
 
 from infinity.kernels._native import DTYPES, _adam, check
-from infinity.kernels.rules import Hyper, Rule
+from infinity.kernels.rules import Hyper, Loop, Rule
 
 SCALE_BLOCK: int = _adam.SCALE_BLOCK  # elements that share the scale of an 8-bit moment
 
@@ -20,6 +20,13 @@ _MOMENT_KINDS = {
     torch.float32: _adam.MomentKind.f32,
     torch.bfloat16: _adam.MomentKind.bf16,
     torch.uint8: _adam.MomentKind.int8,
+}
+_LOOPS = {
+    Loop.ADAMW: _adam.Rule.adamw,
+    Loop.ADAM: _adam.Rule.adam,
+    Loop.ADAGRAD: _adam.Rule.adagrad,
+    Loop.LION: _adam.Rule.lion,
+    Loop.SGD: _adam.Rule.sgd,
 }
 # dtype of the parameter -> what lies beside it, and how the kernels call the pair
 _PARAM_KINDS = {
@@ -114,7 +121,8 @@ def update(
 @lru_cache(maxsize=64)
 def _native(rule: Rule) -> tuple[_adam.Rule, _adam.Scalars]:
     """The same numbers serve every tile of a step."""
-    return rule.native()
+    loop, numbers = rule.loop()
+    return _LOOPS[loop], _adam.Scalars(**asdict(numbers))
 
 
 def adam_fp32(

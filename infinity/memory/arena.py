@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import copy
 from types import TracebackType
 
 import torch
@@ -59,22 +60,45 @@ class Arena:
 
     Args:
         capacity_bytes: rounded up to whole pages. Physical memory is taken when it is first touched.
-        pin: also register it with CUDA, so that a GPU copies from and to it directly.
+        pin: also register it with this device's driver, so that the device copies from and to it directly.
 
     Attributes:
         used_bytes, peak_bytes: leased now, and at most so far.
-        torn: an interrupt has left a lease half made.
     """
 
-    def __init__(self, capacity_bytes: int, *, pin: bool = False) -> None:
+    def __init__(self, capacity_bytes: int, *, pin: torch.device | None = None) -> None:
+        self._begin(capacity_bytes)
+        self._mapping = make_mapping(max(self.capacity_bytes, LEASE_ALIGN_BYTES), HUGE_PAGE_BYTES)
+        self._mapping.open()
+        self._address = self._mapping.address
+        self._pinned_for: torch.device | None = None
+        if pin is not None and _register(pin, self._mapping.address, self._mapping.nbytes):
+            self._pinned_for = pin
+
+    def _begin(self, capacity_bytes: int) -> None:
         self.capacity_bytes = _round_up(capacity_bytes)
         self.used_bytes = 0
         self.peak_bytes = 0
-        self.torn = False
-        self._mapping = make_mapping(max(self.capacity_bytes, LEASE_ALIGN_BYTES), HUGE_PAGE_BYTES)
-        self._mapping.open()
+        self._torn = False
+        self._parts: list[Arena] = []
         self._free = FreeList(self.capacity_bytes)
-        self._pinned = pin and _cuda_register(self._mapping.address, self._mapping.nbytes)
+
+    @property
+    def torn(self) -> bool:
+        """An interrupt has left a lease half made."""
+        return self._torn or any(part.torn for part in self._parts)
+
+    def part(self, nbytes: int) -> Arena:
+        """An arena within this one, so that what is leased there neither takes nor divides the room of others.
+
+        Raises:
+            CapacityError: no hole is large enough.
+        """
+        part = copy.copy(self)
+        part._begin(nbytes)
+        part._address = self.lease(nbytes).keep()
+        self._parts.append(part)
+        return part
 
     def lease(self, nbytes: int) -> Lease:
         """Lease `nbytes`, aligned to a page, with undefined content.
@@ -93,26 +117,26 @@ class Arena:
     def try_lease(self, nbytes: int) -> Lease | None:
         """As `lease`; None where there is no room."""
         size = _round_up(nbytes)
-        self.torn = True
+        self._torn = True
         offset = self._free.take(size)
         lease = None
         if offset is not None:
             self.used_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-            lease = Lease(self, self._mapping.address + offset, nbytes)
-        self.torn = False
+            lease = Lease(self, self._address + offset, nbytes)
+        self._torn = False
         return lease
 
     def _give_back(self, address: int, nbytes: int) -> None:
         size = _round_up(nbytes)
-        self._free.give(address - self._mapping.address, size)
+        self._free.give(address - self._address, size)
         self.used_bytes -= size
 
     def close(self) -> None:
         """Give the physical memory back. Nothing may use a lease any more."""
-        if self._pinned:
-            _cuda_unregister(self._mapping.address)
-            self._pinned = False
+        if self._pinned_for is not None:
+            _unregister(self._pinned_for, self._mapping.address)
+            self._pinned_for = None
         self._mapping.shut()
 
 
@@ -140,6 +164,11 @@ class Lease:
         length = self.nbytes - offset_bytes if nbytes is None else nbytes
         return Span(self.address + offset_bytes, length, self)
 
+    def keep(self) -> int:
+        """Never give the memory back; its address."""
+        self._arena = None
+        return self.address
+
     def release(self) -> None:
         """Give the memory back; once."""
         if self._arena is None:
@@ -160,19 +189,32 @@ def _round_up(nbytes: int) -> int:
     return -(-nbytes // LEASE_ALIGN_BYTES) * LEASE_ALIGN_BYTES
 
 
-def _cuda_register(address: int, nbytes: int) -> bool:
-    """Page-lock a range for CUDA.
+# Registering host memory is a driver's own call, which torch has no common name for: `register_host` and
+# `unregister_host` are what a device module other than CUDA's may offer.
+
+
+def _register(device: torch.device, address: int, nbytes: int) -> bool:
+    """Page-lock a range for a device; False for a device that takes memory as it is.
 
     Raises:
         CapacityError: the driver refuses.
     """
-    status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-    if int(status) != 0:
+    if device.type == "cuda":
+        status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    else:
+        register = getattr(torch.get_device_module(device), "register_host", None)
+        if register is None:
+            return False
+        status = int(register(address, nbytes))
+    if status != 0:
         raise CapacityError(
-            f"CUDA cannot pin {nbytes} bytes of host memory (error {int(status)}): lower tiering.host_memory"
+            f"{device.type} cannot pin {nbytes} bytes of host memory (error {status}): lower tiering.host_memory"
         )
     return True
 
 
-def _cuda_unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+def _unregister(device: torch.device, address: int) -> None:
+    if device.type == "cuda":
+        torch.cuda.cudart().cudaHostUnregister(address)
+    else:
+        torch.get_device_module(device).unregister_host(address)

@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import psutil
+import torch
 
 
 class _Kind(NamedTuple):
@@ -19,6 +20,15 @@ class _Kind(NamedTuple):
 
 _V1 = _Kind(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 _V2 = _Kind(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a device's memory, or of the host's, that this process could take now."""
+    if device.type == "cpu":
+        return available_memory_bytes()
+    module = torch.get_device_module(device)
+    cached = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0]) + int(cached)
 
 
 def available_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:

@@ -1,8 +1,22 @@
-"""The ledger of one tier's budget."""
+"""What a memory is used for: one ledger a memory, with parts that have a share of its budget each."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from infinity.errors import CapacityError
+
+_PAGE_BYTES = 4096  # shares are rounded up to whole ones
+
+
+class Part(Protocol):
+    """Counts the bytes of its share."""
+
+    @property
+    def capacity_bytes(self) -> int: ...
+
+    @property
+    def peak_bytes(self) -> int: ...
 
 
 class Budget:
@@ -34,3 +48,50 @@ class Budget:
     def give(self, nbytes: int) -> None:
         """Count `nbytes` as free again."""
         self.used_bytes -= nbytes
+
+
+class Ledger:
+    """All that one memory is used for.
+
+    Attributes:
+        parts: by name; together they stay within the capacity.
+    """
+
+    def __init__(self, key: str, capacity_bytes: int) -> None:
+        self.key = key
+        self.capacity_bytes = capacity_bytes
+        self.parts: dict[str, Part] = {}
+
+    def count(self, name: str, part: Part) -> None:
+        """A part has its share from now on.
+
+        Raises:
+            CapacityError: the shares exceed the capacity.
+        """
+        self.parts[name] = part
+        shares = sum(part.capacity_bytes for part in self.parts.values())
+        if shares > self.capacity_bytes + _PAGE_BYTES * len(self.parts):
+            told = ", ".join(f"{name} {part.capacity_bytes}" for name, part in self.parts.items())
+            raise CapacityError(f"{self.key} is {self.capacity_bytes} bytes but its parts need {shares}: {told}")
+
+    def open(self, name: str, capacity_bytes: int) -> Budget:
+        """A part that counts bytes."""
+        budget = Budget(f"{self.key} for {name}", capacity_bytes)
+        self.count(name, budget)
+        return budget
+
+    def open_within(self, name: str, most_bytes: int) -> Budget:
+        """A part of at most so many bytes, in what the others leave; none is counted where that is nothing."""
+        left = self.capacity_bytes - sum(part.capacity_bytes for part in self.parts.values())
+        nbytes = max(0, min(left, most_bytes))
+        return self.open(name, nbytes) if nbytes else Budget(f"{self.key} for {name}", 0)
+
+    def fix(self, name: str, nbytes: int) -> None:
+        """A part that is used as a whole."""
+        if nbytes:
+            self.open(name, nbytes).take(nbytes, name)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the parts have used."""
+        return sum(part.peak_bytes for part in self.parts.values())

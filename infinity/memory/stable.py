@@ -15,6 +15,8 @@ _PAGE_BYTES = 4096
 class StableMemory(Protocol):
     """Memory whose tensors stay valid while it is freed and allocated again; it begins as freed."""
 
+    nbytes: int
+
     def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first `numel` elements as a 1-D tensor; made while allocated, valid whenever allocated."""
 

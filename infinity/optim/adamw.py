@@ -61,7 +61,7 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError("offload='nvme' needs nvme_path, a directory on the drive, and only that")
         self._nvme_path = Path(nvme_path) if nvme_path is not None else None
         self._state_format = state_format
-        self._homes: dict[torch.Tensor, tuple[StatesHome, int]] = {}
+        self._placed: dict[torch.Tensor, tuple[StatesHome, int]] = {}
         self._steps: dict[torch.Tensor, int] = {}
         self._started: set[torch.Tensor] = set()  # updated by a hook since the last step()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -70,14 +70,14 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if self._homes:  # later than the constructor's own groups
+        if self._placed:  # later than the constructor's own groups
             self._settle_in(self.param_groups[-1]["params"])
 
     def close(self) -> None:
         """Finish what is under way and give up the states."""
         for home in self._each_home():
             home.close()
-        self._homes.clear()
+        self._placed.clear()
 
     @property
     def has_stepped(self) -> bool:
@@ -131,7 +131,7 @@ class AdamW(torch.optim.Optimizer):
         if gradient.is_sparse:
             raise ConfigError("a gradient is sparse; give this parameter another optimizer")
         step = self._steps.get(parameter, 0) + 1
-        home, unit = self._homes[parameter]
+        home, unit = self._placed[parameter]
         home.start_update(unit, parameter, gradient, self._hyper(group, step))
         self._steps[parameter] = step
 
@@ -155,7 +155,7 @@ class AdamW(torch.optim.Optimizer):
         for index, parameter in enumerate(ordered):
             if parameter not in self._steps:
                 continue  # never updated, as in torch
-            home, unit = self._homes[parameter]
+            home, unit = self._placed[parameter]
             values = {name: flat.view(parameter.shape) for name, flat in home.read(unit, parameter).items()}
             step = torch.tensor(float(self._steps[parameter]), dtype=torch.float32, device="cpu")
             packed["state"][index] = {"step": step, **values}
@@ -178,7 +178,7 @@ class AdamW(torch.optim.Optimizer):
         self._steps.clear()
         for saved_id, parameter in zip(saved_ids, ordered, strict=True):
             values = state_dict["state"].get(saved_id)
-            home, unit = self._homes[parameter]
+            home, unit = self._placed[parameter]
             if values is None:
                 home.reset(unit, parameter)
                 continue
@@ -198,10 +198,10 @@ class AdamW(torch.optim.Optimizer):
                 raise ConfigError(f"state_format {self._state_format!r} does not serve {dtype} parameters; use 'auto'")
             name = self._state_format if lossy else _FORMAT_OF[dtype]
             home = StatesHome(members, name, self._nvme_path)
-            self._homes.update((parameter, (home, unit)) for unit, parameter in enumerate(members))
+            self._placed.update((parameter, (home, unit)) for unit, parameter in enumerate(members))
 
     def _each_home(self) -> list[StatesHome]:
-        return list(dict.fromkeys(home for home, _ in self._homes.values()))
+        return list(dict.fromkeys(home for home, _ in self._placed.values()))
 
 
 class Adam(AdamW):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -16,8 +17,10 @@ from infinity.memory import Arena
 from infinity.optim import formats
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
 from infinity.optim.pipeline import MOST_SLOTS, Segment, UpdateJob, UpdatePipeline, UpdateTicket
+from infinity.schedule.placement import cut_into_tiles
 from infinity.telemetry import Counters
-from infinity.tiers.states import StateStore, cut_into_tiles
+from infinity.tiers import Memory
+from infinity.tiers.states import StateStore
 from infinity.tiers.swap import SwapPath, open_swap
 
 
@@ -52,19 +55,16 @@ class StatesHome:
         with ExitStack() as undo:
             if nvme_path is None:
                 arena = Arena(max(SHARD_ALIGN, sum(map(tile_bytes, cut_into_tiles(shards, tile_numel)))))
-                swap = None
             else:
                 arena = Arena(slot_count * slot_bytes)
-                swap = open_swap([SwapPath(nvme_path)], IoOptions())
-                undo.callback(swap.close)
             undo.callback(arena.close)
+            swap = open_swap([SwapPath(nvme_path)] if nvme_path else [], IoOptions())
+            undo.callback(swap.close)
             slots = [arena.lease(slot_bytes) for _ in range(slot_count)]
-            store = StateStore(
-                shards, tile_numel, tile_bytes, arena=arena, resident_bytes=0, swap=swap, counters=Counters()
-            )
-            if swap is not None:
-                swap.create()
-            self._pipeline = UpdatePipeline(self.layout, store, slots, lambda *_: None, Counters())
+            homes = repeat(Memory.NVME if nvme_path else Memory.HOST)
+            store = StateStore(shards, tile_numel, tile_bytes, homes, arena=arena, swap=swap, counters=Counters())
+            swap.create()
+            self._pipeline = UpdatePipeline(self.layout, store, slots, Counters())
             undo.callback(self._pipeline.close)
             for unit, parameter in enumerate(parameters):
                 self.reset(unit, parameter)
@@ -84,7 +84,7 @@ class StatesHome:
             _flat(gradient.detach()),
             segments=(Segment(0, flat.numel(), hyper),),
             ready=(),
-            write_back=False,
+            write=None,
             seed=hyper.step << 24 | unit,
         )
         self._pending.append(_Pending(self._pipeline.submit(job), parameter, flat))
@@ -97,7 +97,7 @@ class StatesHome:
         """
         pending, self._pending = self._pending, []
         for update in pending:
-            update.ticket.wait()
+            update.ticket.result()
             if update.flat.data_ptr() != update.parameter.data_ptr():
                 update.parameter.detach().copy_(update.flat.view(update.parameter.shape))
 
@@ -112,7 +112,7 @@ class StatesHome:
         flat = _flat(parameter.detach())
         names = ["exp_avg", "exp_avg_sq"] + (["master"] if self.layout.master else [])
         whole = {name: torch.empty(flat.numel(), dtype=torch.float32, device="cpu") for name in names}
-        for start, stop, fields in self._tiles(unit, flat.numel(), writable=False):
+        for start, stop, fields in self._tiles(unit, flat.numel(), fresh=False):
             part = formats.read_moments(self.layout, fields)
             if self.layout.master:
                 part["master"] = formats.read_master(self.layout, flat[start:stop], fields)
@@ -125,7 +125,7 @@ class StatesHome:
         flat = _flat(parameter.detach())
         sources = {name: _flat(value.detach()).float() for name, value in values.items()}
         master = sources.get("master") if self.layout.master else None
-        for start, stop, fields in self._tiles(unit, flat.numel(), writable=True):
+        for start, stop, fields in self._tiles(unit, flat.numel(), fresh=True):
             here = flat[start:stop]
             formats.init_states(self.layout, here.float() if master is None else master[start:stop], here, fields)
             if "exp_avg" in sources:
@@ -134,9 +134,9 @@ class StatesHome:
         if flat.data_ptr() != parameter.data_ptr():
             parameter.detach().copy_(flat.view(parameter.shape))
 
-    def _tiles(self, unit: int, numel: int, *, writable: bool) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
+    def _tiles(self, unit: int, numel: int, *, fresh: bool) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
         """Range within the parameter and fields of every tile of a unit, without the padding."""
-        for tile, fields in self._pipeline.tiles(unit, writable=writable):
+        for tile, fields in self._pipeline.tiles(unit, writable=fresh, fresh=fresh):
             stop = min(tile.start + tile.numel, numel)
             if tile.start < stop:
                 yield tile.start, stop, self.layout.narrow(fields, 0, stop - tile.start)

@@ -11,6 +11,7 @@ import torch
 from infinity.config.values import number, switch
 from infinity.errors import ConfigError
 from infinity.kernels import AdagradHyper, Hyper, LionHyper, Rule, SgdHyper
+from infinity.optim.named import Lion
 
 Values = Mapping[str, Any]
 
@@ -73,7 +74,7 @@ ADAGRAD = OptimizerKind(
     (torch.optim.Adagrad,),
     ("initial_accumulator_value", "maximize"),
 )
-LION = OptimizerKind("lion", {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}, _lion)
+LION = OptimizerKind("lion", {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}, _lion, (Lion,))
 SGD = OptimizerKind(
     "sgd",
     {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False},
@@ -176,7 +177,7 @@ def kind_of(optimizer: torch.optim.Optimizer, *, also_adam: bool = False) -> tup
         kept = {key: value for key, value in group.items() if key not in _FOR_TORCH_ALONE}
         if kind is ADAM:
             own = getattr(optimizer, "decoupled", isinstance(optimizer, torch.optim.AdamW))  # infinity.optim's say so
-            kept["decoupled"] = bool(own) or bool(group.get("decoupled_weight_decay"))
+            kept["decoupled"] = bool(group.get("decoupled_weight_decay", own))
         groups.append(kept)
     return kind, groups
 

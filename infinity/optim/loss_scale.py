@@ -24,6 +24,7 @@ class LossScale:
 
     Attributes:
         value: the factor now.
+        overflow: the gradients of the last step were not finite, and the step was left out.
     """
 
     value: float
@@ -32,6 +33,7 @@ class LossScale:
     hysteresis: int
     minimum: float
     consecutive: bool = False
+    overflow: bool = False
     _step: int = 0
     _last_overflow: int = -1
     _forgiven: int = 0
@@ -58,6 +60,7 @@ class LossScale:
         Raises:
             NonFiniteError: gradients overflow although the scale is at its minimum already.
         """
+        self.overflow = overflow
         if not self.dynamic:
             return
         if overflow:

@@ -108,7 +108,7 @@ def _stairs(height: float, count: int) -> float:
     return math.floor(height * count + 1e-9) / count if count else height
 
 
-class OneCycle(LRScheduler):
+class OneCycleLR(LRScheduler):
     """One cycle of the learning rate and, the other way round, of the momentum (`betas[0]`); then both decay.
 
     As in DeepSpeed, but that `betas[1]` is left as it is, where DeepSpeed sets 0.99.
@@ -210,13 +210,13 @@ def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer) ->
     }
     if config.type not in makers:
         raise ConfigError(f"scheduler.type is {config.type!r}; choose one of {', '.join(makers)}")
-    params = _Params(config)
+    params = Params(config)
     schedule = makers[config.type](params, optimizer)
     params.check_all_read()
     return schedule
 
 
-class _Params:
+class Params:
     """A scheduler section's parameters, with a record of which were read."""
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -259,6 +259,28 @@ class _Params:
             raise ConfigError(f"scheduler.params.warmup_type is {kind!r}; choose log or linear")
         return Warmup(max(2, steps), kind)
 
+    def decay(self) -> WarmupDecay:
+        total = self.total()
+        return WarmupDecay(self.warmup(), total)
+
+    def cosine(self) -> WarmupCosine:
+        total = self.total()
+        warmup_min, cosine_min = self.number("warmup_min_ratio", 0.0), self.number("cos_min_ratio", 1e-4)
+        return WarmupCosine(self.warmup(), total, warmup_min, cosine_min)
+
+    def range_test(self) -> RangeTest:
+        return RangeTest(
+            self.whole("lr_range_test_step_size", 2000, least=1),
+            self.number("lr_range_test_step_rate", 1.0),
+            self.switch("lr_range_test_staircase", False),
+        )
+
+    def cycle(self) -> Cycle:
+        first = self.whole("cycle_first_step_size", 2000, least=1)
+        stairs = self.whole("cycle_first_stair_count", 0)
+        second = self.whole("cycle_second_step_size", first)
+        return Cycle(first, second, stairs, self.whole("cycle_second_stair_count", stairs))
+
     def check_all_read(self) -> None:
         if self._unread:
             raise ConfigError(f"scheduler.params.{next(iter(self._unread))} is unknown to {self._type}")
@@ -268,52 +290,36 @@ def _group_lrs(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def _warmup(params: _Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
+def _warmup(params: Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
     low = params.rates("warmup_min_lr", params.get("warmup_min_lr", 0.0), optimizer)
     high = params.get("warmup_max_lr", None)
     bounds = _group_lrs(optimizer) if high is None else params.rates("warmup_max_lr", high, optimizer)
     return FactorLR(optimizer, params.warmup(), low, bounds)
 
 
-def _warmup_decay(params: _Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    total = params.total()
+def _warmup_decay(params: Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    factor = params.decay()
     low = params.rates("warmup_min_lr", params.get("warmup_min_lr", 0.0), optimizer)
     high = params.rates("warmup_max_lr", params.get("warmup_max_lr", 1e-3), optimizer)
-    return FactorLR(optimizer, WarmupDecay(params.warmup(), total), low, high)
+    return FactorLR(optimizer, factor, low, high)
 
 
-def _warmup_cosine(params: _Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    total = params.total()
-    warmup_min = params.number("warmup_min_ratio", 0.0)
-    cosine_min = params.number("cos_min_ratio", 1e-4)
-    factor = WarmupCosine(params.warmup(), total, warmup_min, cosine_min)
-    return FactorLR(optimizer, factor, [0.0] * len(optimizer.param_groups), _group_lrs(optimizer))
+def _warmup_cosine(params: Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return FactorLR(optimizer, params.cosine(), [0.0] * len(optimizer.param_groups), _group_lrs(optimizer))
 
 
-def _range_test(params: _Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
+def _range_test(params: Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
     low = params.rates("lr_range_test_min_lr", params.get("lr_range_test_min_lr", 1e-3), optimizer)
-    factor = RangeTest(
-        params.whole("lr_range_test_step_size", 2000, least=1),
-        params.number("lr_range_test_step_rate", 1.0),
-        params.switch("lr_range_test_staircase", False),
-    )
-    return FactorLR(optimizer, factor, [0.0] * len(low), low)
+    return FactorLR(optimizer, params.range_test(), [0.0] * len(low), low)
 
 
-def _one_cycle(params: _Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
+def _one_cycle(params: Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
     low = params.rates("cycle_min_lr", params.need("cycle_min_lr"), optimizer)
     high = params.rates("cycle_max_lr", params.need("cycle_max_lr"), optimizer)
-    first = params.whole("cycle_first_step_size", 2000, least=1)
-    first_stairs = params.whole("cycle_first_stair_count", 0)
-    cycle = Cycle(
-        first,
-        params.whole("cycle_second_step_size", first),
-        first_stairs,
-        params.whole("cycle_second_stair_count", first_stairs),
-    )
+    cycle = params.cycle()
     momentum = (params.number("cycle_min_mom", 0.8), params.number("cycle_max_mom", 0.9))
     cycles = params.switch("cycle_momentum", True) and "betas" in optimizer.defaults
-    return OneCycle(
+    return OneCycleLR(
         optimizer,
         cycle,
         low,

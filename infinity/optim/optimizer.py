@@ -11,6 +11,7 @@ from torch import nn
 from infinity.errors import ConfigError, InfinityError
 from infinity.kernels import Rule
 from infinity.optim.kinds import ADAM, OptimizerKind
+from infinity.optim.loss_scale import LossScale
 
 ParamsOrGroups = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 
@@ -23,6 +24,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     Attributes:
         kind: which optimizer it is.
+        loss_scaler: the engine's loss scale, of fp16 training; its `value` is 1 otherwise.
         run_step: what `step()` does, and `drop_gradients` what `zero_grad()` does; the engine that owns the states sets
             them.
     """
@@ -32,11 +34,25 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.kind = kind
         self.run_step: Callable[[], object] | None = None
         self.drop_gradients: Callable[[], None] | None = None
+        self.loss_scaler = LossScale.of(None)
+
+    def check_trains(self) -> None:
+        """There is something to train.
+
+        Raises:
+            InfinityError: the engine was made without an optimizer.
+        """
+        if not any(group["params"] for group in self.param_groups):
+            raise InfinityError(
+                "this engine has no optimizer: it evaluates and generates only. Give initialize an optimizer, or the "
+                "configuration an optimizer section"
+            )
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """As the engine's `step()`, which calls this for an update, since torch's LR schedulers watch for that."""
         if closure is not None:
             raise ConfigError("closures need several backward passes a step; call engine.backward() and engine.step()")
+        self.check_trains()
         if self.run_step is None:
             raise InfinityError("this optimizer belongs to no engine; infinity.initialize makes one that does")
         self._opt_called = True
@@ -52,6 +68,33 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         if self.drop_gradients is not None:
             self.drop_gradients()
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before backward."""
+        return self.loss_scaler.value
+
+    @property
+    def cur_scale(self) -> float:
+        """The same."""
+        return self.loss_scaler.value
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """The loss scale follows the gradients."""
+        return self.loss_scaler.dynamic
+
+    @property
+    def overflow(self) -> bool:
+        """The last step was left out, because its gradients were not finite."""
+        return self.loss_scaler.overflow
+
+    def share_groups(self, given: torch.optim.Optimizer) -> None:
+        """Have the groups be those of the optimizer that they were taken from: what a scheduler of it changes in them
+        counts, and so for another one that shares them."""
+        for index, group in enumerate(given.param_groups):
+            group.update(self.param_groups[index])
+            self.param_groups[index] = group
 
     def state_dict(self) -> dict[str, Any]:
         """The groups' hyper-parameters; the states themselves are saved by `engine.save_checkpoint`."""

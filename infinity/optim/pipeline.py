@@ -12,10 +12,11 @@ home is below, without waiting.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import threading
-from collections import deque
+import time
+from bisect import insort
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,23 +25,26 @@ from operator import attrgetter
 import torch
 
 from infinity.errors import InfinityError
-from infinity.io import IoFuture, Priority
 from infinity.io.threads import start_thread
 from infinity.kernels import Dither, Rule
 from infinity.memory import Lease
 from infinity.optim.formats import StateLayout, update
-from infinity.telemetry import Counters, StallCause, Waits
-from infinity.tiers import Arrival
-from infinity.tiers.states import StateStore, Tile, tile_buffer
+from infinity.telemetry import Counters, Times, Waits
+from infinity.tiers.copies import Memory, Move, Transfer
+from infinity.tiers.ring import Ring
+from infinity.tiers.states import StateStore, Tile
 
 # At the least one tile is read, one updated, one written, and one is slack between the rates. But a drive is busy for
 # as long as requests wait for it, and a worker on a busy machine is late by milliseconds, which many small tiles in
 # flight bridge: on two cores 16 of 4 MiB kept a drive busy for 98% of the time, 4 of 16 MiB for 88%.
 LEAST_SLOTS, MOST_SLOTS = 4, 16
 
+_HOST = Memory.HOST  # a look-up in an Enum takes 0.2 us
 _LEAVE_S = 10.0  # a tile takes milliseconds; a drive that hangs must not keep the process from ending
 
-WriteParams = Callable[[int, int, int], "IoFuture | None"]  # (unit, start, numel)
+_rank = attrgetter("rank")
+
+WriteParams = Callable[[int, int, int], "Transfer | None"]  # (unit, start, numel): starts writing them to their home
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class UpdateJob:
         grad: gradients, same length.
         segments: what to update, and how; elements outside are left alone.
         ready: what `param` and `grad` still wait for.
-        write_back: also write the updated parameters to their home.
+        write: for every tile, starts writing the updated parameters to their home; None where they stay in memory.
         seed: of this update's stochastic rounding.
         first: position of the shard's first element in the unit; shards of several ranks round differently.
         needed: when the unit is needed next; the lowest goes first among units that nobody waits for yet.
@@ -72,8 +76,8 @@ class UpdateJob:
     param: torch.Tensor
     grad: torch.Tensor
     segments: tuple[Segment, ...]
-    ready: tuple[Arrival, ...]
-    write_back: bool
+    ready: tuple[Move, ...]
+    write: WriteParams | None
     seed: int = 0
     first: int = 0
     needed: int = 0
@@ -85,28 +89,31 @@ class UpdateTicket:
 
     Attributes:
         tiles: those of the unit that are not updated yet, in order.
-        missing: arrivals that the update still has to wait for.
+        missing: moves that the update still has to wait for.
         awaited: somebody waits for this update and no other.
         begun: a tile has been updated.
     """
 
     job: UpdateJob
     tiles: deque[Tile]
-    missing: tuple[Arrival, ...]
+    missing: tuple[Move, ...]
     awaited: bool = False
     begun: bool = False
     computed: Future[None] = field(default_factory=Future)
-    writes: list[IoFuture] = field(default_factory=list)
+    writes: list[Transfer] = field(default_factory=list)
 
     @property
     def rank(self) -> tuple[bool, bool, int]:
         """Lowest goes first. What is begun is finished, since that gives back the memory of its gradients."""
         return not self.awaited, not self.begun, self.job.needed
 
-    def finished(self) -> bool:
+    def done(self) -> bool:
         return self.computed.done() and all(write.done() for write in self.writes)
 
-    def wait(self) -> None:
+    def times(self) -> Times | None:
+        return None
+
+    def result(self) -> None:
         """Block until everything is computed and written.
 
         Raises:
@@ -124,29 +131,19 @@ class UpdatePipeline:
         waits: what the worker waited for; who waits for a ticket waits for that too.
 
     Args:
-        slots: ring of leases, each as large as a full tile; empty where every tile lives in host memory.
-        write_params: starts writing a range of a unit's parameters to their home.
+        slots: of the ring, each as large as a full tile; empty where every tile lives in host memory.
     """
 
-    def __init__(
-        self,
-        layout: StateLayout,
-        states: StateStore,
-        slots: Sequence[Lease],
-        write_params: WriteParams,
-        counters: Counters,
-    ) -> None:
+    def __init__(self, layout: StateLayout, states: StateStore, slots: Sequence[Lease], counters: Counters) -> None:
         self._layout = layout
         self._states = states
-        self._write_params = write_params
         self._counters = counters
         self.waits = Waits(counters.timeline)
-        self._free = deque(slots)
-        self._writing: deque[tuple[Tile, Lease, IoFuture]] = deque()
-        self._reads: dict[tuple[int, int], tuple[Lease, IoFuture]] = {}
+        self._ring = Ring(states, slots, self.waits)
         self._queue: list[UpdateTicket] = []  # in the order of their ranks
         self._views: dict[tuple[Lease, int], dict[str, torch.Tensor]] = {}  # of that many elements in a lease
-        self._expected: tuple[int, ...] = ()
+        self._queued: Counter[int] = Counter()  # by unit
+        self._expected: dict[int, None] = {}
         self._wake = threading.Condition()
         self._closing = False
         self._leaving = False
@@ -160,7 +157,7 @@ class UpdatePipeline:
     def expect(self, units: Sequence[int]) -> None:
         """Say which units will be submitted next, in order; their tiles are read ahead into free slots."""
         with self._wake:
-            self._expected = tuple(units)
+            self._expected = dict.fromkeys(units)
             self._wake.notify()
 
     def submit(self, job: UpdateJob) -> UpdateTicket:
@@ -169,9 +166,9 @@ class UpdatePipeline:
         with self._wake:
             if self._closing:
                 raise InfinityError("the optimizer pipeline is closed")
-            self._queue.append(ticket)
-            self._sort()
-            self._expected = tuple(unit for unit in self._expected if unit != job.unit)
+            insort(self._queue, ticket, key=_rank)
+            self._queued[job.unit] += 1
+            self._expected.pop(job.unit, None)
             self._wake.notify()
         return ticket
 
@@ -182,18 +179,12 @@ class UpdatePipeline:
             StorageError: a read of this job failed.
         """
         if not ticket.computed.done():
-            ticket.awaited = True
-            self._sort()
+            with self._wake:
+                if ticket in self._queue:
+                    self._queue.remove(ticket)
+                    ticket.awaited = True
+                    insort(self._queue, ticket, key=_rank)
         ticket.computed.result()
-
-    def first_computed(self, tickets: Sequence[UpdateTicket]) -> UpdateTicket:
-        """Wait until one of these updates is computed, or has failed, and return it."""
-        with self._wake:
-            while True:
-                for ticket in tickets:
-                    if ticket.computed.done():
-                        return ticket
-                self._wake.wait()
 
     def tiles(
         self, unit: int, *, writable: bool, fresh: bool = False
@@ -208,27 +199,22 @@ class UpdatePipeline:
             The tile, and its fields as 1-D tensors by name.
         """
         self._park()
-        writes: list[IoFuture] = []
+        writes: list[Transfer] = []
         for tile in self._states.tiles(unit):
-            if isinstance(tile.home, Lease):
-                yield tile, self._fields(tile.home, tile)
-                continue
-            slot = self._take_slot()
+            self._ring.hold(tile, fresh=fresh)
             try:
-                if not fresh:
-                    self._states.read(tile, slot, Priority.DEMAND).result()
-                yield tile, self._fields(slot, tile)
-            except BaseException:
-                self._free.append(slot)
-                raise
-            if writable:
-                writes.append(self._states.write(tile, slot))
-                self._writing.append((tile, slot, writes[-1]))
-            else:
-                self._free.append(slot)
+                if writable:
+                    tile.begin_write(_HOST)  # of what is held nothing moves
+                yield tile, self._fields(tile)
+                if writable:
+                    tile.end_write(_HOST)
+            finally:
+                write = self._ring.let_go(tile)
+            if write is not None:
+                writes.append(write)
+        self._ring.clear()
         for write in writes:
             write.result()
-        self._settle_writes()
 
     def geometry(self, unit: int) -> list[tuple[int, int]]:
         """First element and elements of every tile of a unit."""
@@ -242,9 +228,7 @@ class UpdatePipeline:
         """Finish what is queued and stop the worker."""
         self._stop()
         atexit.unregister(self._leave)
-        for key in list(self._reads):
-            self._give_up_read(key)
-        self._settle_writes()
+        self._ring.clear()
         self._views.clear()  # they hold on to the memory
 
     def _leave(self) -> None:
@@ -268,17 +252,16 @@ class UpdatePipeline:
         with self._wake:
             if self._queue:
                 raise RuntimeError("optimizer states cannot be visited while updates are queued")
-            self._expected = ()
+            self._expected = {}
             while not self._idle:
                 self._wake.wait()
-        for key in list(self._reads):
-            self._give_up_read(key)
+        self._ring.clear()
 
     # The worker #
 
     def _run(self) -> None:
         while self._has_work():
-            self._settle_writes(all_of_them=False)
+            self._ring.reap()
             self._read_ahead()
             ticket = self._next_ticket()
             if ticket is not None:
@@ -301,36 +284,34 @@ class UpdatePipeline:
     def _next_ticket(self) -> UpdateTicket | None:
         """The one to go on with: the nearest to being updated, and of those the first in rank."""
         with self._wake:
+            for ticket in self._queue:
+                if self._distance(ticket) == 0:
+                    return ticket
             return min(self._queue, key=self._distance, default=None)
-
-    def _sort(self) -> None:
-        """There is another ticket, or one's rank has changed."""
-        with self._wake:
-            self._queue.sort(key=attrgetter("rank"))
 
     def _distance(self, ticket: UpdateTicket) -> int:
         """What keeps the ticket's next tile from being updated: 0 nothing, 1 a transfer, 2 one that is not begun."""
-        if not all(arrival.future.done() for arrival in ticket.missing):
+        if ticket.missing and not all(move.done() for move in ticket.missing):
             return 1
-        if not ticket.tiles or isinstance(ticket.tiles[0].home, Lease):
+        if not ticket.tiles or self._ring.is_here(ticket.tiles[0]):
             return 0
-        if (held := self._reads.get(_key(ticket.tiles[0]))) is None:
-            return 2
-        return 0 if held[1].done() else 1
+        return 1 if self._ring.has(ticket.tiles[0]) else 2
 
     def _advance(self, ticket: UpdateTicket) -> None:
         """Update one more tile of a unit."""
         try:
-            for arrival in ticket.missing:
-                with self.waits.waiting(arrival.cause):
-                    arrival.future.result()
+            for move in ticket.missing:
+                with self.waits.waiting(move.cause):
+                    move.transfer.result()
             ticket.missing = ()
             if ticket.tiles:
                 self._update(ticket, ticket.tiles[0])
                 ticket.tiles.popleft()
                 if not ticket.begun:
-                    ticket.begun = True
-                    self._sort()
+                    with self._wake:
+                        self._queue.remove(ticket)
+                        ticket.begun = True
+                        insort(self._queue, ticket, key=_rank)
         except BaseException as error:  # whoever waits for the ticket gets it
             self._end(ticket, error)
         else:
@@ -339,153 +320,74 @@ class UpdatePipeline:
 
     def _end(self, ticket: UpdateTicket, error: BaseException | None = None) -> None:
         for tile in ticket.tiles:
-            self._give_up_read(_key(tile))
+            self._ring.give_up(tile)
         if error is None:
             ticket.computed.set_result(None)
         else:
             ticket.computed.set_exception(error)
         with self._wake:
             self._queue.remove(ticket)
+            self._queued[ticket.job.unit] -= 1
             self._wake.notify_all()
 
     def _update(self, ticket: UpdateTicket, tile: Tile) -> None:
         job = ticket.job
-        place = tile.home if isinstance(tile.home, Lease) else self._slot_with(tile)
-        write: IoFuture | None = None
+        self._ring.hold(tile)
         try:
-            with self._counters.updating(job.unit, tile.nbytes):
-                touched = self._compute(job, tile, self._fields(place, tile))
-            if touched and place is not tile.home:
-                write = self._states.write(tile, place)
+            touched = self._compute(job, tile)
         finally:
-            if write is not None:
-                self._writing.append((tile, place, write))
-                ticket.writes.append(write)
-            elif place is not tile.home:
-                self._free.append(place)
-        if touched and job.write_back:
-            param_write = self._write_params(job.unit, tile.start, tile.numel)
-            if param_write is not None:
-                ticket.writes.append(param_write)
+            write = self._ring.let_go(tile)
+        if write is not None:
+            ticket.writes.append(write)
+        if touched and job.write is not None and (write := job.write(job.unit, tile.start, tile.numel)) is not None:
+            ticket.writes.append(write)
 
-    def _compute(self, job: UpdateJob, tile: Tile, fields: dict[str, torch.Tensor]) -> bool:
-        touched = False
-        stop = tile.start + tile.numel
-        for segment in job.segments:
-            low, high = max(segment.start, tile.start), min(segment.stop, stop)
-            if low >= high:
-                continue
-            touched = True
-            whole = high - low == tile.numel
-            local = fields if whole else self._layout.narrow(fields, low - tile.start, high - tile.start)
+    def _compute(self, job: UpdateJob, tile: Tile) -> bool:
+        """Update what the job's segments have of a tile; False if that is nothing."""
+        start, stop = tile.start, tile.start + tile.numel
+        parts = [part for part in job.segments if max(part.start, start) < min(part.stop, stop)]
+        if not parts:
+            return False
+        begun_s = time.perf_counter()
+        fields = self._fields(tile)
+        tile.begin_write(_HOST)  # of what is held nothing moves
+        for part in parts:
+            low, high = max(part.start, start), min(part.stop, stop)
+            local = fields if high - low == tile.numel else self._layout.narrow(fields, low - start, high - start)
             dither = Dither(job.seed, job.first + low)
-            update(self._layout, job.param[low:high], local, job.grad[low:high], segment.rule, dither)
-        return touched
+            update(self._layout, job.param[low:high], local, job.grad[low:high], part.rule, dither)
+        tile.end_write(_HOST)
+        self._counters.updated(job.unit, tile.nbytes, begun_s)
+        return True
 
-    def _fields(self, place: Lease, tile: Tile) -> dict[str, torch.Tensor]:
-        """The tile's fields where it lies."""
-        key = (place, tile.numel)
+    def _fields(self, tile: Tile) -> dict[str, torch.Tensor]:
+        """The fields of a tile where it is held."""
+        assert tile.lease is not None
+        key = (tile.lease, tile.numel)
         if key not in self._views:
-            self._views[key] = self._layout.views(tile_buffer(place, tile), tile.numel)
+            buffer = tile.lease.tensor(torch.uint8, tile.nbytes)
+            self._views[key] = self._layout.views(buffer, tile.numel)
         return self._views[key]
-
-    # Slots #
-
-    def _slot_with(self, tile: Tile) -> Lease:
-        """The slot that holds `tile`, reading it now if nothing did so ahead."""
-        if _key(tile) not in self._reads:
-            if self._is_written(tile):
-                self._settle_writes()
-            self._start_read(tile, self._take_slot(), Priority.DEMAND)
-        slot, read = self._reads.pop(_key(tile))
-        try:
-            with self.waits.waiting(StallCause.DISK_READ):
-                read.result()
-        except BaseException:
-            self._free.append(slot)
-            raise
-        return slot
-
-    def _start_read(self, tile: Tile, slot: Lease, priority: Priority = Priority.PREFETCH) -> None:
-        try:
-            self._reads[_key(tile)] = (slot, self._states.read(tile, slot, priority))
-        except BaseException:
-            self._free.append(slot)
-            raise
-
-    def _take_slot(self) -> Lease:
-        """A free slot, waiting for the oldest write, or giving up the farthest read, if there is none."""
-        self._settle_writes(all_of_them=False)
-        if not self._free and self._writing:
-            self._settle_oldest()
-        if not self._free and self._reads:
-            with self.waits.waiting(StallCause.DISK_READ):
-                self._give_up_read(next(reversed(self._reads)))
-        return self._free.popleft()
-
-    def _settle_writes(self, all_of_them: bool = True) -> None:
-        """Return the slots of finished writes to the ring; wait for the unfinished if asked to."""
-        while self._writing and (all_of_them or self._writing[0][2].done()):
-            self._settle_oldest()
-
-    def _settle_oldest(self) -> None:
-        _, slot, write = self._writing.popleft()
-        self._free.append(slot)
-        with self.waits.waiting(StallCause.DISK_WRITE):
-            _quietly(write)  # whoever waits for the ticket gets the error
-
-    def _is_written(self, tile: Tile) -> bool:
-        """A write of this tile is in flight; a read could overtake it."""
-        return any(written is tile for written, _, _ in self._writing)
-
-    def _give_up_read(self, key: tuple[int, int]) -> None:
-        if key in self._reads:
-            slot, read = self._reads.pop(key)
-            _quietly(read)
-            self._free.append(slot)
 
     # Reading ahead #
 
     def _upcoming(self) -> Iterator[Tile]:
-        """Stored tiles that are not in memory, nor on their way, in the order in which they will be needed."""
-        with self._wake:
-            places = [(ticket.job.unit, ticket.tiles[0].index) for ticket in self._queue if ticket.tiles]
-            queued = {ticket.job.unit for ticket in self._queue}
-            places += [(unit, 0) for unit in self._expected if unit not in queued]
-        for unit, first in places:
-            for tile in self._states.stored(unit, first):
-                if _key(tile) not in self._reads:
-                    yield tile
+        """Stored tiles in about the order in which they will be needed: the queue may change meanwhile."""
+        for ticket in self._queue:
+            if ticket.tiles:
+                yield from self._states.stored(ticket.job.unit, ticket.tiles[0].index)
+        for unit in self._expected.copy():
+            if not self._queued[unit]:
+                yield from self._states.stored(unit)
 
     def _could_read_ahead(self) -> bool:
         """Something expected could be read now, or once a write is done."""
-        return bool(self._free or self._writing) and next(self._upcoming(), None) is not None
+        return self._ring.will_have_room and not all(self._ring.has(tile) for tile in self._upcoming())
 
     def _read_ahead(self) -> None:
         """Fill the free slots with the tiles that are needed next; with nothing to update, wait for slots."""
-        idle = not self._queue
-        if idle and self._writing and not self._free:
-            self._settle_oldest()
-        for tile in self._upcoming() if self._free else ():
-            if self._is_written(tile):
-                if not idle:
-                    return
-                self._settle_writes()
-            try:
-                self._start_read(tile, self._free.popleft())
-            except BaseException:  # it comes again when the tile is updated, and then there is somebody to tell
-                with self._wake:
-                    self._expected = ()
-                return
-            if not self._free:
-                return
-
-
-def _key(tile: Tile) -> tuple[int, int]:
-    return tile.unit, tile.index
-
-
-def _quietly(future: IoFuture) -> None:
-    """Wait for a request whose outcome no longer matters."""
-    with contextlib.suppress(Exception):
-        future.result()
+        try:
+            self._ring.read_ahead(self._upcoming(), wait=not self._queue)
+        except BaseException:  # it comes again when the tile is updated, and then there is somebody to tell
+            with self._wake:
+                self._expected = {}

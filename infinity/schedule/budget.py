@@ -1,7 +1,7 @@
 """How a memory budget is divided: what must fit first, then what saves the most traffic per byte.
 
-On a machine whose compute device is the CPU one budget pays for everything; with a discrete device the
-parameters' compute buffers are paid by the device and the rest by the host, so the parameters' share is zero here.
+On a machine whose compute device is the CPU one budget pays for everything. With a discrete device the tensors that are
+computed on, and the gradients that are collected beside them, are paid by the device, and all else by the host.
 
 Traffic saved by one byte held, per training step (`split` format): a parameter that stays is neither read twice
 nor written back (6 bytes for 2), a tile of optimizer states is neither read nor written (20 bytes for 10).
@@ -27,14 +27,20 @@ class MemoryNeeds:
         tile_bytes: of a full tile of optimizer states.
         ring_min_bytes: fewest tiles in flight with which the optimizer pipeline can overlap.
         ring_bytes: tiles in flight that are of use to it.
-        params_min_bytes: largest set of units that must be resident together.
-        params_bytes: all parameters whose home is below this tier.
+        params_min_bytes: largest set of units that must be resident together, where this memory is computed in.
+        params_bytes: all parameters that come and go for that.
         grads_min_bytes: gradients that must be held before an update can free them.
         grads_flowing_bytes: gradients of a unit that is updated and of one that is computed meanwhile, where units are
             updated under backward.
         grads_bytes: gradients that may usefully be held.
-        states_bytes: all optimizer states whose home is below this tier.
-        always_bytes: what lives in this tier whatever the budget (states and parameters whose home it is).
+        states_min_bytes: optimizer states whose home is this tier.
+        states_bytes: all optimizer states.
+        always_bytes: parameters that never leave, where this memory is computed in.
+        homes_min_bytes, homes_bytes: shards of parameters that lie apart from what is computed on, at home or on their
+            way; those that must be here, and all.
+        collecting_bytes: whole gradients on their way to the ranks' shards, where this memory has them.
+        activations_bytes: what autograd saves and is moved here.
+        initial_bytes: values on their way to the tiers at `initialize`, before there are gradients and activations.
         largest_unit: name of the largest unit, for the error message, its bytes, and whether it is an embedding.
     """
 
@@ -46,29 +52,52 @@ class MemoryNeeds:
     grads_min_bytes: int
     grads_flowing_bytes: int
     grads_bytes: int
+    states_min_bytes: int
     states_bytes: int
     always_bytes: int
     largest_unit: str
     largest_unit_bytes: int = 0
     largest_is_embedding: bool = False
+    homes_min_bytes: int = 0
+    homes_bytes: int = 0
+    collecting_bytes: int = 0
+    activations_bytes: int = 0
+    initial_bytes: int = 0
 
     @property
     def least_bytes(self) -> int:
-        return self.always_bytes + self.ring_min_bytes + self.params_min_bytes + self.grads_min_bytes
+        params_bytes = self.always_bytes + self.params_min_bytes + self.homes_min_bytes
+        return params_bytes + self.ring_min_bytes + self.states_min_bytes + self._later(self.grads_min_bytes)
 
     @property
     def most_bytes(self) -> int:
-        return self.always_bytes + self.ring_bytes + self.params_bytes + self.grads_bytes + self.states_bytes
+        params_bytes = self.always_bytes + self.params_bytes + self.homes_bytes
+        return params_bytes + self.ring_bytes + self.states_bytes + self._later(self.grads_bytes)
+
+    def _later(self, grads_bytes: int) -> int:
+        """What training takes that `initialize` does not: values on their way to the tiers have this room then."""
+        return max(grads_bytes + self.collecting_bytes + self.activations_bytes, self.initial_bytes)
+
+    @property
+    def grads_least_bytes(self) -> int:
+        """Gradients that have room in any case: what values needed on their way to the tiers serves them afterwards."""
+        initial = self.initial_bytes - self.collecting_bytes - self.activations_bytes
+        return min(self.grads_bytes, max(self.grads_min_bytes, initial))
+
+    def initial_extra_bytes(self, split: MemorySplit) -> int:
+        """What values on their way need beyond the room that others have later."""
+        return max(0, self.initial_bytes - self.collecting_bytes - self.activations_bytes - split.grads_bytes)
 
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """Bytes granted to parameters, gradients, resident optimizer states, and tiles in flight."""
+    """Bytes granted to parameters, gradients, states that stay, tiles in flight, and shards that lie apart."""
 
     params_bytes: int
     grads_bytes: int
     states_bytes: int
     ring_bytes: int
+    homes_bytes: int = 0
 
 
 def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySplit:
@@ -84,9 +113,12 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySpl
     if spare < 0:
         raise CapacityError(
             f"{key} is {format_size(capacity_bytes)} but this model needs at least "
-            f"{format_size(needs.least_bytes)}: parameters {format_size(needs.params_min_bytes)} "
+            f"{format_size(needs.least_bytes)}: "
+            f"parameters {format_size(needs.params_min_bytes + needs.homes_min_bytes)} "
             f"(largest unit `{needs.largest_unit}`), gradients {format_size(needs.grads_min_bytes)}, "
-            f"optimizer tiles {format_size(needs.ring_min_bytes)}, always held {format_size(needs.always_bytes)}. "
+            f"optimizer tiles {format_size(needs.ring_min_bytes)}, "
+            f"always held {format_size(needs.always_bytes + needs.states_min_bytes)}"
+            f"{_further(needs)}. "
             f"Raise {key} to {needs.least_bytes} bytes or more, lower tiering.tile_size, "
             "or move a section to nvme."
             + alone(needs.largest_unit, needs.largest_unit_bytes, capacity_bytes, needs.largest_is_embedding)
@@ -94,13 +126,25 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySpl
     ring = min(needs.ring_bytes, capacity_bytes // _RING_SHARE, needs.ring_min_bytes + spare)
     ring = max(needs.ring_min_bytes, ring // needs.tile_bytes * needs.tile_bytes)
     spare -= ring - needs.ring_min_bytes
-    flowing = min(needs.grads_flowing_bytes, needs.grads_min_bytes + spare)
-    spare -= flowing - needs.grads_min_bytes
+    flowing = max(needs.grads_least_bytes, min(needs.grads_flowing_bytes, needs.grads_least_bytes + spare))
+    spare -= flowing - needs.grads_least_bytes
     params = min(needs.params_bytes, needs.params_min_bytes + spare)
     spare -= params - needs.params_min_bytes
+    homes = min(needs.homes_bytes, needs.homes_min_bytes + spare)
+    spare -= homes - needs.homes_min_bytes
     grads = min(needs.grads_bytes, flowing + spare)
     spare -= grads - flowing
-    return MemorySplit(params, grads, min(needs.states_bytes, spare), ring)
+    return MemorySplit(params, grads, min(needs.states_bytes, needs.states_min_bytes + spare), ring, homes)
+
+
+def _further(needs: MemoryNeeds) -> str:
+    """What only some placements need, in words."""
+    parts = {
+        "gradients on their way between ranks": needs.collecting_bytes,
+        "activations": needs.activations_bytes,
+        "values on their way at initialize": needs.initial_bytes,
+    }
+    return "".join(f", {name} {format_size(nbytes)}" for name, nbytes in parts.items() if nbytes)
 
 
 def alone(unit: str, unit_bytes: int, capacity_bytes: int, is_embedding: bool) -> str:

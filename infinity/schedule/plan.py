@@ -12,9 +12,11 @@ The trace is cyclic: training repeats it. The plan is made in two passes, both p
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from infinity.schedule.next_use import NextUse
 
 _MAX_CYCLES = 8  # a steady state is reached in two or three; a longer search only serves degenerate traces
 
@@ -68,56 +70,37 @@ class _Fetch:
     on_the_spot: bool
 
 
-class _NextUse:
-    """When a unit is used next in the endless repetition of the trace."""
-
-    def __init__(self, uses: Sequence[int]) -> None:
-        self._length = len(uses)
-        self._positions: dict[int, list[int]] = {}
-        for position, unit in enumerate(uses):
-            self._positions.setdefault(unit, []).append(position)
-
-    def after(self, unit: int, time: int) -> int:
-        """First use of `unit` strictly later than `time`."""
-        positions = self._positions[unit]
-        cycle, phase = divmod(time, self._length)
-        index = bisect_right(positions, phase)
-        if index < len(positions):
-            return cycle * self._length + positions[index]
-        return (cycle + 1) * self._length + positions[0]
-
-
 class _Replacement:
     """The first pass: walks the trace and decides what comes in and what goes."""
 
     def __init__(self, uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int) -> None:
-        self._uses, self._sizes = uses, sizes
-        self._next_use = _NextUse(uses)
-        self._free_bytes = capacity_bytes
+        self._next_use = NextUse(uses)
+        self._sizes = sizes
+        self._capacity_bytes = self._free_bytes = capacity_bytes
         self._last_use: dict[int, int] = {}
         self._last_start = 0  # fetches keep their order
+        # Residents with their next uses, farthest ahead first. One that was used since has another entry; the old one,
+        # of a time that has passed, stays at the bottom.
+        self._by_need: list[tuple[int, int]] = []
         self.resident: set[int] = set()
         self.fetches: list[_Fetch] = []
 
     def use(self, time: int) -> None:
         """Pass time `time`: its unit comes in now if it could not before, and the next one if both fit."""
-        unit = self._unit(time)
+        unit, following = self._next_use.at(time), self._next_use.at(time + 1)
         if unit not in self.resident:
-            self._fetch(unit, time, keep={unit}, on_the_spot=True)
+            self._fetch(unit, time, keep=unit, on_the_spot=True)
         self._last_use[unit] = time
-        following = self._unit(time + 1)
-        if following not in self.resident and self._room_beside(unit) >= self._sizes[following]:
-            self._fetch(following, time, keep={unit, following}, on_the_spot=False)
+        self._push(unit, time)
+        if following not in self.resident and self._capacity_bytes - self._sizes[unit] >= self._sizes[following]:
+            self._fetch(following, time, keep=unit, on_the_spot=False)
+            self._push(following, time)
 
-    def _unit(self, time: int) -> int:
-        return self._uses[time % len(self._uses)]
+    def _push(self, unit: int, time: int) -> None:
+        heappush(self._by_need, (-self._next_use.after(unit, time), unit))
 
-    def _room_beside(self, unit: int) -> int:
-        others = sum(self._sizes[other] for other in self.resident if other != unit)
-        return self._free_bytes + others
-
-    def _fetch(self, unit: int, time: int, keep: set[int], on_the_spot: bool) -> None:
-        victims = self._victims(unit, time, keep)
+    def _fetch(self, unit: int, time: int, keep: int, on_the_spot: bool) -> None:
+        victims = self._victims(unit, keep)
         start = time if on_the_spot else self._last_start
         for victim in victims:
             start = max(start, self._last_use.get(victim, -1) + 1)
@@ -128,20 +111,28 @@ class _Replacement:
         self._last_start = start
         self.fetches.append(_Fetch(unit, tuple(victims), start, time + (not on_the_spot), on_the_spot))
 
-    def _victims(self, unit: int, time: int, keep: set[int]) -> list[int]:
+    def _victims(self, unit: int, keep: int) -> list[int]:
         """Who makes room: what is needed farthest ahead, without those that a larger one after them has spared."""
-        victims = []
         missing_bytes = self._sizes[unit] - self._free_bytes
-        for victim in sorted(self.resident - keep, key=lambda other: (-self._next_use.after(other, time), other)):
-            if missing_bytes <= 0:
-                break
-            victims.append(victim)
-            missing_bytes -= self._sizes[victim]
-        for victim in reversed(victims.copy()):
-            if missing_bytes + self._sizes[victim] <= 0:
-                victims.remove(victim)
-                missing_bytes += self._sizes[victim]
-        return victims
+        taken, spared = [], []
+        while missing_bytes > 0:
+            entry = heappop(self._by_need)
+            if entry[1] == keep:
+                spared.append(entry)
+            else:
+                taken.append(entry)
+                missing_bytes -= self._sizes[entry[1]]
+        victims: list[int] = []
+        for entry in reversed(taken):
+            size = self._sizes[entry[1]]
+            if missing_bytes + size <= 0:
+                spared.append(entry)
+                missing_bytes += size
+            else:
+                victims.append(entry[1])
+        for entry in spared:
+            heappush(self._by_need, entry)
+        return victims[::-1]
 
 
 def make_plan(uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int) -> Plan:

@@ -81,11 +81,8 @@ class Counters:
         if self.timeline is not None:
             self.timeline.record(_LANE[route], field, move, unit, nbytes)
 
-    @contextmanager
-    def updating(self, unit: int, nbytes: int) -> Iterator[None]:
-        """Time the arithmetic of the optimizer's own thread on `nbytes` of states."""
-        start_s = time.perf_counter()
-        yield
+    def updated(self, unit: int, nbytes: int, start_s: float) -> None:
+        """Count the arithmetic of the optimizer's own thread on `nbytes` of states, from `start_s` until now."""
         end_s = time.perf_counter()
         with self._lock:
             self._optimizer_s += end_s - start_s

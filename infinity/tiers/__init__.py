@@ -2,42 +2,66 @@
 
 from infinity.tiers.activation_file import ActivationFiles
 from infinity.tiers.activations import ActivationStore
-from infinity.tiers.discrete import DiscreteParams
-from infinity.tiers.grad_spill import SpillingGradStore, choose_spilled
-from infinity.tiers.grads import GradLease, GradStore
-from infinity.tiers.link import CudaLink, Link, SameMemory, to_host
-from infinity.tiers.params import Arrival, FlatSpec, ParamStore, Residency, UnifiedParams
+from infinity.tiers.copies import Copy, Field, Memory, Move, State, Transfer
+from infinity.tiers.device_grads import DeviceGrads
+from infinity.tiers.device_sums import DeviceSums
+from infinity.tiers.grads import GradHomes, GradStore
+from infinity.tiers.link import (
+    AcceleratorLink,
+    HostMemory,
+    Link,
+    SameMemory,
+    accelerator,
+    carried_stream,
+    on_stream,
+    to_host,
+)
+from infinity.tiers.norms import Norms
+from infinity.tiers.params import Device, FlatSpec, Params, Residency
 from infinity.tiers.sharding import WHOLE, Piece, Sharding, overlap
-from infinity.tiers.states import StateStore, Tile, cut_into_tiles, resident_tiles
+from infinity.tiers.states import StateStore, Tile
 from infinity.tiers.swap import Extent, SwapPath, SwapSpace, open_swap
+from infinity.tiers.weight_files import FileRun, StoredTensor, WeightFile, WeightFiles, lay_out_image
 
 __all__ = [
     "WHOLE",
+    "AcceleratorLink",
     "ActivationFiles",
     "ActivationStore",
-    "Arrival",
-    "CudaLink",
-    "DiscreteParams",
+    "Copy",
+    "Device",
+    "DeviceGrads",
+    "DeviceSums",
     "Extent",
+    "Field",
+    "FileRun",
     "FlatSpec",
-    "GradLease",
+    "GradHomes",
     "GradStore",
+    "HostMemory",
     "Link",
-    "ParamStore",
+    "Memory",
+    "Move",
+    "Norms",
+    "Params",
     "Piece",
     "Residency",
     "SameMemory",
     "Sharding",
-    "SpillingGradStore",
+    "State",
     "StateStore",
+    "StoredTensor",
     "SwapPath",
     "SwapSpace",
     "Tile",
-    "UnifiedParams",
-    "choose_spilled",
-    "cut_into_tiles",
+    "Transfer",
+    "WeightFile",
+    "WeightFiles",
+    "accelerator",
+    "carried_stream",
+    "lay_out_image",
+    "on_stream",
     "open_swap",
     "overlap",
-    "resident_tiles",
     "to_host",
 ]

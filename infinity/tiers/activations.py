@@ -6,6 +6,9 @@ backward needs last goes. That is what was saved first, as backward runs the oth
 micro-batches, backward takes the rounds the other way round, and in a round the micro-batches in their order. As
 backward frees what it has used, the next ones are read ahead into the room. With checkpointing, what autograd saves is
 little but the checkpoints.
+
+A saved tensor is a field: on the device until it is downloaded, in the arena while there is room, on the drive. What
+autograd is given for it in backward is a tensor of its own; the store keeps no copy of that.
 """
 
 from __future__ import annotations
@@ -13,18 +16,20 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from infinity.errors import CapacityError, InfinityError
-from infinity.io import IoFuture, Priority
+from infinity.io import Priority
 from infinity.memory import Arena, Lease
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers.activation_file import ActivationFiles, Place
-from infinity.tiers.link import Link, Token
+from infinity.tiers.copies import Field, Memory, Move, State
+from infinity.tiers.link import Link
 
+_NVME, _HOST, _DEVICE = Memory.NVME, Memory.HOST, Memory.DEVICE
 _LEAST_BYTES = 32 << 10  # of a tensor that is worth a request
 
 
@@ -42,16 +47,16 @@ class ActivationStore:
         self, link: Link, memory_bytes: int, files: ActivationFiles | None, keep: Collection[int], counters: Counters
     ) -> None:
         self._link = link
-        self._arena = Arena(memory_bytes, pin=link.device.type == "cuda")
+        self._arena = Arena(memory_bytes, pin=None if link.device.type == "cpu" else link.device)
         self._files = files
         self._keep = frozenset(keep)
         self._counters = counters
         self._closed = False
         self._count = 0
         self._turn = (0, 0)
-        self._coming: deque[_Entry] = deque()  # on their way from the device, in the order in which they were saved
-        self._here = _ByNeed()  # in the arena
-        self._away = _ByNeed()  # on the drive only
+        self._downloads: deque[tuple[_Entry, Move]] = deque()  # under way, in their order
+        self._here = _ByNeed()  # with memory in the arena
+        self._away = _ByNeed()  # without
         self._dropped: deque[_Entry] = deque()  # autograd has freed them; filled from any thread
         self._leaving: list[_Entry] = []  # dropped, with a move under way
 
@@ -66,6 +71,11 @@ class ActivationStore:
         self._turn = (round_index, -micro_batch)
 
     @property
+    def capacity_bytes(self) -> int:
+        """Host memory that it may take."""
+        return self._arena.capacity_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """Host memory, at most so far."""
         return self._arena.peak_bytes
@@ -77,53 +87,53 @@ class ActivationStore:
         return len(self._here) + len(self._away)
 
     def close(self) -> None:
-        """Give memory and files back; no backward can follow."""
+        """Give memory and files back, once nothing moves there; no backward can follow."""
         self._closed = True
         for entry in (*self._here, *self._leaving):
-            if entry.move is not None:
-                entry.move.synchronize()
+            for move in entry.moves():
+                with suppress(Exception):  # how it ends matters to nobody any more
+                    move.transfer.result()
         if self._files is not None:
             self._files.close()
         self._arena.close()
 
     # What autograd calls #
 
-    def _pack(self, tensor: torch.Tensor) -> _Left | _Saved:
+    def _pack(self, tensor: torch.Tensor) -> _Packed:
         if not self._takes(tensor):
-            return _Left(tensor)
+            return _Packed(tensor, None, self._dropped)
         self._settle()
         lease = self._room(_padded(tensor.nbytes))
         if lease is None:
-            return _Left(tensor)
+            return _Packed(tensor, None, self._dropped)
         entry = _Entry((*self._turn, self._count), tensor, lease)
         self._count += 1
-        entry.move = self._link.download(entry.view(), tensor)
-        self._counters.moved("device_to_host", entry.nbytes, entry.move, field="activations")
-        self._coming.append(entry)
+        download = self._link.download(entry.view(), tensor)
+        self._downloads.append((entry, entry.begin_move(_DEVICE, _HOST, download, StallCause.HOST_LINK)))
+        self._counters.moved("device_to_host", entry.nbytes, download, field="activations")
         self._here.add(entry)
         self._settle()
-        return _Saved(entry, tensor, self._dropped)
+        return _Packed(tensor, entry, self._dropped)
 
-    def _unpack(self, packed: _Left | _Saved) -> torch.Tensor:
-        packed.version.check()
-        if isinstance(packed, _Left):
+    def _unpack(self, packed: _Packed) -> torch.Tensor:
+        packed.check_version()
+        entry = packed.entry
+        if entry is None:
             return packed.tensor
         if self._closed:
             raise InfinityError("the engine is closed: what autograd had saved in its tiers is gone")
         self._settle()
-        entry = packed.entry
         if entry.source is not None:
             return entry.source
         if entry.lease is None:
             self._read(entry, Priority.DEMAND, self._needed_room(entry))
-        if entry.read is not None:
-            with self._counters.stalled(StallCause.DISK_READ):
-                entry.read.result()
-            entry.read = None
+        if entry.state(_HOST) is State.ARRIVING:
+            self._finish(entry)
         target = torch.empty_strided(entry.size, entry.stride, dtype=entry.dtype, device=self._link.device)
-        entry.move = self._link.upload(target, entry.view())
-        self._counters.moved("host_to_device", entry.nbytes, entry.move, field="activations")
-        self._link.compute_waits(entry.move)
+        upload = self._link.upload(target, entry.view())
+        entry.lend(_HOST, upload, StallCause.HOST_LINK)
+        self._counters.moved("host_to_device", entry.nbytes, upload, field="activations")
+        self._link.compute_waits(upload)
         self._read_ahead(entry)
         return target
 
@@ -153,22 +163,22 @@ class ActivationStore:
     def _free_one(self) -> bool:
         """Have a lease given back, by waiting if need be; False if none can be."""
         for entry in self._leaving:
-            self._wait(entry)
+            self._finish(entry)
             self._settle()
             return True
         if self._files is None:
             return False
         for entry in self._here:
-            if entry.read is None and entry.place is not None:
-                self._wait(entry)
-                entry.free()
-                self._here.remove(entry)
-                self._away.add(entry)
+            if entry.state(_HOST) is State.VALID and entry.state(_NVME) is not State.ABSENT:
+                self._finish(entry)
+                entry.drop(_HOST)
+                self._leave_arena(entry)
                 return True
         for entry in self._here:  # still on its way from the device, or read ahead
-            self._wait(entry)
-            self._settle()
-            return True
+            if entry.moves():
+                self._finish(entry)
+                self._settle()
+                return True
         return False
 
     def _needed_room(self, entry: _Entry) -> Lease:
@@ -179,49 +189,61 @@ class ActivationStore:
             )
         return lease
 
-    def _wait(self, entry: _Entry) -> None:
-        if entry.move is not None:
-            with self._counters.stalled(StallCause.HOST_LINK):
-                entry.move.synchronize()
-        for future, cause in ((entry.write, StallCause.DISK_WRITE), (entry.read, StallCause.DISK_READ)):
-            if future is not None:
-                with self._counters.stalled(cause):
-                    future.result()
-        entry.read = None
+    def _finish(self, entry: _Entry) -> None:
+        """Wait until nothing of it moves."""
+        try:
+            for move in entry.moves():
+                with self._counters.stalled(move.cause):
+                    entry.finish_move(move)
+        finally:
+            if entry.state(_HOST) is State.ABSENT and entry.lease is not None and entry.version:
+                self._leave_arena(entry)  # it could not be read
+
+    def _leave_arena(self, entry: _Entry) -> None:
+        self._here.remove(entry)
+        self._away.add(entry)
+        entry.free()
 
     def _settle(self) -> None:
         """Take note of what is over: start writes, free what autograd has dropped."""
         while self._dropped:
             entry = self._dropped.popleft()
             (self._here if entry.lease is not None else self._away).remove(entry)
+            entry.consume()
             self._leaving.append(entry)
-        for entry in [entry for entry in self._leaving if entry.is_still()]:
+        for entry in [entry for entry in self._leaving if entry.has_left()]:
             self._leaving.remove(entry)
             entry.free()
             if entry.place is not None and self._files is not None:
                 self._files.give(entry.place, _padded(entry.nbytes))
-        while self._coming and self._coming[0].has_moved():
-            self._arrived(self._coming.popleft())
+        while self._downloads and self._downloads[0][1].done():
+            entry, download = self._downloads.popleft()
+            entry.finish_move(download)
+            if entry.is_newest(_HOST):
+                self._arrived(entry)
 
     def _arrived(self, entry: _Entry) -> None:
         """The values are in the arena: they can be written, and the device's memory be freed."""
+        entry.drop(_DEVICE)
         entry.source = None
         if self._files is None or entry.lease is None:
             return
         entry.place = self._files.take(_padded(entry.nbytes))
-        entry.write = self._files.write(entry.place, entry.lease.span())
-        self._counters.moved("nvme_write", entry.lease.nbytes, entry.write, field="activations")
+        write = self._files.write(entry.place, entry.lease.span())
+        entry.begin_move(_HOST, _NVME, write, StallCause.DISK_WRITE)
+        self._counters.moved("nvme_write", entry.lease.nbytes, write, field="activations")
 
     # Reads #
 
     def _read(self, entry: _Entry, priority: Priority, lease: Lease) -> None:
         assert self._files is not None  # only what was written has left memory
         assert entry.place is not None
+        read = self._files.read(entry.place, lease.span(), priority)
+        entry.begin_move(_NVME, _HOST, read, StallCause.DISK_READ)
         self._away.remove(entry)
-        self._here.add(entry)
         entry.lease = lease
-        entry.read = self._files.read(entry.place, lease.span(), priority)
-        self._counters.moved("nvme_read", lease.nbytes, entry.read, field="activations")
+        self._here.add(entry)
+        self._counters.moved("nvme_read", lease.nbytes, read, field="activations")
 
     def _read_ahead(self, used: _Entry) -> None:
         """Read what is needed after this into the room that is free."""
@@ -256,73 +278,61 @@ class _ByNeed:
         return self._entries[index - 1] if index else None
 
 
-class _Version:
-    """Whether a tensor was changed in place since: torch's own check is off where saved tensors have hooks."""
+class _Packed:
+    """What autograd holds in place of a tensor that was taken, or with one that stays where it is.
 
-    def __init__(self, tensor: torch.Tensor, witness: torch.Tensor) -> None:
-        self._shape = tensor.shape
-        self._witness = witness
-        self._expected = tensor._version
+    It knows whether the tensor was changed in place since: torch's own check is off where saved tensors have hooks.
+    """
 
-    def check(self) -> None:
+    def __init__(self, tensor: torch.Tensor, entry: _Entry | None, dropped: deque[_Entry]) -> None:
+        self.entry = entry
+        self._dropped = dropped
+        self._shape, self._expected = tensor.shape, tensor._version
+        self.tensor = _without_graph(tensor)
+        if entry is not None:
+            self.tensor = tensor.detach()
+            self.tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # its version, not its memory
+
+    def __del__(self) -> None:
+        if self.entry is not None:
+            self._dropped.append(self.entry)
+
+    def check_version(self) -> None:
         """Refuse what torch refuses.
 
         Raises:
             RuntimeError: as without this store.
         """
-        version = self._witness._version
+        version = self.tensor._version
         if version != self._expected:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._witness.type()} {list(self._shape)}] is at version {version}; expected version "
+                f"[{self.tensor.type()} {list(self._shape)}] is at version {version}; expected version "
                 f"{self._expected} instead."
             )
 
 
-class _Left:
-    """A tensor that stays where it is."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.version = _Version(tensor, tensor)
-
-
-class _Saved:
-    """What autograd holds in place of a tensor that was taken."""
-
-    def __init__(self, entry: _Entry, tensor: torch.Tensor, dropped: deque[_Entry]) -> None:
-        self.entry = entry
-        self._dropped = dropped
-        witness = tensor.detach()
-        witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # counts with it, without its memory
-        self.version = _Version(tensor, witness)
-
-    def __del__(self) -> None:
-        self._dropped.append(self.entry)
-
-
-class _Entry:
+class _Entry(Field):
     """A saved tensor.
 
     Attributes:
         need: its place in the order in which backward needs them, reversed.
-        source: the tensor itself, until its values are in the arena.
+        source: the tensor's storage, until its values are in the arena.
         lease: its memory in the arena; None while it is on the drive only.
         place: where it is on the drive.
-        move, write, read: what is under way, or was last.
     """
 
     def __init__(self, need: tuple[int, int, int], tensor: torch.Tensor, lease: Lease) -> None:
+        super().__init__("an activation", (_NVME, _HOST, _DEVICE))
         self.need = need
         self.size, self.stride = tensor.size(), tensor.stride()
         self.dtype = tensor.dtype
         self.nbytes = tensor.nbytes
-        self.source: torch.Tensor | None = tensor
+        self.source: torch.Tensor | None = _without_graph(tensor)
         self.lease: Lease | None = lease
         self.place: Place | None = None
-        self.move: Token | None = None
-        self.write: IoFuture | None = None
-        self.read: IoFuture | None = None
+        self.begin_write(_DEVICE)
+        self.end_write(_DEVICE)
 
     def view(self) -> torch.Tensor:
         """The values in the arena, in the tensor's own layout: kernels may round by it."""
@@ -330,19 +340,20 @@ class _Entry:
         flat = self.lease.tensor(self.dtype, self.nbytes // self.dtype.itemsize)
         return flat.as_strided(self.size, self.stride)
 
-    def has_moved(self) -> bool:
-        """No copy from or to the device is under way."""
-        return self.move is None or self.move.query()
-
-    def is_still(self) -> bool:
-        """Nothing moves from or to the arena."""
-        return self.has_moved() and all(future is None or future.done() for future in (self.write, self.read))
+    def has_left(self) -> bool:
+        """It was consumed, and nothing of it moves any more."""
+        return all(self.state(memory) is State.ABSENT or self.gone(memory) for memory in self.copies)
 
     def free(self) -> None:
         """Give the memory in the arena back."""
         if self.lease is not None:
             self.lease.release()
             self.lease = None
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor apart from its autograd graph, which holds what is saved: together they would never be freed."""
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def _need(entry: _Entry) -> tuple[int, int, int]:

@@ -1,27 +1,104 @@
-"""Gradients of a unit in host memory, from the first one that backward produces until the update has used them."""
+"""Gradients of a unit in host memory, from the first one that backward produces until the update has used them.
+
+[Note: gradients that spill]
+A unit's gradients are one field, see [Note: copies]: its copy in host memory is WRITING while gradients are added to
+it, VALID while it rests and may spill, pinned while an update uses it, and nothing once they were used. Where host
+memory cannot hold the gradients of all units, those of some stay, spread evenly among the others, which share a few
+slots. They are written when the slot is needed, and read again for the next micro-batch or for the update. Backward
+needs them in the same order in every micro-batch, so a fixed choice of what stays serves as well as any other.
+
+[Note: gradients that stream]
+What a device has computed, and nothing is added to, leaves it while it computes on: the copies of a unit's gradients
+are one move, ARRIVING until the last of them is there, and the norm of each, measured on the device, follows it. The
+device keeps their memory meanwhile, so that no more than a few units may be on their way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
+from infinity.errors import StorageError
+from infinity.io import IoFuture, Priority
 from infinity.memory import Arena, Lease
-from infinity.tiers.params import Arrival
+from infinity.telemetry import Counters, StallCause, Times
+from infinity.tiers.copies import Field, Memory, Move, State, Transfer
+from infinity.tiers.link import Link
+from infinity.tiers.norms import Norms
+from infinity.tiers.swap import SwapSpace
+
+_HOST, _NVME = Memory.HOST, Memory.NVME
+_WRITING = State.WRITING  # a look-up in an Enum takes 0.2 us, and every parameter needs it
+
+_ARRIVING_UNITS = 3  # whose gradients may be on their way from the device at once
+
+
+@dataclass(frozen=True)
+class GradHomes:
+    """Where units have memory for their gradients; one that is in neither leases it while there is room.
+
+    Attributes:
+        own: units with memory of their own.
+        spilled: units that share `slots` slots, and have a place on the drive.
+    """
+
+    own: tuple[int, ...]
+    spilled: tuple[int, ...] = ()
+    slots: int = 0
+
+
+class Arrival:
+    """A unit's gradients on their way from the device, one copy after the other, as one transfer.
+
+    What is copied is kept until it has come, since the device would use its memory again.
+
+    Attributes:
+        open: more may follow.
+    """
+
+    def __init__(self) -> None:
+        self.open = True
+        self._copies: deque[tuple[Transfer, torch.Tensor]] = deque()  # one after the other, as a stream has them
+
+    def add(self, copy: Transfer, source: torch.Tensor) -> None:
+        while self._copies and self._copies[0][0].done():
+            self._copies.popleft()
+        self._copies.append((copy, source))
+
+    def has_come(self) -> bool:
+        """All that was added is here."""
+        return all(copy.done() for copy, _ in self._copies)
+
+    def done(self) -> bool:
+        return not self.open and self.has_come()
+
+    def result(self) -> None:
+        self.open = False
+        for copy, _ in tuple(self._copies):
+            copy.result()
+        self._copies = deque()  # the worker's job keeps this object, and should not keep the device's memory
+
+    def times(self) -> Times | None:
+        return None
 
 
 class GradStore:
     """Flat gradient buffers, one a unit.
 
-    A unit has a buffer of its own where the capacity holds all of them, or where it is in `standing`. The others
-    lease one while they need it; they come and go together, so that the room for them never stays fragmented.
-
     Args:
         numels: trainable elements of each unit, padded.
         dtype: dtype in which gradients are held (float32 where they are accumulated over micro-batches).
         capacity_bytes: most that may be leased at once.
-        standing: units whose gradients stay open while those of others come and go.
+        swap: where units that spill have their extents.
+        link: to where gradients are computed.
+        norms: of parameters' gradients, measured there; those of none where the host measures them.
+
+    Attributes:
+        torn: an interrupt has left a transfer that nobody knows of.
     """
 
     def __init__(
@@ -30,98 +107,266 @@ class GradStore:
         dtype: torch.dtype,
         arena: Arena,
         capacity_bytes: int,
-        standing: Collection[int],
+        homes: GradHomes,
+        counters: Counters,
+        swap: SwapSpace,
+        link: Link,
+        norms: Norms,
     ) -> None:
+        self.torn = False
         self._sizes = [numel * dtype.itemsize for numel in numels]
         self._dtype = dtype
         self._arena = arena
-        self._left_bytes = capacity_bytes
-        own = range(len(numels)) if sum(self._sizes) <= capacity_bytes else self._with_largest(standing, capacity_bytes)
-        self._own = {unit: arena.lease(self._sizes[unit]) for unit in own if self._sizes[unit]}
-        self._left_bytes -= sum(self._sizes[unit] for unit in own)
-        self._open: dict[int, GradLease] = {}
-        self._lent: set[int] = set()
+        self._counters = counters
+        self._swap = swap
+        self._link = link
+        self.norms = norms
+        self._fields = [Field(f"the gradients of unit {unit}", (_NVME, _HOST)) for unit in range(len(numels))]
+        self._hosts = [field.copies[_HOST] for field in self._fields]
+        self._own = {unit: arena.lease(self._sizes[unit]) for unit in homes.own if self._sizes[unit]}
+        self._tensors = {unit: lease.tensor(dtype) for unit, lease in self._own.items()}  # of copies in host memory
+        slot_bytes = max((self._sizes[unit] for unit in homes.spilled), default=0)
+        self._slots = tuple(arena.lease(slot_bytes) for _ in range(homes.slots))
+        self._extents = {unit: swap.reserve(self._sizes[unit]) for unit in homes.spilled}
+        own_bytes = sum(self._sizes[unit] for unit in homes.own)
+        self._shared_bytes = 0 if homes.spilled else capacity_bytes - own_bytes
+        self._leases: dict[int, Lease] = {}  # memory of the other units' copies, oldest first
+        self._leased_bytes = 0
+        self._arrivals: dict[int, Arrival] = {}  # of units whose gradients come from the device, oldest first
 
-    def _with_largest(self, standing: Collection[int], capacity_bytes: int) -> Collection[int]:
-        """These units, and the largest other one, which would seldom find so much in one piece.
+    # Adding #
 
-        Only if there is room for two more beside it: one is computed while another is updated.
+    def open(self, unit: int) -> torch.Tensor | None:
+        """The unit's gradients, to be added to; without a meaning if it has none yet.
+
+        Returns:
+            None while there is no room, or an update still has the unit's last ones.
+
+        Raises:
+            StorageError: they cannot be read again.
         """
-        by_size = sorted(set(range(len(self._sizes))) - set(standing), key=self._sizes.__getitem__, reverse=True)
-        spare = capacity_bytes - sum(self._sizes[unit] for unit in (*standing, *by_size[:3]))
-        return [*standing, by_size[0]] if spare >= 0 else standing
-
-    def get(self, unit: int) -> torch.Tensor | None:
-        """The unit's gradient buffer, if it is open."""
-        lease = self._open.get(unit)
-        return None if lease is None else lease.tensor
-
-    def try_open(self, unit: int) -> torch.Tensor | None:
-        """A buffer with undefined content; None while there is no room, or an update still has the unit's last."""
-        if unit in self._lent:
-            return None
-        memory = self._own.get(unit)
-        if memory is None:
-            if self._sizes[unit] > self._left_bytes:
+        host = self._hosts[unit]
+        if host.state is not _WRITING:
+            if host.pins or not self._bring(unit, Priority.DEMAND):
                 return None
-            memory = self._arena.try_lease(self._sizes[unit])
-            if memory is None:
+            if unit in self._extents or unit in self._arrivals:
+                self._finish_moves(unit)
+            self._fields[unit].begin_write(_HOST)
+        return self._tensors[unit]
+
+    def can_receive(self, unit: int, dtype: torch.dtype) -> bool:
+        """All that the unit's gradients have in this step is on its way from the device, if they have anything, and
+        what comes in this dtype needs no conversion."""
+        if dtype is not self._dtype:
+            return False
+        return unit in self._arrivals or not (self._fields[unit].version or self._hosts[unit].state is _WRITING)
+
+    def receive(self, unit: int, start: int, grad: torch.Tensor, index: int) -> Transfer | None:
+        """Start to copy a parameter's gradient from the device, and behind it its norm; see `can_receive`.
+
+        Args:
+            start: where it goes in the unit's gradients.
+            index: where its norm goes in `norms`.
+
+        Returns:
+            The last of the copies; None while there is no room.
+        """
+        arrival = self._arrivals.get(unit)
+        if arrival is None:
+            self._finish_arrivals(_ARRIVING_UNITS - 1)
+            if not self._bring(unit, Priority.DEMAND):
                 return None
-        # In this order, and what is open can be dropped, whatever line an interrupt leaves.
-        self._open[unit] = GradLease(self, unit, memory, memory.tensor(self._dtype))
-        self._lent.add(unit)
-        if unit not in self._own:
-            self._left_bytes -= self._sizes[unit]
-        return self._open[unit].tensor
+            field = self._fields[unit]
+            field.outdate()  # the newest value is on the device, which is no copy of ours
+            arrival = self._arrivals[unit] = Arrival()
+            field.begin_move(None, _HOST, arrival, StallCause.HOST_LINK, at=field.version)
+        self.torn = True
+        arrival.add(self._link.download(self._tensors[unit][start : start + grad.numel()], grad), grad)
+        copy = self.norms.bring(index, grad)
+        arrival.add(copy, grad)
+        self.torn = False
+        self._counters.moved("device_to_host", grad.nbytes, copy, unit, "gradients")
+        return copy
+
+    def tensor(self, unit: int) -> torch.Tensor:
+        """What the unit's gradients lie in while they are in host memory, or on their way to it."""
+        return self._tensors[unit]
+
+    def has_come(self, unit: int) -> bool:
+        """Nothing of the unit's gradients is on its way from the device."""
+        return unit not in self._arrivals or self._arrivals[unit].has_come()
+
+    def _finish_arrivals(self, most: int) -> None:
+        """Take note of what has come, and have no more whole units than this on their way, whose memory the device
+        keeps."""
+        closed = [unit for unit, arrival in self._arrivals.items() if not arrival.open]
+        for left, unit in zip(range(len(closed), 0, -1), closed, strict=True):
+            if left <= most and not self._arrivals[unit].done():
+                break
+            self._finish_moves(unit)
+
+    def rest(self, unit: int) -> None:
+        """Nothing is added to the unit's gradients for a while: if they may spill, they or others do so ahead."""
+        if unit in self._arrivals:
+            self._arrivals[unit].open = False
+            self._finish_arrivals(_ARRIVING_UNITS)
+        if unit in self._extents:
+            self._end_write(unit)
+            self._sweep()
+            oldest = self._first_in(State.VALID)
+            if oldest is not None and self._free_slot() is None:
+                self._spill(oldest)
+
+    def holds(self, unit: int) -> bool:
+        """The unit has gradients that no update has."""
+        host = self._hosts[unit]
+        return not host.pins and (self._fields[unit].version > 0 or host.state is not State.ABSENT)
+
+    def drop(self, unit: int) -> None:
+        """The unit's gradients are nothing any more."""
+        with suppress(StorageError):  # of no interest now
+            self._finish_moves(unit)
+        self._end_write(unit)
+        self._fields[unit].consume()
+        self._give_back(unit)
+
+    # Room #
 
     def lacks_capacity(self, unit: int) -> bool:
         """What is open takes the memory that the unit's gradients would need."""
-        return unit not in self._own and self._sizes[unit] > self._left_bytes
-
-    def holds(self, unit: int) -> bool:
-        """The unit has gradients, in its buffer or elsewhere: `try_open` gives them back."""
-        return unit in self._open
-
-    def rest(self, unit: int) -> None:
-        """Nothing is added to the unit's gradients for a while."""
+        return unit not in self._own and self._sizes[unit] > self._shared_bytes - self._leased_bytes
 
     def make_room(self, unit: int) -> bool:
         """Free room in which the unit's gradients could be; False if that is not the way."""
+        if unit not in self._extents or self._hosts[unit].pins:
+            return False
+        for state in (State.LEAVING, State.VALID, State.ARRIVING, State.WRITING):
+            other = self._first_in(state)
+            if other is not None:
+                if state is State.ARRIVING:
+                    self._finish_moves(other)
+                if state is not State.LEAVING:
+                    self._spill(other)
+                self._leave(other)
+                return True
         return False
+
+    # Updates #
 
     def can_hand_over(self, unit: int) -> bool:
         """There is room for the unit's gradients, if they are elsewhere."""
+        here = unit not in self._extents or self._hosts[unit].state is not State.ABSENT
+        return here or self._memory_for(unit) is not None
+
+    def hand_over(self, unit: int) -> tuple[torch.Tensor, tuple[Move, ...]]:
+        """The gradients are the unit's update's, once these moves are over; pairs with `used`."""
+        self._end_write(unit)
+        if unit in self._arrivals:
+            self._arrivals[unit].open = False
+        if not self._bring(unit, Priority.PREFETCH):
+            raise RuntimeError("gradients are handed over although there is no room for them")
+        self._fields[unit].pin(_HOST)
+        return self._tensors[unit], tuple(self._hosts[unit].moves)
+
+    def used(self, unit: int) -> None:
+        """The update has used the gradients."""
+        self._fields[unit].unpin(_HOST)
+        self.drop(unit)
+
+    # Memory #
+
+    def _bring(self, unit: int, priority: Priority) -> bool:
+        """Have the unit's copy in host memory, or on its way there; False while there is no room."""
+        field, host = self._fields[unit], self._hosts[unit]
+        if host.state is State.LEAVING:
+            field.keep(_HOST)
+        if host.state is State.ABSENT and unit not in self._own:
+            lease = self._memory_for(unit)
+            if lease is None:
+                return False
+            self._leases[unit] = lease
+            self._leased_bytes += self._sizes[unit]
+            self._tensors[unit] = lease.tensor(self._dtype, self._sizes[unit] // self._dtype.itemsize)
+            if field.version:
+                self._move(unit, _NVME, _HOST, priority)
         return True
 
-    def hand_over(self, unit: int) -> GradLease:
-        """Pass the buffer to the unit's update, which releases it."""
-        return self._open.pop(unit)
+    def _memory_for(self, unit: int) -> Lease | None:
+        """What the unit's copy may lie in: a free slot, or a new lease."""
+        self._sweep()
+        if unit in self._extents:
+            return self._free_slot()
+        return None if self.lacks_capacity(unit) else self._arena.try_lease(self._sizes[unit])
 
-    def drop(self, unit: int) -> None:
-        """Give the unit's buffer back unused."""
-        self.hand_over(unit).release()
+    def _free_slot(self) -> Lease | None:
+        return next((slot for slot in self._slots if slot not in self._leases.values()), None)
 
-    def _give_back(self, unit: int, memory: Lease) -> None:
-        self._lent.discard(unit)
-        if unit not in self._own:
-            self._left_bytes += self._sizes[unit]
-            memory.release()
+    def _sweep(self) -> None:
+        """Give back the memory of what has been written."""
+        for unit in list(self._leases) if self._slots else ():
+            host = self._hosts[unit]
+            if host.state is State.ABSENT or (host.state is State.LEAVING and all(move.done() for move in host.moves)):
+                self._leave(unit)
 
+    def _give_back(self, unit: int) -> None:
+        lease = self._leases.pop(unit, None)
+        if lease is not None:
+            self._leased_bytes = self._leased_bytes - self._sizes[unit] if self._leases else 0
+            if lease not in self._slots:
+                lease.release()
 
-@dataclass(frozen=True)
-class GradLease:
-    """One unit's gradients of one step.
+    # The drive #
 
-    Attributes:
-        arrival: what `tensor` still waits for.
-    """
+    def _first_in(self, state: State) -> int | None:
+        """Which of the units in slots has been there longest, of those in this state that no update has."""
+        return next((u for u in self._leases if self._hosts[u].state is state and not self._hosts[u].pins), None)
 
-    store: GradStore
-    unit: int
-    memory: Lease
-    tensor: torch.Tensor
-    arrival: Arrival | None = None
+    def _end_write(self, unit: int) -> None:
+        if self._hosts[unit].state is _WRITING:
+            self._fields[unit].end_write(_HOST)
 
-    def release(self) -> None:
-        """The gradients were used; the buffer may hold others."""
-        self.store._give_back(self.unit, self.memory)
+    def _spill(self, unit: int) -> None:
+        """Start writing the unit's gradients; what they lie in is free once that is done."""
+        self._end_write(unit)
+        field = self._fields[unit]
+        if not field.is_newest(_NVME) and not field.copies[_NVME].moves:
+            self._move(unit, _HOST, _NVME, Priority.WRITE_BACK)
+        field.drop(_HOST)
+
+    def _leave(self, unit: int) -> None:
+        """Wait until the unit's gradients are written, and give back what they lay in."""
+        self._finish_moves(unit)
+        self._fields[unit].gone(_HOST)
+        self._give_back(unit)
+
+    def _move(self, unit: int, source: Memory, target: Memory, priority: Priority) -> None:
+        nbytes, extent = self._sizes[unit], self._extents[unit]
+        span = self._leases[unit].span(0, nbytes)
+        future: IoFuture
+        self.torn = True
+        if target is _HOST:
+            route, cause = "nvme_read", StallCause.DISK_READ
+            future = self._swap.read(extent, span, priority=priority)
+        else:
+            route, cause = "nvme_write", StallCause.DISK_WRITE
+            future = self._swap.write(extent, span)
+        self._fields[unit].begin_move(source, target, future, cause)
+        self.torn = False
+        self._counters.moved(route, nbytes, future, unit, "grads")
+
+    def _finish_moves(self, unit: int) -> None:
+        field = self._fields[unit]
+        # A write that is done may have left its source already, and its target waits to hear how it ended.
+        for move in dict.fromkeys(move for copy in field.copies.values() for move in copy.moves):
+            with self._counters.stalled(move.cause):
+                field.finish_move(move)
+        self._arrivals.pop(unit, None)
+
+    def close(self) -> None:
+        """Nothing may come any more from the device: its memory and the host's go."""
+        for arrival in self._arrivals.values():
+            arrival.result()
+        self._arrivals.clear()
+        for host in self._hosts:
+            host.moves.clear()  # they lead back to the copy
+        self.norms.close()

@@ -1,39 +1,66 @@
-"""Parameters of a unit: resident on the compute device, or stored in the tier below.
+"""Parameters of every unit: a field each, with copies on the compute device, in host memory and in the NVMe tier.
 
-`ParamStore` is what the executor drives. `UnifiedParams` serves a machine whose compute device is the CPU: device
-and host are one memory, and a unit is computed on straight from the buffer that the disk filled.
-`DiscreteParams` (discrete.py) serves a device with memory of its own.
+[Note: three placements]
+Where the compute device is the CPU, device and host are one memory: a unit is computed on and updated straight in the
+buffer that the disk filled, its DEVICE copy. A device with memory of its own has a link; there a unit is updated in its
+HOST copy, and what is updated goes up; compute waits for that at the unit's next use (`await_update`). Of a unit that
+several ranks share, home and HOST copy are this rank's shard, which has its place in the tensor on the device; the
+others' places are filled by an all-gather, which is not this file's business.
+
+A unit whose values nobody changes may have its home in the files that they came in: its FILE copy is read where an
+NVME copy would be, and there is nothing to write to (see weight_files.py).
+
+A HOST copy lies in the unit's home lease, or, where the home is elsewhere, in staging memory while a fetch or an update
+needs it.
+
+[Note: uploads]
+An upload waits for what still uses the memory that it fills, and not for all that was queued until it begins, since the
+host runs ahead of the device: a next forward pass may be queued while an update is computed. Memory that was taken anew
+may have been others' until then. What an update changes is used until the update begins: from then on nobody sees the
+old values (`ParameterViews.outdate`). Each of these moments is marked in the compute stream.
 
 [Note: stable storage]
 Autograd saves views of the weights (`weight.t()` for a linear layer) and uses them in backward, after the unit
 may have been evicted and fetched again. So a unit's flat tensor keeps one storage for the whole run, and only
-the memory behind it comes and goes: pages of a reserved address range on the CPU, a resized storage on CUDA (as
+the memory behind it comes and goes: pages of a reserved address range on the CPU, a resized storage on a device (as
 FSDP2 does). A touch while the unit is away faults; it never reads another unit's bytes.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
 
+from infinity.errors import InfinityError
 from infinity.io import IoFuture, Priority, Span
-from infinity.memory import Budget, StableBuffer
+from infinity.io.gds import DeviceReads
+from infinity.memory import Arena, Budget, Lease, StableBuffer, stable_memory
 from infinity.telemetry import Counters, StallCause
+from infinity.tiers.copies import Field, Memory, Move, State, Transfer
+from infinity.tiers.link import Link
 from infinity.tiers.sharding import WHOLE, Piece, Sharding
 from infinity.tiers.swap import Extent, SwapSpace
+from infinity.tiers.weight_files import FileRun, WeightFiles
 
 
 class Residency(Enum):
-    """Where a unit's parameters are. Every transition is one method of `ParamStore`."""
+    """What compute has of a unit."""
 
     STORED = auto()
     FETCHING = auto()
     RESIDENT = auto()
-    WRITING_BACK = auto()
+
+
+_RESIDENCY = {
+    State.ABSENT: Residency.STORED,
+    State.LEAVING: Residency.STORED,
+    State.ARRIVING: Residency.FETCHING,
+    State.VALID: Residency.RESIDENT,
+    State.WRITING: Residency.RESIDENT,
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +73,7 @@ class FlatSpec:
         dtype: compute dtype.
         offloaded: its home is the tier below; otherwise it is always resident.
         sharding: which slice of it is this rank's; the home and the host have this slice alone.
+        runs: the files' blocks that it is an image of; none for a unit of our own.
     """
 
     name: str
@@ -54,6 +82,7 @@ class FlatSpec:
     dtype: torch.dtype
     offloaded: bool
     sharding: Sharding = WHOLE
+    runs: tuple[FileRun, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -74,253 +103,565 @@ class FlatSpec:
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """Values on their way into host memory, and what they come over."""
+class Device:
+    """A compute device with memory of its own.
 
-    future: IoFuture
-    cause: StallCause
-
-
-class ParamStore(ABC):
-    """Residency of every unit's parameters.
-
-    One thread (the compute thread) drives the transitions; `write_tile` may be called from the optimizer's.
+    Attributes:
+        staging: host memory for copies of units whose home is not there; pinned, for a GPU.
+        direct: reads from the swap files into device memory, past the host's; None where there is no such way.
     """
 
-    def __init__(self, specs: Sequence[FlatSpec], counters: Counters) -> None:
+    link: Link
+    staging: Arena
+    direct: DeviceReads | None = None
+
+
+_CPU = torch.device("cpu")
+_DRIVES = (Memory.FILE, Memory.NVME)
+
+
+class _Unit:
+    """One unit's field and the memory of its copies.
+
+    Attributes:
+        home: where the newest value is whenever the unit is not on the device; DEVICE if it always is.
+        site: where it is changed.
+        lease: of the HOST copy.
+        since: what the device was given from this moment on does not touch the memory that the next upload fills, see
+            [Note: uploads]; None where nobody knows.
+        extent: of the NVME or the FILE copy.
+    """
+
+    __slots__ = ("buffer", "extent", "field", "home", "index", "lease", "since", "site", "spec", "tensor")
+
+    def __init__(
+        self, index: int, spec: FlatSpec, home: Memory, place: Lease | Extent | None, device: torch.device | None
+    ) -> None:
+        self.index = index
+        self.spec = spec
+        self.home = home
+        self.site = Memory.DEVICE if device is None else Memory.HOST
+        self.since: Transfer | None = None
+        self.field = Field(f"unit {spec.name}", {Memory.DEVICE, home, self.site})
+        self.lease = place if isinstance(place, Lease) else None
+        self.extent = place if isinstance(place, Extent) else None
+        self.buffer = stable_memory(spec.nbytes, _CPU if device is None else device)
+        self.buffer.allocate()
+        self.tensor = self.buffer.tensor(spec.dtype, spec.numel)
+        if spec.offloaded or device is None:
+            self.buffer.free()  # at once, so that the whole model is never there together
+        if home is Memory.FILE:
+            self.field.begin_write(home)  # by whoever wrote the file
+            self.field.end_write(home)
+
+    def span(self, memory: Memory, start: int, numel: int) -> Span:
+        """A range of elements in host memory, for I/O."""
+        source = self.buffer if memory is Memory.DEVICE else self.lease
+        assert isinstance(source, (StableBuffer, Lease))
+        return source.span(start * self.spec.dtype.itemsize, numel * self.spec.dtype.itemsize)
+
+
+class Params:
+    """Copies of every unit's parameters. One thread at a time drives it; `write_tile` is called from the optimizer's.
+
+    Args:
+        homes: of each unit: DEVICE, or the memory below that it has a place in.
+        budget: device memory for units that come and go.
+        arena: host memory for homes there.
+        swap: where the other homes are.
+        files: where homes are that somebody else wrote.
+        device: None if the compute device is the CPU.
+
+    Attributes:
+        coming: updated units whose new values are on their way up; nothing on the device waits for them yet.
+        passing: units on their way to the device through host memory, oldest first; each has pinned its HOST copy.
+        torn: an interrupt has left new values that the device does not have, and nobody knows of.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[FlatSpec],
+        homes: Sequence[Memory],
+        budget: Budget,
+        counters: Counters,
+        *,
+        arena: Arena,
+        swap: SwapSpace,
+        files: WeightFiles | None = None,
+        device: Device | None = None,
+    ) -> None:
         self.specs = tuple(specs)
+        self.torn = False
+        self.coming: dict[int, Move] = {}
+        self.passing: dict[int, None] = {}
+        self._swap = swap
+        self._files = WeightFiles() if files is None else files
+        self._budget = budget
         self._counters = counters
-        self._residency = [Residency.STORED] * len(specs)
-        self._pins = [0] * len(specs)
-        self._dirty = [False] * len(specs)
+        self._device = device
+        self._units: list[_Unit] = []
+        for index, (spec, home) in enumerate(zip(specs, homes, strict=True)):
+            place: Lease | Extent | None = None
+            if home is Memory.HOST:
+                place = arena.lease(spec.shard_nbytes)
+            elif home is Memory.NVME:
+                place = swap.reserve(spec.shard_nbytes)
+            elif home is Memory.FILE:
+                place = self._files.add(spec.runs, spec.sharding.rank * spec.shard_nbytes, spec.shard_nbytes)
+            self._units.append(_Unit(index, spec, home, place, None if device is None else device.link.device))
+        self._leaving: list[_Unit] = []  # whose staging memory something still touches
 
     # State #
 
     def residency(self, unit: int) -> Residency:
-        return self._residency[unit]
+        if unit in self.coming:
+            return Residency.RESIDENT
+        return _RESIDENCY[self._units[unit].field.copies[Memory.DEVICE].state]
+
+    def is_stored(self, unit: int) -> bool:
+        """The unit has a value, and its home has the newest."""
+        return self._units[unit].field.version > 0 and not self.is_dirty(unit)
 
     def is_dirty(self, unit: int) -> bool:
-        """The resident values are newer than the home's."""
-        return self._dirty[unit]
-
-    def set_dirty(self, unit: int, dirty: bool) -> None:
-        self._dirty[unit] = dirty and self.specs[unit].offloaded
+        """The newest values are not at home."""
+        each = self._units[unit]
+        return not each.field.is_newest(each.home)
 
     def pin(self, unit: int) -> None:
         """Keep the unit from being evicted; pairs with `unpin`."""
-        self._pins[unit] += 1
+        self._units[unit].field.pin(Memory.DEVICE)
 
     def unpin(self, unit: int) -> None:
-        if not self._pins[unit]:
-            raise RuntimeError(f"unit {self.specs[unit].name} is not pinned")
-        self._pins[unit] -= 1
+        self._units[unit].field.unpin(Memory.DEVICE)
 
     def keep_pins(self, units: Collection[int]) -> None:
         """One pin on each of these units, and no other: nothing is in use."""
-        self._pins = [int(unit in units) for unit in range(len(self._pins))]
-
-    def is_evictable(self, unit: int) -> bool:
-        return (
-            self.specs[unit].offloaded
-            and self._residency[unit] is Residency.RESIDENT
-            and not self._pins[unit]
-            and not self._dirty[unit]
-        )
-
-    def _check_evictable(self, unit: int) -> None:
-        if not self.is_evictable(unit):
-            raise RuntimeError(f"unit {self.specs[unit].name} is in use or dirty and cannot be evicted")
+        for index, each in enumerate(self._units):
+            each.field.copies[Memory.DEVICE].pins = int(index in units)
 
     def is_pinned(self, unit: int) -> bool:
-        return self._pins[unit] > 0
+        return self._units[unit].field.copies[Memory.DEVICE].pins > 0
 
-    def _move(self, unit: int, source: Residency, target: Residency) -> None:
-        if self._residency[unit] is not source:
-            raise RuntimeError(
-                f"unit {self.specs[unit].name} cannot become {target.name}: it is "
-                f"{self._residency[unit].name}, not {source.name}"
-            )
-        self._residency[unit] = target
-
-    # Transitions #
-
-    @abstractmethod
     def tensor(self, unit: int) -> torch.Tensor:
         """The flat tensor on the compute device; its memory is valid while the unit is RESIDENT."""
+        return self._units[unit].tensor
 
-    @abstractmethod
     def host_tensor(self, unit: int) -> torch.Tensor:
-        """This rank's shard in host memory, where the optimizer updates it; valid between `host_open` and
-        `host_close` once `host_ready` is done."""
+        """This rank's shard where it is changed; valid from `open_host` to `close_host` once `host_wait` is over."""
+        each = self._units[unit]
+        return each.tensor if each.lease is None else each.lease.tensor(each.spec.dtype)
 
-    @abstractmethod
+    # First values #
+
     def create(self, unit: int) -> bool:
-        """Give a unit that has no values yet memory on the host, to be written through `host_tensor`; False if there
-        is no room. Pairs with `create_done`."""
+        """Give a unit that has no values memory, to be written through `host_tensor`; False if there is no room."""
+        each = self._units[unit]
+        if not (self._allocate(each) if each.site is Memory.DEVICE else self._stage(each)):
+            return False
+        each.field.begin_write(each.site)
+        return True
 
-    @abstractmethod
+    def copy_in(self, unit: int) -> None:
+        """Fill a unit that was created, and has its home elsewhere, from the files that it is an image of."""
+        each = self._units[unit]
+        part = self._files.add(each.spec.runs, each.spec.sharding.rank * each.spec.shard_nbytes, each.spec.shard_nbytes)
+        read = self._files.read(part, each.span(each.site, 0, each.spec.shard_numel), priority=Priority.DEMAND)
+        self._counters.moved("nvme_read", part.nbytes, read, unit, "parameters")
+        read.result()
+
     def create_done(self, unit: int) -> None:
-        """The values are written: the unit is STORED or RESIDENT with them."""
+        """The values are written: they are at home, or on the device."""
+        each = self._units[unit]
+        each.field.end_write(each.site)
+        if each.site is Memory.HOST:
+            if each.home is Memory.DEVICE:
+                self._order_behind(each, self._start_upload(each))
+            elif each.home is Memory.NVME:
+                self.write_home(unit)
+            self._leave_host(each)
 
-    @abstractmethod
     def create_failed(self, unit: int) -> None:
         """Takes the place of `create_done` where the values could not be made: the memory is free again."""
+        each = self._units[unit]
+        if each.field.state(each.site) is State.WRITING:
+            each.field.fail_write(each.site)
+            if each.site is Memory.HOST:
+                self._leave_host(each)
+            elif each.spec.offloaded:
+                self._free(each)
 
-    @abstractmethod
+    def discard(self, unit: int) -> None:
+        """Nobody asks for the unit's values any more: they go without being written."""
+        each = self._units[unit]
+        self.await_update(unit)
+        resident = each.field.state(Memory.DEVICE) is State.VALID
+        each.field.consume()
+        if resident and each.spec.offloaded:
+            self._free(each)
+
+    # Fetch and evict #
+
     def fetch_start(self, unit: int, priority: Priority, *, updated: bool = False) -> bool:
         """STORED -> FETCHING; False if there is no room now.
 
         Args:
             updated: an update waits for the values, on the host.
         """
+        each = self._units[unit]
+        direct = None if self._device is None or updated or len(each.spec.pieces) > 1 else self._device.direct
+        if not self._budget.fits(each.spec.nbytes):
+            return False
+        if each.home in _DRIVES and each.site is Memory.DEVICE:
+            self._allocate(each)
+            self._read(each, Memory.DEVICE, priority)
+        elif each.home is Memory.NVME and direct is not None:
+            self._allocate(each)
+            self._read_past_host(each, direct)
+        else:
+            if not self._stage(each):
+                return False
+            self._allocate(each)
+            if each.field.state(Memory.HOST) is State.ABSENT:
+                self._read(each, Memory.HOST, priority)
+            self.passing[unit] = None
+            each.field.pin(Memory.HOST)
+            each.field.expect(Memory.DEVICE)
+        return True
 
-    def advance(self, unit: int) -> None:  # noqa: B027  (a fetch in one leg has nothing to do here)
-        """Start the next leg of a fetch whose last one is done, if it has several; the unit awaits no update."""
+    def advance(self, unit: int) -> None:
+        """Start the next leg of a fetch whose last one is done; the unit is passing and awaits no update."""
+        each = self._units[unit]
+        if each.field.arriving(Memory.DEVICE) is None:
+            read = each.field.arriving(Memory.HOST)
+            if read is None or read.done():
+                if read is not None:
+                    each.field.finish_move(read)
+                self._start_upload(each)
 
-    @abstractmethod
     def fetch_wait(self, unit: int) -> None:
         """FETCHING -> RESIDENT: the values are valid for the compute device.
 
         Raises:
             StorageError: reading failed; the unit is STORED again.
         """
+        each = self._units[unit]
+        if unit in self.passing:
+            self._finish(each, Memory.HOST)
+            self.advance(unit)
+            upload = each.field.arriving(Memory.DEVICE)
+            assert upload is not None
+            self._order_behind(each, upload)
+            self._end_fetch(each)
+        else:
+            self._finish(each, Memory.DEVICE)
+        if each.field.state(Memory.DEVICE) is not State.VALID:
+            raise RuntimeError(f"unit {each.spec.name} was to be fetched, but nothing is under way")
 
-    @abstractmethod
+    def _finish(self, each: _Unit, memory: Memory) -> None:
+        """Wait for what fills a copy; if it fails, so does the fetch that it belongs to."""
+        move = each.field.arriving(memory)
+        if move is None:
+            return
+        try:
+            with self._counters.stalled(move.cause):
+                each.field.finish_move(move)
+        except BaseException:
+            if each.field.arriving(memory) is None:  # not a mere interrupt of the wait
+                if each.index in self.passing:
+                    each.field.give_up(Memory.DEVICE)
+                    self._end_fetch(each)
+                self._free(each)
+            raise
+
+    def _end_fetch(self, each: _Unit) -> None:
+        del self.passing[each.index]
+        each.field.unpin(Memory.HOST)
+        self._leave_host(each)
+
+    def await_update(self, unit: int) -> None:
+        """What the device is given from now on sees the values of the unit's last update."""
+        upload, each = self.coming.pop(unit, None), self._units[unit]
+        if upload is not None and each.field.arriving(Memory.DEVICE) is upload:  # else it was waited for
+            self._order_behind(each, upload)
+
+    def is_evictable(self, unit: int) -> bool:
+        each = self._units[unit]
+        return each.spec.offloaded and each.field.can_drop(Memory.DEVICE)
+
     def evict(self, unit: int) -> None:
         """RESIDENT -> STORED; the unit must be evictable."""
+        each = self._units[unit]
+        self.await_update(unit)
+        if not self.is_evictable(unit):
+            raise RuntimeError(f"unit {each.spec.name} is in use or dirty and cannot be evicted")
+        if not each.field.drop(Memory.DEVICE):  # an exception has left a look at it half way
+            for move in list(each.field.copies[Memory.DEVICE].moves):
+                move.wait(self._counters)
+            each.field.gone(Memory.DEVICE)
+        self._free(each)
 
-    @abstractmethod
-    def host_open(self, unit: int) -> bool:
-        """Start bringing the values into host memory, for an update or a look; the unit is FETCHING or RESIDENT, and
-        pinned until `host_close`. False if there is no room now."""
+    # Changes #
 
-    @abstractmethod
-    def host_ready(self, unit: int) -> Arrival | None:
-        """What `host_tensor` still waits for, if anything."""
-
-    def host_wait(self, unit: int) -> None:
-        """Wait until `host_tensor` has the values."""
-        arrival = self.host_ready(unit)
-        if arrival is not None:
-            with self._counters.stalled(arrival.cause):
-                arrival.future.result()
-
-    def publish(self, unit: int) -> None:  # noqa: B027  (device and host may be one memory)
-        """What was changed in `host_tensor` reaches the device, if the unit is there already."""
-
-    @abstractmethod
-    def host_close(self, unit: int) -> None:
-        """The values may leave host memory; what was changed in them has been published."""
-
-    @abstractmethod
-    def write_tile(self, unit: int, start: int, numel: int) -> IoFuture | None:
-        """Write a range of `host_tensor` to the home; None where there is nothing to write to."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give all memory back. Nothing may be in flight."""
-
-
-class UnifiedParams(ParamStore):
-    """Parameters on a machine whose compute device is the CPU."""
-
-    def __init__(self, specs: Sequence[FlatSpec], swap: SwapSpace | None, budget: Budget, counters: Counters) -> None:
-        super().__init__(specs, counters)
-        self._budget = budget
-        self._swap = swap
-        self._homes: list[Extent | None] = [
-            swap.reserve(spec.nbytes) if spec.offloaded and swap is not None else None for spec in specs
-        ]
-        self._buffers = [StableBuffer(spec.nbytes) for spec in specs]
-        self._tensors = [b.tensor(s.dtype, s.numel) for b, s in zip(self._buffers, specs, strict=True)]
-        self._reads: dict[int, IoFuture] = {}
-
-    def tensor(self, unit: int) -> torch.Tensor:
-        return self._tensors[unit]
-
-    def host_tensor(self, unit: int) -> torch.Tensor:
-        return self._tensors[unit]
-
-    def _allocate(self, unit: int) -> bool:
-        spec = self.specs[unit]
-        if spec.offloaded and not self._budget.fits(spec.nbytes):
-            return False
-        if spec.offloaded:
-            self._budget.take(spec.nbytes, spec.name)
-        with self._counters.stalled(StallCause.ALLOCATOR):
-            self._buffers[unit].allocate()
-        return True
-
-    def create(self, unit: int) -> bool:
-        return self._allocate(unit)
-
-    def create_done(self, unit: int) -> None:
-        self._move(unit, Residency.STORED, Residency.RESIDENT)
-        self.set_dirty(unit, True)
-
-    def create_failed(self, unit: int) -> None:
-        if self.specs[unit].offloaded:
-            self._free(unit)
-
-    def fetch_start(self, unit: int, priority: Priority, *, updated: bool = False) -> bool:
-        home = self._homes[unit]
-        if home is None or self._swap is None:
-            raise RuntimeError(f"unit {self.specs[unit].name} has no home to fetch from")
-        if not self._allocate(unit):
-            return False
-        self._move(unit, Residency.STORED, Residency.FETCHING)
-        self._reads[unit] = self._swap.read(home, self._span(unit, 0, self.specs[unit].numel), priority=priority)
-        self._counters.moved("nvme_read", self.specs[unit].nbytes, self._reads[unit], unit, "parameters")
-        return True
-
-    def fetch_wait(self, unit: int) -> None:
-        try:
-            with self._counters.stalled(StallCause.DISK_READ):
-                self._reads.pop(unit).result()
-        except BaseException:
-            self._move(unit, Residency.FETCHING, Residency.STORED)
-            self._free(unit)
-            raise
-        self._move(unit, Residency.FETCHING, Residency.RESIDENT)
-
-    def evict(self, unit: int) -> None:
-        self._check_evictable(unit)
-        self._move(unit, Residency.RESIDENT, Residency.STORED)
-        self._free(unit)
-
-    def _free(self, unit: int) -> None:
-        with self._counters.stalled(StallCause.ALLOCATOR):
-            self._buffers[unit].free()
-        self._budget.give(self.specs[unit].nbytes)
-
-    def host_open(self, unit: int) -> bool:
+    def open_host(self, unit: int) -> bool:
+        """Start bringing the values to where they are changed, for an update or a look; the unit is FETCHING or
+        RESIDENT, and pinned until `close_host`. False if there is no room now."""
+        each = self._units[unit]
+        if each.site is Memory.HOST:
+            if not self._stage(each):
+                return False
+            if each.field.state(Memory.HOST) is State.ABSENT:
+                self._finish(each, Memory.DEVICE)  # it may be on its way past the host
+                self._download(each)
+            each.field.pin(Memory.HOST)
         self.pin(unit)
         return True
 
-    def host_ready(self, unit: int) -> Arrival | None:
-        read = self._reads.get(unit)
-        return None if read is None else Arrival(read, StallCause.DISK_READ)
+    def host_wait(self, unit: int) -> None:
+        """Wait until `host_tensor` has the values."""
+        each = self._units[unit]
+        self._finish(each, each.site)
 
-    def host_close(self, unit: int) -> None:
+    def begin_change(self, unit: int) -> tuple[Move, ...]:
+        """What `host_tensor` shows may be changed once these are over; pairs with `end_change`.
+
+        Raises:
+            InfinityError: the values are in files that are not ours to write.
+        """
+        each = self._units[unit]
+        if each.home is Memory.FILE:
+            raise InfinityError(
+                f"unit `{each.spec.name}` is used where it lies in {each.spec.runs[0].file.path.parent}, which is "
+                "never written: to change frozen parameters, read them with in_place=False"
+            )
+        return each.field.begin_write(each.site)
+
+    def begin_update(self, unit: int) -> tuple[Move, ...]:
+        """As `begin_change`, of a unit whose old values nobody may use from now on."""
+        if self._device is not None:
+            self._units[unit].since = self._device.link.mark()
+        return self.begin_change(unit)
+
+    def write_through(self, unit: int, writes: Transfer) -> Move | None:
+        """The change that is under way is written home piece by piece; None where there is nothing to write to."""
+        field = self._units[unit].field
+        if self._units[unit].home is not Memory.NVME:
+            return None
+        site = self._units[unit].site
+        return field.begin_move(site, Memory.NVME, writes, StallCause.DISK_WRITE, at=field.version + 1)
+
+    def written(self, unit: int, move: Move) -> None:
+        """Wait for what `write_through` has announced."""
+        self._units[unit].field.finish_move(move)
+
+    def end_change(self, unit: int) -> None:
+        """The values are changed, if `begin_change` was called, and reach the device if the unit is there."""
+        each = self._units[unit]
+        if each.field.state(each.site) is not State.WRITING:
+            return
+        self.torn = True
+        each.field.end_write(each.site)
+        if each.site is Memory.HOST and each.field.state(Memory.DEVICE) is not State.ABSENT:
+            self._send_up(each)
+        self.torn = False
+
+    def _send_up(self, each: _Unit) -> None:
+        """The newest values are in host memory, and older ones on the device or on their way there."""
+        older = each.field.arriving(Memory.DEVICE)
+        if older is None and each.index in self.passing:
+            return  # the fetch goes on with these
+        if older is not None:
+            self._finish(each, Memory.DEVICE)
+        self.coming[each.index] = self._start_upload(each)
+        if each.index in self.passing:
+            self._end_fetch(each)
+
+    def begin_device_change(self, unit: int) -> torch.Tensor:
+        """The tensor on the device, to be changed by what it is given from now on; pairs with `end_device_change`."""
+        each = self._units[unit]
+        assert self._device is not None
+        self.await_update(unit)
+        for move in each.field.begin_write(Memory.DEVICE):
+            self._device.link.compute_waits(move.transfer)
+        return each.tensor
+
+    def end_device_change(self, unit: int) -> None:
+        """The change is in the device's queue: what it is given from now on sees it."""
+        self._units[unit].field.end_write(Memory.DEVICE)
+
+    def close_host(self, unit: int) -> None:
+        """The values may leave host memory."""
+        each = self._units[unit]
+        self.end_change(unit)
+        if each.site is Memory.HOST:
+            each.field.unpin(Memory.HOST)
+            self._leave_host(each)
         self.unpin(unit)
 
-    def _span(self, unit: int, start: int, numel: int) -> Span:
-        itemsize = self.specs[unit].dtype.itemsize
-        return self._buffers[unit].span(start * itemsize, numel * itemsize)
+    def write_home(self, unit: int) -> None:
+        """Write the newest values home and wait."""
+        each = self._units[unit]
+        write = self.write_tile(unit, 0, each.spec.shard_numel)
+        if write is not None:
+            move = each.field.begin_move(each.site, Memory.NVME, write, StallCause.DISK_WRITE)
+            with self._counters.stalled(move.cause):
+                each.field.finish_move(move)
 
     def write_tile(self, unit: int, start: int, numel: int) -> IoFuture | None:
-        home = self._homes[unit]
-        if home is None or self._swap is None:
+        """Write a range of `host_tensor` to the home; None where there is nothing to write to."""
+        each = self._units[unit]
+        if each.home is not Memory.NVME:
             return None
-        span = self._span(unit, start, numel)
-        write = self._swap.write(home, span, start * self.specs[unit].dtype.itemsize)
+        assert each.extent is not None
+        span = each.span(each.site, start, numel)
+        write = self._swap.write(each.extent, span, start * each.spec.dtype.itemsize)
         self._counters.moved("nvme_write", span.nbytes, write, unit, "parameters")
         return write
 
     def close(self) -> None:
-        for buffer, spec in zip(self._buffers, self.specs, strict=True):
-            if spec.offloaded:
-                buffer.close()
-        # What stays may be read as any tensor, also by whoever keeps a state dict: it goes with the last reference.
-        self._buffers.clear()
-        self._tensors = [tensor.new_empty(0) for tensor in self._tensors]
+        """Give all memory back, once no copy over the link touches it. Nothing else may be in flight."""
+        if self._device is not None and self._device.direct is not None:
+            self._device.direct.close()
+        self.coming.clear()
+        for each in self._units:
+            for copy in each.field.copies.values():
+                for move in copy.moves:
+                    if move.cause is StallCause.HOST_LINK:
+                        move.transfer.result()
+                copy.moves.clear()  # they lead back to the copy
+            if each.spec.offloaded and each.tensor.numel():
+                each.buffer.free()
+            # What stays may be read as any tensor, also by whoever keeps a state dict: it goes with the last reference.
+            each.tensor = each.tensor.new_empty(0)
+            each.buffer = stable_memory(0, _CPU)
+            each.lease = None
+
+    # Device memory #
+
+    def _allocate(self, each: _Unit) -> bool:
+        """Give the unit's tensor memory, see [Note: stable storage]; False if the budget has no room."""
+        if each.spec.offloaded:
+            if not self._budget.fits(each.spec.nbytes):
+                return False
+            self._budget.take(each.spec.nbytes, each.spec.name)
+        with self._counters.stalled(StallCause.ALLOCATOR):
+            each.buffer.allocate()
+        if self._device is not None:
+            each.since = self._device.link.mark()
+        return True
+
+    def _free(self, each: _Unit) -> None:
+        with self._counters.stalled(StallCause.ALLOCATOR):
+            each.buffer.free()
+        self._budget.give(each.spec.nbytes)
+
+    # Host memory #
+
+    def _stage(self, each: _Unit) -> bool:
+        """Have memory for a HOST copy, waiting for copies that still touch it; False if updates hold it all."""
+        if each.lease is None:
+            assert self._device is not None
+            staging = self._device.staging
+            self._reap()
+            each.lease = staging.try_lease(each.spec.shard_nbytes)
+            while each.lease is None and self._leaving:
+                self._finish_leaving(self._leaving[0])
+                each.lease = staging.try_lease(each.spec.shard_nbytes)
+        elif each.field.state(Memory.HOST) is State.LEAVING and each.home is Memory.DEVICE:
+            self._finish_leaving(each)  # the user may have written to what is on the device since
+            return self._stage(each)
+        elif each.field.state(Memory.HOST) is State.LEAVING:
+            each.field.keep(Memory.HOST)  # its values are still there
+            self._leaving.remove(each)
+        return each.lease is not None
+
+    def _finish_leaving(self, each: _Unit) -> None:
+        """Wait until nothing touches a HOST copy any more that is LEAVING."""
+        self._finish(each, Memory.DEVICE)
+        for move in list(each.field.copies[Memory.HOST].moves):
+            with self._counters.stalled(move.cause):
+                each.field.finish_move(move)
+        self._reap()
+
+    def _leave_host(self, each: _Unit) -> None:
+        """Give staging memory back that nobody needs any more, as soon as nothing touches it."""
+        copy = each.field.copies[Memory.HOST]
+        if each.home is Memory.HOST or copy.pins:
+            return
+        if copy.state is State.ARRIVING:  # whoever wanted it has failed
+            self._finish(each, Memory.HOST)
+        if copy.state is State.VALID:
+            each.field.drop(Memory.HOST)
+        if copy.state is State.ABSENT:
+            self._release(each)
+        elif each not in self._leaving:
+            self._leaving.append(each)
+
+    def _reap(self) -> None:
+        for each in self._leaving:
+            upload = self.coming.get(each.index)
+            if upload is not None and upload.done():
+                self._finish(each, Memory.DEVICE)
+        for each in [each for each in self._leaving if each.field.gone(Memory.HOST)]:
+            self._leaving.remove(each)
+            self._release(each)
+
+    def _release(self, each: _Unit) -> None:
+        lease, each.lease = each.lease, None
+        if lease is not None:
+            lease.release()
+
+    # Moves #
+
+    def _read(self, each: _Unit, target: Memory, priority: Priority) -> None:
+        assert each.extent is not None
+        drive = self._files if each.home is Memory.FILE else self._swap
+        read = drive.read(each.extent, each.span(target, 0, each.spec.shard_numel), priority=priority)
+        each.field.begin_move(each.home, target, read, StallCause.DISK_READ)
+        self._counters.moved("nvme_read", each.spec.shard_nbytes, read, each.index, "parameters")
+
+    def _read_past_host(self, each: _Unit, direct: DeviceReads) -> None:
+        assert self._device is not None
+        assert each.extent is not None
+        (own,) = each.spec.pieces
+        target = each.tensor.narrow(0, own.whole, own.numel).view(torch.uint8)
+        pieces = self._swap.locate(each.extent, each.spec.shard_nbytes)
+        read = direct.start(pieces, target, self._device.link.mark().result)
+        each.field.begin_move(Memory.NVME, Memory.DEVICE, read, StallCause.DISK_READ)
+        self._counters.moved("nvme_read", each.spec.shard_nbytes, read, each.index, "parameters")
+
+    def _start_upload(self, each: _Unit) -> Move:
+        """HOST to the shard's place in the tensor on the device."""
+        assert self._device is not None
+        source = self.host_tensor(each.index)
+        for piece in each.spec.pieces:  # on one stream: the last copy's token is good for all
+            here, there = _shard_part(source, piece), _whole_part(each.tensor, piece)
+            with self._counters.stalled(StallCause.HOST_LINK):
+                token = self._device.link.upload(there, here, each.since)
+            self._counters.moved("host_to_device", here.nbytes, token, each.index, "parameters")
+        each.since = None
+        return each.field.begin_move(Memory.HOST, Memory.DEVICE, token, StallCause.HOST_LINK)
+
+    def _download(self, each: _Unit) -> None:
+        """The shard's place in the tensor on the device to HOST."""
+        assert self._device is not None
+        target = self.host_tensor(each.index)
+        for piece in each.spec.pieces:
+            here, there = _shard_part(target, piece), _whole_part(each.tensor, piece)
+            with self._counters.stalled(StallCause.HOST_LINK):
+                token = self._device.link.download(here, there)
+            self._counters.moved("device_to_host", here.nbytes, token, each.index, "parameters")
+        each.field.begin_move(Memory.DEVICE, Memory.HOST, token, StallCause.HOST_LINK)
+
+    def _order_behind(self, each: _Unit, upload: Move) -> None:
+        assert self._device is not None
+        with self._counters.stalled(StallCause.HOST_LINK):
+            self._device.link.compute_waits(upload.transfer)
+        each.field.order_behind(upload)
+
+
+def _shard_part(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return tensor[piece.shard : piece.shard + piece.numel]
+
+
+def _whole_part(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return tensor[piece.whole : piece.whole + piece.numel]

@@ -30,6 +30,11 @@ class Sharding:
     rank: int = 0
     count: int = 1
 
+    @property
+    def label(self) -> str:
+        """Of a file that holds this slice; nothing where it is all."""
+        return f"-rank-{self.rank:05d}" if self.count > 1 else ""
+
     def pieces(self, trainable_numel: int, numel: int) -> tuple[Piece, ...]:
         """This rank's slices of what is trained, `[0, trainable_numel)`, and of what is frozen, up to `numel`.
 

@@ -95,7 +95,7 @@ class SwapSpace:
     """Extents over one swap file per directory.
 
     Reserve every extent, then `create`: the files are allocated whole, so that a full disk is an error at
-    the start and not in the middle of a run.
+    the start and not in the middle of a run. Without directories it is empty, and nothing may be reserved.
 
     Args:
         engines: of each directory; one engine may serve several. Closed with the space.
@@ -151,10 +151,10 @@ class SwapSpace:
 
     def read(self, extent: Extent, span: Span, offset: int = 0, *, priority: Priority) -> IoFuture:
         """Start reading `span.nbytes` from `offset` within the extent."""
-        read = _together(
+        read = together(
             [
                 self._engines[piece.file].read(self._files[piece.file], piece.offset, part, priority)
-                for piece, part in _overlap(extent, span, offset)
+                for piece, part in overlapping(extent, span, offset)
             ]
         )
         if self._checksums is None:
@@ -169,10 +169,10 @@ class SwapSpace:
         """Start writing `span` at `offset` within the extent."""
         if self._checksums is not None:
             self._checksums[extent].written(offset, span)
-        return _together(
+        return together(
             [
                 self._engines[piece.file].write(self._files[piece.file], piece.offset, part)
-                for piece, part in _overlap(extent, span, offset)
+                for piece, part in overlapping(extent, span, offset)
             ]
         )
 
@@ -194,7 +194,7 @@ class SwapSpace:
 # Requests over several drives #
 
 
-def _overlap(extent: Extent, span: Span, offset: int) -> list[tuple[Piece, Span]]:
+def overlapping(extent: Extent, span: Span, offset: int) -> list[tuple[Piece, Span]]:
     """What of each piece holds [offset, offset + span.nbytes), and the part of `span` that goes there."""
     parts = []
     starts = itertools.accumulate((piece.nbytes for piece in extent.pieces), initial=0)
@@ -208,11 +208,12 @@ def _overlap(extent: Extent, span: Span, offset: int) -> list[tuple[Piece, Span]
 
 def _locate(files: Sequence[Path], extent: Extent, offset: int, nbytes: int) -> list[tuple[Path, int, int]]:
     """Where bytes of an extent are: (file, offset, bytes) of each piece."""
-    parts = _overlap(extent, Span(0, nbytes, None), offset)
+    parts = overlapping(extent, Span(0, nbytes, None), offset)
     return [(files[piece.file], piece.offset, part.nbytes) for piece, part in parts]
 
 
-def _together(requests: Sequence[IoFuture]) -> IoFuture:
+def together(requests: Sequence[IoFuture]) -> IoFuture:
+    """All of these, as one request."""
     return requests[0] if len(requests) == 1 else _AllOf(requests)
 
 
@@ -225,7 +226,7 @@ class _AllOf(IoFuture):
 
     def times(self) -> Times | None:
         parts = [times for request in self._requests if (times := request.times()) is not None]
-        if len(parts) < len(self._requests):
+        if not parts or len(parts) < len(self._requests):
             return None
         submitted_s, started_s, finished_s = zip(*parts, strict=True)
         return Times(min(submitted_s), min(started_s), max(finished_s))

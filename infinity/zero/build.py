@@ -4,65 +4,80 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from infinity.config import Config, format_size
-from infinity.errors import CapacityError, ConfigError
+from infinity.config import Config
+from infinity.errors import ConfigError
 from infinity.io import IoOptions, open_engine
 from infinity.io.gds import DeviceReads
-from infinity.memory import Arena, Budget, available_memory_bytes
+from infinity.memory import Arena, Budget, Ledger
 from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import UpdatePipeline
-from infinity.schedule import MemoryNeeds, MemorySplit, alone, split_memory
+from infinity.schedule import Cycle, MemorySplit, split_memory
+from infinity.schedule.placement import Placement, Rules, place
 from infinity.telemetry import Counters, Timeline
 from infinity.tiers import (
     ActivationFiles,
     ActivationStore,
-    DiscreteParams,
+    Device,
+    DeviceGrads,
+    DeviceSums,
     GradStore,
     Link,
-    ParamStore,
-    SameMemory,
-    SpillingGradStore,
+    Memory,
+    Norms,
+    Params,
     StateStore,
+    StoredTensor,
     SwapPath,
     SwapSpace,
-    UnifiedParams,
+    WeightFiles,
     open_swap,
 )
+from infinity.zero.budgets import agreed, device_budgets, host_capacity
 from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
+from infinity.zero.in_flight import InFlight
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
+from infinity.zero.on_device import OnDevice
 from infinity.zero.partition import Partition
-from infinity.zero.ranks import ALONE, Ranks, ranks_on_this_machine
-from infinity.zero.reduction import ReducedGradients
-from infinity.zero.sizing import Sizing, communication_dtype, host_needs, sharding_of, size_up
+from infinity.zero.ranks import ALONE, Ranks
+from infinity.zero.reduction import Direct, Journey, Reduction
+from infinity.zero.sizing import Sizing, size_up
 from infinity.zero.updates import UpdateSchedule
+from infinity.zero.views import ParameterViews
 
 _log = logging.getLogger(__name__)
-_AUTO_SHARE = 0.8  # of the memory that is available when a budget is "auto"
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Everything that one engine owns."""
+    """Everything that one engine owns.
+
+    Attributes:
+        host, device: what the two memories are used for; with a CPU as the compute device, the host's pays for all.
+    """
 
     sizing: Sizing
     ranks: Ranks
     executor: Executor
-    params: ParamStore
-    grads: GradStore
+    params: Params
+    grads: GradStore | DeviceGrads
     pipeline: UpdatePipeline
+    states: StateStore
+    sums: DeviceSums
     arena: Arena
-    param_budget: Budget
-    swap: SwapSpace | None
+    host: Ledger
+    device: Ledger
+    swap: SwapSpace
+    files: WeightFiles
     counters: Counters
-    link: Link | None
+    link: Link
     parts: ModelParts
     owner_pid: int = field(default_factory=os.getpid)
 
@@ -81,25 +96,34 @@ class Runtime:
     @property
     def torn(self) -> bool:
         """An interrupt has left something in nobody's books."""
-        return self.executor.torn or self.arena.torn
+        return self.executor.torn or self.arena.torn or self.grads.torn or self.params.torn
 
     def peak_bytes(self) -> dict[str, int]:
         """High-water mark of each tier since the start."""
-        params = self.sizing.staying_bytes + self.param_budget.peak_bytes
-        nvme = self.swap.size_bytes if self.swap is not None else 0
-        if self.sizing.discrete:
-            return {"device": params, "host": self.arena.peak_bytes, "nvme": nvme}
-        return {"device": 0, "host": params + self.arena.peak_bytes, "nvme": nvme}
+        return {"device": self.device.peak_bytes, "host": self.host.peak_bytes, "nvme": self.swap.size_bytes}
+
+    def together(self, what: str) -> None:
+        """Where parameters are in the shards of several ranks, all must come to the same call `what`."""
+        if self.sizing.rules.gathers:
+            self.ranks.together(what)
+
+    def settle(self) -> None:
+        """Where users read parameters between steps: carry out every update, and have the parameters show it."""
+        if self.sizing.rules.settles:
+            self.executor.show_newest()
 
     def close(self) -> None:
         """Stop the worker, give memory back, remove the swap files: those of this process, not of its parent."""
         if os.getpid() != self.owner_pid:
             return
-        self.executor.detach()
+        self.executor.views.detach()
         self.pipeline.close()
-        if self.swap is not None:
-            self.swap.close()
+        self.swap.close()
+        self.files.close()
         self.params.close()
+        self.grads.close()
+        self.states.close()
+        self.sums.close()
         self.arena.close()
         if self.counters.timeline is not None:
             self.counters.timeline.close()
@@ -110,118 +134,143 @@ def build_runtime(
     groups: Mapping[str, int],
     config: Config,
     optimizer: str,
-    link: Link | None,
+    link: Link,
     ranks: Ranks = ALONE,
     parts: ModelParts = UNDIVIDED,
+    made: Collection[str] = (),
+    in_files: Mapping[str, StoredTensor] | None = None,
 ) -> Runtime:
     """Lay out the model's states and acquire what they need.
 
     Args:
         groups: parameter group of every parameter that is trained, by name.
         optimizer: name of its state layout.
-        link: to a compute device with memory of its own; None if the compute device is the CPU.
+        link: to the compute device.
         ranks: who trains this model together.
         parts: who holds the other parts of the model, if it is divided.
+        made: parameters whose values do not come with the model.
+        in_files: frozen ones that are to stay where they are stored.
 
     Raises:
         CapacityError: a memory budget is too small; the message has the number that is needed.
         StorageError: an nvme path cannot be used or does not have the space.
     """
-    if link is None and sharding_of(config, ranks).count > 1:
-        link = SameMemory()  # whole units are gathered beside this rank's shards
-    sizing = size_up(model, groups, config, optimizer, discrete=link is not None, ranks=ranks)
-    needs = host_needs(sizing)
-    split = split_memory(needs, host_capacity(config, needs, ranks), "tiering.host_memory")
-    split = agreed(split, ranks, parts.ranks)
+    sizing = size_up(
+        model, groups, config, optimizer, discrete=link.discrete, ranks=ranks, made=made, in_files=in_files
+    )
+    needs = sizing.host_needs()
+    host = Ledger("host memory", host_capacity(config, needs, ranks))
+    split = agreed(split_memory(needs, host.capacity_bytes, "tiering.host_memory"), ranks, parts.ranks)
+    placement = place(sizing.rules, sizing.specs, sizing.shards, split)
     with ExitStack() as undo:  # what was acquired goes again if a later step fails
         timeline = _open_timeline(sizing, config, ranks, link, undo)
         counters = Counters(timeline)
-        arena = Arena(_arena_bytes(sizing, needs, split), pin=link is not None and link.device.type == "cuda")
+        # All of host memory but what is computed on, which has memory of its own.
+        arena_bytes = split.ring_bytes + split.grads_bytes + split.states_bytes + split.homes_bytes
+        arena = Arena(arena_bytes, pin=link.pinned_for)
         undo.callback(arena.close)
-        swap = _open_disk(sizing, config, ranks, undo)
+        swap = _open_disk(sizing.rules, config, ranks, undo)
         slots = [arena.lease(sizing.tile_bytes) for _ in range(split.ring_bytes // sizing.tile_bytes)]
+        there = device_budgets(sizing, config, split, host, link.free_bytes())  # before anything is taken
         states = StateStore(
-            sizing.shard_numels,
+            sizing.shards.numels,
             sizing.tile_numel,
             sizing.layout.tile_bytes,
+            [home.memory for home in placement.tiles],
             arena=arena,
-            resident_bytes=split.states_bytes,
-            swap=swap if sizing.states_on_nvme else None,
+            swap=swap,
             counters=counters,
+            link=link,
         )
-        grads = _make_grads(sizing, split, arena, swap, counters)
-        params, budget = _make_params(sizing, config, split, arena, swap, counters, link)
-        if swap is not None:
-            swap.create()
-            for slot in slots:
-                swap.register(slot.span())
-        pipeline = UpdatePipeline(sizing.layout, states, slots, params.write_tile, counters)
+        sums = DeviceSums(sizing.shards.numels, sizing.grad_dtype, there.sums, link.device)
+        grads = _hold_gradients(sizing, placement, split, there.grads, arena, swap, counters, link)
+        undo.callback(grads.close)
+        host.count("gradients, states and what is on its way", arena)
+        host.fix("values on their way at initialize", needs.initial_extra_bytes(split))
+        apart = _apart(sizing, config, arena, link)
+        homes = [home.memory for home in placement.params]
+        files = _open_weights(sizing, config, undo)
+        params = Params(sizing.specs, homes, there.params, counters, arena=arena, swap=swap, files=files, device=apart)
+        swap.create()
+        for slot in slots:
+            swap.register(slot.span())
+        pipeline = UpdatePipeline(sizing.layout, states, slots, counters)
         undo.pop_all()
-    capacity_bytes = ranks.least(budget.capacity_bytes)
-    executor = Executor(model, sizing.partition, params, grads, pipeline, capacity_bytes, counters, ranks)
-    return Runtime(sizing, ranks, executor, params, grads, pipeline, arena, budget, swap, counters, link, parts)
-
-
-def make_gradients(runtime: Runtime, config: Config, device: torch.device) -> Gradients:
-    """Where the gradients of a training step are collected.
-
-    Args:
-        device: where the model computes.
-    """
-    units, store, make_room = runtime.partition.units, runtime.grads, runtime.executor.finish_an_update
-    if runtime.ranks.size == 1:
-        return Gradients(units, store, make_room, runtime.counters, runtime.parts)
-    every_pass = config.zero.stage >= 2 and not runtime.sizing.layer_major
-    return ReducedGradients(
-        units,
-        store,
-        make_room,
-        runtime.counters,
-        ranks=runtime.ranks,
-        sharding=runtime.partition.sharding,
-        every_pass=every_pass,
-        shared=runtime.partition.shared,
-        dtype=communication_dtype(config),
-        collect_dtype=runtime.layout.param_dtype if every_pass else runtime.sizing.grad_dtype,
-        device=device,
-        parts=runtime.parts,
+    capacity_bytes = ranks.least(there.params.capacity_bytes)
+    moving = [spec.offloaded for spec in sizing.specs]
+    cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes)
+    views = ParameterViews(model, sizing.partition, params)
+    if isinstance(grads, DeviceGrads):
+        in_flight: InFlight | OnDevice = OnDevice(params, grads, states, sizing.layout)
+    else:
+        in_flight = InFlight(params, grads, pipeline, counters)
+    return Runtime(
+        sizing=sizing,
+        ranks=ranks,
+        executor=Executor(views, params, in_flight, pipeline, cycle, counters, ranks),
+        params=params,
+        grads=grads,
+        pipeline=pipeline,
+        states=states,
+        sums=sums,
+        arena=arena,
+        host=host,
+        device=there.ledger,
+        swap=swap,
+        files=files,
+        counters=counters,
+        link=link,
+        parts=parts,
     )
 
 
-def _make_grads(
-    sizing: Sizing, split: MemorySplit, arena: Arena, swap: SwapSpace | None, counters: Counters
-) -> GradStore:
-    """The store of the gradients; those that are to be held but do not fit have a place on the drive."""
-    numels, dtype, capacity, standing = sizing.shard_numels, sizing.grad_dtype, split.grads_bytes, sizing.standing
-    if swap is None or not sizing.spilled_units(capacity):
-        return GradStore(numels, dtype, arena, capacity, standing)
-    return SpillingGradStore(numels, dtype, arena, capacity, standing, swap, counters)
+def make_gradients(runtime: Runtime) -> Gradients:
+    """Where the gradients of a training step are collected."""
+    partition, rules = runtime.partition, runtime.sizing.rules
+    source: Direct | Reduction = Direct(partition.units, runtime.parts)
+    if rules.reduces:
+        sizing = runtime.sizing
+        journey = Journey(rules.sharding, rules.reduces_every_pass, sizing.collect_dtype, sizing.communication_dtype)
+        source = Reduction(
+            partition.units,
+            runtime.ranks,
+            journey,
+            partition.shared,
+            runtime.link.device,
+            runtime.counters,
+            runtime.parts,
+        )
+    return Gradients(partition.units, runtime.grads, source, runtime.sums, runtime.counters, runtime.parts)
 
 
-def _make_params(
+def _hold_gradients(
     sizing: Sizing,
-    config: Config,
+    placement: Placement,
     split: MemorySplit,
+    there: Budget,
     arena: Arena,
-    swap: SwapSpace | None,
+    swap: SwapSpace,
     counters: Counters,
-    link: Link | None,
-) -> tuple[ParamStore, Budget]:
-    """The store of the parameters, and the budget of those that come and go."""
-    swap = swap if sizing.params_on_nvme else None
-    if link is None:
-        budget = Budget("host memory for parameters", split.params_bytes)
-        return UnifiedParams(sizing.specs, swap, budget, counters), budget
-    budget = Budget("device memory for parameters", _device_capacity(sizing, config, link.device))
-    home_bytes = split.params_bytes - sizing.staging_bytes
-    direct = _open_direct(config, link) if swap is not None else None
-    return DiscreteParams(sizing.specs, link, arena, home_bytes, swap, budget, counters, direct), budget
+    link: Link,
+) -> GradStore | DeviceGrads:
+    """Where gradients are until they are used."""
+    numels, dtype = sizing.shards.numels, sizing.grad_dtype
+    norms = Norms(sizing.rules.measured_there(sum(len(unit.slots) for unit in sizing.partition.units)), link)
+    if there.capacity_bytes:
+        return DeviceGrads(numels, dtype, there, link.device, norms)
+    return GradStore(numels, dtype, arena, split.grads_bytes, placement.grad_homes, counters, swap, link, norms)
+
+
+def _apart(sizing: Sizing, config: Config, arena: Arena, link: Link) -> Device | None:
+    """What lies between parameters' homes and what is computed on, where these are apart."""
+    if sizing.rules.site is Memory.DEVICE:
+        return None
+    direct = _open_direct(config, link) if sizing.rules.params_pass_host else None
+    return Device(link, arena.part(sizing.params.staging), direct)
 
 
 def _open_direct(config: Config, link: Link) -> DeviceReads | None:
-    """The way from the drive to the device past host memory, if it is asked for and there is one."""
-    if not config.aio.use_gds:
-        return None
+    """The way from the drive to the device past host memory, if there is one."""
     if config.tiering.checksum:
         raise ConfigError("aio.use_gds reads past the host, where tiering.checksum would look: switch one of them off")
     reader = link.device_reader()
@@ -231,56 +280,10 @@ def _open_direct(config: Config, link: Link) -> DeviceReads | None:
     return DeviceReads(reader)
 
 
-# Memory #
-
-
-def _arena_bytes(sizing: Sizing, needs: MemoryNeeds, split: MemorySplit) -> int:
-    """Everything in host memory but the parameters of a CPU, which have memory of their own."""
-    states = split.states_bytes if sizing.states_on_nvme else needs.always_bytes
-    return split.ring_bytes + split.grads_bytes + states + (split.params_bytes if sizing.discrete else 0)
-
-
-def host_capacity(config: Config, needs: MemoryNeeds, ranks: Ranks = ALONE) -> int:
-    """The host budget: as given, or what is useful of this process's part of the memory that is free."""
-    if config.tiering.host_memory_bytes is not None:
-        return config.tiering.host_memory_bytes
-    share = _AUTO_SHARE / ranks_on_this_machine(ranks)
-    return min(needs.most_bytes, int(share * available_memory_bytes()))
-
-
-def agreed(split: MemorySplit, *ranks: Ranks) -> MemorySplit:
-    """This rank's split with the gradients' part that every one of these ranks has.
-
-    When it is full, a unit is updated before all its gradients are there, in which all ranks take part: so it must be
-    full on all of them at once, whatever their budgets.
-    """
-    grads_bytes = split.grads_bytes
-    for others in ranks:
-        grads_bytes = others.least(grads_bytes)
-    return replace(split, grads_bytes=grads_bytes)
-
-
-def _device_capacity(sizing: Sizing, config: Config, device: torch.device) -> int:
-    """Device memory for the parameters that come and go."""
-    total = config.tiering.device_memory_bytes
-    if total is None:
-        if device.type != "cuda":
-            return sizing.gathered_bytes if sizing.ranks > 1 else sum(sizing.moving_bytes)
-        total = int(_AUTO_SHARE * torch.cuda.mem_get_info(device)[0])
-    least = sizing.staying_bytes + sizing.working_set_bytes
-    if total < least:
-        raise CapacityError(
-            f"tiering.device_memory is {format_size(total)} but the parameters need at least {format_size(least)} "
-            f"on the device at once: raise it to {least} bytes or more, or offload parameters that stay there"
-            + alone(sizing.largest.name, sizing.largest.nbytes, total, sizing.largest.name in sizing.embeddings)
-        )
-    return min(total - sizing.staying_bytes, sum(sizing.moving_bytes))
-
-
 # Timeline #
 
 
-def _open_timeline(sizing: Sizing, config: Config, ranks: Ranks, link: Link | None, undo: ExitStack) -> Timeline | None:
+def _open_timeline(sizing: Sizing, config: Config, ranks: Ranks, link: Link, undo: ExitStack) -> Timeline | None:
     """Where what runs is recorded, if it is asked for: a file for each rank."""
     path = config.tiering.timeline
     if path is None:
@@ -290,8 +293,7 @@ def _open_timeline(sizing: Sizing, config: Config, ranks: Ranks, link: Link | No
     names = [unit.name for unit in sizing.partition.units]
     timeline = Timeline(path, names, steps=config.tiering.timeline_steps, rank=ranks.rank)
     undo.callback(timeline.close)
-    if link is not None:
-        link.keep_times()
+    link.keep_times()
     return timeline
 
 
@@ -301,15 +303,13 @@ def _open_timeline(sizing: Sizing, config: Config, ranks: Ranks, link: Link | No
 def open_activations(config: Config, runtime: Runtime, model: nn.Module) -> ActivationStore | None:
     """The lower tier of what autograd saves, if there is one."""
     tiering = config.tiering
-    if tiering.activations == "none":
-        return None
-    if tiering.activations == "cpu" and runtime.link is None:
-        _log.info("tiering.activations is cpu: they are there already, since the model computes on the CPU")
+    if not runtime.sizing.rules.activations_bytes:
+        if tiering.activations == "cpu":
+            _log.info("tiering.activations is cpu: they are there already, since the model computes on the CPU")
         return None
     kept = [runtime.params.tensor(unit.index) for unit in runtime.partition.units]
     kept += [buffer for buffer in model.buffers() if buffer.layout is torch.strided]
     storages = {tensor.untyped_storage()._cdata for tensor in kept}
-    link = runtime.link if runtime.link is not None else SameMemory()
     files = None
     if tiering.activations == "nvme":
         files = ActivationFiles(
@@ -318,7 +318,9 @@ def open_activations(config: Config, runtime: Runtime, model: nn.Module) -> Acti
             runtime.ranks.rank,
             checksum=tiering.checksum,
         )
-    return ActivationStore(link, tiering.activation_memory_bytes, files, storages, runtime.counters)
+    store = ActivationStore(runtime.link, runtime.sizing.rules.activations_bytes, files, storages, runtime.counters)
+    runtime.host.count("activations", store)
+    return store
 
 
 # Disk #
@@ -329,14 +331,19 @@ def _io_options(config: Config) -> IoOptions:
     return IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll)
 
 
-def _open_disk(sizing: Sizing, config: Config, ranks: Ranks, undo: ExitStack) -> SwapSpace | None:
-    if not sizing.params_on_nvme and not sizing.states_on_nvme:
-        return None
-    paths = [SwapPath(nvme.path, nvme.capacity_bytes, nvme.bytes_per_s) for nvme in config.tiering.nvme]
-    if not paths:
-        raise ConfigError("an offload section says nvme but no path is given: set tiering.nvme or nvme_path")
+def _open_disk(rules: Rules, config: Config, ranks: Ranks, undo: ExitStack) -> SwapSpace:
+    paths = [SwapPath(nvme.path, nvme.capacity_bytes, nvme.bytes_per_s) for nvme in rules.drives]
     swap = open_swap(
         paths, _io_options(config), config.tiering.io_backend, checksum=config.tiering.checksum, rank=ranks.rank
     )
     undo.callback(swap.close)
     return swap
+
+
+def _open_weights(sizing: Sizing, config: Config, undo: ExitStack) -> WeightFiles:
+    """Where units are read that stay in the files of somebody else."""
+    if not any(spec.runs for spec in sizing.specs):
+        return WeightFiles()
+    files = WeightFiles(open_engine(_io_options(config), config.tiering.io_backend))
+    undo.callback(files.close)
+    return files

@@ -82,6 +82,9 @@ class _LayerMajorStep:
     def complete(self, units: Sequence[int]) -> None:
         step = self._step
         with step.running(Phase.BACKWARD):
-            for unit in step.gradients.complete(sorted(units, reverse=True)):
-                step.updates.final(unit)
-                step.gradients.rest(unit)
+            for unit in sorted(units, reverse=True):
+                for addend in step.gradients.complete(unit):
+                    step.updates.add(addend)
+                if step.gradients.slots_with_gradients(unit):
+                    step.updates.final(unit)
+                    step.gradients.rest(unit)

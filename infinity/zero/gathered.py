@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from infinity.errors import CapacityError, ConfigError, InfinityError
-from infinity.memory import available_memory_bytes
+from infinity.memory import free_bytes
 from infinity.optim.formats import read_master, write_master
 from infinity.zero.build import Runtime
 from infinity.zero.model_parts import is_distributed
 from infinity.zero.partition import ParamSlot, Unit
-from infinity.zero.ranks import Ranks, ranks_on_this_machine
+from infinity.zero.ranks import ranks_on_this_machine
 
 Gatherable = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 _CPU = torch.device("cpu")
@@ -34,6 +34,9 @@ class Owner(Protocol):
 
     def begin_gathering(self, what: str, *, stores: bool) -> Runtime:
         """Carry out pending updates; what the engine owns."""
+
+    def lends(self, unit: int, slot: int) -> bool:
+        """The parameter of this slot is lent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,13 +88,23 @@ def check_unowned(model: nn.Module) -> None:
         )
 
 
-def _owner_of(param: nn.Parameter) -> tuple[Owner, Place] | None:
+def owner_of(param: nn.Parameter) -> tuple[Owner, Place] | None:
     """The engine that has the parameter's values, if there is one."""
     if id(param) not in _owners:
         return None
     reference, owner_reference, unit, index = _owners[id(param)]
     owner = owner_reference()
     return None if owner is None or reference() is not param else (owner, Place(param, unit, index))
+
+
+def is_gathered(key: int) -> bool:
+    """The parameter of this identity lies outside of the tiers: it is lent, or no engine has it."""
+    reference, owner_reference, unit, index = _owners.get(key, (None, None, None, 0))
+    param = None if reference is None else reference()
+    owner = None if owner_reference is None else owner_reference()
+    if param is None or owner is None or unit is None:
+        return True
+    return owner.lends(unit.index, index)
 
 
 @torch.inference_mode(False)  # a parameter may lie in them, and must stay one that can be trained
@@ -114,13 +127,12 @@ def unit_values(
 def newest_values(runtime: Runtime, synchronize: Callable[[], None]) -> Iterator[tuple[str, torch.Tensor]]:
     """Copies of all parameters in host memory, one unit at a time. Nothing is held in memory between two of them, so
     that an iteration may be left half way."""
-    if runtime.partition.sharding.count > 1:
-        runtime.ranks.together("engine.named_parameters()")
+    runtime.together("engine.named_parameters()")
     for unit in runtime.partition.units:
         synchronize()
         values = unit_values(runtime, unit, range(len(unit.slots)), _CPU)
         for index in range(len(unit.slots)):
-            lent = runtime.executor.lent(unit.index, index)
+            lent = runtime.executor.views.lent_values(unit.index, index)
             if lent is not None:
                 values[index] = lent.to(_CPU, copy=True)
         values.reverse()
@@ -149,7 +161,7 @@ class Loan:
         self._lent: list[Place] = []
         by_unit: dict[int, list[Place]] = {}
         for place in self.places:
-            if runtime.executor.lent(place.unit.index, place.index) is None:
+            if runtime.executor.views.lent_values(place.unit.index, place.index) is None:
                 by_unit.setdefault(place.unit.index, []).append(place)
         check_room(runtime, [place for group in by_unit.values() for place in group], what, device)
         try:
@@ -157,7 +169,7 @@ class Loan:
                 unit = group[0].unit
                 values = unit_values(runtime, unit, [place.index for place in group], device)
                 for place, copy in zip(group, values, strict=True):
-                    runtime.executor.lend(unit.index, place.index, copy)
+                    runtime.executor.views.lend(unit.index, place.index, copy)
                     self._lent.append(place)
         except BaseException:
             self.end()
@@ -170,7 +182,7 @@ class Loan:
     def store(self, source: int = 0) -> None:
         """The tiers get one rank's values, as far as they differ from theirs."""
         for place in self.places:
-            if self.runtime.executor.detached:
+            if self.runtime.executor.views.detached:
                 raise InfinityError(
                     f"the engine was closed while `{place.slot.name}` was gathered: its changes are lost"
                 )
@@ -194,7 +206,7 @@ def check_room(
     here = runtime.params.tensor(places[0].unit.index)
     nbytes = sum(place.slot.numel for place in places) * here.dtype.itemsize
     target = device or here.device
-    free = _free_bytes(target, runtime.ranks)
+    free = free_bytes(target) // (ranks_on_this_machine(runtime.ranks) if target == _CPU else 1)
     short = nbytes > free
     if runtime.partition.sharding.count > 1:
         short = runtime.ranks.any(short)
@@ -205,14 +217,6 @@ def check_room(
             f"{asked} needs {nbytes} bytes of {target.type} memory for copies of {names}, outside of the budgets, and "
             f"{free} are free: {advice}"
         )
-
-
-def _free_bytes(device: torch.device, ranks: Ranks) -> int:
-    """Memory that this process could take now."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + cached
-    return available_memory_bytes() // ranks_on_this_machine(ranks)
 
 
 class GatheredParameters:
@@ -245,7 +249,7 @@ class GatheredParameters:
     def __enter__(self) -> None:
         by_owner: dict[int, tuple[Owner, list[Place]]] = {}
         for param in self._params:
-            found = _owner_of(param)
+            found = owner_of(param)
             if found is None:
                 continue
             if is_distributed(param):
@@ -296,7 +300,9 @@ def _shape_problem(place: Place) -> str | None:
 def _write_back(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamSlot) -> None:
     """Store what differs from the tiers' values, as far as it lies in this rank's shard."""
     layout = runtime.layout
-    with runtime.executor.resident(unit.index) as flat:
+    if unit.runs and not _differs(values, runtime, unit, slot):
+        return  # else `changing` says why it cannot be
+    with runtime.executor.changing(unit.index) as flat:
         for part in runtime.partition.parts(unit):
             if part.slot is not slot:
                 continue
@@ -316,4 +322,10 @@ def _write_back(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamS
                 new = slice(low - part.start, high - part.start)
                 master = torch.where(changed[new], here[new].float(), read_master(layout, flat[low:high], states))
                 write_master(layout, master, flat[low:high], states)
-        runtime.executor.mark_changed(unit.index)
+
+
+def _differs(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamSlot) -> bool:
+    """This rank's shard has other values than these."""
+    with runtime.executor.resident(unit.index) as flat:
+        parts = [part for part in runtime.partition.parts(unit) if part.slot is slot]
+        return any(not torch.equal(values[part.param].to(flat.dtype), flat[part.shard]) for part in parts)

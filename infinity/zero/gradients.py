@@ -2,120 +2,269 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from infinity.errors import CapacityError
+from infinity.errors import InfinityError
 from infinity.kernels import GradStats, grad_store
-from infinity.telemetry import Counters
-from infinity.tiers import GradStore, to_host
+from infinity.telemetry import Counters, StallCause
+from infinity.tiers import DeviceGrads, DeviceSums, GradStore, Transfer, to_host
 from infinity.zero.model_parts import UNDIVIDED, ModelParts, local_gradient
 from infinity.zero.partition import Unit
+from infinity.zero.reduction import WHOLE, Addend, Direct, Reduction
 
-MakeRoom = Callable[[], bool]
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """What the device has measured, on its way.
+
+    Attributes:
+        norm: Euclidean norm, float64, in host memory; NaN or infinite if one of the values is.
+    """
+
+    norm: torch.Tensor
+    copy: Transfer
+
+    def stats(self, counters: Counters) -> GradStats:
+        with counters.stalled(StallCause.HOST_LINK):
+            self.copy.result()
+        norm = self.norm.item()
+        return GradStats(norm * norm, math.isfinite(norm))
+
+
+@dataclass(slots=True)
+class _Total:
+    """A unit's gradients of this step so far: slots that have one, and what was measured, by part; None for nothing
+    yet."""
+
+    present: set[int]
+    stats: dict[int, GradStats | _Coming | None]
 
 
 class Gradients:
     """What the parameters' gradients of the current step are so far.
 
     Args:
-        make_room: frees a gradient buffer that an update holds; False if no update is in flight.
+        source: how they come to host memory.
+        sums: where those of several micro-batches are added up on the device, as far as there is room.
         parts: who holds the other parts of the model, if it is divided.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        store: GradStore,
-        make_room: MakeRoom,
+        store: GradStore | DeviceGrads,
+        source: Direct | Reduction,
+        sums: DeviceSums,
         counters: Counters,
         parts: ModelParts = UNDIVIDED,
     ) -> None:
+        self._streams = bool(store.norms) and not parts.shares
+        self._first_norm = list(itertools.accumulate((len(unit.slots) for unit in units), initial=0))
         self._units = tuple(units)
         self._store = store
-        self._make_room = make_room
-        self._finish_early: MakeRoom = lambda: False
+        self._source = source
+        self._sums = sums
         self._counters = counters
         self._parts = parts
-        self._alone = parts.ranks.size == 1
-        self._stats: list[dict[int, GradStats]] = [{} for _ in units]  # by slot; present once it has a gradient
+        self._totals: dict[int, _Total] = {}  # without what is handed over, which is in the store for a while, too
+        self._last_pass = False
         self._awaited = [sum(slot.trainable for slot in unit.slots) for unit in units]
-        self._gaps = [gaps(unit) for unit in units]
-        self._collecting: set[int] = set()  # units with a buffer; what is handed over is in the store for a while, too
-        self._arrived = [0] * len(units)  # slots that have arrived in the backward pass that is running
+        self._of_pass: list[set[int]] = [set() for _ in units]  # slots that have come in the pass that is running
 
-    def take(self, unit_index: int, slot_index: int, param: nn.Parameter) -> bool:
-        """Move `param.grad` into the unit's buffer and free it.
+    # Arriving #
 
-        Returns:
-            Whether every trainable parameter of the unit has now arrived in this backward pass.
-
-        Raises:
-            CapacityError: no buffer can be had within the budget.
-        """
-        unit = self._units[unit_index]
-        slot = unit.slots[slot_index]
-        buffer = self._store.get(unit_index)
-        if buffer is None:
-            fresh = not self._store.holds(unit_index)
-            buffer = self._open(unit)
-            for start, stop in self._gaps[unit_index] if fresh else ():
-                buffer[start:stop] = 0  # kernels run over the padding too
+    def take(self, unit: int, slot: int, param: nn.Parameter) -> Addend | None:
+        """Take `param.grad` away; returns what is to be added now."""
         grad = local_gradient(param)
         if grad is None:
-            raise RuntimeError(f"gradient of {slot.name} is missing when its hook runs")
+            raise RuntimeError(f"gradient of {self._units[unit].slots[slot].name} is missing when its hook runs")
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        target = buffer[slot.offset : slot.offset + slot.numel]
-        seen = self._stats[unit_index]
-        seen[slot_index] = grad_store(target, to_host(grad.reshape(-1), self._counters), accumulate=slot_index in seen)
+        addend = self._source.take(unit, slot, grad)
         param.grad = None
-        self._arrived[unit_index] += 1
-        return self._arrived[unit_index] == self._awaited[unit_index]
+        return addend
+
+    def sum_there(self, addend: Addend) -> Addend | None:
+        """Add to what the device has of a parameter's gradients in this step, if that is where they are added up.
+
+        Returns:
+            What `try_add` is to add now; None if nothing leaves the device yet.
+        """
+        unit, slot, start, _, grad, *_ = addend
+        total = self._total(unit)
+        begins_here = not self._last_pass and slot not in total.stats and self._sums.has_room(unit)
+        if not begins_here and not self._sums.holds(unit, slot):
+            return addend
+        self._sums.add(unit, slot, start, grad.view(-1))
+        if self._last_pass:
+            summed = addend._replace(values=self._sums.of(unit, slot))
+            self._sums.drop(unit, slot)
+            return summed
+        self._note_come(addend)
+        return None
+
+    def sums_left(self) -> Iterator[Addend]:
+        """Go through what is still on the device of sums to which the last micro-batch has added nothing."""
+        for unit, slot in self._sums.held():
+            addend = self._sum_of(unit, slot)
+            self._sums.drop(unit, slot)
+            yield addend
+
+    def _sum_of(self, unit: int, slot: int) -> Addend:
+        """What the device has added up, for the host."""
+        place = self._units[unit].slots[slot]
+        values = self._sums.of(unit, slot)
+        return Addend(unit, slot, place.offset, place.offset + place.numel, values, (slot,), ())
+
+    def all_come(self, unit: int) -> bool:
+        """All gradients of the unit have come in this backward pass."""
+        return len(self._of_pass[unit]) == self._awaited[unit]
+
+    def _total(self, unit: int) -> _Total:
+        total = self._totals.get(unit)
+        if total is None:
+            total = self._totals[unit] = _Total(set(), {})
+        return total
+
+    def _note_come(self, addend: Addend) -> None:
+        self._totals[addend.unit].present.update(addend.present)
+        self._of_pass[addend.unit].update(addend.of_pass)
+
+    def try_add(self, addend: Addend) -> bool | None:
+        """Add to what host memory has of a unit.
+
+        Returns:
+            Whether all gradients of the unit have come in this backward pass; None, and nothing is added, while there
+            is no room.
+        """
+        unit, part = addend.unit, addend.part
+        total = self._total(unit)  # first, so that what is opened can be dropped
+        begun = bool(total.stats)
+        if isinstance(self._store, DeviceGrads):
+            added = self._add_there(self._store, addend, total)
+        elif self._streams and part not in total.stats and self._store.can_receive(unit, addend.values.dtype):
+            added = self._receive(self._store, addend, total)
+        else:
+            added = self._store_now(addend, total)
+        if not added:
+            return None
+        if not begun:
+            for low, high in self._source.gaps[unit]:
+                self._store.tensor(unit)[low:high] = 0  # kernels run over the padding too
+        self._note_come(addend)
+        return self.all_come(unit)
+
+    def _store_now(self, addend: Addend, total: _Total) -> bool:
+        """Add on the host; False while there is no room."""
+        unit, part, start, stop, grad, *_ = addend
+        buffer = self._store.open(unit)
+        if buffer is None:
+            return False
+        values = buffer[start:stop]
+        here = grad if grad.is_cpu else to_host(grad, self._counters)
+        stored = grad_store(values, here, accumulate=part in total.stats)
+        total.stats[part] = self._source.measured(unit, part, stored, values)
+        return True
+
+    def _receive(self, store: GradStore, addend: Addend, total: _Total) -> bool:
+        """Have the first gradient of a parameter come while the device computes on; False while there is no room."""
+        unit, slot, start, _, grad, *_ = addend
+        index = self._first_norm[unit] + slot
+        copy = store.receive(unit, start, grad.view(-1), index)
+        if copy is not None:
+            total.stats[slot] = _Coming(store.norms.values[index], copy)
+        return copy is not None
+
+    def _add_there(self, store: DeviceGrads, addend: Addend, total: _Total) -> bool:
+        """Add where they were computed, and where they stay; False while there is no room."""
+        unit, slot, start, stop, grad, *_ = addend
+        buffer = store.open(unit)
+        if buffer is None:
+            return False
+        values = buffer[start:stop]
+        (values.add_ if slot in total.stats else values.copy_)(grad.view(-1))
+        total.stats[slot] = self._measure_there(store, unit, slot, values) if self._last_pass else None
+        return True
+
+    def _measure_there(self, store: DeviceGrads, unit: int, slot: int, values: torch.Tensor) -> _Coming:
+        index = self._first_norm[unit] + slot
+        return _Coming(store.norms.values[index], store.measure(unit, index, values))
 
     def begin_backward(self, *, last: bool) -> None:
         """A backward pass begins, the `last` one of a step or not."""
+        self._last_pass = last
+        self._source.begin_pass(last=last)
 
-    def when_full(self, finish_early: MakeRoom) -> None:
-        """Have this called when there is no room for a unit's gradients, and no update in flight either."""
-        self._finish_early = finish_early
+    def leave(self, unit: int) -> Iterator[Addend]:
+        """Backward has left a module of the unit; go through what is to be added because of that."""
+        return self._source.leave(unit)
 
-    def leave(self, unit: int) -> Sequence[int]:
-        """Backward has left a module of the unit; returns units whose gradients are complete because of that."""
-        return ()
+    def complete(self, unit: int) -> Iterator[Addend]:
+        """A step's backward is through the unit; go through what is to be added because of that."""
+        return self._source.complete(unit)
 
-    def complete(self, units: Sequence[int]) -> Iterator[int]:
-        """A step's backward is through these units: go through those whose gradients are all there because of that."""
-        yield from (unit for unit in units if self._stats[unit])
-
-    def end_backward(self) -> None:
-        """The pass is over: the next arrival belongs to another one."""
-        self._arrived = [0] * len(self._units)
+    def end_backward(self) -> Iterator[Addend]:
+        """The pass is over, once what is to be added because of that is gone through."""
+        yield from self._source.end_pass()
+        if self._last_pass:
+            yield from self.sums_left()
+        self._forget_pass()
 
     def abort_backward(self) -> None:
         """The pass has failed."""
-        self._arrived = [0] * len(self._units)
+        self._source.clear()
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        self._of_pass = [set() for _ in self._units]
+
+    # Sums #
 
     def units_with_gradients(self) -> list[int]:
-        return [index for index, stats in enumerate(self._stats) if stats]
+        return sorted(unit for unit, total in self._totals.items() if total.present)
 
     def slots_with_gradients(self, unit: int) -> frozenset[int]:
-        return frozenset(self._stats[unit])
+        total = self._totals.get(unit)
+        return frozenset() if total is None else frozenset(total.present)
+
+    def have_come(self, unit: int) -> bool:
+        """What is known of the unit's gradients is known without waiting."""
+        return self._store.has_come(unit)
 
     def is_finite(self, unit: int) -> bool:
         """So are all of the unit's gradients, on every rank and in every part of the model."""
-        return not self._parts.ranks.any(not self._is_finite_here(unit))
+        with self._source.agreeing():
+            return not self._parts.ranks.any(self._source.ranks.any(not self._is_finite_here(unit)))
 
     def _is_finite_here(self, unit: int) -> bool:
-        return all(stats.finite for stats in self._stats[unit].values())
+        return all(stats.finite for stats in self._stats(unit))
+
+    def _stats(self, unit: int) -> list[GradStats]:
+        """What was measured of the unit's gradients, once it has come."""
+        stats = self._totals[unit].stats
+        if isinstance(self._store, DeviceGrads):
+            for slot in [slot for slot, measured in stats.items() if measured is None]:
+                stats[slot] = self._measure_there(self._store, unit, slot, self._values(unit, slot))
+        for part, measured in stats.items():
+            if isinstance(measured, _Coming):
+                found = measured.stats(self._counters)
+                stats[part] = self._source.measured(unit, part, found, self._values(unit, part))
+        return [measured for measured in stats.values() if isinstance(measured, GradStats)]
+
+    def _values(self, unit: int, part: int) -> torch.Tensor:
+        """A part of the unit's gradients, where they are held."""
+        buffer, slots = self._store.tensor(unit), self._units[unit].slots
+        return buffer if part == WHOLE else buffer[slots[part].offset : slots[part].offset + slots[part].numel]
 
     def sum_sq(self, unit: int) -> float:
         """What the unit's gradients, or this rank's shard of them, contribute to the square of the norm."""
-        slots = self._units[unit].slots
-        return math.fsum(s.sum_sq * self._parts.share(slots[slot].name) for slot, s in self._stats[unit].items())
+        return math.fsum(stats.sum_sq for stats in self._stats(unit))
 
     def norm(self) -> float:
         """Euclidean norm over all gradients of the step; NaN if one of them is not finite."""
@@ -125,68 +274,98 @@ class Gradients:
 
     def norm_of(self, sum_sq: float) -> float:
         """The norm over all ranks' shards and the model's parts, of a sum over this rank's."""
-        return math.sqrt(self._parts.ranks.sum(sum_sq))
+        with self._source.agreeing():
+            return math.sqrt(self._parts.ranks.sum(self._source.shard_ranks.sum(sum_sq)))
+
+    # Looks from outside #
+
+    def held_values(self, unit: int) -> torch.Tensor:
+        """What is held of the unit's gradients, to look at or to change (`remeasure` follows).
+
+        Raises:
+            InfinityError: an update has them, or they are not reduced over the ranks yet.
+        """
+        if self._source.collected:
+            raise InfinityError(
+                "gradients are not reduced over the ranks before the last micro-batch's backward at stages 0 and 1: "
+                "look at them after that, before step()"
+            )
+        for other, slot in self._sums.held():
+            if other == unit:
+                if self.try_add(self._sum_of(unit, slot)) is None:  # it stays where it is
+                    raise InfinityError("there is no room to look at gradients: raise tiering.host_memory")
+                self._sums.drop(unit, slot)
+        buffer = self._store.open(unit)
+        if buffer is None:
+            raise InfinityError("there is no room to look at gradients: raise tiering.host_memory (or device_memory)")
+        return buffer
+
+    def remeasure(self, unit: int) -> None:
+        """The unit's gradients were changed from outside: their norm is another one."""
+        stats = self._totals[unit].stats
+        self.held_values(unit)
+        for part in stats:
+            values = self._values(unit, part)
+            if isinstance(self._store, DeviceGrads):
+                stats[part] = self._measure_there(self._store, unit, part, values)
+                continue
+            stored = grad_store(values, values.clone(), accumulate=False)
+            stats[part] = self._source.measured(unit, part, stored, values)
+
+    # Room #
 
     def rest(self, unit: int) -> None:
         """Nothing more is added to the unit's gradients for a while."""
         self._store.rest(unit)
 
+    def all_lack_room(self, unit: int) -> bool:
+        """Whoever has a part in the unit's gradients has no capacity left for them."""
+        return self._source.ranks.size * self._parts.ranks.size == 1 or self._store.lacks_capacity(unit)
+
+    # Ends #
+
     def forget(self, unit: int) -> None:
         """The unit's gradients are handed over: what arrives next starts a new sum."""
-        self._stats[unit] = {}
-        self._collecting.discard(unit)
+        self._totals.pop(unit, None)
 
     def held(self) -> bool:
         """There are gradients that no update has."""
-        return any(self._stats)
+        return bool(self._source.collected or self.units_with_gradients())
 
     def drop_slots(self, slots: Mapping[int, Collection[int]]) -> None:
-        """Throw the gradients of these parameters away, given as slots by unit."""
-        for unit, some in slots.items():
-            for slot in some:
-                self._stats[unit].pop(slot, None)
-            if not self._stats[unit]:
+        """Throw the gradients of these parameters away, given as slots by unit.
+
+        Raises:
+            InfinityError: others would stay, and what is reduced of a unit is one sum.
+        """
+        if self._source.ranks.size > 1:
+            here = {unit: set(total.present) for unit, total in self._totals.items()}
+            for unit, collected in self._source.collected.items():
+                here.setdefault(unit, set()).update(collected.slots)
+            if any(some - set(slots.get(unit, ())) for unit, some in here.items()):
+                raise InfinityError(
+                    "the gradients of some parameters were dropped (param.grad = None) and those of others were not, "
+                    "which several ranks cannot do: drop all of them with engine.zero_grad()"
+                )
+            self.drop_all()
+            return
+        for unit in slots.keys() & self._totals.keys():
+            total = self._totals[unit]
+            for slot in slots[unit]:
+                total.present.discard(slot)
+                total.stats.pop(slot, None)
+                self._sums.drop(unit, slot)
+            if not total.present:
                 self._drop(unit)
 
     def drop_all(self) -> None:
         """Throw the step's gradients away."""
-        for unit in self._collecting | set(self.units_with_gradients()):
+        self._source.clear()
+        self._sums.clear()
+        for unit in list(self._totals):
             self._drop(unit)
 
     def _drop(self, unit: int) -> None:
         if self._store.holds(unit):
             self._store.drop(unit)
         self.forget(unit)
-
-    def _open(self, unit: Unit) -> torch.Tensor:
-        self._collecting.add(unit.index)
-        while True:
-            buffer = self._store.try_open(unit.index)
-            if buffer is not None:
-                return buffer
-            if not (self._store.make_room(unit.index) or self._make_room() or self._try_finish_early(unit.index)):
-                raise CapacityError(
-                    f"no host memory is left for the gradients of unit `{unit.name}`: raise tiering.host_memory, or "
-                    "set tiering.update_schedule to deferred, which has room for the gradients of all units"
-                )
-
-    def _try_finish_early(self, unit: int) -> bool:
-        """Where others take part in an update, only if the capacity is used up, which it is on all of them alike."""
-        return (self._alone or self._store.lacks_capacity(unit)) and self._finish_early()
-
-
-def gaps(unit: Unit, slots: Container[int] | None = None) -> list[tuple[int, int]]:
-    """Ranges of the unit's trainable part that belong to no parameter, or to none of `slots` if they are given."""
-    ranges = []
-    position = 0
-    for index, slot in enumerate(unit.slots):
-        if not slot.trainable:
-            break
-        if slots is not None and index not in slots:
-            continue
-        if slot.offset > position:
-            ranges.append((position, slot.offset))
-        position = slot.offset + slot.numel
-    if position < unit.trainable_numel:
-        ranges.append((position, unit.trainable_numel))
-    return ranges

@@ -84,7 +84,7 @@ class Guards:
             InfinityError: by name: a parameter that would be computed with and not be trained, or the other way round.
         """
         self._end_loading()  # what an exception has left
-        if self._runtime.executor.lends:
+        if self._runtime.executor.views.lends:
             lent = next(p for p in self._places.values() if self._lent(p))
             raise InfinityError(
                 f"parameter `{lent.slot.name}` is gathered: leave GatheredParameters before the next training forward"
@@ -101,7 +101,7 @@ class Guards:
     def _drop_gradients_left_out(self) -> list[RemovableHandle]:
         """Parameters that need a gradient and are not trained would collect it outside of every budget."""
         left = [p for p in self._places.values() if p.param.requires_grad and not p.slot.trainable]
-        if left:
+        if left and any(p.slot.trainable for p in self._places.values()):
             _log.warning(
                 "`%s` and %d other parameters require a gradient but are in no parameter group: they are not trained, "
                 "and their gradients are dropped. Set requires_grad_(False) to have none computed",
@@ -161,21 +161,19 @@ class Guards:
             self._copying = False
 
     def _lent(self, place: Place) -> bool:
-        return self._runtime.executor.lent(place.unit.index, place.index) is not None
+        return self._runtime.executor.views.lent_values(place.unit.index, place.index) is not None
 
     def _synchronize(self, what: str) -> None:
         owner = self._owner()
         if owner is not None:
-            if self._runtime.partition.sharding.count > 1:
-                self._runtime.ranks.together(what)
+            self._runtime.together(what)
             owner.settle(what)
 
     def _make_whole(self, places: list[Place]) -> None:
         """Parameters that stay are all there, if other ranks have updated parts of them."""
         for unit in _by_unit(places):
-            if self._runtime.params.specs[unit].sharding.count > 1:
-                with self._runtime.executor.gathered(unit):
-                    pass
+            with self._runtime.executor.gathered(unit):
+                pass
 
     # load_state_dict #
 

@@ -9,6 +9,7 @@ from types import TracebackType
 from infinity.config import Config, load_config
 from infinity.config.load import ConfigSource
 from infinity.zero.file_backed import construct_in_files
+from infinity.zero.ranks import world_size
 
 
 class Init:
@@ -20,7 +21,8 @@ class Init:
     short. Parameters below 256 KiB, and buffers, are in memory.
 
     Args:
-        config: the configuration that will be used, checked here, before the time is spent.
+        config: the configuration that will be used, checked here, before the time is spent; `config_dict_or_path` is
+            its name in DeepSpeed.
         enabled: False to build in memory.
 
     Raises:
@@ -28,9 +30,16 @@ class Init:
         StorageError: the files have no room, inside the context.
     """
 
-    def __init__(self, config: ConfigSource | Config | None = None, *, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        config: ConfigSource | Config | None = None,
+        *,
+        config_dict_or_path: ConfigSource | None = None,
+        enabled: bool = True,
+    ) -> None:
+        config = config_dict_or_path if config is None else config
         if config is not None and not isinstance(config, Config):
-            config = load_config(config)
+            config = load_config(config, world_size=world_size())
         self._directory = _directory(config)
         self._enabled = enabled
         self._undo = ExitStack()

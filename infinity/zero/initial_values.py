@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
+from infinity.tiers import StoredTensor
 from infinity.zero.adapters import lora_rule, lora_values, name_before_wrapping
 from infinity.zero.file_backed import made_in_files
 from infinity.zero.meta import InitFunction
 from infinity.zero.meta import init_function as meta_init_function
 from infinity.zero.model_parts import local_part, set_local_part
 from infinity.zero.partition import Unit
+from infinity.zero.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +32,14 @@ class WeightSource(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """The values, in the parameter's shape and in any floating-point dtype."""
+
+
+@runtime_checkable
+class FilesSource(WeightSource, Protocol):
+    """One whose values may be used where they lie."""
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """Where the values are; None where they are to be copied."""
 
 
 @dataclass
@@ -83,6 +93,34 @@ class InitialValues:
         if init_function is None and self._valueless:
             self._init_function = meta_init_function(model)
         self._check_weights()
+
+    @property
+    def made(self) -> Set[str]:
+        """Parameters whose values are read or made here, not the model's own."""
+        return self._valueless
+
+    def in_files(self, trained: Container[str], ranks: Ranks) -> dict[str, StoredTensor]:
+        """Where the values of frozen parameters are that stay there.
+
+        Raises:
+            InfinityError: the ranks have other files.
+        """
+        if not isinstance(self._weights, FilesSource):
+            return {}
+        found = {}
+        for name in sorted(self._valueless):
+            key = None if name in trained else self._stored(name)
+            place = None if key is None else self._weights.stored(key)
+            if place is not None and place.nbytes:
+                found[name] = place
+        # Names of directories may differ, and times and inodes of copies do.
+        facts = [(n, t.file.path.name, t.file.size, t.start, t.nbytes, str(t.dtype)) for n, t in found.items()]
+        if any(others != facts for others in ranks.of_all(facts)):
+            raise InfinityError(
+                "the ranks read different weights, which they are to use where they lie: give all of them one "
+                "directory, or copies of one"
+            )
+        return found
 
     def detach(self) -> None:
         """Leave the model's parameters without values."""

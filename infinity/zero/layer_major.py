@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError, InfinityError
+from infinity.tiers import carried_stream
 from infinity.zero.coroutines import Coroutine, abandon, current_coroutine
 from infinity.zero.cuts import Cuts
 from infinity.zero.hooks import watch_blocks
@@ -252,17 +253,16 @@ class _Generators:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._kinds: list[Any] = [torch.random]  # modules that have them
+        if device.type != "cpu":
+            self._kinds.append(torch.get_device_module(device))
 
     def states(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if self.device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self.device))
-        return states
+        return [kind.get_rng_state() for kind in self._kinds]
 
     def restore(self, states: list[torch.Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], self.device)
+        for kind, state in zip(self._kinds, states, strict=True):
+            kind.set_rng_state(state)
 
     def seeded(self, seed: int) -> list[torch.Tensor]:
         """The states that this seed gives."""
@@ -277,11 +277,10 @@ class _ThreadState:
     """What torch keeps for each thread and a coroutine should have from the thread that starts it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._autocast = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {"cpu", device.type}
         }
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._on_stream = carried_stream(device)
 
     def carried_into(self, forward: Forward) -> Forward:
         def run() -> torch.Tensor:
@@ -296,7 +295,5 @@ class _ThreadState:
             for kind, (enabled, dtype) in self._autocast.items():
                 if enabled:
                     stack.enter_context(torch.autocast(kind, dtype=dtype))
-            if self._stream is not None:
-                stack.enter_context(torch.cuda.device(self._device))
-                stack.enter_context(torch.cuda.stream(self._stream))
+            stack.enter_context(self._on_stream())
             yield

@@ -23,6 +23,7 @@ class Losses:
 
     def __init__(self, config: Config, ranks: Ranks, schedule: UpdateSchedule, counters: Counters) -> None:
         self.count = config.gradient_accumulation_steps * ranks.size
+        self._ranks_count = ranks.size
         self.loss_scale = LossScale.of(config.fp16)
         self.scaled = False
         self._fp16 = config.fp16 is not None
@@ -30,10 +31,14 @@ class Losses:
         self._schedule = schedule
         self._counters = counters
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """What the backward of a micro-batch's loss begins with: its share of the step's, times the loss scale."""
+    def scale(self, loss: torch.Tensor, *, whole_step: bool = False) -> torch.Tensor:
+        """What the backward of a micro-batch's loss begins with: its share of the step's, times the loss scale.
+
+        Args:
+            whole_step: the loss is its share of this rank's step already.
+        """
         self.scaled = True
-        share = loss / self.count
+        share = loss / (self._ranks_count if whole_step else self.count)
         return share.float() * self.loss_scale.value if self._fp16 else share
 
     def usable(self, loss: torch.Tensor) -> bool:

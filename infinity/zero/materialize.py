@@ -24,11 +24,24 @@ def materialize(runtime: Runtime, values: InitialValues) -> None:
     """Write every unit's parameters and fresh optimizer states to their tiers; rank 0's values count."""
     partition, layout = runtime.partition, runtime.layout
     for unit in partition.units:
+        if unit.runs:
+            _fetch_from_files(runtime, unit)
+            values.placed(unit)
+            continue
         with runtime.executor.created(unit.index) as flat:
             initial = _from_rank_0(values, unit, runtime.ranks)
             _fill_unit(partition, unit, flat, initial, runtime.pipeline, layout)
         frozen = [slot.name for slot in unit.slots if not slot.trainable]
         values.placed(unit, {name for name in frozen if not _holds(layout.param_dtype, initial[name])})
+
+
+def _fetch_from_files(runtime: Runtime, unit: Unit) -> None:
+    """A unit that is in files already, of which there may be room for a copy nearer by."""
+    if runtime.params.is_stored(unit.index):
+        runtime.executor.refresh(unit.index)
+        return
+    with runtime.executor.created(unit.index):
+        runtime.params.copy_in(unit.index)
 
 
 def _holds(dtype: torch.dtype, values: torch.Tensor) -> bool:
@@ -90,5 +103,5 @@ def stored_values(runtime: Runtime, unit: Unit) -> dict[str, torch.Tensor]:
             master = read_master(layout, flat[start:stop], fields)
             for part in partition.parts(unit, start, stop):
                 values[part.slot.name][part.param] = master[part.start - start : part.stop - start]
-    runtime.params.set_dirty(unit.index, False)  # nobody asks for these again: they may go without being written
+    runtime.params.discard(unit.index)  # nobody asks for these again: they go without being written
     return values

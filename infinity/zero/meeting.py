@@ -2,6 +2,9 @@
 
 They meet in the store of `torch.distributed`: a collective that one rank has started alone can neither be called back,
 nor tell who did not come, and would be taken for the training's by a rank that is there.
+
+A rank that works alone for long (it reads and writes files) says now and then that it gets on, and is waited for as
+long as it does: a timeout is for those that are silent, not for a slow drive.
 """
 
 from __future__ import annotations
@@ -14,8 +17,11 @@ from typing import Any
 import torch.distributed as dist
 
 from infinity.errors import RankError
+from infinity.zero.processes import Process
+from infinity.zero.watch import Watch
 
 _POLL_S = (0.0002, 0.05)  # between looks: at first, and at most
+_PROGRESS_S = 1.0  # at most so often a rank says that it gets on
 
 
 class Meeting:
@@ -23,6 +29,10 @@ class Meeting:
 
     Args:
         group: None for the default group.
+
+    Attributes:
+        watch: says who is missing when a wait is long.
+        processes: which the ranks are, by rank, once they have told; empty before.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -32,14 +42,18 @@ class Meeting:
         self._store = c10d.PrefixStore(name, c10d._get_default_store())
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
+        self.watch = Watch(c10d.PrefixStore("watch", self._store), self._rank, self._size)
         self._passed = 0  # doors that all ranks went through
         self._gave_up = False
+        self._told_s = -_PROGRESS_S
+        self.processes: list[Process] = []
 
     def together(self, what: str, timeout_s: float) -> None:
         """Wait until all ranks call this with the same `what`.
 
         Raises:
-            RankError: some rank did not come within the time, or came to something else.
+            RankError: some rank did not come within the time, nor got on with anything, or has ended, or came to
+                something else.
         """
         door = self._passed
         others = [rank for rank in range(self._size) if rank != self._rank]
@@ -68,6 +82,13 @@ class Meeting:
                     "together"
                 )
 
+    def progress(self) -> None:
+        """Say that this rank gets on with what it does alone; cheap to call often, from any thread."""
+        now_s = time.monotonic()
+        if now_s - self._told_s >= _PROGRESS_S:
+            self._told_s = now_s
+            self._store.add(f"progress/{self._rank}", 1)
+
     def lonely(self) -> str | None:
         """A rank that waits for this one at a door, or has given up there."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
@@ -79,15 +100,40 @@ class Meeting:
 
     def _wait(self, door: int, ranks: list[int], timeout_s: float) -> list[int]:
         """Those of the ranks that have not come to the door in time."""
-        deadline_s = time.monotonic() + timeout_s
+        now_s = time.monotonic()
+        heard = {rank: (self._progress(rank), now_s) for rank in ranks}  # what it said last, and when
+        looked_s = now_s
         pause_s, longest_s = _POLL_S
         while True:
             ranks = [rank for rank in ranks if not self._is_at(str(door), rank)]
-            left_s = deadline_s - time.monotonic()
-            if not ranks or left_s <= 0:
+            now_s = time.monotonic()
+            if now_s - looked_s >= min(_PROGRESS_S, timeout_s / 2):
+                looked_s = now_s
+                self._check_alive(ranks)
+                for rank in ranks:
+                    if (said := self._progress(rank)) != heard[rank][0]:
+                        heard[rank] = said, now_s
+            left_s = [heard[rank][1] + timeout_s - now_s for rank in ranks]
+            if not ranks or min(left_s) <= 0:
                 return ranks
-            time.sleep(min(pause_s, left_s))
+            time.sleep(min(pause_s, *left_s))
             pause_s = min(2 * pause_s, longest_s)
+
+    def _check_alive(self, ranks: list[int]) -> None:
+        """See that the ranks are there, as far as that can be seen from here.
+
+        Raises:
+            RankError: one of them has ended.
+        """
+        for rank in ranks if self.processes else []:
+            if self.processes[rank].has_ended and not self._is_at(str(self._passed), rank):
+                raise RankError(
+                    f"rank {self._rank} of {self._size}: rank {rank} (process {self.processes[rank].pid}) has ended; "
+                    "what it said last is the message to look at"
+                )
+
+    def _progress(self, rank: int) -> int:
+        return int(self._store.add(f"progress/{rank}", 0))
 
     def _arrive(self, place: str, what: str) -> None:
         self._store.set(f"{place}/{self._rank}/call", what)

@@ -5,22 +5,27 @@ A unit is one transformer block by default: a module of a class that the model d
 `ModuleDict`). A module outside of them that holds parameters itself (an embedding, a head) is a unit of its
 own, and so is every tile of a `TiledLinear`, in a block or not. Parameters up to the persistence threshold stay
 resident in one further unit, because moving them one by one costs more than holding them.
+
+Frozen parameters that stay in the files that they came in are a unit apart from the others of their module: nothing is
+written to it, and its flat tensor is an image of the files (see infinity/tiers/weight_files.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.tiers import WHOLE, Sharding, overlap
+from infinity.tiers import WHOLE, FileRun, Sharding, StoredTensor, lay_out_image, overlap
 from infinity.zero.model_parts import local_part
 from infinity.zero.tiling import Tile
 
 PERSISTENT = "persistent"
+IN_FILES = " (in its files)"  # behind the module's name
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Unit:
         trainable_numel: padded length of the trainable part, whose shards the optimizer works on.
         numel: padded length of the flat tensor.
         persistent: always resident.
+        runs: what it is an image of; none for a unit whose values are ours alone.
     """
 
     index: int
@@ -72,6 +78,20 @@ class Unit:
     trainable_numel: int
     numel: int
     persistent: bool
+    runs: tuple[FileRun, ...] = ()
+
+
+@dataclass(frozen=True)
+class InFiles:
+    """Frozen parameters that are to be used where they lie.
+
+    Attributes:
+        tensors: by parameter name.
+        dtype: in which the model computes.
+    """
+
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -171,6 +191,7 @@ def make_partition(
     offloaded: bool,
     sharding: Sharding = WHOLE,
     watched: bool = False,
+    in_files: InFiles = InFiles(),
 ) -> Partition:
     """Partition a model's floating-point parameters.
 
@@ -180,9 +201,10 @@ def make_partition(
         offloaded: parameters have a home below; otherwise every unit is persistent.
         sharding: which slice of each unit is this rank's.
         watched: hooks follow every use, also of units that stay.
+        in_files: what stays where it is.
 
     Raises:
-        ConfigError: the model has no floating-point parameters.
+        ConfigError: the model has no floating-point parameters, or one cannot stay in its file.
     """
     align = Alignment(align.shard * sharding.count, align.slot)
     names = _canonical_names(model)
@@ -198,12 +220,15 @@ def make_partition(
             if name in unit_of:
                 continue  # tied to a parameter of an earlier module
             is_small = not is_block and local_part(model.get_parameter(name)).numel() <= persistence_threshold
-            unit_of[name] = PERSISTENT if is_small else module_name
+            apart = IN_FILES if name in in_files.tensors else ""
+            unit_of[name] = PERSISTENT if is_small else module_name + apart
             members.setdefault(unit_of[name], []).append(name)
         uses.append((module_name, used))
     order = sorted(members, key=lambda unit_name: unit_name == PERSISTENT)  # stable; the persistent one last
     units = tuple(
-        _layout_unit(
+        _layout_in_files(index, name, members[name], model, in_files, align)
+        if name.endswith(IN_FILES)
+        else _layout_unit(
             index,
             name,
             members[name],
@@ -284,6 +309,42 @@ def _layout_unit(
     if all(slot.trainable for slot in slots):
         trainable_numel = numel
     return Unit(index, name, tuple(slots), trainable_numel, numel, persistent)
+
+
+def _layout_in_files(
+    index: int, name: str, members: Sequence[str], model: nn.Module, in_files: InFiles, align: Alignment
+) -> Unit:
+    """A unit that is an image of files.
+
+    Raises:
+        ConfigError: a parameter is stored in another dtype than the model computes in, or at no multiple of its size.
+    """
+    itemsize = in_files.dtype.itemsize
+    tensors = [in_files.tensors[member] for member in members]
+    for member, tensor in zip(members, tensors, strict=True):
+        if tensor.dtype is not in_files.dtype:
+            here, there = (str(dtype).removeprefix("torch.") for dtype in (in_files.dtype, tensor.dtype))
+            raise ConfigError(
+                f"`{member}` cannot be used where it lies: {tensor.file.path} has it in {there}, and the model "
+                f"computes in {here}. Store the weights in {here}, or read them with in_place=False"
+            )
+        numel = local_part(model.get_parameter(member)).numel()
+        if tensor.start % itemsize or tensor.nbytes != numel * itemsize:
+            raise ConfigError(
+                f"`{member}` cannot be used where it lies: {tensor.file.path} has {tensor.nbytes} bytes of it from "
+                f"byte {tensor.start}, and the model wants {numel} elements of {itemsize}. Read the weights with "
+                "in_place=False"
+            )
+    starts, runs = lay_out_image(tensors)
+    slots = [
+        ParamSlot(member, tuple(param.shape), param.numel(), start // itemsize, trainable=False, group=-1)
+        for member, param, start in zip(
+            members, (local_part(model.get_parameter(member)) for member in members), starts, strict=True
+        )
+    ]
+    slots.sort(key=lambda slot: slot.offset)
+    numel = _round_up(sum(run.nbytes for run in runs) // itemsize, align.shard)
+    return Unit(index, name, tuple(slots), 0, numel, persistent=False, runs=runs)
 
 
 def _round_up(value: int, multiple: int) -> int:

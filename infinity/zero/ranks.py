@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from infinity.errors import CheckpointError, RankError
-from infinity.tiers import Piece
+from infinity.errors import CheckpointError, InfinityError, RankError
+from infinity.tiers import Piece, accelerator
 from infinity.zero.launch import launch_of, local_size
 from infinity.zero.meeting import Meeting, meeting_of
+from infinity.zero.processes import Process, this_process
 
 Result = TypeVar("Result")
+
+_ANSWER_S = 5.0
 
 # torch 2.13 renamed them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,21 +34,34 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Pending:
-    """A collective that was started."""
+    """A collective that was started.
 
-    def __init__(self, ranks: Ranks, what: str, work: Any) -> None:
+    Args:
+        timed: give up after the ranks' own timeout; what a device does has the clock of its backend alone.
+    """
+
+    def __init__(self, ranks: Ranks, what: str, work: Any, *, timed: bool = True) -> None:
         self._ranks = ranks
         self._what = what
         self._work = work
+        self._timed = timed
 
     def wait(self) -> None:
         """Block until the result is there (on CUDA: until what the compute stream is given next sees it).
 
         Raises:
-            RankError: another rank has failed.
+            RankError: another rank has failed, or has not come within the time.
         """
         with self._ranks.talking(self._what):
-            self._work.wait()
+            if not self._timed:
+                self._work.wait()
+                return
+            try:
+                self._work.wait(timedelta(seconds=self._ranks.timeout_s))
+            except RuntimeError:
+                if not self._work.is_completed():
+                    _abandoned.append(os.getpid())
+                raise
 
 
 @dataclass(frozen=True)
@@ -83,8 +99,13 @@ class Ranks:
             members = dist.get_process_group_ranks(group or dist.group.WORLD)
             host = dist.new_group(members, timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True)
         ranks = Ranks(dist.get_rank(group), size, group, host, timeout_s=timeout_s, meeting=meeting_of(group))
+        if ranks.meeting is not None:
+            ranks.meeting.watch.timeout_s = timeout_s
         ranks.together("infinity.initialize()")
-        machines = ranks.of_all(_machine())
+        processes = ranks.of_all(this_process())
+        if ranks.meeting is not None:
+            ranks.meeting.processes = processes
+        machines = [process.machine for process in processes]
         return replace(ranks, neighbours=machines.count(machines[ranks.rank]))
 
     def together(self, what: str) -> None:
@@ -103,6 +124,7 @@ class Ranks:
     def all_gather(self, flat: torch.Tensor, pieces: Sequence[Piece], unit: str) -> list[Pending]:
         """Start to fill a unit's flat tensor, of which `pieces` are this rank's, with all ranks' pieces."""
         what = f"the all-gather of unit `{unit}`"
+        timed = flat.device.type == "cpu"
         started = []
         start = 0
         for piece in pieces:
@@ -110,7 +132,7 @@ class Ranks:
             own = flat[piece.whole : piece.whole + piece.numel]
             with self.talking(what):
                 work = _all_gather(flat[start:stop], own, group=self.group, async_op=True)
-                started.append(Pending(self, what, work))
+                started.append(Pending(self, what, work, timed=timed))
             start = stop
         return started
 
@@ -118,19 +140,19 @@ class Ranks:
         """Start to sum all ranks' `flat`; `shard` becomes this rank's slice of the sum."""
         what = f"the reduce-scatter of the gradients of unit `{unit}`"
         with self.talking(what):
-            return Pending(self, what, _reduce_scatter(shard, flat, group=self.group, async_op=True))
+            work = _reduce_scatter(shard, flat, group=self.group, async_op=True)
+            return Pending(self, what, work, timed=flat.device.type == "cpu")
 
     def all_reduce(self, flat: torch.Tensor, unit: str) -> Pending:
         """Start to sum all ranks' `flat` in place."""
         what = f"the all-reduce of the gradients of unit `{unit}`"
         with self.talking(what):
-            return Pending(self, what, dist.all_reduce(flat, group=self.group, async_op=True))
+            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            return Pending(self, what, work, timed=flat.device.type == "cpu")
 
     def any_of(self, flags: torch.Tensor) -> Pending:
         """Start to combine bytes in host memory, in place: what is not 0 on some rank is not 0 on all."""
-        with self.talking("an agreement"):
-            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
-            return Pending(self, "an agreement", work)
+        return self._combine(flags, dist.ReduceOp.MAX, "an agreement")
 
     def any(self, flag: bool) -> bool:
         """It is so on some rank."""
@@ -145,8 +167,7 @@ class Ranks:
         if self.size == 1:
             return value
         total = torch.tensor([value], dtype=torch.float64)
-        with self.talking("the sum of the squared gradients"):
-            dist.all_reduce(total, group=self.host_group)
+        self._combine(total, dist.ReduceOp.SUM, "the sum of the squared gradients").wait()
         return float(total.item())
 
     def least(self, value: int) -> int:
@@ -154,15 +175,20 @@ class Ranks:
         if self.size == 1:
             return value
         least = torch.tensor([value], dtype=torch.int64)
-        with self.talking("an agreement"):
-            dist.all_reduce(least, dist.ReduceOp.MIN, group=self.host_group)
+        self._combine(least, dist.ReduceOp.MIN, "an agreement").wait()
         return int(least.item())
+
+    def _combine(self, values: torch.Tensor, operation: Any, what: str) -> Pending:
+        """Start to combine values in host memory, in place."""
+        with self.talking(what):
+            return Pending(self, what, dist.all_reduce(values, operation, group=self.host_group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Take over the values of one rank, in place; the tensor is in host memory."""
         if self.size > 1:
             with self.talking("a broadcast"):
-                dist.broadcast(tensor, group=self.host_group, group_src=source)
+                work = dist.broadcast(tensor, group=self.host_group, group_src=source, async_op=True)
+            Pending(self, "a broadcast", work).wait()
 
     def on_rank_0(self, action: Callable[[], Result]) -> Result:
         """Run `action` on rank 0; every rank gets its result, which is plain and small, or its error.
@@ -198,15 +224,47 @@ class Ranks:
             dist.all_gather_object(held, value, group=self.host_group)
         return held
 
-    def send(self, tensor: torch.Tensor) -> None:
-        """Send a tensor in host memory to rank 0."""
-        with self.talking("a transfer to rank 0"):
-            dist.send(tensor, group=self.host_group, group_dst=0)
+    def each(
+        self, action: Callable[[], Result], what: str, refusal: type[InfinityError] = CheckpointError
+    ) -> list[Result]:
+        """Run `action` on every rank; every rank gets all results, which are plain, by rank.
 
-    def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        """Fill a tensor in host memory with what `rank` sends."""
-        with self.talking(f"a transfer from rank {rank}"):
-            dist.recv(tensor, group=self.host_group, group_src=rank)
+        A rank that is not done is waited for as long as it calls `progress` now and then.
+
+        Args:
+            what: the action does, for messages.
+            refusal: what the others raise where one fails.
+
+        Raises:
+            InfinityError: it failed on a rank. That rank raises its own error, the others a `refusal` that names it and
+                says the same.
+        """
+        if self.size == 1:
+            return [action()]
+        failure: Exception | None = None
+        result: Result | None = None
+        try:
+            result = action()
+        except Exception as error:  # the other ranks wait for word of it, too
+            failure = error
+        self.together(what)
+        outcomes = self.of_all((result, None if failure is None else str(failure)))
+        if failure is not None and not isinstance(failure, refusal):
+            raise failure
+        for rank, (_, message) in enumerate(outcomes):
+            if message is not None:
+                raise refusal(f"rank {rank}: {message}") from failure
+        return [result for result, _ in outcomes]
+
+    @property
+    def processes(self) -> list[Process]:
+        """Which processes the ranks are."""
+        return [] if self.meeting is None else self.meeting.processes
+
+    def progress(self) -> None:
+        """Tell the ranks that wait in `each` that this one gets on; cheap to call often, from any thread."""
+        if self.meeting is not None:
+            self.meeting.progress()
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -214,19 +272,46 @@ class Ranks:
 
     @contextmanager
     def talking(self, what: str) -> Iterator[None]:
-        """Say which exchange failed."""
+        """Say which exchange failed, and who is missing."""
+        watch = nullcontext() if self.meeting is None else self.meeting.watch.waiting(what)
         try:
-            yield
+            with watch:
+                yield
         except RuntimeError as error:
-            lonely = None if self.meeting is None else self.meeting.lonely()
-            cause = lonely or "its own message is the one to look at"
+            cause = "its own message is the one to look at"
+            if self.meeting is not None:
+                missing = self.meeting.watch.missing
+                cause = _soon(self.meeting.lonely) or missing() or cause
             raise RankError(
                 f"rank {self.rank} of {self.size}: {what} failed, because another rank has died or does not answer; "
                 f"{cause}. ({str(error).splitlines()[0]})"
             ) from error
 
 
+def _soon(ask: Callable[[], str | None]) -> str | None:
+    """The answer, unless it takes long: it comes from a store that may be out of reach."""
+    answer: list[str | None] = []
+    thread = threading.Thread(target=lambda: answer.append(ask()), name="infinity-ask", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_S)
+    return answer[0] if answer else None
+
+
 ALONE = Ranks()
+
+# Processes that have given up a collective whose group waits for longer, which keeps them from ending until it is over.
+_abandoned: list[int] = []
+
+
+def _end() -> None:
+    """The last of what is done at exit: torch would wait for the thread of the collective, half an hour by default."""
+    if os.getpid() in _abandoned:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+atexit.register(_end)  # what is registered later runs before it
 
 
 def world_size(group: Any = None) -> int:
@@ -255,9 +340,10 @@ def join_ranks(group: Any = None, timeout_s: float = 300.0) -> Ranks:
         launch = launch_of(os.environ)
         if launch is not None:
             backend = "gloo"
-            if torch.cuda.is_available():
-                torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
-                backend = "cpu:gloo,cuda:nccl"
+            device = accelerator()
+            if device is not None:
+                torch.accelerator.set_device_index(launch.local_rank % torch.accelerator.device_count())
+                backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
             with Ranks(launch.rank, launch.size).talking("the first meeting"):
                 dist.init_process_group(
                     backend,
@@ -273,13 +359,6 @@ def join_ranks(group: Any = None, timeout_s: float = 300.0) -> Ranks:
 def ranks_on_this_machine(ranks: Ranks = ALONE) -> int:
     """How many processes share this machine's memory: those of `ranks`, or as many as the launcher says."""
     return max(ranks.neighbours, local_size(os.environ))
-
-
-def _machine() -> str:
-    """What is the same for the processes that share a machine's memory, containers included."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
 
 
 def _leave_ranks(owner_pid: int) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of several ranks: collected for a unit, reduced over the ranks, kept as this rank's shard.
+"""How gradients come to host memory: as autograd makes them, or as the sum over several ranks.
 
 [Note: when gradients are reduced]
 A unit's gradients of one backward pass are collected in a flat tensor on the compute device. When backward leaves the
@@ -12,34 +12,108 @@ stage, and reduced when all of them have left the module.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from infinity.errors import InfinityError
-from infinity.kernels import GradStats, grad_store
+from infinity.kernels import GradStats
+from infinity.memory import StableMemory, stable_memory
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import GradStore, Sharding, overlap, to_host
-from infinity.zero.gradients import Gradients, MakeRoom, gaps
-from infinity.zero.model_parts import UNDIVIDED, ModelParts, local_gradient
+from infinity.tiers import Sharding, overlap
+from infinity.zero.model_parts import UNDIVIDED, ModelParts
 from infinity.zero.partition import Unit
-from infinity.zero.ranks import Pending, Ranks
+from infinity.zero.ranks import ALONE, Pending, Ranks
+
+WHOLE = -1  # the one part of a unit whose gradients are reduced together
+
+
+class Addend(NamedTuple):
+    """Gradients that are to be added to those that host memory has of their unit.
+
+    Attributes:
+        part: what is measured by itself: a slot, or WHOLE.
+        start, stop: where `values`, contiguous, lie in the unit's buffer.
+        present: slots that have a gradient in it.
+        of_pass: those that have one of the backward pass that is running.
+    """
+
+    unit: int
+    part: int
+    start: int
+    stop: int
+    values: torch.Tensor
+    present: Collection[int]
+    of_pass: Collection[int]
 
 
 @dataclass
 class _Collected:
     """This rank's gradients of a unit: flat, which slots have one, and which have one of the pass that is running."""
 
+    memory: StableMemory
     flat: torch.Tensor
     slots: set[int] = field(default_factory=set)
     of_pass: set[int] = field(default_factory=set)
 
 
+class Direct:
+    """One rank: every parameter's gradient goes to its unit by itself. The verbs are those of `Reduction`."""
+
+    ranks = shard_ranks = ALONE
+    collected: Mapping[int, _Collected] = {}
+
+    def __init__(self, units: Sequence[Unit], parts: ModelParts = UNDIVIDED) -> None:
+        self._slots = [unit.slots for unit in units]
+        self._parts = parts
+        self.gaps: Sequence[Sequence[tuple[int, int]]] = [gaps(unit) for unit in units]
+
+    def take(self, unit: int, slot: int, grad: torch.Tensor) -> Addend | None:
+        place, here = self._slots[unit][slot], (slot,)
+        return Addend(unit, slot, place.offset, place.offset + place.numel, grad.contiguous(), here, here)
+
+    def begin_pass(self, *, last: bool) -> None:
+        """All passes are alike."""
+
+    def leave(self, unit: int) -> Iterator[Addend]:
+        return iter(())
+
+    complete = leave
+
+    def end_pass(self) -> Iterator[Addend]:
+        return iter(())
+
+    def clear(self) -> None:
+        """Nothing is collected."""
+
+    def measured(self, unit: int, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
+        if not self._parts.shares:
+            return stats
+        return replace(stats, sum_sq=stats.sum_sq * self._parts.share(self._slots[unit][part].name))
+
+    def agreeing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 @dataclass(frozen=True)
-class _Reduction:
+class Journey:
+    """How gradients come from this rank to all.
+
+    Attributes:
+        every_pass: reduce in every backward pass, not only in the last of a step.
+        collect_dtype: in which they are collected.
+        dtype: in which they travel.
+    """
+
+    sharding: Sharding
+    every_pass: bool
+    collect_dtype: torch.dtype
+    dtype: torch.dtype
+
+
+class _Reduction(NamedTuple):
     """A reduction under way; `shard` will be this rank's slice of the sum.
 
     Attributes:
@@ -47,253 +121,191 @@ class _Reduction:
     """
 
     unit: int
-    flat: torch.Tensor
+    memories: tuple[StableMemory, ...]
     shard: torch.Tensor
     present: torch.Tensor
     pending: tuple[Pending, Pending]
 
 
-class ReducedGradients(Gradients):
-    """Gradients that are the sum over all ranks.
+class Reduction:
+    """Several ranks: gradients are collected by unit, reduced, and come to host memory as this rank's shard.
+
+    Who goes through an iterator adds each addend before it asks for the next.
 
     Args:
-        every_pass: reduce in every backward pass (stages 2 and 3), not only in the last of a step.
         shared: units that several modules use.
-        dtype: dtype in which gradients travel.
-        collect_dtype: dtype in which they are collected before that.
         device: where the model computes.
         parts: who holds the other parts of the model, if it is divided.
+
+    Attributes:
+        collected: what is not reduced yet, by unit.
+        gaps: of each unit's buffer, elements that lie in no addend.
+        shard_ranks: those whose shards are apart from this rank's.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        store: GradStore,
-        make_room: MakeRoom,
-        counters: Counters,
-        *,
         ranks: Ranks,
-        sharding: Sharding,
-        every_pass: bool,
+        journey: Journey,
         shared: Container[int],
-        dtype: torch.dtype,
-        collect_dtype: torch.dtype,
         device: torch.device,
+        counters: Counters,
         parts: ModelParts = UNDIVIDED,
     ) -> None:
-        super().__init__(units, store, make_room, counters, parts)
-        self._alone = False
-        self._ranks = ranks
-        self._sharding = sharding
-        self._every_pass = every_pass
+        self.ranks = ranks
+        self.shard_ranks = ranks if journey.sharding.count > 1 else ALONE
+        self.gaps: Sequence[Sequence[tuple[int, int]]] = [()] * len(units)
+        self.collected: dict[int, _Collected] = {}
+        self._units = tuple(units)
+        self._journey = journey
         self._shared = shared
-        self._dtype = dtype
-        self._collect_dtype = collect_dtype
         self._device = device
+        self._counters = counters
+        self._parts = parts
         self._reduces = False  # in the backward pass that is running
-        self._collected: dict[int, _Collected] = {}
-        self._under_way: list[_Reduction] = []
-        self._present: list[set[int]] = [set() for _ in units]  # slots with a gradient on some rank
-        self._of_pass: list[set[int]] = [set() for _ in units]  # those that have come in this backward pass
-        self._sums: dict[int, GradStats] = {}  # of this rank's shards
-        self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._under_way: _Reduction | None = None
+        self._spare: list[StableMemory] = []
 
     # Collecting #
 
-    def take(self, unit_index: int, slot_index: int, param: nn.Parameter) -> bool:
-        """Move `param.grad` to the other gradients of its unit; never complete before it is reduced."""
-        grad = local_gradient(param)
-        slot = self._units[unit_index].slots[slot_index]
-        if grad is None:
-            raise RuntimeError(f"gradient of {slot.name} is missing when its hook runs")
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        collected = self._collected.get(unit_index)
+    def take(self, unit: int, slot: int, grad: torch.Tensor) -> Addend | None:
+        """A parameter's gradient has come; returns what is to be added at once."""
+        collected = self.collected.get(unit)
         if collected is None:
-            numel = self._units[unit_index].trainable_numel
-            collected = self._collected[unit_index] = _Collected(self._memory(numel, self._collect_dtype))
-        target = collected.flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        if slot_index in collected.slots:
+            collected = self.collected[unit] = self._empty(unit)
+        place = self._units[unit].slots[slot]
+        target = collected.flat[place.offset : place.offset + place.numel].view(place.shape)
+        if slot in collected.slots:
             target.add_(grad)
         else:
             target.copy_(grad)
-        collected.slots.add(slot_index)
-        collected.of_pass.add(slot_index)
-        param.grad = None
-        return False
+        collected.slots.add(slot)
+        collected.of_pass.add(slot)
+        return None
 
-    def begin_backward(self, *, last: bool) -> None:
-        self._reduces = last or self._every_pass
+    def _empty(self, unit: int) -> _Collected:
+        return _Collected(*self._memory(self._units[unit].trainable_numel, self._journey.collect_dtype))
+
+    def begin_pass(self, *, last: bool) -> None:
+        """A backward pass begins, the `last` one of a step or not."""
+        self._reduces = last or self._journey.every_pass
+
+    def clear(self) -> None:
+        """What is collected is of no use, nor is the pass that is running."""
+        self._reduces = False
+        dropped, self.collected = self.collected, {}
+        self._spare += [collected.memory for collected in dropped.values()]
+        self._under_way = None  # other ranks may never answer, and what still writes there keeps its memory
 
     # Reducing #
 
-    def leave(self, unit: int) -> Sequence[int]:
-        return () if unit in self._shared else self._left(unit)
+    def leave(self, unit: int) -> Iterator[Addend]:
+        """Backward has left a module of the unit: add what was under way, and reduce the unit under what comes next."""
+        if unit not in self._shared:
+            yield from self._reduce(unit)
 
-    def _left(self, unit: int) -> Sequence[int]:
-        return self._reduce(unit) if self._reduces and self._units[unit].trainable_numel else ()
+    def complete(self, unit: int) -> Iterator[Addend]:
+        """All micro-batches have left the unit, which is reduced at once: a round later it might be away."""
+        yield from self._reduce(unit)
+        yield from self._finish()
 
-    def complete(self, units: Sequence[int]) -> Iterator[int]:
-        """Reduce these units, one after the other: a round later a unit might be away, and its update would wait."""
-        for unit in units:
-            self._left(unit)
-            self._finish_reductions()
-            if self._present[unit]:
-                yield unit
-
-    def end_backward(self) -> None:
-        """Reduce what no module has reduced, so that every rank has its sums; the gradients are complete then."""
+    def end_pass(self) -> Iterator[Addend]:
+        """Reduce what no module has reduced, so that every rank has its sums."""
         if self._reduces:
-            for unit in self._left_over():
-                self._reduce(unit)
-            self._finish_reductions()
-        for collected in self._collected.values():
+            left = torch.zeros(len(self._units), dtype=torch.uint8)
+            left[list(self.collected)] = 1
+            with self.agreeing():
+                self.ranks.any_of(left).wait()
+            for unit in left.nonzero():
+                yield from self._reduce(int(unit))
+            yield from self._finish()
+        for collected in self.collected.values():
             collected.of_pass.clear()
-        self._of_pass = [set() for _ in self._units]
 
-    def abort_backward(self) -> None:
-        self._reduces = False
-        self._collected.clear()
-        self._under_way.clear()
-        self._of_pass = [set() for _ in self._units]
-
-    def _left_over(self) -> list[int]:
-        """Units with gradients on some rank that are not reduced yet."""
-        flags = torch.zeros(len(self._units), dtype=torch.uint8)
-        flags[list(self._collected)] = 1
-        with self._counters.stalled(StallCause.COLLECTIVE):
-            self._ranks.any_of(flags).wait()
-        return [int(unit) for unit in flags.nonzero()]
-
-    def _reduce(self, unit_index: int) -> Sequence[int]:
-        """Start to reduce a unit's gradients, and keep the sums of the one before; returns what is complete."""
-        complete = self._finish_reductions()
-        unit = self._units[unit_index]
-        collected = self._collected.pop(unit_index, None) or _Collected(
-            self._memory(unit.trainable_numel, self._collect_dtype)
-        )
+    def _reduce(self, index: int) -> Iterator[Addend]:
+        """Start to reduce a unit, once the one before is added."""
+        unit, journey = self._units[index], self._journey
+        numel = unit.trainable_numel
+        if not self._reduces or not numel:
+            return
+        yield from self._finish()
+        collected = self.collected.pop(index, None) or self._empty(index)
+        memory, flat = collected.memory, collected.flat
         for start, stop in gaps(unit, collected.slots):
-            collected.flat[start:stop] = 0
-        flat = collected.flat
-        if flat.dtype is not self._dtype:
-            flat = self._memory(unit.trainable_numel, self._dtype).copy_(collected.flat)
-            self._keep(collected.flat)
+            flat[start:stop] = 0
+        if flat.dtype is not journey.dtype:
+            memory, flat = self._memory(numel, journey.dtype)
+            flat.copy_(collected.flat)
+            self._spare.append(collected.memory)
         present = torch.zeros(2, len(unit.slots), dtype=torch.uint8)
         present[0, list(collected.slots)] = 1
         present[1, list(collected.of_pass)] = 1
-        flags = self._ranks.any_of(present)
-        if self._sharding.count == 1:
-            shard, sums = flat, self._ranks.all_reduce(flat, unit.name)
+        flags = self.ranks.any_of(present)
+        if journey.sharding.count == 1:
+            sums = self.ranks.all_reduce(flat, unit.name)
+            self._under_way = _Reduction(index, (memory,), flat, present, (flags, sums))
         else:
-            shard = self._memory(unit.trainable_numel // self._sharding.count, self._dtype)
-            sums = self._ranks.reduce_scatter(shard, flat, unit.name)
-        self._under_way.append(_Reduction(unit_index, flat, shard, present, (flags, sums)))
-        return complete
+            own, shard = self._memory(numel // journey.sharding.count, journey.dtype)
+            sums = self.ranks.reduce_scatter(shard, flat, unit.name)
+            self._under_way = _Reduction(index, (memory, own), shard, present, (flags, sums))
 
-    def _finish_reductions(self) -> list[int]:
-        """Add the sums that were under way to this rank's shards; returns the units that are complete now."""
-        complete = []
-        for reduction in self._under_way:
-            with self._counters.stalled(StallCause.COLLECTIVE):
-                for pending in reduction.pending:
-                    pending.wait()
-            here, of_pass = ({int(slot) for slot in flags.nonzero()} for flags in reduction.present)
-            if here:
-                self._add(reduction.unit, reduction.shard)
-                self._present[reduction.unit] |= here
-                self._of_pass[reduction.unit] |= of_pass
-                if len(self._of_pass[reduction.unit]) == self._awaited[reduction.unit]:
-                    complete.append(reduction.unit)
-            self._keep(reduction.flat)
-            if reduction.shard is not reduction.flat:
-                self._keep(reduction.shard)
-        self._under_way.clear()
-        return complete
+    def _finish(self) -> Iterator[Addend]:
+        """Wait for what is under way, if anything is, and go through what it brings."""
+        reduction = self._under_way
+        if reduction is None:
+            return
+        with self.agreeing():
+            for pending in reduction.pending:
+                pending.wait()
+        here, of_pass = ({int(slot) for slot in flags.nonzero()} for flags in reduction.present)
+        if here:
+            yield Addend(reduction.unit, WHOLE, 0, reduction.shard.numel(), reduction.shard, here, of_pass)
+        self._under_way = None
+        self._spare += reduction.memories
 
-    def _add(self, unit: int, shard: torch.Tensor) -> None:
-        buffer = self._store.get(unit)
-        fresh = not self._store.holds(unit)
-        if buffer is None:
-            buffer = self._open(self._units[unit])
-        stats = grad_store(buffer, to_host(shard, self._counters), accumulate=not fresh)
-        self._sums[unit] = replace(stats, sum_sq=stats.sum_sq - self._counted_elsewhere(unit, buffer))
-
-    def _counted_elsewhere(self, unit_index: int, shard: torch.Tensor) -> float:
-        """Squares of what other parts of the model hold alike, as far as they account for it."""
-        unit, total = self._units[unit_index], 0.0
-        for own in self._sharding.pieces(unit.trainable_numel, unit.trainable_numel):
-            for slot in unit.slots:
+    def measured(self, unit: int, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
+        """Less the squares of what other parts of the model hold alike, as far as they account for it."""
+        elsewhere, numel = 0.0, self._units[unit].trainable_numel
+        for own in self._journey.sharding.pieces(numel, numel):
+            for slot in self._units[unit].slots:
                 share = self._parts.share(slot.name)
                 here = overlap(own, slot.offset, slot.offset + slot.numel) if share < 1 and slot.trainable else None
                 if here is not None:
-                    values = shard[here.shard : here.shard + here.numel].double()
-                    total += (1 - share) * float(values.square().sum())
-        return total
+                    shared = values[here.shard : here.shard + here.numel].double()
+                    elsewhere += (1 - share) * float(shared.square().sum())
+        return replace(stats, sum_sq=stats.sum_sq - elsewhere)
 
-    # Memory of what is collected #
+    def agreeing(self) -> AbstractContextManager[None]:
+        """Around a wait for the other ranks."""
+        return self._counters.stalled(StallCause.COLLECTIVE)
 
-    def _memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        spare = self._spare.get((numel, dtype))
-        return spare.pop() if spare else torch.empty(numel, dtype=dtype, device=self._device)
+    def _memory(self, numel: int, dtype: torch.dtype) -> tuple[StableMemory, torch.Tensor]:
+        """Memory and a tensor in it. What is spare and does not fit goes first, so that none is taken beside it."""
+        nbytes = numel * dtype.itemsize
+        memory = next((memory for memory in self._spare if memory.nbytes == nbytes), None)
+        if memory is not None:
+            self._spare.remove(memory)
+        else:
+            while self._spare:
+                self._spare.pop().free()
+            memory = stable_memory(nbytes, self._device)
+            memory.allocate()
+        return memory, memory.tensor(dtype, numel)
 
-    def _keep(self, tensor: torch.Tensor) -> None:
-        """The memory may be used again: one tensor of each size is kept."""
-        spare = self._spare.setdefault((tensor.numel(), tensor.dtype), [])
-        if not spare:
-            spare.append(tensor)
 
-    # Sums #
-
-    def units_with_gradients(self) -> list[int]:
-        return [unit for unit, slots in enumerate(self._present) if slots]
-
-    def slots_with_gradients(self, unit: int) -> frozenset[int]:
-        return frozenset(self._present[unit])
-
-    def is_finite(self, unit: int) -> bool:
-        with self._counters.stalled(StallCause.COLLECTIVE):
-            finite = not self._ranks.any(not self._sums[unit].finite)
-            return not self._parts.ranks.any(not finite)
-
-    def sum_sq(self, unit: int) -> float:
-        return self._sums[unit].sum_sq
-
-    def norm(self) -> float:
-        sums = [self._sums[unit] for unit in self.units_with_gradients()]
-        finite = all(stats.finite for stats in sums)
-        return self.norm_of(math.fsum(stats.sum_sq for stats in sums) if finite else math.nan)
-
-    def norm_of(self, sum_sq: float) -> float:
-        if self._sharding.count == 1:
-            return super().norm_of(sum_sq)
-        with self._counters.stalled(StallCause.COLLECTIVE):
-            total = self._ranks.sum(sum_sq)
-        return super().norm_of(total)
-
-    def forget(self, unit: int) -> None:
-        self._present[unit] = set()
-        self._sums.pop(unit, None)
-        self._collecting.discard(unit)
-
-    def held(self) -> bool:
-        return bool(self._collected) or any(self._present)
-
-    def drop_slots(self, slots: Mapping[int, Collection[int]]) -> None:
-        """All of them: what is reduced of a unit is one sum.
-
-        Raises:
-            InfinityError: others would stay.
-        """
-        here = {unit: set(self._present[unit]) for unit in self.units_with_gradients()}
-        for unit, collected in self._collected.items():
-            here.setdefault(unit, set()).update(collected.slots)
-        if any(some - set(slots.get(unit, ())) for unit, some in here.items()):
-            raise InfinityError(
-                "the gradients of some parameters were dropped (param.grad = None) and those of others were not, which "
-                "several ranks cannot do: drop all of them with engine.zero_grad()"
-            )
-        self.drop_all()
-
-    def drop_all(self) -> None:
-        self._collected.clear()
-        super().drop_all()
+def gaps(unit: Unit, slots: Container[int] | None = None) -> list[tuple[int, int]]:
+    """Ranges of the unit's trainable part that belong to no parameter, or to none of `slots` if they are given."""
+    ranges = []
+    position = 0
+    for index, slot in enumerate(unit.slots):
+        if not slot.trainable:
+            break
+        if slots is not None and index not in slots:
+            continue
+        if slot.offset > position:
+            ranges.append((position, slot.offset))
+        position = slot.offset + slot.numel
+    if position < unit.trainable_numel:
+        ranges.append((position, unit.trainable_numel))
+    return ranges

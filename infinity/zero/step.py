@@ -26,7 +26,7 @@ from infinity.errors import InfinityError, NonFiniteError, StorageError
 from infinity.kernels import Rule
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.torch_schedules import advances_by_itself
-from infinity.telemetry import StepStats, now
+from infinity.telemetry import StepStats
 from infinity.zero.build import Runtime, make_gradients, open_activations
 from infinity.zero.compute_lane import ComputeLane
 from infinity.zero.hooks import Hooks
@@ -63,11 +63,10 @@ class Step:
         losses: what backward passes begin with.
         lr_scheduler: stepped after every update that was not skipped, if there is one.
         layer_major: takes micro-batches through the blocks together, if that is configured.
+        boundary: what the user has said of the micro-batch that comes: it is its step's last, or is not; None to count.
     """
 
-    def __init__(
-        self, model: nn.Module, config: Config, runtime: Runtime, optimizer: TieredOptimizer, device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, config: Config, runtime: Runtime, optimizer: TieredOptimizer) -> None:
         self.counts = Counts()
         self.outcome: StepOutcome | None = None
         self.stats = StepStats()
@@ -75,7 +74,7 @@ class Step:
         self.lr_scheduler: Any | None = None
         self._phase = Phase.IDLE
         self._optimizer = optimizer
-        self._rules: list[Rule] = []  # by group, as the step's updates began with them
+        self._began_with: list[Rule] = []  # by group, as the step's updates began with them
         self._open: _Open | None = None
         # In words, since an exception leads to its frames, these to the loss, and its graph to this object: a circle
         # that the garbage collector does not see.
@@ -85,7 +84,7 @@ class Step:
         self._runtime = runtime
         self._executor, self._counters, self._ranks = runtime.executor, runtime.counters, runtime.ranks
         self.all_units = frozenset(range(len(runtime.partition.units)))
-        self.gradients = make_gradients(runtime, config, device)
+        self.gradients = make_gradients(runtime)
         self.updates = Updates(
             runtime.partition,
             runtime.executor,
@@ -99,17 +98,18 @@ class Step:
         self._stand_ins = StandIns(model, runtime.partition.units)
         self._compute_lane: ComputeLane | None = None
         if runtime.counters.timeline is not None:
-            moment = now if runtime.link is None else runtime.link.mark
-            self._compute_lane = ComputeLane(self, runtime.counters.timeline, moment)
+            self._compute_lane = ComputeLane(self, runtime.counters.timeline, runtime.link.mark)
         self.hooks = Hooks(model, runtime.partition, self._compute_lane or self, alone=runtime.ranks.size == 1)
         self.layer_major: LayerMajor | None = None
         if runtime.sizing.layer_major:
             try:
-                self.layer_major = LayerMajor(model, runtime.partition, device)
+                self.layer_major = LayerMajor(model, runtime.partition, runtime.link.device)
             except BaseException:  # a model that is refused keeps no hooks
                 self.remove_hooks()
                 raise
         self._syncs = True
+        self._only_evaluates = not any(unit.trainable_numel for unit in runtime.partition.units)
+        self.boundary: bool | None = None if config.managed_accumulation else True
 
     # Phases #
 
@@ -178,7 +178,7 @@ class Step:
             )
 
     def _check_not_gathered(self, what: str) -> None:
-        if self._executor.lends:
+        if self._executor.views.lends:
             raise InfinityError(
                 f"{what} inside GatheredParameters, which stores its changes at the end: leave it first"
             )
@@ -226,12 +226,12 @@ class Step:
                 self.abort(error)
                 raise
             if not training:
-                self._back_to(before)
+                self._back_to(before, learn=self._only_evaluates)
         self._open = None
 
-    def _back_to(self, before: Phase) -> None:
+    def _back_to(self, before: Phase, *, learn: bool = False) -> None:
         if before is not Phase.FORWARD:
-            self._executor.end_cycle(learn=False)
+            self._executor.end_cycle(learn=learn)
         self._go(before)
 
     def saving(self) -> AbstractContextManager[None]:
@@ -297,15 +297,16 @@ class Step:
             # A model that was called past the engine has not shown which.
             in_parts = self.hooks.in_parts() if before is Phase.FORWARD else self.all_units
         last = self.is_last
-        self._rules = self._optimizer.rules()
-        alone = self._config.gradient_accumulation_steps == 1
+        self._began_with = self._optimizer.rules()
+        alone = self._config.gradient_accumulation_steps == 1 and self.boundary is None
         self.updates.begin_backward(last=last, in_parts=in_parts, early=alone)
         self.gradients.begin_backward(last=last)
 
     def close_backward(self) -> None:
         """The backward pass is over."""
         self._end_cycle(learn=True)
-        self.gradients.end_backward()
+        for addend in self.gradients.end_backward():
+            self.updates.add(addend)
         self.updates.end_backward()
         self._stand_ins.place(self._arrived)
         self.losses.scaled = False
@@ -341,7 +342,8 @@ class Step:
     def is_last(self) -> bool:
         """The micro-batch is the last one of its step."""
         steps = self._config.gradient_accumulation_steps
-        return self._syncs and self.counts.micro_steps % steps == steps - 1
+        counted = self.counts.micro_steps % steps == steps - 1
+        return self._syncs and (counted if self.boundary is None else self.boundary)
 
     def skip_to_last(self) -> None:
         """The micro-batches of the step go through the model together; what comes next ends all of them."""
@@ -358,13 +360,16 @@ class Step:
             raise InfinityError("step() inside no_sync: leave the context before the last backward of the step")
         self._check_not_gathered("step()")
         self._drop_what_was_taken_away()
-        if self.updates.under_way and self._rules != self._optimizer.rules():
+        if self.updates.under_way and self._began_with != self._optimizer.rules():
             raise InfinityError(
                 "the optimizer's hyper-parameters (param_groups) were changed between backward and step(), but under "
                 'tiering.update_schedule "backward" the updates have begun with those before: change them after '
                 'step(), or set the schedule to "deferred"'
             )
-        counted = replace(self.counts, micro_steps=self.counts.micro_steps + 1)
+        micro_steps = self.counts.micro_steps + 1
+        if self.boundary:  # wherever the user ends a step, the next one begins at a multiple
+            micro_steps += -micro_steps % self._config.gradient_accumulation_steps
+        counted = replace(self.counts, micro_steps=micro_steps)
         if not self.is_last:
             self.counts = counted
             return
@@ -381,7 +386,9 @@ class Step:
                 skipped_steps=counted.skipped_steps + int(outcome.skipped),
             )
             self._go(Phase.IDLE)
-        self.stats = self._counters.end_step(self._peak_bytes(), grad_norm=outcome.grad_norm, skipped=outcome.skipped)
+        self.stats = self._counters.end_step(
+            self._runtime.peak_bytes(), grad_norm=outcome.grad_norm, skipped=outcome.skipped
+        )
         if outcome.skipped:
             loss_scale = self.losses.loss_scale
             scale = f"; the loss scale is {loss_scale.value:g} now" if loss_scale.dynamic else ""
@@ -390,8 +397,7 @@ class Step:
     def _update(self) -> StepOutcome:
         try:
             self.updates.finish_step()
-            if self._runtime.sizing.settles:
-                self._executor.show_newest()
+            self._runtime.settle()
             scheduler = self.lr_scheduler
             if scheduler is not None and advances_by_itself(scheduler) and not self.updates.outcome.skipped:
                 scheduler.step()
@@ -474,6 +480,9 @@ class Step:
             self.layer_major.entered(units)
         if self._open is None:  # the model was called past the engine
             self.check_values("a forward pass")
+            if self._only_evaluates and not self.hooks.in_forward:  # as `generate` does: a token is a cycle
+                self._executor.end_cycle(learn=True)
+                self._executor.begin_cycle()
         self._executor.enter(units)
 
     def backward_enter(self, units: tuple[int, ...]) -> None:
@@ -492,7 +501,7 @@ class Step:
         if self.layer_major is not None:
             return  # other micro-batches have not been through these units yet
         for unit in units:
-            self._complete(self.gradients.leave(unit))
+            self._complete([addend.unit for addend in self.gradients.leave(unit) if self.updates.add(addend)])
 
     def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
         if not self._in_backward:
@@ -504,7 +513,8 @@ class Step:
                 raise InfinityError(LAYER_MAJOR)
             self.losses.share_out(param.grad)
         self._arrived.setdefault(unit, set()).add(slot)
-        if self.gradients.take(unit, slot, param):
+        addend = self.gradients.take(unit, slot, param)
+        if addend is not None and self.updates.add(addend):
             self._complete((unit,))
 
     def _complete(self, units: Sequence[int]) -> None:
@@ -528,13 +538,6 @@ class Step:
             yield
         finally:
             self._syncs = True
-
-    def _peak_bytes(self) -> dict[str, int]:
-        """High-water mark of each tier since the start."""
-        peak_bytes = self._runtime.peak_bytes()
-        if self.activations is not None:
-            peak_bytes["host"] += self.activations.peak_bytes
-        return peak_bytes
 
     def remove_hooks(self) -> None:
         """Leave the model to others; nothing has been trained."""

@@ -14,15 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from infinity.errors import NonFiniteError
+from infinity.errors import CapacityError, NonFiniteError
 from infinity.kernels import Rule
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.pipeline import Segment
 from infinity.tiers import overlap
-from infinity.zero.callbacks import weakly
 from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
 from infinity.zero.partition import Partition, Unit
+from infinity.zero.reduction import Addend
 
 RuleOf = Callable[[int, int, float], Rule]  # (parameter group, step, gradient scale)
 
@@ -75,12 +75,12 @@ class Updates:
         self._max_norm = max_norm
         self._loss_scale = loss_scale
         self._sum_sq = 0.0  # of the units that `backward` has handed over in this step
+        self._due: dict[int, None] = {}  # units whose gradients are final, and may still be on their way to the host
         self._finals: list[int] = []
         self._last_pass = False  # the backward pass that is running, or was last, is the step's last one
         self._in_parts: frozenset[int] = frozenset()
         self._early = True
         self.under_way = False  # some units have had this step's update handed over and others not
-        gradients.when_full(weakly(self._update_early))
         self.steps: dict[str, int] = {}  # updates that each parameter has had, by name
         self.outcome = StepOutcome(0.0, skipped=False)  # of the last step
 
@@ -95,6 +95,7 @@ class Updates:
         self._last_pass = last
         self._early = early
         self._in_parts = in_parts
+        self._due.clear()
         if last and self._schedule is UpdateSchedule.BACKWARD and self._finals:
             self._executor.expect_updates(list(dict.fromkeys(self._finals)))
             self._finals = []
@@ -103,17 +104,41 @@ class Updates:
         """The backward pass is over: so are units in parts, and those with parameters that had no part in it."""
         self._in_parts = frozenset()
         if self._last_pass and self._schedule is UpdateSchedule.BACKWARD:
-            for unit in self._gradients.units_with_gradients():
-                self.final(unit)
+            self._all_final()
 
     def final(self, unit: int) -> None:
         """The unit's gradients of this step are complete, unless they come in parts.
 
+        Under the `backward` schedule it is updated now, or, where they are still on their way from the device, at one
+        of the next calls.
+
         Raises:
             NonFiniteError: under the `backward` schedule, a gradient is not finite.
         """
-        if self._schedule is not UpdateSchedule.BACKWARD or unit in self._in_parts:
-            return
+        if self._schedule is UpdateSchedule.BACKWARD and unit not in self._in_parts:
+            self._due[unit] = None
+            self._update_due()
+
+    def _all_final(self) -> None:
+        self._due |= dict.fromkeys(self._gradients.units_with_gradients())
+        self._update_due(least=len(self._due))
+
+    def _update_due(self, least: int = 0) -> bool:
+        """Update what is due and has come from the device, waiting for the oldest; returns whether anything was.
+
+        Args:
+            least: of how many units' gradients to wait for.
+        """
+        done = 0
+        for unit in list(self._due):
+            if done >= least and not self._gradients.have_come(unit):
+                break
+            del self._due[unit]
+            self._update_final(unit)
+            done += 1
+        return done > 0
+
+    def _update_final(self, unit: int) -> None:
         if not self._gradients.is_finite(unit):
             changed = "parameters of later units are already updated" if self.under_way else "nothing was changed by it"
             raise NonFiniteError(
@@ -125,14 +150,47 @@ class Updates:
         self._sum_sq += self._gradients.sum_sq(unit)
         self._update(unit, 1.0)
 
-    def _update_early(self) -> bool:
+    def add(self, addend: Addend) -> bool:
+        """Add these gradients to those of their unit, once there is room.
+
+        Returns:
+            Whether all gradients of the unit have come in this backward pass.
+
+        Raises:
+            CapacityError: no room can be had within the budget.
+        """
+        due = self._gradients.sum_there(addend)
+        return self._gradients.all_come(addend.unit) if due is None else self._add_below(due)
+
+    def _add_below(self, addend: Addend) -> bool:
+        """As `add`, of what leaves the device now."""
+        while (complete := self._gradients.try_add(addend)) is None:
+            if (
+                not self._update_due(least=1)
+                and not self._executor.free_gradients(addend.unit)
+                and not self._update_early(addend.unit)
+            ):
+                raise CapacityError(
+                    f"no host memory is left for the gradients of unit `{self._partition.units[addend.unit].name}`: "
+                    "raise tiering.host_memory, or set tiering.update_schedule to deferred, which has room for the "
+                    "gradients of all units"
+                )
+        return complete
+
+    def _update_early(self, unit: int) -> bool:
         """Free the gradients of a unit that still waits for others, which may not come (experts without a token).
 
         Every parameter's gradient comes once in a pass, so its part of the unit can be updated now and the rest later.
+        Where others take part in an update, only if the capacity is used up, which it is on all of them alike.
+
+        Args:
+            unit: for which there is no room.
 
         Returns:
             False if no gradient is final yet.
         """
+        if not self._gradients.all_lack_room(unit):
+            return False
         if self._executor.awaits_updates:  # what this rank has room for by itself; the rest, all ranks do together
             self._executor.drain()
             return True
@@ -141,6 +199,7 @@ class Updates:
         if not final or not waiting:
             return False
         self.final(waiting[-1])  # backward has probably been there first
+        self._update_due(least=len(self._due))
         self._executor.drain()
         return True
 
@@ -150,9 +209,10 @@ class Updates:
         self.under_way = False
 
     def _finish_step(self) -> StepOutcome:
+        for addend in self._gradients.sums_left():  # the user has said after the last micro-batch that it was the last
+            self._add_below(addend)
         if self._schedule is UpdateSchedule.BACKWARD:
-            for unit in self._gradients.units_with_gradients():
-                self.final(unit)
+            self._all_final()
             norm, self._sum_sq = self._gradients.norm_of(self._sum_sq), 0.0
             return StepOutcome(norm, skipped=False)
         loss_scale = self._loss_scale.value

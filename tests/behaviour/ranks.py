@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,20 @@ _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["infinity.setup", "transformers", __name__])
 
 
-def run_ranks(size: int, function: Callable[..., Any], *args: Any, path: Path, timeout_s: float = 240) -> list[Any]:
-    """What `function(*args)` returned on each rank.
+def run_ranks(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    path: Path,
+    timeout_s: float = 240,
+    killed: Collection[int] = (),
+) -> list[Any]:
+    """What `function(*args)` returned on each rank; None of those that are killed.
 
     Args:
         function: of a module that can be imported.
         path: a directory for files that the processes share.
+        killed: ranks that end by a signal.
 
     Raises:
         AssertionError: a rank failed (with its traceback), or they did not finish in time.
@@ -40,11 +49,12 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, path: Path, t
             process.join(timeout_s)
         errors = [file.read_text() for file in sorted(path.glob("error-*"))]
         assert not errors, "\n".join(errors)
-        assert all(process.exitcode == 0 for process in processes), [process.exitcode for process in processes]
+        codes = [process.exitcode for process in processes]
+        assert all(code == (-signal.SIGKILL if rank in killed else 0) for rank, code in enumerate(codes)), codes
     finally:
         for process in processes:
             process.kill()
-    return [torch.load(path / f"result-{rank}", weights_only=False) for rank in range(size)]
+    return [None if rank in killed else torch.load(path / f"result-{rank}", weights_only=False) for rank in range(size)]
 
 
 def _run(rank: int, size: int, path: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

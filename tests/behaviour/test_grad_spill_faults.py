@@ -20,7 +20,7 @@ import infinity
 from infinity.config import load_config
 from infinity.io.native import NativeEngine
 from infinity.planner import plan_training
-from infinity.tiers import SpillingGradStore
+from infinity.tiers import State
 from tests.behaviour.disks import FailingDisk, swap_on
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_llama
@@ -41,7 +41,6 @@ USES = [  # accumulation, clipping, schedule
 def places(engine: infinity.Engine) -> dict[int, int]:
     """Where spilled gradients are in the one swap file: offset and bytes of each unit's."""
     store = engine._runtime.grads
-    assert isinstance(store, SpillingGradStore)
     pieces = [extent.pieces for extent in store._extents.values()]
     return {piece.offset: piece.nbytes for (piece,) in pieces}
 
@@ -216,9 +215,10 @@ def test_a_full_disk_is_refused_with_what_is_needed_and_what_is_free(tmp_path) -
 def flip_a_byte(engine: infinity.Engine, file: Path) -> int:
     """Of gradients that are on the drive alone; returns where."""
     store = engine._runtime.grads
-    for _, write in store._writing.values():
-        write.result()
-    unit = next(unit for unit in sorted(store._spilled) if unit not in store._writing)
+    for unit in list(store._leases):
+        if store._hosts[unit].state is State.LEAVING:
+            store._leave(unit)
+    unit = next(u for u in store._extents if store._hosts[u].state is State.ABSENT and store._fields[u].version)
     offset = store._extents[unit].pieces[0].offset + 100
     with file.open("r+b") as raw:
         raw.seek(offset)

@@ -58,7 +58,7 @@ def train_both(cases: list[Case]) -> list[tuple[Result, Result]]:
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 def test_every_stage_follows_the_plain_loop(architecture, tmp_path: Path) -> None:
     (tmp_path / "swap").mkdir()
-    on_nvme = Placement("nvme", "nvme", tmp_path / "swap", "64KiB", "1MB")
+    on_nvme = Placement("nvme", "nvme", tmp_path / "swap", "64KiB", "2MB")
     cases = [Case(stage, recipe=recipe, architecture=architecture) for stage in range(4) for recipe in RECIPES]
     cases += [Case(3, on_nvme, recipe, architecture) for recipe in RECIPES]
     for case, *results in zip(cases, *run_ranks(2, train_all, cases, path=tmp_path), strict=True):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from infinity.config import load_config
-from infinity.zero.build import host_capacity
+from infinity.zero.budgets import host_capacity
 from tests.behaviour.test_pipelining import needs_scale_grads
 from tests.schedule.test_budget import NEEDS
 

@@ -117,7 +117,7 @@ def test_every_rank_hears_of_a_damaged_checkpoint_and_of_a_save_that_fails(tmp_p
         (tmp_path / part).mkdir()
     case = case_on(tmp_path, stage=2)
     run_ranks(2, save, case, str(directory), path=tmp_path / "a")
-    file = next(directory.rglob("unit-00001.safetensors"))
+    file = next(directory.rglob("unit-00001-rank-00001.safetensors"))
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,7 @@ import torch
 import infinity
 from infinity.memory import StableBuffer
 from infinity.telemetry import Counters, StallCause, StepStats, Times, Waits
-from infinity.tiers import Link, SameMemory, to_host
-from infinity.tiers.link import Token
+from infinity.tiers import Link, SameMemory, Transfer, to_host
 from tests.behaviour.disks import SlowDisk, swap_on
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_llama
 
@@ -25,25 +26,25 @@ class SlowLink(SameMemory):
     def __init__(self, upload_s: float = 0.0, download_s: float = 0.0) -> None:
         self._upload_s, self._download_s = upload_s, download_s
 
-    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Token:
+    def upload(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
         return _Late(super().upload(target, source), self._upload_s)
 
-    def download(self, target: torch.Tensor, source: torch.Tensor) -> Token:
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
         return _Late(super().download(target, source), self._download_s)
 
 
 class _Late:
-    def __init__(self, token: Token, delay_s: float) -> None:
+    def __init__(self, token: Transfer, delay_s: float) -> None:
         self._token = token
         self._due_s = time.perf_counter() + delay_s
 
-    def query(self) -> bool:
+    def done(self) -> bool:
         return time.perf_counter() >= self._due_s
 
     def times(self) -> Times | None:
-        return self._token.times() if self.query() else None
+        return self._token.times() if self.done() else None
 
-    def synchronize(self) -> None:
+    def result(self) -> None:
         time.sleep(max(0.0, self._due_s - time.perf_counter()))
 
 
@@ -57,6 +58,11 @@ def train(config: dict, link: Link | None = None, steps: int = 4) -> list[tuple[
             engine.step()
             measured.append((engine.stats(), time.perf_counter() - start_s))
     return measured[2:]
+
+
+def seconds_queued() -> float:
+    """How long this thread has been ready to run, and waited for a processor."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def assert_the_cause_is(cause: StallCause, measured: list[tuple[StepStats, float]], at_least_s: float) -> None:
@@ -141,16 +147,19 @@ def test_the_seconds_by_cause_add_up_to_what_a_step_waits(slow, schedule, slow_d
     shares = []
     with infinity.initialize(model=tiny_llama(), config=config, device="cpu")[0] as engine:
         for ids in batches(6):
-            start_s, computing_s = time.perf_counter(), time.thread_time()
+            start_s, computing_s, queued_s = time.perf_counter(), time.thread_time(), seconds_queued()
             engine.backward(loss_of(engine, ids))
             engine.step()
             wall_s = time.perf_counter() - start_s
-            waited_s = wall_s - (time.thread_time() - computing_s)
+            away_s = wall_s - (time.thread_time() - computing_s)
+            waited_s = away_s - (seconds_queued() - queued_s)
             stalls = engine.stats().stall_s
             assert sum(stalls.values()) <= wall_s
-            shares.append((sum(stalls.values()) / waited_s, stalls.get(slow.value, 0.0) / waited_s))
-    # one step is enough: on a busy machine the thread waits for the processor as well
-    assert any(0.9 < every < 1.1 and of_cause > 0.6 for every, of_cause in shares[2:]), shares
+            shares.append(
+                (sum(stalls.values()) / waited_s, sum(stalls.values()) / away_s, stalls.get(slow.value, 0.0) / away_s)
+            )
+    # One step is enough. On a busy machine the thread waits for the processor as well, within a stall or without one.
+    assert any(least > 0.9 and most < 1.1 and of_cause > 0.5 for least, most, of_cause in shares[2:]), shares
 
 
 def test_a_gradient_that_is_still_being_written_is_no_read(slow_disk, tmp_path) -> None:
@@ -166,7 +175,11 @@ def test_a_gradient_that_is_still_being_written_is_no_read(slow_disk, tmp_path) 
 
 @pytest.mark.parametrize(
     ("device", "upload_s", "download_s"),
-    [("cpu", DELAY_S, 0.0), ("nvme", DELAY_S, 0.0), ("nvme", 0.0, DELAY_S)],
+    [
+        ("cpu", DELAY_S, 0.0),
+        ("nvme", DELAY_S, 0.0),
+        ("nvme", 0.0, 4 * DELAY_S),
+    ],  # the last runs under backward
     ids=["upload", "staged-upload", "download"],
 )
 def test_a_slow_link_is_the_link(device, upload_s, download_s, tmp_path) -> None:
@@ -190,16 +203,17 @@ def test_slow_memory_is_the_allocator(monkeypatch, tmp_path) -> None:
     assert_the_cause_is(StallCause.ALLOCATOR, train(config), at_least_s=DELAY_S)
 
 
-def test_a_gradient_is_copied_over_the_link() -> None:
+def test_a_gradient_is_copied_over_the_link(monkeypatch) -> None:
     class OnDevice:
         device = torch.device("xpu")
-        is_cuda = False
         nbytes = 12
 
         def cpu(self) -> torch.Tensor:
             time.sleep(DELAY_S)
             return torch.zeros(3)
 
+    idle = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: idle)
     counters = Counters()
     with counters.phase("backward"):
         to_host(OnDevice(), counters)  # type: ignore[arg-type]

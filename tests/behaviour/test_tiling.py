@@ -99,7 +99,7 @@ def test_tiles_train_in_memory_that_the_layer_would_not_fit_in(clipping, tmp_pat
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAM)
     engine, *_ = infinity.initialize(model=model, config=settings)
     with engine:
-        assert engine._runtime.param_budget.capacity_bytes < largest
+        assert engine._runtime.host.parts["parameters"].capacity_bytes < largest
         for batch in batches():
             expected = loss_of(plain, batch)
             expected.backward()

@@ -100,3 +100,52 @@ def test_a_budget_that_is_too_small_is_an_error_with_the_number(tmp_path, capsys
     arguments = ["plan", "--model", "gpt2", "--config", config_file(tmp_path), "--host-memory", "10MiB"]
     assert main(arguments) == 2
     assert "this model needs at least" in capsys.readouterr().err
+
+
+RATES = ["--flops", "20e9", "--disk", "1GB", "--optimizer-rate", "1e8"]
+
+
+def test_a_step_is_predicted_in_parts(tmp_path, capsys) -> None:
+    arguments = ["plan", "--model", "gpt2:tiny", "--config", config_file(tmp_path), *RATES, "--tbw", "600TB"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "tokens/s; bound by compute" in out
+    assert "break-even" in out
+    assert main([*arguments, "--json"]) == 0
+    least = json.loads(capsys.readouterr().out)["host_least_bytes"]
+    assert main([*arguments, "--host-memory", str(least), "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)["step"]
+    assert step["unknown"] == []
+    assert step["step_s"] == pytest.approx(sum(window["seconds"] for window in step["windows"]))
+    assert step["step_s"] >= max(step["parts_s"].values())
+    assert step["days_to_rated"] > 0
+
+
+@pytest.mark.parametrize(("what", "count"), [("tokens", 8), ("host-memory", 8), ("drives", 6)])
+def test_a_sweep_and_its_plot(what, count, tmp_path, capsys) -> None:
+    picture = tmp_path / "sweep.png"
+    model = ["--model", "gpt2:tiny", "--config", config_file(tmp_path)]
+    assert main(["plan", *model, *RATES, "--sweep", what, "--plot", str(picture), "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["sweep"]
+    assert len(points) == count
+    assert all(point["step_s"] > 0 for point in points)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trillion_parameters_are_planned_in_seconds(capsys) -> None:
+    machine = ["--ranks", "16", "--device-memory", "128GiB", "--machine-memory", "1.5TB", "--nvme-capacity", "28TB"]
+    rates = ["--flops", "70e12", "--link", "12GB", "--collectives", "100GB", "--disk", "25GB"]
+    more = ["--checkpoint-activations", "--optimizer-rate", "3e9", "--precision", "fp16"]
+    assert main(["plan", "--params", "128x25600", *machine, *rates, *more, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["params"] == pytest.approx(1e12, rel=0.02)
+    assert facts["step"]["unknown"] == []
+    assert facts["machine_nvme_bytes"] < 28e12
+
+
+def test_options_that_need_others_say_so(tmp_path, capsys) -> None:
+    model = ["--model", "gpt2:tiny", "--config", config_file(tmp_path)]
+    assert main(["plan", *model, "--plot", "x.png"]) == 2
+    assert "--plot draws a sweep" in capsys.readouterr().err
+    assert main(["plan", *model, "--profile", str(tmp_path / "config.json")]) == 2
+    assert "is no profile" in capsys.readouterr().err

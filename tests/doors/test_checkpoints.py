@@ -406,7 +406,7 @@ def test_ranks_with_different_checkpoints_under_one_tag_all_refuse(tmp_path) -> 
     results = run_ranks(2, load_each, [[str(ours), str(tmp_path / n)] for n in names], path=tmp_path / "ranks")
     expected = [
         "rank 1: .*other/tag is another checkpoint here than on rank 0",
-        r"rank 1: .*damaged/tag/unit-\d+\.safetensors is not what was checked",
+        r"rank 1: .*damaged/tag/unit-\d+\.safetensors is damaged: tensor \S+ differs near byte \d+",
         "rank 1: .*empty/tag/manifest.json cannot be read: No such file",
         "rank 1: .*no-extra/tag/extra.pt cannot be read: No such file",
     ]

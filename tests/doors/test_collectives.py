@@ -217,14 +217,14 @@ def ranks() -> OtherRank:
 
 @pytest.fixture
 def gathering(ranks) -> Gathering:
-    return Gathering(Units(2), ranks, lambda unit: None, 1 << 20, Counters(None))
+    return Gathering(Units(2), ranks, 1 << 20, Counters(None))
 
 
 def test_leaving_what_was_not_entered_is_no_use(gathering, ranks) -> None:
     """`enter` of a call with several units may fail before it comes to this one, and `leave` follows all the same."""
-    gathering.leave(0)
+    gathering.leave(0, None)
     gathering.enter(0)
-    gathering.leave(0)
+    gathering.leave(0, None)
     gathering.enter(0)
     assert ranks.gathered == ["unit 0"] * 2
 
@@ -233,7 +233,7 @@ def test_a_gather_that_failed_is_tried_again(gathering, ranks) -> None:
     ranks.has_died = True
     with pytest.raises(RankError, match="died"):
         gathering.enter(0)
-    gathering.leave(0)
+    gathering.leave(0, None)
     ranks.has_died = False
     gathering.enter(0)
     assert ranks.gathered == ["unit 0"] * 2
@@ -241,8 +241,9 @@ def test_a_gather_that_failed_is_tried_again(gathering, ranks) -> None:
 
 def test_what_is_gathered_ahead_is_not_changed_under_the_gather(gathering, ranks) -> None:
     """The gather may write old values until it is over."""
-    gathering.begin_cycle([0, 1])
     gathering.enter(0)
+    assert gathering.may_look_ahead(1)
+    gathering.look_ahead(1)
     assert ranks.waiting == ["unit 1"]
     gathering.changed(1)
     assert ranks.waiting == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -241,7 +242,9 @@ class Words(PreTrainedTokenizerFast): pass
 
 @pytest.mark.parametrize("kind", ["made-up", "bert-generation"])
 @pytest.mark.parametrize("name", ["plan", "train"])
-def test_code_in_a_model_directory_never_runs_whatever_standard_input_says(name, kind, workspace) -> None:
+def test_code_in_a_model_directory_never_runs_whatever_standard_input_says(
+    name, kind, workspace, monkeypatch, capsys
+) -> None:
     directory = workspace / "model"
     save_model(directory, 10)
     marker = workspace / "ran"
@@ -250,12 +253,13 @@ def test_code_in_a_model_directory_never_runs_whatever_standard_input_says(name,
     classes = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": kind, "auto_map": classes}))
     arguments = [name, "--model", str(directory), "--config", str(workspace / "config.json")]
-    done = command(*arguments, input="y\n" * 9)
-    assert "Traceback" not in done.stderr
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    main(arguments)
+    assert "Traceback" not in capsys.readouterr().err
     assert not marker.exists()
 
 
-def test_code_of_a_tokenizer_never_runs_whatever_standard_input_says(workspace) -> None:
+def test_code_of_a_tokenizer_never_runs_whatever_standard_input_says(workspace, monkeypatch, capsys) -> None:
     directory = workspace / "model"
     save_model(directory, 10)
     save_tokenizer(directory)
@@ -264,6 +268,7 @@ def test_code_of_a_tokenizer_never_runs_whatever_standard_input_says(workspace) 
     path = directory / "tokenizer_config.json"
     changes = {"tokenizer_class": "Words", "auto_map": {"AutoTokenizer": [None, "code.Words"]}}
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    done = command(*train_arguments(workspace, "--steps", "1", "--model", str(directory)), input="y\n" * 9)
-    assert "Traceback" not in done.stderr
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    main(train_arguments(workspace, "--steps", "1", "--model", str(directory)))
+    assert "Traceback" not in capsys.readouterr().err
     assert not marker.exists()

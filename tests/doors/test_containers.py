@@ -117,7 +117,7 @@ def test_what_is_no_number_is_no_limit(groups) -> None:
 
 
 def test_an_automatic_budget_is_a_share_of_what_is_left(monkeypatch) -> None:
-    monkeypatch.setattr("infinity.zero.build.available_memory_bytes", lambda: 30 * MIB)
+    monkeypatch.setattr("infinity.zero.budgets.available_memory_bytes", lambda: 30 * MIB)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
     config = load_config(
         {
@@ -174,5 +174,5 @@ def test_env_shows_the_limit(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setattr("infinity.memory.available_memory_bytes", lambda: 300 * MIB)
     assert main(["env", "--json", "--path", str(tmp_path)]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
-    assert memory["container's limit"] == "700.00 MiB"
-    assert memory["available"] == "300.00 MiB"
+    assert memory["container_limit_bytes"] == 700 * MIB
+    assert memory["available_bytes"] == 300 * MIB

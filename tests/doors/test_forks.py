@@ -60,18 +60,30 @@ def in_child(action: Callable[[], object], timeout_s: float = 30) -> int:
     return os.waitstatus_to_exitcode(reaped[1])
 
 
+def bounds(address: int) -> str | None:
+    """The range of this process's memory that an address lies in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = line.split()[0].split("-")
+        if int(low, 16) <= address < int(high, 16):
+            return line.split()[0]
+    return None
+
+
 class Pages(Dataset):
-    """Samples that a worker makes, and what it sees at some addresses."""
+    """Samples that a worker makes, and whether it has the ranges of its parent at some addresses.
+
+    Others may be there: what is not inherited is free for what the child takes itself.
+    """
 
     def __init__(self, addresses: list[int]) -> None:
-        self.addresses = addresses
+        self.ranges = {address: bounds(address) for address in addresses}
         self.samples = batches(4)
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, bool]:
-        return self.samples[index], any(mapped(address) is not None for address in self.addresses)
+        return self.samples[index], any(bounds(address) == ours for address, ours in self.ranges.items())
 
 
 def test_a_data_loaders_workers_have_nothing_of_the_budget(tmp_path) -> None:

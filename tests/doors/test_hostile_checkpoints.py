@@ -66,9 +66,10 @@ def overlap(directory: Path) -> None:
     shift = len(text) - length
 
     def change(manifest: dict[str, Any]) -> None:
-        for entry in manifest["tensors"].values():
-            if entry["file"] == file.name:
-                entry["start"] += shift
+        for tensor in manifest["tensors"].values():
+            for part in tensor["parts"]:
+                if part["file"] == file.name:
+                    part["start"] += shift
         manifest["tensors"]["exp_avg.mix.weight"] = manifest["tensors"]["master.mix.weight"]
 
     edit_manifest(directory, change)
@@ -84,12 +85,18 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: (d / "manifest.json").write_bytes(LONG), r"manifest\.json is damaged: ValueError"),
     (lambda d: (d / "manifest.json").write_bytes(b'{"format": 2, "format": 2}'), "an object has a key twice"),
     (
-        lambda d: edit_manifest(d, lambda m: m["tensors"][MASTER].update(file="a\0b.safetensors")),
+        lambda d: edit_manifest(d, lambda m: m["tensors"][MASTER]["parts"][0].update(file="a\0b.safetensors")),
         "file name 'a.*leaves",
     ),
-    (lambda d: edit_manifest(d, lambda m: m["tensors"][MASTER].update(file="\ud800.safetensors")), "leaves the check"),
-    (lambda d: edit_manifest(d, lambda m: m["tensors"][MASTER].update(file="manifest.json")), "or is none of tensors"),
-    (lambda d: edit_manifest(d, lambda m: m["tensors"][MASTER].update(start=1 << 63)), "is no count"),
+    (
+        lambda d: edit_manifest(d, lambda m: m["tensors"][MASTER]["parts"][0].update(file="\ud800.safetensors")),
+        "leaves the check",
+    ),
+    (
+        lambda d: edit_manifest(d, lambda m: m["tensors"][MASTER]["parts"][0].update(file="manifest.json")),
+        "or is none of tensors",
+    ),
+    (lambda d: edit_manifest(d, lambda m: m["tensors"][MASTER]["parts"][0].update(start=1 << 63)), "is no count"),
     (lambda d: edit_manifest(d, lambda m: m["tensors"][MASTER].update(shape=[10**4000, 0])), "is no count"),
     (lambda d: edit_manifest(d, lambda m: m.update(run=["a"])), "`run` is no name"),
     (lambda d: edit_manifest(d, lambda m: m.update(model="a")), "`model` is no object"),

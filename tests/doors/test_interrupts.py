@@ -24,6 +24,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 import infinity
+from infinity.tiers import Link, SameMemory
 from tests.doors.sequences import WIDTH, Blocks
 
 STEPS, AT = 4, 2  # the interrupt comes in the third of four steps
@@ -39,6 +40,12 @@ class Case:
     offload: str
     stage: int = 3
     accumulation: int = 1
+    host_memory: int | None = None
+    discrete: bool = False
+
+    @property
+    def link(self) -> Link | None:
+        return SameMemory() if self.discrete else None
 
     def config(self, path: Path) -> dict[str, Any]:
         home = {"device": self.offload}
@@ -48,6 +55,8 @@ class Case:
         tiering: dict[str, Any] = {"update_schedule": self.schedule, "tile_size": 4096}
         if self.offload == "nvme":
             tiering["nvme"] = [{"path": str(path)}]
+        if self.host_memory is not None:
+            tiering["host_memory"] = self.host_memory
         return {
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": self.accumulation,
@@ -113,7 +122,7 @@ def traced(action: Callable[[], None], line: Callable[[Line], None]) -> None:
 @contextmanager
 def engine_at(case: Case, path: Path) -> Iterator[infinity.Engine]:
     """One that has made the steps before the interrupt."""
-    with infinity.initialize(model=Blocks(), config=case.config(path))[0] as engine:
+    with infinity.initialize(model=Blocks(), config=case.config(path), link=case.link)[0] as engine:
         for step in range(AT):
             one_step(engine, step)
         yield engine
@@ -121,7 +130,7 @@ def engine_at(case: Case, path: Path) -> Iterator[infinity.Engine]:
 
 def reference(case: Case, path: Path) -> list[State]:
     """The state before each step, and after the last."""
-    with infinity.initialize(model=Blocks(), config=case.config(path))[0] as engine:
+    with infinity.initialize(model=Blocks(), config=case.config(path), link=case.link)[0] as engine:
         states = [State.of(engine)]
         for step in range(STEPS):
             one_step(engine, step)
@@ -203,11 +212,12 @@ def finish_or_drop(engine: infinity.Engine) -> None:
         engine.step()
 
 
-def sweep(case: Case, path: Path, every: int) -> Counter[str]:
-    """Interrupt at the first and the last time of every n-th line."""
+def sweep(case: Case, path: Path, every: int, within: str = "") -> Counter[str]:
+    """Interrupt at the first and the last time of every n-th line of files with such a path."""
     states = reference(case, path)
     outcomes: Counter[str] = Counter()
-    for index, (where, times) in enumerate(sorted(lines_of_a_step(case, path).items())):
+    lines = sorted((where, times) for where, times in lines_of_a_step(case, path).items() if within in where[0])
+    for index, (where, times) in enumerate(lines):
         if index % every:
             continue
         for occurrence in dict.fromkeys((1, times)):
@@ -224,3 +234,26 @@ def test_an_interrupt_at_any_line_of_a_step_is_refused_or_nothing(case, tmp_path
     outcomes = sweep(CASES[case], tmp_path, EVERY)
     assert outcomes["nothing"] > 0
     assert outcomes["refused"] > 0
+
+
+@pytest.mark.parametrize(
+    ("states", "file"),
+    [
+        ("cpu", "tiers/params.py"),
+        ("cpu", "zero/in_flight.py"),
+        ("none", "tiers/device_grads.py"),
+        ("none", "tiers/params.py"),
+        ("none", "zero/on_device.py"),
+    ],
+)
+@pytest.mark.slow
+def test_an_interrupt_on_a_device_with_memory_of_its_own_is_refused_or_nothing(states, file, tmp_path) -> None:
+    outcomes = sweep(Case("backward" if states == "cpu" else "deferred", states, discrete=True), tmp_path, EVERY, file)
+    assert outcomes["nothing"] > 0
+
+
+@pytest.mark.parametrize("file", ["tiers/grads.py", "zero/gradients.py"])
+@pytest.mark.slow
+def test_an_interrupt_while_gradients_spill_is_refused_or_nothing(file, tmp_path) -> None:
+    outcomes = sweep(Case("deferred", "nvme", accumulation=2, host_memory=106_496), tmp_path, EVERY, file)
+    assert outcomes["nothing"] > 0

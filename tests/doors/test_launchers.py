@@ -14,7 +14,7 @@ import infinity
 from infinity.config import load_config
 from infinity.errors import ConfigError
 from infinity.schedule import MemoryNeeds
-from infinity.zero.build import host_capacity
+from infinity.zero.budgets import host_capacity
 from infinity.zero.launch import Launch, launch_of, local_size
 from infinity.zero.ranks import Ranks
 from tests.behaviour.ranks import run_ranks
@@ -132,7 +132,7 @@ def test_tasks_of_srun_join_at_the_address_that_they_were_given() -> None:
 def shares() -> tuple[int, int]:
     """Ranks that share this machine's memory, and the launcher says nothing."""
     os.environ.pop("LOCAL_WORLD_SIZE")
-    needs = MemoryNeeds(*[0] * 3, 1 << 60, *[0] * 6, "")
+    needs = MemoryNeeds(*[0] * 3, 1 << 60, *[0] * 7, "")
     ranks = Ranks.of_group()
     return host_capacity(load_config({}), needs, ranks), host_capacity(load_config({}), needs)
 

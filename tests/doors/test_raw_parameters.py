@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import infinity
 from infinity.tiers import SameMemory
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import LR, WEIGHT_DECAY, Placement, Recipe, batches, loss_of, tiny_gpt2, train_on
+from tests.tiers.late_link import LateLink, late
 
 STEPS = 4
 
@@ -146,3 +149,37 @@ def test_an_average_of_the_weights_follows_them(stage, tmp_path) -> None:
                     average[name] = param.detach() * 0.1 + average.get(name, torch.zeros(())) * 0.9
     for name, values in reference.items():
         torch.testing.assert_close(mean[name], values, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+@pytest.mark.parametrize("link", [None, SameMemory, LateLink])
+def test_so_it_is_where_the_unit_that_was_updated_last_is_the_next_again(clipping, link, monkeypatch) -> None:
+    """What its last update has left in host memory is older than what was written since."""
+
+    def run(model: nn.Module, step: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        for seed in range(STEPS):
+            step(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)))
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.5)
+        return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+    def plainly(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        if clipping:
+            nn.utils.clip_grad_norm_(plain.parameters(), clipping)
+        optimizer.step()
+
+    def by_engine(x: torch.Tensor) -> None:
+        engine.backward(engine(x).square().mean())
+        engine.step()
+
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    model = copy.deepcopy(plain)
+    over = late(monkeypatch, 1, patience=64) if link is LateLink else link and link()
+    with infinity.initialize(model=model, config=config_of(2, clipping=clipping), link=over)[0] as engine:
+        here = run(model, by_engine)
+    torch.testing.assert_close(here, run(plain, plainly))

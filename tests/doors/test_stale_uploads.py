@@ -17,7 +17,19 @@ import infinity
 from infinity.io import IoOptions, Priority
 from infinity.memory import Arena, Budget
 from infinity.telemetry import Counters, Times, now
-from infinity.tiers import DiscreteParams, FlatSpec, Link, Residency, SameMemory, SwapPath, open_swap
+from infinity.tiers import (
+    Device,
+    FlatSpec,
+    Link,
+    Memory,
+    Move,
+    Params,
+    Residency,
+    SameMemory,
+    SwapPath,
+    SwapSpace,
+    open_swap,
+)
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import LR, WEIGHT_DECAY, Placement, Recipe
 
@@ -38,25 +50,25 @@ class LateLink(SameMemory):
 
     def run_until(self, last: _Late) -> None:
         with self._lock, torch.no_grad():
-            while not last.done:
+            while not last.over:
                 copy = self._left.pop(0)
                 copy.target.copy_(copy.source)
-                copy.done = True
+                copy.over = True
 
 
 class _Late:
     def __init__(self, link: LateLink, target: torch.Tensor, source: torch.Tensor) -> None:
         self.link, self.target, self.source = link, target, source
-        self.done = False
+        self.over = False
 
-    def query(self) -> bool:
-        return self.done
+    def done(self) -> bool:
+        return self.over
 
-    def synchronize(self) -> None:
+    def result(self) -> None:
         self.link.run_until(self)
 
     def times(self) -> Times | None:
-        return now() if self.done else None
+        return now() if self.over else None
 
 
 LINKS: dict[str, Callable[[], Link]] = {"prompt": SameMemory, "late": LateLink}
@@ -66,40 +78,50 @@ LINKS: dict[str, Callable[[], Link]] = {"prompt": SameMemory, "late": LateLink}
 
 
 @pytest.fixture(params=[(home, link) for home in ("host", "nvme") for link in LINKS], ids="-".join)
-def params(request, tmp_path) -> Iterator[DiscreteParams]:
+def params(request, tmp_path) -> Iterator[Params]:
     """Two units of 1024 elements, at home in host memory or on a drive, behind a link."""
     home, link = request.param
     specs = [FlatSpec(f"unit {index}", 1024, 1024, torch.float32, True) for index in range(2)]
     arena = Arena(1 << 20)
-    swap = None if home == "host" else open_swap([SwapPath(tmp_path)], IoOptions(), "threads")
-    home_bytes = 1 << 19 if swap is None else 0
-    store = DiscreteParams(specs, LINKS[link](), arena, home_bytes, swap, Budget("device", 1 << 16), Counters(None))
-    if swap is not None:
-        swap.create()
+    swap = open_swap([SwapPath(tmp_path)], IoOptions(), "threads")
+    homes = [Memory[home.upper()]] * 2
+    device = Device(LINKS[link](), arena.part(1 << 14))
+    store = Params(specs, homes, Budget("device", 1 << 16), Counters(None), arena=arena, swap=swap, device=device)
+    swap.create()
     for unit in range(2):
         assert store.create(unit)
         store.host_tensor(unit).fill_(unit)
         store.create_done(unit)
     yield store
     store.close()
-    if swap is not None:
-        swap.close()
+    swap.close()
     arena.close()
 
 
-def fetch(params: DiscreteParams, unit: int) -> None:
+def fetch(params: Params, unit: int) -> None:
     assert params.fetch_start(unit, Priority.PREFETCH)
-    while unit not in params._uploads:  # the read from the drive comes first
+    while upload_of(params, unit) is None:  # the read from the drive comes first
         params.advance(unit)
 
 
-def update(params: DiscreteParams, unit: int, value: float) -> None:
+def upload_of(params: Params, unit: int) -> Move | None:
+    """What is under way to the device."""
+    return params._units[unit].field.arriving(Memory.DEVICE)
+
+
+def update(params: Params, unit: int, value: float) -> None:
     """As the optimizer does: once the values are there, in place, and then to the device."""
-    assert params.host_open(unit)
-    params.host_wait(unit)
+    assert params.open_host(unit)
+    change(params, unit, value)
+    params.close_host(unit)
+
+
+def change(params: Params, unit: int, value: float) -> None:
+    """Once nothing reads or fills what is changed."""
+    for move in params.begin_change(unit):
+        move.transfer.result()
     params.host_tensor(unit).fill_(value)
-    params.publish(unit)
-    params.host_close(unit)
+    params.end_change(unit)
 
 
 def test_an_update_overtakes_an_upload_that_has_begun(params) -> None:
@@ -114,39 +136,39 @@ def test_every_one_of_two_updates_arrives(params) -> None:
     """The second begins while the first still has the values in host memory."""
     fetch(params, 0)
     params.fetch_wait(0)
-    assert params.host_open(0)
-    params.host_wait(0)
-    params.host_tensor(0).fill_(7)
-    params.publish(0)
+    assert params.open_host(0)
+    change(params, 0, 7.0)
     update(params, 0, 8.0)
-    params.host_close(0)
+    params.close_host(0)
+    params.await_update(0)
     assert params.tensor(0).eq(8).all()
 
 
 def test_nothing_is_changed_under_an_upload(params) -> None:
     """It would arrive as a mixture of old and new values; so who changes them waits for it first."""
     fetch(params, 0)
-    assert params.host_open(0)
-    params.host_wait(0)
-    upload = params._uploads[0]
-    assert upload.query()
-    params.host_close(0)
-    params.fetch_wait(0)
+    upload = upload_of(params, 0)
+    assert params.open_host(0)
+    finished = upload.done()
+    moves = params.begin_change(0)
+    assert finished or upload in moves
+    upload.transfer.result()
+    params.close_host(0)
+    assert params.residency(0) is Residency.RESIDENT
 
 
 def test_memory_that_an_upload_reads_is_not_given_to_others(params) -> None:
     """The fetch leaves the image first, the update's upload is still reading it, then another unit needs memory."""
     fetch(params, 0)
-    assert params.host_open(0)
-    params.host_wait(0)
-    params.host_tensor(0).fill_(7)
-    upload_later = params._link.compute_waits
-    params._link.compute_waits = lambda token: None  # a device that lags behind the host
-    params.fetch_wait(0)
-    params.host_close(0)
+    assert params.open_host(0)
+    link = params._device.link
+    upload_later = link.compute_waits
+    link.compute_waits = lambda token: None  # a device that lags behind the host
+    change(params, 0, 7.0)
+    params.close_host(0)
     fetch(params, 1)
     params.host_wait(1)
-    params._link.compute_waits = upload_later
+    link.compute_waits = upload_later
     params.fetch_wait(1)
     assert params.tensor(0).eq(7).all()
     assert params.tensor(1).eq(1).all()
@@ -154,7 +176,11 @@ def test_memory_that_an_upload_reads_is_not_given_to_others(params) -> None:
 
 def test_compute_waits_for_the_first_values_of_what_stays(tmp_path) -> None:
     spec = FlatSpec("stays", 1024, 1024, torch.float32, False)
-    with_link = DiscreteParams([spec], LateLink(), Arena(1 << 20), 0, None, Budget("device", 0), Counters(None))
+    arena = Arena(1 << 20)
+    budget, swap = Budget("device", 0), SwapSpace((), ())
+    with_link = Params(
+        [spec], [Memory.DEVICE], budget, Counters(None), arena=arena, swap=swap, device=Device(LateLink(), arena)
+    )
     assert with_link.create(0)
     with_link.host_tensor(0).fill_(5)
     with_link.create_done(0)
@@ -164,9 +190,9 @@ def test_compute_waits_for_the_first_values_of_what_stays(tmp_path) -> None:
 
 def test_closing_waits_for_copies_under_way(params) -> None:
     fetch(params, 0)
-    upload = params._uploads[0]
+    upload = upload_of(params, 0)
     params.close()
-    assert upload.query()
+    assert upload.done()
 
 
 # Training #

@@ -56,7 +56,7 @@ def engine_weights(door: Door, data: list[torch.Tensor], config: dict[str, Any])
 def assert_alike(here: dict[str, torch.Tensor], there: dict[str, torch.Tensor]) -> None:
     for name, values in here.items():
         torch.testing.assert_close(
-            values.float(), there[name].float(), rtol=2e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+            values.float(), there[name].float(), rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
@@ -301,6 +301,18 @@ def test_clipping_by_hand_is_refused(place, accumulation, tmp_path) -> None:
             nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)
         engine.step()
         assert all(param.grad is None for param in engine.module.parameters()) == (accumulation == 1)
+
+
+def test_clipping_copies_by_hand_is_refused(place, tmp_path) -> None:
+    """`engine.parameters()` are copies; without gradients they would have a norm of 0, too."""
+    config = recipe(place, tmp_path)
+    config["tiering"]["update_schedule"] = "deferred"
+    with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
+        engine.backward(loss_of(engine, batches(1)[0]))
+        with pytest.raises(infinity.InfinityError, match="gradient_clipping"):
+            nn.utils.clip_grad_norm_(list(engine.parameters()), 1.0)
+        engine.step()
+        assert all(values.grad is None for values in engine.parameters())
 
 
 def test_a_gradient_set_by_hand_is_refused(place, tmp_path) -> None:

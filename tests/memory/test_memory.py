@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.errors import CapacityError, InfinityError
-from infinity.memory import Arena, Budget, StableBuffer
+from infinity.memory import Arena, Budget, Ledger, StableBuffer
 from infinity.memory.arena import FreeList
 from infinity.memory.mapping import _PlainMapping
 
@@ -129,3 +129,16 @@ def test_a_budget_refuses_what_exceeds_it() -> None:
     budget.give(60)
     budget.take(100, "c")
     assert budget.peak_bytes == 100
+
+
+def test_the_parts_of_a_ledger_stay_within_it_together() -> None:
+    ledger = Ledger("host memory", 100_000)
+    parameters = ledger.open("parameters", 40_000)
+    ledger.fix("states", 30_000)
+    ledger.fix("nothing", 0)
+    parameters.take(10_000, "a")
+    parameters.give(10_000)
+    assert list(ledger.parts) == ["parameters", "states"]
+    assert ledger.peak_bytes == 40_000
+    with pytest.raises(CapacityError, match="host memory is 100000 bytes but its parts need 160000: parameters 40000,"):
+        ledger.open("gradients", 90_000)

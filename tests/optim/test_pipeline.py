@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from infinity.errors import StorageError
-from infinity.io import IoFuture, IoOptions, Priority
+from infinity.io import IoFuture, IoOptions, Priority, Span
 from infinity.kernels import Hyper
-from infinity.memory import Arena, Lease
+from infinity.memory import Arena
 from infinity.optim.formats import SHARD_ALIGN, state_layout
-from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline
+from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket, WriteParams
+from infinity.schedule.placement import resident_tiles
 from infinity.telemetry import Counters, StallCause, Times
-from infinity.tiers import Arrival, StateStore, SwapPath, open_swap
-from infinity.tiers.states import Tile
+from infinity.tiers import Extent, Memory, Move, StateStore, SwapPath, SwapSpace, open_swap
 
 UNITS = 5
 NUMEL = 2 * SHARD_ALIGN  # two tiles a unit
@@ -37,7 +37,18 @@ class Stage(NamedTuple):
 
     pipeline: UpdatePipeline
     states: StateStore
+    swap: SwapSpace
     updated: list[int]
+
+    def submit(self, unit: int, needed: int, *ready: Move, write: WriteParams | None = None) -> UpdateTicket:
+        segments = (Segment(0, NUMEL, Hyper(0.1, 0.9, 0.999, 1e-8, 0.0, 1, decoupled=True)),)
+        job = UpdateJob(
+            unit, torch.ones(NUMEL), torch.ones(NUMEL), segments, ready, write or self.written, needed=needed
+        )
+        return self.pipeline.submit(job)
+
+    def written(self, unit: int, start: int, numel: int) -> None:
+        self.updated.append(unit)
 
 
 class _Gate(IoFuture):
@@ -75,36 +86,31 @@ class _Failed(IoFuture):
         return None
 
 
-def job(unit: int, needed: int, *ready: Arrival) -> UpdateJob:
-    segments = (Segment(0, NUMEL, Hyper(0.1, 0.9, 0.999, 1e-8, 0.0, 1, decoupled=True)),)
-    return UpdateJob(unit, torch.ones(NUMEL), torch.ones(NUMEL), segments, ready, write_back=True, needed=needed)
-
-
 @contextmanager
 def stage(path: Path, *, resident_bytes: int, slots: int = 3) -> Iterator[Stage]:
     """A pipeline over `UNITS` units whose states are zero."""
     layout = state_layout("fp32")
     arena = Arena(1 << 20)
     swap = open_swap([SwapPath(path)], IoOptions())
+    stay = resident_tiles([NUMEL] * UNITS, SHARD_ALIGN, layout.tile_bytes, resident_bytes)
     states = StateStore(
         [NUMEL] * UNITS,
         SHARD_ALIGN,
         layout.tile_bytes,
+        [Memory.HOST if stays else Memory.NVME for stays in stay],
         arena=arena,
-        resident_bytes=resident_bytes,
         swap=swap,
         counters=Counters(),
     )
     swap.create()
-    updated: list[int] = []
     ring = [arena.lease(layout.tile_bytes(SHARD_ALIGN)) for _ in range(slots)]
-    pipeline = UpdatePipeline(layout, states, ring, lambda unit, *_: updated.append(unit), Counters())
+    pipeline = UpdatePipeline(layout, states, ring, Counters())
     for unit in range(UNITS):
         for _, fields in pipeline.tiles(unit, writable=True, fresh=True):
             for values in fields.values():
                 values.zero_()
     try:
-        yield Stage(pipeline, states, updated)
+        yield Stage(pipeline, states, swap, [])
     finally:
         pipeline.close()
         swap.close()
@@ -114,17 +120,17 @@ def stage(path: Path, *, resident_bytes: int, slots: int = 3) -> Iterator[Stage]
 # With one slot a tile cannot overtake another that is still being read.
 @pytest.mark.parametrize(("resident_bytes", "slots"), [(0, 1), (EVERYTHING, 0)])
 def test_what_is_needed_first_is_updated_first(tmp_path: Path, resident_bytes: int, slots: int) -> None:
-    with stage(tmp_path, resident_bytes=resident_bytes, slots=slots) as (pipeline, _, updated):
+    with stage(tmp_path, resident_bytes=resident_bytes, slots=slots) as on:
         gate = _Gate()
-        tickets = [pipeline.submit(job(0, 9, Arrival(gate, StallCause.DISK_READ)))]
+        tickets = [on.submit(0, 9, Move(gate, StallCause.DISK_READ))]
         gate.reached.wait()
         needed = {1: 3, 2: 1, 3: 2, 4: 1}
-        tickets += [pipeline.submit(job(unit, when)) for unit, when in needed.items()]
+        tickets += [on.submit(unit, when) for unit, when in needed.items()]
         gate.open()
-        assert pipeline.first_computed(tickets[:1]) is tickets[0]
+        tickets[0].computed.result()
         for ticket in tickets:
-            ticket.wait()
-    assert updated == [0, 0, 2, 2, 4, 4, 3, 3, 1, 1]  # of equals, the one that came first
+            ticket.result()
+    assert on.updated == [0, 0, 2, 2, 4, 4, 3, 3, 1, 1]  # of equals, the one that came first
 
 
 @pytest.mark.parametrize(
@@ -134,56 +140,55 @@ def test_what_is_needed_first_is_updated_first(tmp_path: Path, resident_bytes: i
 def test_what_is_begun_is_finished_unless_somebody_waits_for_another(
     tmp_path: Path, resident_bytes: int, awaited: bool, order: list[int]
 ) -> None:
-    with stage(tmp_path, resident_bytes=resident_bytes) as (pipeline, _, updated):
+    with stage(tmp_path, resident_bytes=resident_bytes) as on:
         begun, go_on = threading.Event(), threading.Event()
 
         def written(unit: int, *_: int) -> None:
-            updated.append(unit)
+            on.updated.append(unit)
             begun.set()
             go_on.wait()
 
-        pipeline._write_params = written
-        first = pipeline.submit(job(1, 1))
+        first = on.submit(1, 1, write=written)
         begun.wait()
-        second = pipeline.submit(job(0, 0))
-        waiter = threading.Thread(target=pipeline.wait_computed, args=[second])
+        second = on.submit(0, 0)
+        waiter = threading.Thread(target=on.pipeline.wait_computed, args=[second])
         if awaited:
             waiter.start()
             while not second.awaited:
                 time.sleep(0.001)
         go_on.set()
-        first.wait()
-        second.wait()
+        first.result()
+        second.result()
         if awaited:
             waiter.join()
-    assert updated == order
+    assert on.updated == order
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_tile_that_cannot_be_read_fails_its_unit_alone_and_gives_its_slot_back(
     tmp_path: Path, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with stage(tmp_path, resident_bytes=0, slots=1) as (pipeline, states, updated):
-        read = states.read
+    with stage(tmp_path, resident_bytes=0, slots=1) as on:
+        read = on.swap.read
 
-        def failing(tile: Tile, slot: Lease, priority: Priority = Priority.PREFETCH) -> IoFuture:
-            if (tile.unit, tile.index) != (1, 1):
-                return read(tile, slot, priority)
+        def failing(extent: Extent, span: Span, *, priority: Priority) -> IoFuture:
+            if extent is not on.states.tiles(1)[1].extent:
+                return read(extent, span, priority=priority)
             if at_once:
                 raise StorageError(errno.EIO, "the drive is gone", "swap", 0)
             return _Failed()
 
-        monkeypatch.setattr(states, "read", failing)
-        pipeline.expect(range(UNITS))  # what is read ahead has nobody yet to tell about an error
-        tickets = [pipeline.submit(job(unit, unit)) for unit in range(UNITS)]
+        monkeypatch.setattr(on.swap, "read", failing)
+        on.pipeline.expect(range(UNITS))  # what is read ahead has nobody yet to tell about an error
+        tickets = [on.submit(unit, unit) for unit in range(UNITS)]
         for unit, ticket in enumerate(tickets):
             if unit == 1:
                 with pytest.raises(StorageError, match="the drive is gone"):
-                    ticket.wait()
+                    ticket.result()
             else:
-                ticket.wait()
+                ticket.result()
         monkeypatch.undo()
-        assert sorted(updated) == [0, 0, 1, 2, 2, 3, 3, 4, 4]
+        assert sorted(on.updated) == [0, 0, 1, 2, 2, 3, 3, 4, 4]
         for unit in range(UNITS):
-            steps = [bool(fields["exp_avg"].any()) for _, fields in pipeline.tiles(unit, writable=False)]
+            steps = [bool(fields["exp_avg"].any()) for _, fields in on.pipeline.tiles(unit, writable=False)]
             assert steps == [True, unit != 1]

@@ -18,6 +18,7 @@ NEEDS = MemoryNeeds(
     grads_min_bytes=10,
     grads_flowing_bytes=20,
     grads_bytes=50,
+    states_min_bytes=0,
     states_bytes=500,
     always_bytes=1,
     largest_unit="blocks.0",
@@ -57,3 +58,27 @@ def test_more_tiles_are_in_flight_where_they_are_a_small_part_of_memory() -> Non
 def test_the_number_that_is_enough_is_enough_though_the_ring_grows_with_it(params_min_bytes: int) -> None:
     needs = replace(NEEDS, params_min_bytes=params_min_bytes, params_bytes=3000, ring_bytes=500)
     assert split_memory(needs, needs.least_bytes, "tiering.host_memory").ring_bytes == 4
+
+
+def test_shards_that_lie_apart_come_after_what_is_computed_on() -> None:
+    needs = replace(NEEDS, homes_min_bytes=5, homes_bytes=30)
+    assert split_memory(needs, LEAST + 5 + 10 + 80 + 7, "tiering.host_memory") == MemorySplit(100, 20, 0, 4, 12)
+
+
+@pytest.mark.parametrize(("initial_bytes", "more"), [(12, 0), (18, 0), (25, 7), (80, 62)])
+def test_values_on_their_way_at_initialize_have_the_room_of_what_comes_later(initial_bytes: int, more: int) -> None:
+    """Gradients use it afterwards, as far as they are of use."""
+    needs = replace(NEEDS, collecting_bytes=5, activations_bytes=3, initial_bytes=initial_bytes)
+    assert needs.least_bytes == LEAST + 8 + more
+    split = split_memory(needs, needs.least_bytes, "tiering.host_memory")
+    assert split == MemorySplit(20, min(50, 10 + more), 0, 4)
+    extra = needs.initial_extra_bytes(split)
+    assert extra == max(0, more - 40)
+    assert 1 + 4 + split.params_bytes + split.grads_bytes + 8 + extra == needs.least_bytes
+    assert needs.most_bytes == max(needs.least_bytes, 1 + 4 + 100 + 500 + max(50 + 8, initial_bytes))
+
+
+def test_what_only_some_placements_need_is_named_in_the_refusal() -> None:
+    needs = replace(NEEDS, collecting_bytes=1 << 20, initial_bytes=3 << 20)
+    with pytest.raises(CapacityError, match=r"between ranks 1.00 MiB, values on their way at initialize 3.00 MiB\. "):
+        split_memory(needs, 0, "tiering.host_memory")

@@ -43,6 +43,7 @@ class Settings:
     seed: int
     save_dir: Path
     save_every: int | None
+    keep_last: int | None
     resume: bool
     checkpoint_activations: bool
     json: bool
@@ -118,7 +119,9 @@ class _Run:
     def save(self) -> None:
         """Save a checkpoint that `resume` can go on from."""
         state = {"next_sample": self._next_sample, "data": self._samples.fingerprint()}
-        path = self._engine.save_checkpoint(self._settings.save_dir, client_state=state)
+        path = self._engine.save_checkpoint(
+            self._settings.save_dir, client_state=state, keep_last=self._settings.keep_last
+        )
         self._progress.note(f"saved {path}")
 
     def _micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:

@@ -1,0 +1,282 @@
+"""The step on a GPU that is not here: emulated kernels and link, the real drive and the real CPU optimizer.
+
+    python benchmarks/emulated_gpu.py --path DIR [--regimes h200,4090] [--runs 3] [--json FILE] [--traces DIR]
+
+The emulated device of the tests runs hollow kernels, which take their time and compute nothing, so that the processor's
+cores belong to the optimizer and the drive; its link gives what it is told to. A regime is a step of a Llama 8B on some
+machine: seconds of compute, link, optimizer and drive. Here a small model stands for it, and everything is stretched by
+one factor, so that compute : link : optimizer, or compute : link : drive, stand to each other as on that machine; what
+cannot be stretched is measured first (the optimizer in two steps of this training, or the drive under reads and writes)
+and gives the factor. Seconds of Python are not stretched, so that the truth on a GPU is worse where they count.
+
+The floor of a step is its busiest engine: compute, each direction of the link, the optimizer, the drive. Printed are
+the step, what each engine worked, the floor, the step over it, and how much of the step the device computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from torch import nn
+
+import infinity
+from infinity.io import IoOptions
+from infinity.io.bench import BenchSession, bench_file, ring_bytes
+from infinity.memory.filled import random_memory
+from tests.device import simdev
+
+GPU_PARAMS = 8.0e9  # of the model whose step a regime tells
+LAYERS, WIDTH, VOCAB, SEQ, BATCH = 8, 1024, 1024, 256, 4
+PROBE_FLOPS = 1e12
+STATES_ON_DEVICE_STEP_S = 0.6  # as long as the other regimes that are bound by compute
+ENGINES = ("compute", "h2d", "d2h", "optimizer", "drive")
+
+
+@dataclass(frozen=True)
+class Regime:
+    """A step of the large model on some machine.
+
+    Attributes:
+        compute_s: of one forward and backward pass over a micro-batch, recomputation included.
+        link: bytes a second, each way.
+        adam: parameters a second of the CPU optimizer.
+        drive: bytes a second, read and written; 0 where nothing is on a drive, else what is stretched by.
+        accumulation: micro-batches a step.
+        host_share: budget of host memory, as a share of all states; 0 for what is useful.
+        states: the optimizer's home.
+    """
+
+    compute_s: float
+    link: float
+    adam: float
+    drive: float = 0.0
+    clip: float = 0.0
+    accumulation: int = 1
+    host_share: float = 0.0
+    states: str = "cpu"
+
+
+H200 = {"link": 53e9, "adam": 9e9}
+REGIMES = {
+    "h200": Regime(1.2, **H200),
+    "h200-clip": Regime(1.2, clip=1.0, **H200),
+    "h200-8-micro-batches": Regime(1.2, accumulation=8, **H200),
+    "h200-states-on-device": Regime(1.2, states="none", **H200),
+    "4090": Regime(3.2, link=25e9, adam=3e9),
+    "few-tokens": Regime(0.15, **H200),
+    "h200-nvme": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", **H200),
+    "h200-nvme-clip": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, **H200),
+    "4090-nvme": Regime(3.2, link=25e9, adam=3e9, drive=6e9, host_share=1 / 3, states="nvme"),
+}
+
+
+class Block(nn.Module):
+    """The matrices of a transformer block, without what a hollow kernel would not compute anyway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.Linear(WIDTH, 4 * WIDTH)
+        self.up = nn.Linear(4 * WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.attention(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return self.head(x).float().square().mean()
+
+
+# What this machine gives #
+
+
+def drive_rate(path: Path) -> float:
+    """Bytes a second of the drive, reading and writing at once, as the swap space does."""
+    options, size = IoOptions(), 1 << 30
+    with (
+        random_memory(ring_bytes(options)) as buffers,
+        bench_file(path, size) as file,
+        BenchSession(file, size, "auto", options, buffers) as session,
+    ):
+        session.fill()
+        return session.run("mixed").bytes_per_s
+
+
+# One training #
+
+
+def config_of(regime: Regime, path: str, params: int) -> dict[str, Any]:
+    on_drive = regime.drive > 0
+    tiering: dict[str, Any] = {"nvme": [{"path": path}], "device_memory": "auto"}
+    if regime.host_share:
+        tiering["host_memory"] = int(regime.host_share * 12 * params) + (96 << 20)
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": regime.accumulation,
+        "gradient_clipping": regime.clip,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme" if on_drive else "none" if regime.states == "none" else "cpu"},
+            "offload_optimizer": {"device": regime.states},
+        },
+        "tiering": tiering,
+    }
+
+
+def train(regime: Regime, path: str, steps: int, drive_rate: float, trace: Path | None) -> dict[str, Any]:
+    """Steps of the small model; medians of those after two."""
+    torch.manual_seed(0)
+    model = Model()
+    params = sum(param.numel() for param in model.parameters())
+    simdev.configure(hollow=1, copy=1, poison=0, flops=PROBE_FLOPS)
+    rows = []
+    with infinity.initialize(model=model, config=config_of(regime, path, params), device="simdev")[0] as engine:
+        ids = torch.zeros(BATCH, SEQ, dtype=torch.long).to("simdev")
+
+        def step() -> None:
+            for _ in range(regime.accumulation):
+                engine.backward(engine(ids))
+                engine.step()
+
+        step()
+        torch.accelerator.synchronize()
+        before = simdev.busy()["compute"]
+        step()
+        torch.accelerator.synchronize()
+        probed_s = (simdev.busy()["compute"] - before) / regime.accumulation
+        adam_rate = params / max(1e-9, engine.stats().optimizer_s)
+        # How many times slower this machine is, for a parameter: what cannot be stretched decides.
+        slower = regime.drive / drive_rate if regime.drive else regime.adam / adam_rate
+        if regime.states == "none":  # nothing is bound to this machine but the Python that launches
+            slower = STATES_ON_DEVICE_STEP_S / (regime.compute_s * params / GPU_PARAMS)
+        compute_s = regime.compute_s * params / GPU_PARAMS * slower
+        simdev.configure(
+            flops=PROBE_FLOPS * probed_s / compute_s,
+            h2d=regime.link / slower,
+            d2h=regime.link / slower,
+            launch_us=1,
+            trace=float(trace is not None),
+        )
+        for _ in range(2 + steps):
+            busy, start_s = simdev.busy(), time.perf_counter()
+            step()
+            wall_s = time.perf_counter() - start_s
+            stats = engine.stats()
+            if stats.skipped:
+                raise RuntimeError("a hollow kernel has made a gradient that is not finite")
+            moved = stats.tier_bytes
+            drive_bytes = moved.get("nvme_read", 0) + moved.get("nvme_write", 0)
+            engines = {name: now_s - busy[name] for name, now_s in simdev.busy().items()}
+            engines |= {"optimizer": stats.optimizer_s, "drive": drive_bytes / drive_rate}
+            rows.append({"step_s": wall_s, **engines, "stalls": stats.stall_s, "tier_bytes": moved})
+        torch.accelerator.synchronize()
+    if trace is not None:
+        simdev.write_trace(trace)
+    rows = rows[2:]
+    engines = {
+        name: statistics.median(row[name] for row in rows) for name in ("compute", "h2d", "d2h", "optimizer", "drive")
+    }
+    step_s = statistics.median(row["step_s"] for row in rows)
+    floor = max(engines, key=engines.__getitem__)
+    return {
+        "params": params,
+        "stretched": slower,
+        "adam_rate": adam_rate,
+        "step_s": step_s,
+        "busy_s": engines,
+        "floor": floor,
+        "floor_s": engines[floor],
+        "over_floor": step_s / engines[floor],
+        "device_computes": engines["compute"] / step_s,
+        "stall_s": rows[-1]["stalls"],
+        "bytes_a_param": {route: nbytes / params for route, nbytes in rows[-1]["tier_bytes"].items()},
+    }
+
+
+def in_process(name: str, args: argparse.Namespace, drive: float, trace: Path | None) -> dict[str, Any]:
+    """A training in a process of its own: the device keeps what it was told."""
+    command = [sys.executable, __file__, "--path", str(args.path), "--steps", str(args.steps), "--worker", name]
+    command += ["--drive-rate", str(drive), *(["--traces", str(trace)] if trace is not None else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        return {"failed": last[0] if last else f"exit code {done.returncode}"}
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", type=Path, required=True, help="directory on a drive")
+    parser.add_argument("--regimes", default=",".join(REGIMES))
+    parser.add_argument("--runs", type=int, default=3, help="trainings a regime, in turn; the median is printed")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--traces", type=Path, help="directory for a Chrome trace of each regime's last training")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--drive-rate", type=float, help="bytes a second; measured by default")
+    args = parser.parse_args()
+    if args.worker:
+        with tempfile.TemporaryDirectory(dir=args.path) as path:
+            row = train(REGIMES[args.worker], path, args.steps, args.drive_rate, args.traces)
+        print(json.dumps(row))
+        return
+    problem = simdev.problem()
+    if problem is not None:
+        sys.exit(problem)
+    drive = args.drive_rate or drive_rate(args.path)
+    print(f"the drive: {drive / 1e9:.2f} GB/s, reading and writing", flush=True)
+    names = args.regimes.split(",")
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for run in range(args.runs):
+        for name in names:
+            trace = args.traces / f"{name}.json" if args.traces is not None and run == args.runs - 1 else None
+            row = in_process(name, args, drive, trace)
+            results[name].append(row)
+            if "failed" in row:
+                print(f"{name:24} failed: {row['failed']}", flush=True)
+                continue
+            print(
+                f"{name:24} {row['step_s']:7.3f} s  floor {row['floor_s']:7.3f} s ({row['floor']})  "
+                f"{row['over_floor']:.2f}  computes {row['device_computes']:4.0%}  {row['bytes_a_param']}",
+                flush=True,
+            )
+    if args.json:
+        table = {
+            name: {"regime": asdict(REGIMES[name]), "runs": rows, "over_floor": _median(rows)}
+            for name, rows in results.items()
+        }
+        args.json.write_text(json.dumps({"drive_bytes_per_s": drive, "regimes": table}, indent=2) + "\n")
+
+
+def _median(rows: list[dict[str, Any]]) -> float | None:
+    ratios = [row["over_floor"] for row in rows if "failed" not in row]
+    return statistics.median(ratios) if ratios else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Whether a checkpoint is one of this model and this optimizer, by its manifest alone."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from infinity.checkpoint.format import Manifest, frozen_params, trained_params
+from infinity.checkpoint.identity import first_difference
+from infinity.checkpoint.runs import Run
+from infinity.errors import CheckpointError
+from infinity.zero.build import Runtime
+
+_log = logging.getLogger(__name__)
+
+
+def check_fit(
+    path: Path,
+    manifest: Manifest,
+    runtime: Runtime,
+    run: Run,
+    *,
+    moments: bool,
+    strict_model: bool,
+    all_weights: bool,
+) -> None:
+    """See that its tensors are those of this model.
+
+    Args:
+        moments: its moments will be loaded, too.
+        strict_model: refuse what another model of the same parameters saved.
+        all_weights: refuse one without values for some frozen parameters.
+
+    Raises:
+        CheckpointError: the first thing that differs.
+    """
+    _check_weights(path, manifest, runtime, all_of_them=all_weights)
+    _check_model(path, manifest, run, strict=strict_model)
+    if moments:
+        _check_moments(path, manifest, runtime)
+
+
+def _check_model(path: Path, manifest: Manifest, run: Run, *, strict: bool) -> None:
+    """The model that was saved computes what this one does, as far as that can be seen."""
+    difference = None if manifest.model is None else first_difference(manifest.model, run.model)
+    if difference is None:
+        return
+    if strict:
+        raise CheckpointError(
+            f"{path} is of another model: {difference}. Build the model that was saved, or pass strict_model=False to "
+            "take its values all the same"
+        )
+    _log.warning("%s is of another model, and is loaded all the same: %s", path, difference)
+
+
+def _check_moments(path: Path, manifest: Manifest, runtime: Runtime) -> None:
+    """The checkpoint, of this model, has moments of this optimizer for the parameters that are trained here."""
+    ours = (runtime.layout.first, runtime.layout.second)
+    if manifest.moments != ours:
+        raise CheckpointError(
+            f"{path} has the moments {_names(manifest.moments)}, but this optimizer keeps {_names(ours)}: "
+            "choose the optimizer that the checkpoint was saved with"
+        )
+    slots = [slot for unit in runtime.partition.units for slot in unit.slots]
+    trained = {slot.name for slot in slots if slot.trainable}
+    saved = trained_params(manifest.tensors).keys()
+    for name in sorted(trained ^ saved):
+        here, there = ("is trained", "was frozen") if name in trained else ("is frozen", "was trained")
+        raise CheckpointError(
+            f"{name} {here}, but in {path} it {there}: load with load_module_only=True to take the weights alone"
+        )
+    for name in manifest.steps.keys() - trained:
+        raise CheckpointError(f"{path} counts the updates of {name}, which is no parameter that is trained")
+
+
+def _check_weights(path: Path, manifest: Manifest, runtime: Runtime, *, all_of_them: bool) -> None:
+    """Every parameter of the model is there, in its shape, and none beside them."""
+    saved = trained_params(manifest.tensors) | frozen_params(manifest.tensors)
+    slots = [slot for unit in runtime.partition.units for slot in unit.slots]
+    kept = []
+    for slot in slots:
+        name, shape = slot.name, slot.shape
+        if name in saved:
+            if saved[name] != shape:
+                raise CheckpointError(f"{path} has {name} in shape {saved[name]}; the model has {shape}")
+        elif slot.trainable or all_of_them:
+            hint = "" if slot.trainable else ", or was saved without frozen ones (load_module_strict=False keeps those)"
+            raise CheckpointError(f"{path} has no parameter {name}: it is of another model{hint}")
+        else:
+            kept.append(name)
+    if kept:
+        _log.warning(
+            "%s has no `%s` and %d other frozen parameters, which keep their values", path, kept[0], len(kept) - 1
+        )
+    for name in saved.keys() - {slot.name for slot in slots}:
+        raise CheckpointError(f"{path} has a parameter {name}, which the model has not: it is of another model")
+
+
+def _names(moments: tuple[str | None, str | None]) -> str:
+    return " and ".join(name for name in moments if name is not None)

@@ -1,0 +1,135 @@
+"""What a checkpoint on disk is, whether it is whole, and its weights alone: without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.conversion import checkpoint_at
+from infinity.checkpoint.directory import latest_tag, tags
+from infinity.checkpoint.export import write_model
+from infinity.checkpoint.extra import read_extra
+from infinity.checkpoint.format import (
+    EXTRA,
+    FROZEN_FIELD,
+    MANIFEST,
+    MASTER,
+    Manifest,
+    frozen_params,
+    read_manifest,
+    trained_params,
+)
+from infinity.checkpoint.stored import Progress, StoredReader, check_files
+from infinity.errors import CheckpointError
+
+_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a manifest says, and what is there.
+
+    Attributes:
+        parameters: elements of the trained and the frozen parameters.
+        nbytes: of all tensors.
+        missing: files that the manifest names and the directory has not.
+        tags: what else may be a checkpoint in the same directory.
+        latest: the one that is loaded by default there.
+    """
+
+    path: str
+    run: str | None
+    global_steps: int
+    state_format: str
+    moments: tuple[str | None, str | None]
+    ranks: int
+    trained_parameters: int
+    frozen_parameters: int
+    tensors: int
+    files: int
+    nbytes: int
+    missing: tuple[str, ...]
+    tags: tuple[str, ...]
+    latest: str | None
+
+
+def inspect(source: Path, tag: str | None = None) -> Inspection:
+    """Read the manifest of a checkpoint, and no tensor.
+
+    Raises:
+        CheckpointError: there is none, or the manifest is damaged.
+        ConfigError: `tag` is no plain name.
+    """
+    path = checkpoint_at(source, tag)
+    manifest = read_manifest(path)
+    return Inspection(
+        path=str(path),
+        run=manifest.run,
+        global_steps=manifest.counters["global_steps"],
+        state_format=manifest.state_format,
+        moments=manifest.moments,
+        ranks=manifest.ranks,
+        trained_parameters=_elements(trained_params(manifest.tensors)),
+        frozen_parameters=_elements(frozen_params(manifest.tensors)),
+        tensors=len(manifest.tensors),
+        files=len(manifest.files),
+        nbytes=manifest.nbytes,
+        missing=tuple(name for name in (*manifest.files, EXTRA) if not (path / name).is_file()),
+        tags=tuple(name for name in tags(path.parent) if (path.parent / name / MANIFEST).is_file()),
+        latest=latest_tag(path.parent),
+    )
+
+
+def verify(source: Path, tag: str | None = None, progress: Progress = lambda nbytes: None) -> Manifest:
+    """Read all of a checkpoint and compare it with its manifest.
+
+    Raises:
+        CheckpointError: it is missing, or damaged; the message names the file and the tensor.
+        ConfigError: `tag` is no plain name.
+    """
+    path = checkpoint_at(source, tag)
+    manifest = read_manifest(path)
+    check_files(path, manifest.tensors, progress)
+    read_extra(path, manifest)
+    return manifest
+
+
+def export_weights(source: Path, target: Path, *, dtype: torch.dtype = torch.bfloat16, tag: str | None = None) -> Path:
+    """Write the weights and persistent buffers of a checkpoint as safetensors, one parameter in memory at a time.
+
+    The directory has no configuration of the model: the checkpoint has none.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged.
+        StorageError: writing failed.
+        ConfigError: `tag` is no plain name.
+    """
+    path = checkpoint_at(source, tag)
+    manifest = verify(source, tag)
+    buffers: dict[str, torch.Tensor] = read_extra(path, manifest)["buffers"]
+    keys = {name: f"{MASTER.name}.{name}" for name in trained_params(manifest.tensors)}
+    keys |= {name: f"{FROZEN_FIELD}.{name}" for name in frozen_params(manifest.tensors)}
+    if not keys:
+        raise CheckpointError(f"{path} has no weights")
+    specs = {name: (dtype, manifest.tensors[key].shape) for name, key in keys.items()}
+    specs |= {
+        name: (dtype if value.is_floating_point() else value.dtype, tuple(value.shape))
+        for name, value in buffers.items()
+    }
+
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        with StoredReader(path, manifest.tensors) as reader:
+            for name, key in keys.items():
+                yield name, reader.read(key, 0, manifest.tensors[key].numel)
+        yield from buffers.items()
+
+    write_model(target, nn.Module(), values(), specs, dtype=dtype, shard_bytes=_SHARD_BYTES)
+    return target
+
+
+def _elements(shapes: dict[str, tuple[int, ...]]) -> int:
+    return sum(torch.Size(shape).numel() for shape in shapes.values())

@@ -1,0 +1,151 @@
+"""What one rank writes of a checkpoint: its shards, a file a unit, in memory bounded by a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from infinity.checkpoint.blocks import Staging
+from infinity.checkpoint.format import FROZEN_FIELD, MASTER, stored_fields, stored_shape
+from infinity.checkpoint.stored import StoredTensor, TensorPart
+from infinity.checkpoint.tensors import DTYPE_NAMES, TensorFile
+from infinity.optim.formats import StateField, StateLayout, read_master
+from infinity.zero.build import Runtime
+from infinity.zero.partition import ParamSlot, SlotPart, Unit
+
+Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """A part of a tensor, and where it begins in the parameter."""
+
+    key: str
+    offset: int
+    part: TensorPart
+
+
+def write_shards(directory: Path, runtime: Runtime, *, frozen: bool) -> list[WrittenPart]:
+    """Write this rank's part of every unit; it is on the drive when this returns.
+
+    Args:
+        frozen: write frozen parameters, too.
+
+    Raises:
+        OSError: writing failed, for example because the disk is full.
+    """
+    written: list[WrittenPart] = []
+    with Staging() as staging:
+        for unit in _units_to_write(runtime):
+            written += _Shard(unit, runtime, frozen=frozen).write(directory, staging)
+    return written
+
+
+def assemble(runtime: Runtime, written: list[list[WrittenPart]], *, frozen: bool) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint, from what all ranks have written."""
+    parts: dict[str, list[WrittenPart]] = {}
+    for of_rank in written:
+        for one in of_rank:
+            parts.setdefault(one.key, []).append(one)
+    tensors = {}
+    for unit in runtime.partition.units:
+        for slot in unit.slots:
+            for key, dtype, shape, _ in _tensors_of(slot, runtime.layout, frozen=frozen):
+                found = sorted(parts.get(key, []), key=lambda one: one.offset)
+                tensors[key] = StoredTensor(DTYPE_NAMES[dtype], shape, tuple(one.part for one in found))
+    return tensors
+
+
+def _units_to_write(runtime: Runtime) -> list[Unit]:
+    """All units where this rank has a shard of each; where every rank has all of them whole, its share of them."""
+    units, ranks = runtime.partition.units, runtime.ranks
+    if runtime.partition.sharding.count == ranks.size:
+        return list(units)
+    shares: list[list[Unit]] = [[] for _ in range(ranks.size)]
+    for unit in sorted(units, key=lambda unit: -unit.numel):
+        min(shares, key=lambda share: sum(one.numel for one in share)).append(unit)
+    return shares[ranks.rank]
+
+
+def _tensors_of(
+    slot: ParamSlot, layout: StateLayout, *, frozen: bool
+) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], StateField | None]]:
+    """Key, dtype, shape and field of every tensor of a parameter that is written; frozen ones have no field."""
+    if slot.trainable:
+        for field in stored_fields(layout):
+            yield f"{field.name}.{slot.name}", field.dtype, stored_shape(field, slot.shape), field
+    elif frozen:
+        yield f"{FROZEN_FIELD}.{slot.name}", layout.param_dtype, slot.shape, None
+
+
+class _Shard:
+    """This rank's shard of a unit, on its way to a file."""
+
+    def __init__(self, unit: Unit, runtime: Runtime, *, frozen: bool) -> None:
+        self._unit = unit
+        self._runtime = runtime
+        self._frozen = frozen
+
+    def write(self, directory: Path, staging: Staging) -> list[WrittenPart]:
+        """Write the file, unless there is nothing to write."""
+        specs, offsets = self._specs()
+        if not specs:
+            return []
+        file = TensorFile(directory / self._name(), specs, staging)
+        try:
+            for start, flat, fields in self._slices():
+                for part in self._runtime.partition.parts(self._unit, start, start + flat.numel()):
+                    self._write_part(file, part, start, flat, fields)
+                self._runtime.ranks.progress()
+        except BaseException:
+            file.abandon()
+            raise
+        found = []
+        for key, (entry, sums) in file.finish().items():
+            numel = entry.nbytes // entry.torch_dtype.itemsize
+            found.append(WrittenPart(key, offsets[key], TensorPart(entry.file, entry.start, numel, sums)))
+        return found
+
+    def _name(self) -> str:
+        return f"unit-{self._unit.index:05d}{self._runtime.partition.sharding.label}.safetensors"
+
+    def _specs(self) -> tuple[Specs, dict[str, int]]:
+        """Dtype and shape of every tensor of the file, and where it begins in its parameter."""
+        specs: Specs = {}
+        offsets: dict[str, int] = {}
+        layout = self._runtime.layout
+        for part in self._runtime.partition.parts(self._unit):
+            numel = part.stop - part.start
+            for key, dtype, shape, field in _tensors_of(part.slot, layout, frozen=self._frozen):
+                if numel < part.slot.numel:
+                    shape = (numel if field is None else field.length(numel),)
+                specs[key] = dtype, shape
+                offsets[key] = part.offset
+        return specs, offsets
+
+    def _slices(self) -> Iterator[tuple[int, torch.Tensor, Mapping[str, torch.Tensor]]]:
+        """First element, values and the optimizer's fields, tile by tile; what is frozen has no fields."""
+        stop = 0
+        with self._runtime.executor.resident(self._unit.index) as flat:
+            for tile, fields in self._runtime.pipeline.tiles(self._unit.index, writable=False):
+                stop = tile.start + tile.numel
+                yield tile.start, flat[tile.start : stop], fields
+            if stop < flat.numel():
+                yield stop, flat[stop:], {}
+
+    def _write_part(
+        self, file: TensorFile, part: SlotPart, start: int, flat: torch.Tensor, fields: Mapping[str, torch.Tensor]
+    ) -> None:
+        low, high = part.start - start, part.stop - start
+        name, layout = part.slot.name, self._runtime.layout
+        if not part.slot.trainable:
+            if self._frozen:
+                file.write(f"{FROZEN_FIELD}.{name}", flat[low:high])
+            return
+        states = layout.narrow(fields, low, high)
+        file.write(f"{MASTER.name}.{name}", read_master(layout, flat[low:high], states))
+        for field in layout.moment_fields:
+            file.write(f"{field.name}.{name}", states[field.name])

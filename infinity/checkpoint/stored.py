@@ -1,0 +1,269 @@
+"""Tensors of a checkpoint: each in parts, which the ranks that saved it wrote into files of their own.
+
+[Note: what is verified]
+Every part has the CRC-32 of each of its blocks in the manifest, so that any rank can read any slice and know that it is
+right, whoever wrote it and whatever else lies in the file. Whole blocks are read. Checkpoints of format 2 have one sum
+a tensor: it is a block of any length there, and `check_files` makes the usual ones of it, once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import zlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from infinity.checkpoint.sums import BLOCK_BYTES, BlockSums
+from infinity.checkpoint.tensors import DTYPES, RangeReader, TensorEntry, read_header, shown
+from infinity.errors import CheckpointError
+
+_CHECK_BYTES = 16 * BLOCK_BYTES  # that are read at once to be checked
+_RANK = re.compile(r"-rank-(\d+)\.safetensors$")
+_CHECK_THREADS = 4  # reading and checksums leave Python's lock alone
+
+Progress = Callable[[int], object]  # given the bytes that were checked since the last call
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """Neighbouring elements of a tensor, in one file.
+
+    Attributes:
+        start: byte offset from the start of the file.
+        numel: elements.
+        sums: CRC-32 of each block of its bytes.
+        block_bytes: length of the blocks; the last one may be shorter.
+    """
+
+    file: str
+    start: int
+    numel: int
+    sums: array[int]
+    block_bytes: int = BLOCK_BYTES
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor: its parts follow one another and hold all of its elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[TensorPart, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.torch_dtype.itemsize
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """Position in the tensor of each part's first element."""
+        return list(accumulate((part.numel for part in self.parts[:-1]), initial=0))
+
+    def overlapping(self, start: int, stop: int) -> Iterable[tuple[TensorPart, int, int]]:
+        """Parts with elements of `[start, stop)`, and which of their own elements these are."""
+        for index in range(max(bisect_right(self.firsts, start) - 1, 0), len(self.parts)):
+            part, first = self.parts[index], self.firsts[index]
+            if first >= stop:
+                return
+            low, high = max(start - first, 0), min(stop - first, part.numel)
+            if low < high:
+                yield part, low, high
+
+
+class StoredReader:
+    """Reads slices of a checkpoint's tensors and verifies them; a context manager.
+
+    Args:
+        checked: they have been read once and were right, so one that is wrong now has changed. They are read for the
+            last time.
+    """
+
+    def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor], *, checked: bool = True) -> None:
+        self._directory = directory
+        self._tensors = tensors
+        self._checked = checked
+        self._files = RangeReader(directory, once=checked)
+
+    def read(self, key: str, start: int, numel: int) -> torch.Tensor:
+        """Elements `[start, start + numel)` of a tensor, flat.
+
+        Raises:
+            CheckpointError: a file cannot be read, ends before them, or is not what was saved.
+        """
+        tensor = self._tensors[key]
+        slices = [self._read(key, tensor, *found) for found in tensor.overlapping(start, start + numel)]
+        if len(slices) == 1:
+            return slices[0]
+        return torch.cat(slices) if slices else torch.empty(0, dtype=tensor.torch_dtype)
+
+    def _read(self, key: str, tensor: StoredTensor, part: TensorPart, low: int, high: int) -> torch.Tensor:
+        """Elements `[low, high)` of a part."""
+        dtype, block = tensor.torch_dtype, part.block_bytes
+        begin, end = low * dtype.itemsize, high * dtype.itemsize
+        first = begin // block
+        from_byte, to_byte = first * block, min(-(-end // block) * block, part.numel * dtype.itemsize)
+        data = self._files.read(part.file, part.start + from_byte, to_byte - from_byte, key)
+        with memoryview(data) as view:
+            for index, start in enumerate(range(0, len(data), block), start=first):
+                if zlib.crc32(view[start : start + block]) != part.sums[index]:
+                    raise self._wrong(key, part, index)
+        return torch.frombuffer(data, dtype=dtype, count=high - low, offset=begin - from_byte)
+
+    def _wrong(self, key: str, part: TensorPart, block: int) -> CheckpointError:
+        where = f"tensor {shown(key)} differs near byte {part.start + block * part.block_bytes}"
+        if self._checked:
+            return CheckpointError(
+                f"{self._directory / part.file} is not what was checked: {where} (the file has changed)"
+            )
+        return CheckpointError(f"{self._directory / part.file} is damaged: {where}")
+
+    def close(self) -> None:
+        self._files.close()
+
+    def __enter__(self) -> StoredReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def check_headers(directory: Path, tensors: Mapping[str, StoredTensor], files: Iterable[str]) -> None:
+    """The headers of these files say of the tensors in them what the manifest says.
+
+    Raises:
+        CheckpointError: one differs, or a file cannot be read.
+    """
+    expected: dict[str, dict[str, TensorEntry]] = {name: {} for name in files}
+    for key, tensor in tensors.items():
+        for part in tensor.parts:
+            if part.file in expected:
+                shape = tensor.shape if len(tensor.parts) == 1 else (part.numel,)
+                nbytes = part.numel * tensor.torch_dtype.itemsize
+                expected[part.file][key] = TensorEntry(part.file, tensor.dtype, shape, part.start, nbytes)
+    for name, entries in expected.items():
+        _check_there(directory / name)
+        header = read_header(directory / name)
+        for key, entry in entries.items():
+            if header.get(key) != entry:
+                raise CheckpointError(
+                    f"{directory / name} is damaged: its header and the manifest differ on tensor {shown(key)}"
+                )
+
+
+def _check_there(path: Path) -> None:
+    found = _RANK.search(path.name)
+    if found is not None and not os.path.lexists(path):
+        raise CheckpointError(
+            f"{path} cannot be read: No such file or directory. Rank {int(found[1])} of the run that saved the "
+            "checkpoint wrote it, maybe into a directory of its own machine: copy it here, or load where that "
+            "rank's machine holds the same rank"
+        )
+
+
+def check_slices(
+    directory: Path,
+    tensors: Mapping[str, StoredTensor],
+    slices: Iterable[tuple[str, int, int]],
+    *,
+    threads: int = _CHECK_THREADS,
+    progress: Progress = lambda nbytes: None,
+) -> None:
+    """Read slices once, `(key, first element, elements)`, with the headers of the files that they lie in.
+
+    Raises:
+        CheckpointError: a file is missing, too short or differs; the message names the file and the tensor.
+    """
+    by_file: dict[str, list[tuple[str, int, int]]] = {}  # by the first one that a slice begins in
+    files: dict[str, None] = {}
+    for key, start, numel in slices:
+        found = [part.file for part, _, _ in tensors[key].overlapping(start, start + numel)]
+        files.update(dict.fromkeys(found))
+        if found:
+            by_file.setdefault(found[0], []).append((key, start, numel))
+    check_headers(directory, tensors, files)
+
+    def check(wanted: list[tuple[str, int, int]]) -> None:
+        with StoredReader(directory, tensors, checked=False) as reader:
+            for key, start, numel in wanted:
+                step = _CHECK_BYTES // tensors[key].torch_dtype.itemsize
+                for first in range(start, start + numel, step):
+                    read = reader.read(key, first, min(step, start + numel - first))
+                    progress(read.nbytes)
+
+    _in_threads(check, by_file.values(), threads)
+
+
+def check_files(
+    directory: Path, tensors: Mapping[str, StoredTensor], progress: Progress = lambda nbytes: None
+) -> dict[str, StoredTensor]:
+    """Read everything once.
+
+    Returns:
+        The tensors with sums of usual blocks, also where a checkpoint of format 2 has others.
+
+    Raises:
+        CheckpointError: a file is missing, too short or differs; the message names the file and the tensor.
+    """
+    usual = {key: tensor for key, tensor in tensors.items() if all(p.block_bytes == BLOCK_BYTES for p in tensor.parts)}
+    check_slices(directory, tensors, [(key, 0, tensor.numel) for key, tensor in usual.items()], progress=progress)
+    others = {key: tensor for key, tensor in tensors.items() if key not in usual}
+    check_headers(directory, tensors, {part.file for tensor in others.values() for part in tensor.parts})
+    found = dict(tensors)
+
+    def check(key: str) -> None:
+        parts = [_with_usual_sums(directory, key, tensors[key], part, progress) for part in tensors[key].parts]
+        found[key] = replace(tensors[key], parts=tuple(parts))
+
+    _in_threads(check, others, _CHECK_THREADS)
+    return found
+
+
+def _with_usual_sums(
+    directory: Path, key: str, tensor: StoredTensor, part: TensorPart, progress: Progress
+) -> TensorPart:
+    """Check a part that has one sum, and give it the sums of its blocks."""
+    files, sums, crc = RangeReader(directory, once=False), BlockSums(), 0
+    nbytes = part.numel * tensor.torch_dtype.itemsize
+    try:
+        for start in range(0, nbytes, _CHECK_BYTES):
+            data = memoryview(files.read(part.file, part.start + start, min(_CHECK_BYTES, nbytes - start), key))
+            crc = zlib.crc32(data, crc)
+            sums.add(data)
+            progress(len(data))
+    finally:
+        files.close()
+    if part.sums and crc != part.sums[0]:
+        raise CheckpointError(
+            f"{directory / part.file} is damaged: tensor {shown(key)} has checksum {crc}, the manifest says "
+            f"{part.sums[0]}"
+        )
+    return replace(part, sums=sums.sums, block_bytes=BLOCK_BYTES)
+
+
+def _in_threads(action: Callable[..., None], items: Iterable[object], threads: int) -> None:
+    with ThreadPoolExecutor(max(1, min(threads, os.cpu_count() or 1))) as pool:
+        running = [pool.submit(action, item) for item in items]
+        try:
+            for one in running:
+                one.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

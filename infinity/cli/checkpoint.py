@@ -1,0 +1,123 @@
+"""`infinity checkpoint`: look at checkpoints, verify them, write them anew, take their weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from infinity.cli.progress import Progress
+from infinity.config import format_size
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command and its own commands."""
+    parser = subparsers.add_parser("checkpoint", help="inspect, verify, reshard or export a checkpoint")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add(commands, "inspect", _inspect, "say what a checkpoint is; no tensor is read")
+    _add(commands, "verify", _verify, "read all of it and compare it with its checksums")
+    reshard = _add(commands, "reshard", _reshard, "write it again as one rank would, maybe in another state format")
+    reshard.add_argument("target", type=Path, help="directory of checkpoints for the new one; may be the source's")
+    reshard.add_argument("--state-format", help="fp32, split, master, bf16 or int8 (default: the one that it has)")
+    export = _add(commands, "export", _export, "write its weights as safetensors, without a configuration")
+    export.add_argument("target", type=Path, help="directory for them")
+    export.add_argument("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the weights (default: bfloat16)")
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.add_argument("source", type=Path, help="a checkpoint, or a directory of them (its last one)")
+    parser.add_argument("--tag", help="which one of the directory")
+    parser.add_argument("--json", action="store_true", help="one JSON line on standard output")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from infinity.checkpoint.inspection import inspect  # noqa: PLC0415  (torch takes seconds to load)
+
+    found = inspect(args.source, args.tag)
+    if args.json:
+        print(json.dumps(asdict(found)))
+        return 0
+    moments = " and ".join(name for name in found.moments if name is not None) or "no moments"
+    rows = {
+        "checkpoint": found.path,
+        "step": f"{found.global_steps:,}",
+        "run": found.run or "not noted",
+        "saved by": f"{found.ranks} rank{'' if found.ranks == 1 else 's'}, files: {found.files}",
+        "parameters": f"{found.trained_parameters:,} trained, {found.frozen_parameters:,} frozen",
+        "states": f"{found.state_format}: the master, {moments}",
+        "size": f"{format_size(found.nbytes)} in {found.tensors} tensors",
+        "here": " ".join(f"{tag}*" if tag == found.latest else tag for tag in found.tags) + "  (* the last one)",
+    }
+    if found.missing:
+        rows["missing"] = f"{', '.join(found.missing[:3])}{' and others' if len(found.missing) > 3 else ''}"
+    for name, value in rows.items():
+        print(f"{name:<12} {value}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from infinity.checkpoint.inspection import inspect, verify  # noqa: PLC0415  (torch takes seconds to load)
+
+    found = inspect(args.source, args.tag)
+    progress, done, start_s = Progress(), [0], time.perf_counter()
+
+    def show(nbytes: int) -> None:
+        done[0] += nbytes
+        progress.show("verified", done[0] / max(1, found.nbytes))
+
+    verify(args.source, args.tag, show)
+    progress.clear()
+    seconds = time.perf_counter() - start_s
+    if args.json:
+        print(json.dumps({"path": found.path, "whole": True, "bytes": found.nbytes, "seconds": seconds}))
+    else:
+        print(f"{found.path}: whole, {found.nbytes:,} bytes, files: {found.files}, {seconds:.1f} s")
+    return 0
+
+
+def _reshard(args: argparse.Namespace) -> int:
+    from infinity.checkpoint.conversion import checkpoint_at, convert  # noqa: PLC0415  (torch takes seconds to load)
+    from infinity.checkpoint.inspection import inspect  # noqa: PLC0415  (the same)
+
+    progress, start_s = Progress(), time.perf_counter()
+    source = checkpoint_at(args.source, args.tag)
+    show = None if args.json else lambda done, total: progress.show("written", done / max(1, total))
+    path = convert(source, args.target, state_format=args.state_format, progress=show)
+    progress.clear()
+    seconds, new = time.perf_counter() - start_s, inspect(path)
+    if args.json:
+        record = {"path": str(path), "state_format": new.state_format, "bytes": new.nbytes, "seconds": seconds}
+        print(json.dumps(record))
+    else:
+        print(f"{path}: format {new.state_format}, {new.nbytes:,} bytes, files: {new.files}, {seconds:.1f} s")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    import torch  # noqa: PLC0415  (it takes seconds to load)
+
+    from infinity.checkpoint.inspection import export_weights  # noqa: PLC0415  (the same)
+
+    start_s = time.perf_counter()
+    export_weights(args.source, args.target, dtype=getattr(torch, args.dtype), tag=args.tag)
+    seconds = time.perf_counter() - start_s
+    files = sorted(path.name for path in args.target.glob("*.safetensors"))
+    nbytes = sum((args.target / name).stat().st_size for name in files)
+    if args.json:
+        print(json.dumps({"path": str(args.target), "files": files, "bytes": nbytes, "seconds": seconds}))
+    else:
+        print(f"{args.target}: {', '.join(files)}, {nbytes:,} bytes, {seconds:.1f} s")
+    return 0

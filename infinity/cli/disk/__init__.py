@@ -1,0 +1,1 @@
+"""What `infinity bench-io` does."""

@@ -1,0 +1,131 @@
+"""What was asked of `infinity bench-io`, checked, and what it will write."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.config import AioConfig, format_size, load_config
+from infinity.errors import ConfigError
+from infinity.io import IoOptions
+from infinity.io.fio import fio_version
+from infinity.io.patterns import check_operation, written_share
+
+_DEFAULT_OPERATIONS = ("read", "write", "mixed")
+_MOST_SWEPT_BYTES = 64 << 30  # what a sweep may write unless it is told: wear, on a drive that counts it
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure.
+
+    Attributes:
+        most_written_bytes: never to be exceeded; None for any number.
+        fio: measure fio in turn; `fio_engine` is its engine, None for the counterpart of ours.
+    """
+
+    paths: tuple[Path, ...]
+    operations: tuple[str, ...]
+    size_bytes: int
+    options: IoOptions
+    backend: str
+    huge_pages: bool
+    runs: int
+    runtime_s: float
+    verify: bool
+    fio: bool
+    fio_engine: str | None
+    most_written_bytes: int | None
+    json: bool
+
+    def fill_bytes(self) -> int:
+        """Written before anything is measured: each file once."""
+        return self.size_bytes * len(self.paths)
+
+    def least_written_bytes(self) -> int:
+        """By everything, if every run goes over its file once; `--runtime` may need more."""
+        return self.fill_bytes() + sum(map(self._written_per_pass, self.operations)) + self._verified_bytes()
+
+    def most_passes(self, operation: str) -> int | None:
+        """Of one run, so that all operations together stay within what may be written; None for any number.
+
+        Raises:
+            ConfigError: not even one pass is within it.
+        """
+        if self.most_written_bytes is None or not written_share(operation):
+            return None
+        if self.least_written_bytes() > self.most_written_bytes:
+            raise ConfigError(
+                f"--max-write {format_size(self.most_written_bytes)}: this writes at least "
+                f"{format_size(self.least_written_bytes())}; raise it, or lower --size or --runs"
+            )
+        left = self.most_written_bytes - self.fill_bytes() - self._verified_bytes()
+        return int(left // sum(map(self._written_per_pass, self.operations)))
+
+    def _written_per_pass(self, operation: str) -> int:
+        """By all runs, if each goes over its file once; several paths are measured together as well."""
+        times = self.runs * (2 if self.fio else 1) + (self.runs if len(self.paths) > 1 else 0)
+        return int(self.size_bytes * written_share(operation)) * len(self.paths) * times
+
+    def _verified_bytes(self) -> int:
+        written = sum(int(self.size_bytes * written_share(operation)) for operation in self.operations)
+        return written * len(self.paths) if self.verify else 0
+
+
+def job_of(args: argparse.Namespace) -> Job:
+    """Check what was asked; what was not is as training has it.
+
+    Raises:
+        ConfigError: an option or a combination that cannot work.
+    """
+    for name in ("queue_depth", "threads", "runs"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if args.runtime < 0:
+        raise ConfigError(f"--runtime is {args.runtime}; it must not be negative")
+    if not args.sweep and (args.plot or args.write_config or args.resume):
+        raise ConfigError("--plot, --write-config and --resume are of what --sweep finds; add --sweep")
+    if args.sweep and (args.compare_fio or args.verify or args.runtime):
+        raise ConfigError("--sweep goes without --compare-fio, --verify and --runtime")
+    operations = tuple(dict.fromkeys(args.op or (("mixed",) if args.sweep else _DEFAULT_OPERATIONS)))
+    for operation in operations:
+        check_operation(operation)
+    if args.verify and not any(written_share(operation) for operation in operations):
+        raise ConfigError(f"--verify reads back what was written, and {', '.join(operations)} writes nothing")
+    if args.compare_fio:
+        fio_version()  # missing is better said before a file is written than after
+    config = load_config(args.config or {})
+    paths = tuple(args.path or [nvme.path for nvme in config.tiering.nvme] or [Path()])
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ConfigError("the same --path is given twice; to keep a drive busier raise --queue-depth")
+    return Job(
+        paths=paths,
+        operations=operations,
+        size_bytes=args.size,
+        options=_options(args, config.aio),
+        backend=args.backend or config.tiering.io_backend,
+        huge_pages=args.pages == "huge" if args.pages else not args.compare_fio,
+        runs=args.runs,
+        runtime_s=args.runtime,
+        verify=args.verify,
+        fio=args.compare_fio,
+        fio_engine=args.fio_engine,
+        most_written_bytes=_MOST_SWEPT_BYTES if args.sweep and args.max_write is None else args.max_write,
+        json=args.json,
+    )
+
+
+def _options(args: argparse.Namespace, training: AioConfig) -> IoOptions:
+    def chosen(value: int | None, default: int) -> int:
+        return default if value is None else value
+
+    return IoOptions(
+        chosen(args.block_size, training.block_size_bytes),
+        chosen(args.queue_depth, training.queue_depth),
+        chosen(args.threads, training.threads),
+        args.sqpoll or training.sqpoll,
+        args.iopoll or training.iopoll,
+        not args.buffered,
+    )

@@ -1,0 +1,250 @@
+"""Every setting on every path: the sweep, its tables, its pictures, and the configuration that it leads to."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from infinity.cli.disk.job import Job
+from infinity.cli.disk.results import VERSION, Facts, block_text
+from infinity.cli.progress import Progress
+from infinity.config import format_size, with_values
+from infinity.errors import ConfigError
+from infinity.io import IoOptions, Span
+from infinity.io.bench import ring_bytes
+from infinity.io.patterns import written_share
+from infinity.io.sweep import (
+    BLOCK_SIZES_BYTES,
+    QUEUE_DEPTHS,
+    SweepLog,
+    SweepPlan,
+    SweepPoint,
+    best_for_all,
+    best_point,
+    plan_sweep,
+    sweep,
+)
+
+
+class Sweeps:
+    """The sweeps of one command, planned before anything is written.
+
+    Args:
+        resume: a file that keeps what was measured; None keeps nothing.
+
+    Raises:
+        ConfigError: they would write more than they may, or `resume` is of others.
+    """
+
+    def __init__(self, job: Job, resume: Path | None, memory_bytes: int) -> None:
+        self._job = job
+        facts = {
+            "size_bytes": job.size_bytes,
+            "backend": job.backend,
+            "threads": job.options.threads,
+            "sqpoll": job.options.sqpoll,
+            "iopoll": job.options.iopoll,
+            "direct": job.options.direct,
+            "huge_pages": job.huge_pages,
+            "runs": job.runs,
+        }
+        self._log = SweepLog(resume, facts)
+        self._memory_bytes = memory_bytes
+        self._plans = {(path, op): self._plan(path, op) for path in job.paths for op in job.operations}
+
+    def _plan(self, path: Path, operation: str) -> SweepPlan:
+        job = self._job
+        assert job.most_written_bytes is not None  # a sweep has a bound always
+        share = written_share(operation)
+        shares = len(job.paths) * sum(map(written_share, job.operations))
+        left = job.most_written_bytes - job.fill_bytes()
+        if left < 0:
+            raise ConfigError(
+                f"--max-write {format_size(job.most_written_bytes)}: the files alone take "
+                f"{format_size(job.fill_bytes())}; raise it or lower --size"
+            )
+        plan = plan_sweep(
+            operation,
+            job.size_bytes,
+            job.options,
+            passes=job.runs,
+            memory_bytes=self._memory_bytes,
+            most_written_bytes=int(left * share / shares) if share else 0,
+        )
+        before = self._log.pass_bytes(str(path), operation)
+        return plan if before is None else replace(plan, pass_bytes=before)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of the memory that blocks move through."""
+        return max(ring_bytes(options) for plan in self._plans.values() for options in plan.settings)
+
+    def announce(self) -> None:
+        """Say what will be written, before it is.
+
+        Raises:
+            ConfigError: more than may be, with what was written before.
+        """
+        moved = sum(plan.moved_bytes for plan in self._plans.values())
+        written = sum(plan.written_bytes for plan in self._plans.values()) + self._job.fill_bytes()
+        before = self._log.written_bytes
+        most = self._job.most_written_bytes
+        assert most is not None
+        count = sum(plan.measurements for plan in self._plans.values())
+        again = f", of which {format_size(before)} (and the files once more) were written before" if before else ""
+        print(
+            f"sweep: {count} measurements, writes at most {format_size(written)}{again} (--max-write "
+            f"{format_size(most)}) and reads {format_size(moved + self._job.fill_bytes() - written)}",
+            file=sys.stderr,
+        )
+        if before and before + self._job.fill_bytes() > most:
+            raise ConfigError(f"--max-write {format_size(most)}: {format_size(before)} were written before; raise it")
+
+    def run(
+        self, files: Sequence[Path], buffers: Span, filled_s: float
+    ) -> dict[tuple[Path, str], Sequence[SweepPoint]]:
+        """Measure everything; returns the points of every path and operation.
+
+        Args:
+            filled_s: how long writing the files took, from which the time is estimated.
+        """
+        self._log.filled(self._job.fill_bytes())
+        moved = sum(plan.moved_bytes for plan in self._plans.values())
+        seconds = moved / self._job.fill_bytes() * filled_s
+        print(f"sweep: about {_duration(seconds)}, if all settings are as fast as the first", file=sys.stderr)
+        found: dict[tuple[Path, str], Sequence[SweepPoint]] = {}
+        for file in files:
+            for operation in self._job.operations:
+                found[file.parent, operation] = self._one(file, operation, buffers)
+        return found
+
+    def _one(self, file: Path, operation: str, buffers: Span) -> Sequence[SweepPoint]:
+        progress = Progress()
+        points: Sequence[SweepPoint] = ()
+        plan = self._plans[file.parent, operation]
+        try:
+            for state in sweep(file, plan, self._job.backend, buffers, self._log):
+                points = state.points
+                best = f", best so far {best_point(points).bytes_per_s / 1e9:.2f} GB/s" if points else ""
+                text = f"{file.parent} {operation}: {state.done} of {state.total}{best}"
+                progress.show(text, state.done / state.total)
+        except BaseException:
+            progress.clear()
+            if points:
+                show_points(self._job, file.parent, operation, points, interrupted=True)
+            raise
+        progress.clear()
+        show_points(self._job, file.parent, operation, points)
+        return points
+
+
+def sweep_memory_bytes(available_bytes: int) -> int:
+    """What the largest setting may take: of the memory that is free, a quarter."""
+    wanted = max(ring_bytes(IoOptions(block, depth)) for block in BLOCK_SIZES_BYTES for depth in QUEUE_DEPTHS)
+    return min(wanted, available_bytes // 4)
+
+
+# Tables #
+
+
+def show_points(
+    job: Job, path: Path, operation: str, points: Sequence[SweepPoint], *, interrupted: bool = False
+) -> None:
+    """Print a sweep as lines of JSON, or as a table of GB/s."""
+    best = best_point(points)
+    if job.json:
+        for point in points:
+            print(json.dumps(_setting(path, operation, point, point is best, interrupted=interrupted)))
+        return
+    depths = sorted({point.options.queue_depth for point in points})
+    note = ", INTERRUPTED, of what was measured until then" if interrupted else ""
+    print(f"{operation} on {path}, GB/s{note}\n{'block':>8} " + " ".join(f"{f'x{depth}':>7}" for depth in depths))
+    for block in sorted({point.options.block_size_bytes for point in points}):
+        row = {point.options.queue_depth: point for point in points if point.options.block_size_bytes == block}
+        cells = [_cell(row.get(depth), best) for depth in depths]
+        print(f"{block_text(block):>8} " + " ".join(f"{cell:>7}" for cell in cells))
+    print(f"* aio: block_size {best.options.block_size_bytes}, queue_depth {best.options.queue_depth}", flush=True)
+
+
+def _cell(point: SweepPoint | None, best: SweepPoint) -> str:
+    return "-" if point is None else f"{point.bytes_per_s / 1e9:.2f}{'*' if point is best else ' '}"
+
+
+def _setting(path: Path, operation: str, point: SweepPoint, best: bool, *, interrupted: bool) -> Facts:
+    facts: Facts = {
+        "version": VERSION,
+        "path": str(path),
+        "op": operation,
+        "best": best,
+        "block_size_bytes": point.options.block_size_bytes,
+        "queue_depth": point.options.queue_depth,
+        "bytes_per_s": point.bytes_per_s,
+        "runs_bytes_per_s": list(point.rates),
+    }
+    return {**facts, "interrupted": True} if interrupted else facts
+
+
+# Files #
+
+
+def plot_all(path: Path, found: dict[tuple[Path, str], Sequence[SweepPoint]]) -> None:
+    """A picture for every sweep: `path` itself for one, and names of their own beside it for several."""
+    for (place, operation), points in found.items():
+        target = path if len(found) == 1 else plot_path(path, place, operation, list({key[0]: None for key in found}))
+        _plot(target, f"{operation} on {place}", points)
+        print(f"drawn: {target}", file=sys.stderr)
+
+
+def plot_path(path: Path, place: Path, operation: str, places: Sequence[Path]) -> Path:
+    """`out.png` becomes `out-read-nvme0.png`; directories of one last name are numbered."""
+    name = re.sub(r"[^A-Za-z0-9._]+", "-", place.resolve().name) or "root"
+    alike = [other for other in places if other.resolve().name == place.resolve().name]
+    number = f"-{alike.index(place) + 1}" if len(alike) > 1 else ""
+    return path.with_name(f"{path.stem}-{operation}-{name}{number}{path.suffix}")
+
+
+def check_plot() -> None:
+    """Raises ConfigError where nothing can be drawn, which is better known before an hour of measuring."""
+    try:
+        import matplotlib.figure  # noqa: F401, PLC0415
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'infinity-tiering[plot]'") from error
+
+
+def _plot(path: Path, title: str, points: Sequence[SweepPoint]) -> None:
+    from matplotlib.figure import Figure  # noqa: PLC0415  (an optional dependency)
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for depth in sorted({point.options.queue_depth for point in points}):
+        line = sorted(
+            (point.options.block_size_bytes, point.bytes_per_s / 1e9)
+            for point in points
+            if point.options.queue_depth == depth
+        )
+        axes.plot([block for block, _ in line], [rate for _, rate in line], marker="o", label=f"depth {depth}")
+    blocks = sorted({point.options.block_size_bytes for point in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(blocks, [block_text(block) for block in blocks])
+    axes.set(title=title, xlabel="block size", ylabel="GB/s", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path)
+
+
+def write_config(path: Path, found: dict[tuple[Path, str], Sequence[SweepPoint]]) -> None:
+    """Replace the `aio` settings in a configuration, or make one of them alone: the best for all that was swept."""
+    try:
+        options = best_for_all(list(found.values())).options
+        values = {"aio.block_size": options.block_size_bytes, "aio.queue_depth": options.queue_depth}
+        config = with_values(path if path.exists() else {}, values)
+        path.write_text(json.dumps(config, indent=2) + "\n")
+    except (OSError, ConfigError) as error:
+        raise ConfigError(f"--write-config {path}: {error}") from error
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"

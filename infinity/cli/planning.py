@@ -1,0 +1,223 @@
+"""What `estimate` and `plan` ask alike: the model, the configuration, the machine, its rates."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinity.cli.arguments import size_argument
+from infinity.cli.packages import needed_packages
+from infinity.config import Config, load_config, with_values
+from infinity.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from infinity.planner import Drive, Machine, Rates, TrainingPlan, Work
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_TOKENS = 1024
+_MOST = 1 << 20  # layers, and width: beyond it nothing is meant
+_EVERYTHING_ON_NVME: Mapping[str, Any] = {
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {}},
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
+    "tiering": {"nvme": [{"path": "."}]},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", help="as `infinity train --model` takes it")
+    model.add_argument("--params", help="a GPT of about so many parameters, 70e9, or of layers x width, 128x25600")
+    parser.add_argument(
+        "--tiles", type=int, default=1, help="cut the layers of --params into so many tiles (TiledLinear)"
+    )
+    parser.add_argument("--config", type=Path, help="configuration (JSON; default: bf16, stage 3, everything on NVMe)")
+    parser.add_argument("--host-memory", help="tiering.host_memory, of one rank, in place of the configuration's")
+    parser.add_argument("--stage", type=int, choices=range(4), help="of ZeRO, in place of the configuration's")
+    parser.add_argument("--precision", choices=list(_DTYPES), help="in place of the configuration's")
+    for what in ("param", "optimizer"):
+        parser.add_argument(
+            f"--offload-{what}", choices=["none", "cpu", "nvme"], help="in place of the configuration's"
+        )
+    batch = parser.add_argument_group("a step")
+    batch.add_argument(
+        "--micro-batch-size", type=int, metavar="N", help="samples a rank, in place of the configuration's"
+    )
+    batch.add_argument("--accumulation", type=int, metavar="N", help="micro-batches, in place of the configuration's")
+    batch.add_argument("--seq-len", type=int, help=f"tokens in a sample (default {_TOKENS}, or what the model takes)")
+    batch.add_argument("--checkpoint-activations", action="store_true", help="keep the inputs of blocks only")
+    machine = parser.add_argument_group("the machines (default: this one, computing on its CPU)")
+    machine.add_argument(
+        "--emulate",
+        metavar="MACHINE",
+        help="a machine that is not here: H200, H100, A100, L40S, 4090, 3090 or a JSON file",
+    )
+    machine.add_argument("--nodes", type=int, default=1, help="how many")
+    machine.add_argument("--ranks", type=int, default=1, help="processes on each, one a device")
+    machine.add_argument("--device-memory", type=size_argument, help="of one device, which has memory of its own")
+    machine.add_argument("--machine-memory", type=size_argument, help="host memory of each")
+    machine.add_argument("--nvme-capacity", type=size_argument, help="of the drives of each")
+    rates = parser.add_argument_group("rates (without any, no time is predicted)")
+    rates.add_argument("--profile", type=Path, help="what `infinity profile --output` wrote")
+    rates.add_argument("--disk", type=size_argument, help="bytes a second that the drives of a machine move (2.5GB)")
+    rates.add_argument("--link", type=size_argument, help="bytes a second between host and device, each way")
+    rates.add_argument("--collectives", type=size_argument, help="bytes a second that a rank receives")
+    rates.add_argument("--flops", type=_count, help="floating-point operations a second of one device (70e12)")
+    rates.add_argument("--optimizer-rate", type=_count, help="parameters a second that a machine updates (2e9)")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the options say."""
+
+    model: nn.Module
+    name: str
+    config: Config
+    machine: Machine
+    drives: list[Drive]
+    host_bytes: int
+    rates: Rates
+    seq_len: int
+    checkpointing: bool
+
+    def work(self, plan: TrainingPlan) -> Work:
+        """Of one micro-batch."""
+        from infinity.planner import count_work  # noqa: PLC0415  (torch takes seconds)
+        from infinity.zero.sizing import compute_dtype  # noqa: PLC0415
+
+        partition, dtype = plan.sizing.partition, compute_dtype(self.config)
+        batch = self.config.micro_batch_size
+        return count_work(self.model, partition, dtype, batch, self.seq_len, checkpointing=self.checkpointing)
+
+
+def read_arguments(args: argparse.Namespace, command: str) -> Asked:
+    """Resolve the options.
+
+    Raises:
+        ConfigError: an option or the configuration cannot work.
+    """
+    for name in ("tiles", "micro_batch_size", "accumulation", "seq_len", "nodes", "ranks"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    with needed_packages(command):
+        from infinity.memory import available_memory_bytes  # noqa: PLC0415  (torch takes seconds)
+        from infinity.planner import Drive, Machine, drives_here  # noqa: PLC0415
+
+    _fill_in(args)
+    world = args.nodes * args.ranks
+    config = load_config(_values(args), world_size=world)
+    machine = Machine(world, args.ranks, args.device_memory, args.machine_memory)
+    drives = drives_here(config) if args.nvme_capacity is None else [Drive("--nvme-capacity", args.nvme_capacity)]
+    model, name, longest = _model(args, command)
+    return Asked(
+        model,
+        name,
+        config,
+        machine,
+        drives,
+        args.machine_memory or available_memory_bytes(),
+        _rates(args, config, machine),
+        args.seq_len or min(_TOKENS, longest),
+        args.checkpoint_activations,
+    )
+
+
+def _fill_in(args: argparse.Namespace) -> None:
+    """What the command line leaves out is the emulated machine's."""
+    if args.emulate is None:
+        return
+    from infinity.planner.machines import known_machine  # noqa: PLC0415  (its package takes seconds)
+
+    for key, value in asdict(known_machine(args.emulate)).items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
+
+
+def _values(args: argparse.Namespace) -> Mapping[str, Any]:
+    """The configuration with what the command line says in its place."""
+    batches = {
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "gradient_accumulation_steps": args.accumulation,
+    }
+    given = {
+        "tiering.host_memory": args.host_memory,
+        "zero_optimization.stage": args.stage,
+        "zero_optimization.offload_param.device": args.offload_param,
+        "zero_optimization.offload_optimizer.device": args.offload_optimizer,
+        **batches,
+    }
+    changes = {key: value for key, value in given.items() if value is not None}
+    values = dict(with_values(args.config or _EVERYTHING_ON_NVME, changes))
+    if args.config is None:
+        values.setdefault("train_micro_batch_size_per_gpu", 1)
+    if any(value is not None for value in batches.values()):
+        values.pop("train_batch_size", None)  # it follows
+    if args.precision is not None:
+        for section in ("fp16", "bf16", "bfloat16"):
+            values.pop(section, None)
+        if args.precision != "fp32":
+            values[args.precision] = {"enabled": True}
+    return values
+
+
+def _model(args: argparse.Namespace, command: str) -> tuple[nn.Module, str, int]:
+    """The model, what it is called, and how many tokens it takes."""
+    if args.params is None:
+        with needed_packages(command):
+            from infinity.cli.training.models import build_model, max_tokens  # noqa: PLC0415  (takes seconds)
+        model = build_model(args.model)[0]
+        longest = max_tokens(model) or _TOKENS
+        if args.seq_len is not None and args.seq_len > longest:
+            raise ConfigError(f"--seq-len is {args.seq_len}, but {args.model} takes at most {longest} tokens")
+        return model, args.model, longest
+    from infinity.planner import WIDTH_STEP, Shape, shape_of, stand_in  # noqa: PLC0415
+
+    try:
+        layers, _, width = args.params.partition("x")
+        shape = Shape(int(layers), int(width)) if width else shape_of(float(layers))
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"--params {args.params}: {error}; write 70e9, or 128x25600 (layers x width)") from error
+    if not (0 < shape.layers < _MOST and 0 < shape.width < _MOST) or shape.width % WIDTH_STEP:
+        raise ConfigError(f"--params {args.params}: the width must be a multiple of {WIDTH_STEP}")
+    return stand_in(shape, args.tiles), f"GPT, {shape.layers} layers of width {shape.width}", args.seq_len or _TOKENS
+
+
+def _rates(args: argparse.Namespace, config: Config, machine: Machine) -> Rates:
+    from infinity.planner import Rates, rates_of, with_numbers  # noqa: PLC0415
+
+    rates = Rates()
+    if args.profile is not None:
+        from infinity.profiling import read_profile  # noqa: PLC0415
+
+        profile = read_profile(args.profile)
+        device = profile["link"]["device"] if machine.discrete and profile["link"] else "cpu"
+        if machine.discrete and device == "cpu" and args.flops is None:
+            raise ConfigError(f"--profile {args.profile} is of a machine without a device: give --flops and --link")
+        rates = rates_of(profile, dtype=_DTYPES[config.precision], state_format=_format(config), device=device)
+    return with_numbers(
+        rates,
+        flop_per_s=args.flops,
+        optimizer_params_per_s=args.optimizer_rate,
+        disk_bytes_per_s=args.disk,
+        link_bytes_per_s=args.link,
+        collective_bytes_per_s=args.collectives,
+    )
+
+
+def _format(config: Config) -> str:
+    asked = config.tiering.state_format
+    return {"fp32": "fp32", "bf16": "split", "fp16": "master"}[config.precision] if asked == "auto" else asked
+
+
+def _count(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value

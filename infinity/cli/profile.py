@@ -1,0 +1,141 @@
+"""`infinity profile`: what this machine gives, in about a minute."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinity.cli.arguments import size_argument
+from infinity.config import format_size, load_config
+from infinity.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infinity.profiling import ProfileJob
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "profile",
+        help="measure drives, host link, optimizer, memory, matrix products and ranks",
+        description="Takes about a minute. Under `infinity run --ranks N profile` collectives are measured, too.",
+    )
+    parser.add_argument("--path", type=Path, action="append", help="directory on a drive; repeat for several")
+    parser.add_argument("--config", type=Path, help="measure the drives, and the way to them, of this configuration")
+    parser.add_argument("--without-drives", action="store_true", help="write to no drive")
+    parser.add_argument(
+        "--size", type=size_argument, default=512 << 20, help="bytes of the file on each drive (default 512MiB)"
+    )
+    parser.add_argument("--seconds", type=float, default=2.0, help="of one measurement of a drive (default 2)")
+    parser.add_argument(
+        "--params", type=int, default=16 << 20, help="parameters of the optimizer that is timed (default 16 Mi)"
+    )
+    parser.add_argument("--output", type=Path, help="write the profile to this file (JSON)")
+    parser.add_argument("--json", action="store_true", help="the profile on standard output in place of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; returns the exit code."""
+    from infinity.cli.progress import Progress  # noqa: PLC0415  (torch takes seconds, which `--help` must not)
+    from infinity.profiling import planned_write_bytes, run_profile, write_profile  # noqa: PLC0415
+    from infinity.zero.ranks import join_ranks  # noqa: PLC0415
+
+    job = _job(args)
+    if args.output is not None and not args.output.resolve().parent.is_dir():
+        raise ConfigError(f"--output {args.output}: there is no such directory")
+    ranks = join_ranks()
+    if ranks.rank == 0 and job.paths:
+        print(f"writes at most {format_size(planned_write_bytes(job))}", file=sys.stderr)
+    progress = Progress()
+    try:
+        profile = run_profile(job, ranks, progress.show)
+    finally:
+        progress.clear()
+    if ranks.rank == 0:
+        if args.output is not None:
+            write_profile(profile, args.output)
+        print(json.dumps(profile) if args.json else _table(profile))
+    return 0
+
+
+def _job(args: argparse.Namespace) -> ProfileJob:
+    from infinity.io import IoOptions  # noqa: PLC0415
+    from infinity.profiling import ProfileJob  # noqa: PLC0415
+
+    if args.seconds <= 0:
+        raise ConfigError(f"--seconds is {args.seconds}; it must be more than 0")
+    if args.params < 2048:
+        raise ConfigError(f"--params is {args.params}; it must be at least 2048")
+    config = load_config(args.config or {})
+    aio = config.aio
+    paths = tuple(args.path or [nvme.path for nvme in config.tiering.nvme] or [Path()])
+    return ProfileJob(
+        () if args.without_drives else paths,
+        args.size,
+        IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll),
+        config.tiering.io_backend,
+        args.seconds,
+        args.params,
+    )
+
+
+# For people #
+
+
+def _table(profile: dict[str, Any]) -> str:
+    lines = [f"{'drive':<34}{'read':>8}{'write':>8}{'mixed':>8}  GB/s"] if profile["drives"] else []
+    for drive in profile["drives"] or ():
+        lines.append(_drive_line(drive["path"][-32:], drive))
+        lines += [f"  note: {caution}" for caution in drive["cautions"]]
+    if profile["drives_together"]:
+        lines.append(_drive_line("all at once", profile["drives_together"]))
+    beside = profile["beside_optimizer"]
+    if beside:
+        lines.append(
+            f"{'mixed beside the optimizer':<50}{beside['mixed_bytes_per_s'] / 1e9:>8.2f}  "
+            f"({beside['mixed_bytes_per_s'] / beside['mixed_alone_bytes_per_s']:.0%} of alone; the optimizer "
+            f"{beside['params_per_s'] / beside['params_alone_per_s']:.0%})"
+        )
+    lines += _link_lines(profile["link"])
+    lines += _processor_lines(profile)
+    lines += [
+        f"matmul {product['device']} {product['dtype']:<12}{product['flop_per_s'] / 1e12:>9.3f} TFLOP/s "
+        f"({product['rows']} rows)"
+        for product in profile["matmul"]
+    ]
+    ranks = profile["ranks"]
+    if ranks:
+        gather, scatter = (ranks[f"{name}_bytes_per_s"] / 1e9 for name in ("all_gather", "reduce_scatter"))
+        who = f"{ranks['count']} ranks ({ranks['backend']})"
+        lines.append(f"{who}: all-gather {gather:.2f} GB/s, reduce-scatter {scatter:.2f} GB/s")
+    return "\n".join([*lines, f"took {profile['took_s']:.0f} s"])
+
+
+def _drive_line(name: str, rates: dict[str, Any]) -> str:
+    cells = [rates[f"{operation}_bytes_per_s"] / 1e9 for operation in ("read", "write", "mixed")]
+    return f"{name:<34}" + "".join(f"{cell:>8.2f}" for cell in cells)
+
+
+def _link_lines(link: dict[str, Any] | None) -> list[str]:
+    if link is None:
+        return []
+    alone = f"{link['to_device_bytes_per_s'] / 1e9:.2f} there, {link['to_host_bytes_per_s'] / 1e9:.2f} back"
+    both = f"{link['both_to_device_bytes_per_s'] / 1e9:.2f} and {link['both_to_host_bytes_per_s'] / 1e9:.2f}"
+    return [f"link to {link['device']}: {alone}; both at once {both} GB/s"]
+
+
+def _processor_lines(profile: dict[str, Any]) -> list[str]:
+    counts = [memory["threads"] for memory in profile["memory"]]
+    lines = [f"{'threads':<34}" + "".join(f"{count:>8}" for count in counts)]
+    for name in dict.fromkeys(rates["format"] for rates in profile["optimizer"]):
+        found = [rates["params_per_s"] / 1e9 for rates in profile["optimizer"] if rates["format"] == name]
+        cells = "".join(f"{rate:>8.2f}" for rate in found)
+        lines.append(f"{'optimizer, ' + name:<34}{cells}  G params/s")
+    for key, name in (("triad_bytes_per_s", "memory, triad"), ("in_place_bytes_per_s", "memory, in place")):
+        cells = "".join(f"{memory[key] / 1e9:>8.1f}" for memory in profile["memory"])
+        lines.append(f"{name:<34}{cells}  GB/s")
+    return lines

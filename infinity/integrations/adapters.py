@@ -1,0 +1,115 @@
+"""PEFT's adapters to and from its own files, whose values live in the tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.engine import Engine
+from infinity.errors import CheckpointError, ConfigError
+from infinity.integrations.dialect.values import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def save_adapters(
+    engine: Engine, directory: str | Path, *, adapter: str = "default", dtype: torch.dtype = torch.float32
+) -> None:
+    """Write an adapter as `PeftModel.save_pretrained` does; all ranks call this together, and rank 0 writes.
+
+    Args:
+        directory: for `PeftModel.from_pretrained`, or `load_adapters`. One of another name than "default" has a folder
+            of this name below it, as PEFT has it.
+        dtype: of the values; the exact masters by default.
+
+    Raises:
+        ConfigError: the model is none of PEFT's, or has no such adapter.
+    """
+    model = _peft_model(engine, adapter)
+    values = {}
+    for name in _names(model, adapter).values():
+        value = safe_get_full_fp32_param(model.get_parameter(name))
+        assert value is not None
+        values[name] = value.to("cpu", dtype)
+    rank = engine.begin_gathering("save_adapters", stores=False).ranks.rank
+    model.save_pretrained(
+        str(directory),
+        state_dict=values,
+        selected_adapters=[adapter],
+        is_main_process=rank == 0,
+        save_embedding_layers=False,  # what is trained of them is in `modules_to_save`, and has been taken
+    )
+
+
+def load_adapters(engine: Engine, directory: str | Path, *, adapter: str = "default") -> None:
+    """Take an adapter's values from the files that PEFT or `save_adapters` wrote; all ranks call this together.
+
+    The adapter is one that the model was given before `initialize`; optimizer states stay as they are.
+
+    Raises:
+        ConfigError: the model is none of PEFT's, or has no such adapter.
+        CheckpointError: the files are of another adapter, or missing; by the name of a parameter.
+    """
+    model = _peft_model(engine, adapter)
+    directory = Path(directory)
+    if adapter != "default" and (directory / adapter).is_dir():
+        directory /= adapter
+    stored = _read(directory)
+    names = _names(model, adapter)
+    _check(directory, stored, {key: model.get_parameter(name) for key, name in names.items()})
+    for key, name in names.items():
+        safe_set_full_fp32_param(model.get_parameter(name), stored[key])
+
+
+def _peft_model(engine: Engine, adapter: str) -> Any:
+    """The engine's model, which is one of PEFT's and has the adapter."""
+    model: Any = engine.module
+    adapters = getattr(model, "peft_config", None)
+    if adapters is None or not hasattr(model, "get_base_model"):
+        raise ConfigError(
+            f"the model is a {type(model).__name__} and has no adapters: wrap it with peft.get_peft_model before "
+            "initialize"
+        )
+    if adapter not in adapters:
+        raise ConfigError(f"the model has no adapter {adapter!r}; it has {', '.join(adapters)}")
+    return model
+
+
+def _names(model: nn.Module, adapter: str) -> dict[str, str]:
+    """The adapter's parameters by the keys under which PEFT stores them."""
+    import peft  # noqa: PLC0415  # takes seconds, and who comes here has imported it
+
+    names = [name for name, _ in model.named_parameters()]
+    markers = {name: torch.tensor(index) for index, name in enumerate(names)}
+    found = peft.get_peft_model_state_dict(model, markers, adapter, save_embedding_layers=False)
+    return {key: names[int(marker)] for key, marker in found.items()}
+
+
+def _read(directory: Path) -> Mapping[str, torch.Tensor]:
+    from safetensors import SafetensorError  # noqa: PLC0415  # beside the next
+    from safetensors.torch import load_file  # noqa: PLC0415  # not needed before
+
+    try:
+        return load_file(directory / WEIGHTS)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{directory} has no {WEIGHTS}: give the directory that an adapter was saved in"
+        ) from error
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{directory / WEIGHTS} cannot be read: {error}") from error
+
+
+def _check(directory: Path, stored: Mapping[str, torch.Tensor], params: Mapping[str, nn.Parameter]) -> None:
+    for key, param in params.items():
+        if key not in stored:
+            raise CheckpointError(f"{directory} has no {key}: it is of another adapter, or of another model")
+        if stored[key].shape != param.shape:
+            here, there = tuple(param.shape), tuple(stored[key].shape)
+            raise CheckpointError(f"{directory} has {key} in shape {there}; the model has {here}")
+    more = sorted(stored.keys() - params.keys())
+    if more:
+        raise CheckpointError(f"{directory} has {more[0]}, which the model's adapter has not ({len(more)} such)")

@@ -1,0 +1,48 @@
+"""infinity under DeepSpeed's name: `deepspeed.__infinity__` is its version. What is not here is not supported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infinity import __version__ as __infinity__
+from infinity.errors import ConfigError as DeepSpeedConfigError
+from infinity.front import add_config_arguments, init_distributed
+from infinity.integrations.dialect.accelerator import get_accelerator
+from infinity.integrations.dialect.config import DeepSpeedConfig
+from infinity.integrations.dialect.engine import DeepSpeedEngine, initialize
+from infinity.integrations.dialect.logs import log_dist, logger
+from infinity.integrations.dialect.refused import REFUSED, refused
+from infinity.optim.optimizer import TieredOptimizer as DeepSpeedOptimizer
+
+from . import checkpointing, comm, ops, runtime, utils, zero
+
+__version__ = "0.19.8+infinity"
+
+__all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedEngine",
+    "DeepSpeedOptimizer",
+    "__infinity__",
+    "__version__",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "log_dist",
+    "logger",
+    "ops",
+    "runtime",
+    "utils",
+    "zero",
+]
+
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
+
+
+def __getattr__(name: str) -> Any:
+    if name in REFUSED:
+        return refused(name)
+    raise AttributeError(f"module 'deepspeed', which is infinity's here, has no attribute {name!r}")

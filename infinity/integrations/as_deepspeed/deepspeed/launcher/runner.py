@@ -1,0 +1,1 @@
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"

@@ -1,0 +1,1 @@
+raise ImportError("deepspeed.linear is not supported by infinity: use PEFT for adapters")

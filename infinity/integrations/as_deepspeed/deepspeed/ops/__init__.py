@@ -1,0 +1,3 @@
+from . import adagrad, adam, lion
+
+__all__ = ["adagrad", "adam", "lion"]

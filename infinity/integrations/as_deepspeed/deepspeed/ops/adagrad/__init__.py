@@ -1,0 +1,3 @@
+from infinity.optim.named import DeepSpeedCPUAdagrad
+
+__all__ = ["DeepSpeedCPUAdagrad"]

@@ -1,0 +1,3 @@
+from infinity.optim.named import DeepSpeedCPUAdam, FusedAdam
+
+__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]

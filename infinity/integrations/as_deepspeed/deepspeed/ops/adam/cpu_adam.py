@@ -1,0 +1,3 @@
+from infinity.optim.named import DeepSpeedCPUAdam
+
+__all__ = ["DeepSpeedCPUAdam"]

@@ -1,0 +1,3 @@
+from infinity.optim.named import FusedAdam
+
+__all__ = ["FusedAdam"]

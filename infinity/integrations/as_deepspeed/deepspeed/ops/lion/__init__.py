@@ -1,0 +1,3 @@
+from infinity.optim.named import DeepSpeedCPULion, FusedLion
+
+__all__ = ["DeepSpeedCPULion", "FusedLion"]

@@ -1,0 +1,3 @@
+from infinity.integrations.dialect.data import RepeatingLoader
+
+__all__ = ["RepeatingLoader"]

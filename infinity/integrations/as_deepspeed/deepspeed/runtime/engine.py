@@ -1,0 +1,3 @@
+from infinity.integrations.dialect.engine import DeepSpeedEngine
+
+__all__ = ["DeepSpeedEngine"]

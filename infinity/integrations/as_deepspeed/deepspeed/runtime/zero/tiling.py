@@ -1,0 +1,3 @@
+from infinity.zero.tiling import TiledLinear
+
+__all__ = ["TiledLinear"]

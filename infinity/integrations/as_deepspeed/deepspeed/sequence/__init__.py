@@ -1,0 +1,1 @@
+raise ImportError("deepspeed.sequence is not supported by infinity: there is no sequence parallelism")

@@ -1,0 +1,48 @@
+"""`deepspeed.checkpointing`: torch's activation checkpointing. What it saves moves as the configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils.checkpoint
+
+from infinity.errors import ConfigError
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """Run `function` without saving what it computes on the way; backward runs it again."""
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Nothing: `activation_checkpointing` and `tiering.activations` of the configuration say where activations go.
+
+    Raises:
+        ConfigError: an option asks for what only the configuration can give.
+    """
+    if mpu_ is not None or partition_activations:
+        raise ConfigError("checkpointing.configure: activations are not divided among ranks; leave the option out")
+    if checkpoint_in_cpu:
+        raise ConfigError(
+            "checkpointing.configure(checkpoint_in_cpu=True): set activation_checkpointing.cpu_checkpointing in the "
+            "configuration"
+        )
+
+
+def is_configured() -> bool:
+    """True: there is nothing to configure."""
+    return True
+
+
+def reset() -> None:
+    """Nothing: torch frees what a step has saved."""

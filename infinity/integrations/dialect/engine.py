@@ -1,0 +1,199 @@
+"""`deepspeed.initialize`, and the engine with what scripts and Hugging Face's libraries call on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity import front
+from infinity.checkpoint.extra import persistent_buffers
+from infinity.engine import Engine
+from infinity.errors import ConfigError
+from infinity.integrations.dialect.parameters import mark
+from infinity.optim.optimizer import TieredOptimizer
+
+
+class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # each returns itself from eval()
+    """An engine that is a module around the model, whose parameters are the model's own."""
+
+    __call__ = nn.Module.__call__  # with the hooks that libraries register
+
+    def __init__(self, *args: Any) -> None:
+        nn.Module.__init__(self)
+        Engine.__init__(self, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module" and "_modules" in vars(self):
+            return vars(self)["_modules"]["module"]
+        return Engine.__getattr__(self, name)
+
+    def train(self, mode: bool = True) -> DeepSpeedEngine:
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's, with the newest values; all ranks call this together."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The model's parameters; at stage 3 they have values in `zero.GatheredParameters` only."""
+        return self.module.parameters(recurse)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with their names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def save_checkpoint(  # type: ignore[override]
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As the engine's; returns True."""
+        super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        self._session.unclaim()  # scripts go on in the directory with another engine, and never close one
+        return True
+
+    def load_checkpoint(  # type: ignore[override]
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As the engine's.
+
+        Raises:
+            ConfigError: `custom_load_fn` is given.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError("custom_load_fn is not supported: change parameters in zero.GatheredParameters")
+        path, client_state = super().load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+        )
+        return None if path is None else str(path), client_state
+
+    def save_16bit_model(  # type: ignore[override]
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As the engine's, into one file; returns True."""
+        self._session.export(
+            Path(save_dir),
+            super().named_parameters(),
+            "5GB",
+            file_name=save_filename,
+            frozen=not exclude_frozen_parameters,
+        )
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+        """The newest values by name, on all ranks; all of them call this together."""
+        frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
+        state = self.module.state_dict()
+        return {name: state[name] for name in state if not (exclude_frozen_parameters and name in frozen)}
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The newest values by name, in host memory of rank 0; None on the others, which call this together with it."""
+        keeps = self.global_rank == 0
+        canonical = {id(param): name for name, param in self.module.named_parameters()}
+        found = {name: value for name, value in super().named_parameters() if keeps}
+        if not keeps:
+            return None
+        state = {}
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            if param.requires_grad or not exclude_frozen_parameters:
+                value = found.get(canonical[id(param)])
+                state[name] = param.detach().clone() if value is None else value
+        return state | {name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(self.module).items()}
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+
+class _Nothing:
+    """A module without parameters, as far as TRL looks at one."""
+
+    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(())
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(())
+
+
+class ParameterOffload:
+    """What TRL takes hooks from while it generates: there are none here, for generating needs the engine's."""
+
+    def __init__(self) -> None:
+        self.module = _Nothing()
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Nothing was taken away."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, TieredOptimizer | None, Any | None, Any | None]:
+    """`infinity.initialize`, which as DeepSpeed's initialises `torch.distributed` unless it must not."""
+    engine, tiered, dataloader, scheduler = front.initialize(
+        args,
+        model,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        distributed_port,
+        mpu,
+        True if dist_init_required is None else dist_init_required,
+        collate_fn,
+        config,
+        mesh_param,
+        config_params,
+        trains=None,
+        engine_class=DeepSpeedEngine,
+    )
+    assert isinstance(engine, DeepSpeedEngine)
+    if engine.zero_optimization_partition_weights():
+        mark(engine)
+        engine.optimizer.parameter_offload = ParameterOffload()  # type: ignore[attr-defined]
+    return engine, tiered, dataloader, scheduler

@@ -1,0 +1,149 @@
+"""Parameters under ZeRO-3 as DeepSpeed's users look at them: `ds_` attributes, `Init`, `GatheredParameters`.
+
+This is the one place that hangs attributes on a model's parameters: libraries ask `hasattr(param, "ds_id")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.engine import Engine
+from infinity.errors import ConfigError
+from infinity.front import init_distributed
+from infinity.zero.gathered import GatheredParameters as Gathered
+from infinity.zero.gathered import is_gathered, owner_of
+from infinity.zero.init import Init as InFiles
+from infinity.zero.partition import Partition
+
+_ids = count()
+
+
+class ZeroParamStatus(Enum):
+    """Where a parameter's values are."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(Enum):
+    """How a parameter is kept."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class _Status:
+    """Equal to what the parameter's status is at that moment."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._key = id(param)
+
+    def now(self) -> ZeroParamStatus:
+        return ZeroParamStatus.AVAILABLE if is_gathered(self._key) else ZeroParamStatus.NOT_AVAILABLE
+
+    def __eq__(self, other: object) -> bool:
+        return self.now() is (other.now() if isinstance(other, _Status) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.now())
+
+    def __repr__(self) -> str:
+        return repr(self.now())
+
+
+def mark(engine: Engine) -> None:
+    """Give the parameters of an engine's model the attributes that DeepSpeed's have under ZeRO-3.
+
+    `ds_tensor` is as large as this rank's part and has no values: `safe_get_local_fp32_param` gives them.
+    """
+    partition = engine.begin_gathering("initialize", stores=False).partition
+    for param in engine.module.parameters():
+        attributes: dict[str, Any] = {
+            "ds_id": next(_ids),
+            "ds_shape": param.shape,
+            "ds_numel": param.numel(),
+            "ds_status": _Status(param),
+            "ds_persist": False,
+            "ds_tensor": torch.empty(_part_numel(param, partition), dtype=param.dtype, device="meta"),
+        }
+        for name, value in attributes.items():
+            setattr(param, name, value)
+
+
+def _part_numel(param: nn.Parameter, partition: Partition) -> int:
+    """Elements of the parameter in this rank's shard."""
+    found = owner_of(param)
+    if found is None:
+        return param.numel()
+    place = found[1]
+    return sum(part.stop - part.start for part in partition.parts(place.unit) if part.slot is place.slot)
+
+
+class Init(InFiles):
+    """`infinity.zero.Init` with DeepSpeed's arguments; those that say how it does its work change nothing.
+
+    Raises:
+        ConfigError: parameters are to be divided among some ranks only.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **more: Any,
+    ) -> None:
+        given = {"data_parallel_group": data_parallel_group, "mpu": mpu, **more}
+        for name, value in given.items():
+            if value not in (None, False):
+                raise ConfigError(f"zero.Init: `{name}` is not supported; leave it out, or use infinity.initialize")
+        if enabled:
+            init_distributed()
+        # A module that is there already keeps its values until `initialize` moves them.
+        super().__init__(config if config is not None else config_dict_or_path, enabled=enabled)
+
+
+class GatheredParameters(Gathered):
+    """`infinity.zero.GatheredParameters` with DeepSpeed's arguments; `fwd_module` changes nothing.
+
+    Inside a model's forward, where what an operation reads is brought for it, looking needs nothing more.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | nn.Parameter | nn.Module,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(params, modifier_rank, enabled=enabled)
+        if modifier_rank is None:
+            self._params = [param for param in self._params if not _is_in_forward(param)]
+
+
+def _is_in_forward(param: nn.Parameter) -> bool:
+    found = owner_of(param)
+    return found is not None and isinstance(found[0], Engine) and found[0].in_forward
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing: a parameter that another module uses is noticed as it is used."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing, as above."""

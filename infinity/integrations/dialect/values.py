@@ -1,0 +1,274 @@
+"""One parameter's master, gradient and optimizer states, whole or this rank's part, to look at and to set.
+
+All ranks call these together, with the same arguments where they set something. A parameter that no engine has gives
+None, and is left alone. Gradients are those of the step so far, without the loss scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity.engine import Engine
+from infinity.errors import ConfigError, InfinityError
+from infinity.kernels import load_moment, store_moment
+from infinity.optim.formats import read_master, write_master
+from infinity.zero.build import Runtime
+from infinity.zero.gathered import Place, owner_of
+from infinity.zero.partition import SlotPart
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A parameter of an engine at a moment when its values can be looked at."""
+
+    engine: Engine
+    runtime: Runtime
+    place: Place
+
+    def whole(self, mine: torch.Tensor) -> torch.Tensor:
+        """Every rank's part of a flat tensor, of which each has filled in its own; in the parameter's shape."""
+        runtime, unit = self.runtime, self.place.unit
+        count = runtime.partition.sharding.count
+        for rank in range(count) if count > 1 else ():
+            for part in runtime.partition.parts(unit, rank=rank):
+                if part.slot is self.place.slot:
+                    runtime.ranks.broadcast(mine[part.param], rank)
+        return mine.view(self.place.slot.shape).to(runtime.params.tensor(unit.index).device)
+
+    def local(self, mine: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a flat tensor; all of it where states are not divided."""
+        unit = self.place.unit
+        parts = [part for part in self.runtime.partition.parts(unit) if part.slot is self.place.slot]
+        device = self.runtime.params.tensor(unit.index).device
+        return torch.cat([mine[part.param] for part in parts] or [mine[:0]]).to(device)
+
+    def spread(self, value: torch.Tensor) -> torch.Tensor:
+        """The inverse of `local`."""
+        mine = torch.zeros(self.place.slot.numel, dtype=torch.float32)
+        start = 0
+        for part in self.runtime.partition.parts(self.place.unit):
+            if part.slot is self.place.slot:
+                stop = start + part.stop - part.start
+                mine[part.param] = value.reshape(-1)[start:stop].float().cpu()
+                start = stop
+        if start != value.numel():
+            raise ConfigError(f"`{self.place.slot.name}`: this rank's part has {start} elements, not {value.numel()}")
+        return mine
+
+
+Whole = Callable[[_Found, torch.Tensor], torch.Tensor]
+
+
+def _find(param: nn.Parameter, what: str, *, stores: bool) -> _Found | None:
+    found = owner_of(param)
+    if found is None:
+        return None
+    engine, place = found
+    assert isinstance(engine, Engine)
+    runtime = engine.begin_gathering(what, stores=stores)
+    if stores and engine.lends(place.unit.index, place.index):
+        raise InfinityError(
+            f"{what}: `{place.slot.name}` is gathered; leave GatheredParameters first, or change it there"
+        )
+    return _Found(engine, runtime, place)
+
+
+def _flat(value: torch.Tensor, found: _Found, what: str) -> torch.Tensor:
+    slot = found.place.slot
+    if value.numel() != slot.numel:
+        raise ConfigError(f"{what}: `{slot.name}` has {slot.numel} elements, and the value {value.numel()}")
+    return value.detach().reshape(-1).float().cpu()
+
+
+def _parts(found: _Found, *, writable: bool) -> Iterator[tuple[SlotPart, dict[str, torch.Tensor]]]:
+    """This rank's parts of a trained parameter, and their optimizer states."""
+    runtime, unit = found.runtime, found.place.unit
+    for tile, fields in runtime.pipeline.tiles(unit.index, writable=writable):
+        for part in runtime.partition.parts(unit, tile.start, tile.start + tile.numel):
+            if part.slot is found.place.slot:
+                yield part, runtime.layout.narrow(fields, part.start - tile.start, part.stop - tile.start)
+
+
+# Masters #
+
+
+def _master(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | None:
+    found = _find(param, what, stores=False)
+    if found is None:
+        return None
+    runtime, place = found.runtime, found.place
+    mine = torch.zeros(place.slot.numel, dtype=torch.float32)
+    with runtime.executor.resident(place.unit.index) as flat:
+        if place.slot.trainable:
+            for part, states in _parts(found, writable=False):
+                mine[part.param] = read_master(runtime.layout, flat[part.shard], states)
+        else:
+            for part in runtime.partition.parts(place.unit):
+                if part.slot is place.slot:
+                    mine[part.param] = flat[part.shard].float()
+    return give(found, mine)
+
+
+def _set_master(param: nn.Parameter, what: str, take: Callable[[_Found], torch.Tensor]) -> None:
+    found = _find(param, what, stores=True)
+    if found is None:
+        return
+    runtime, place = found.runtime, found.place
+    values = take(found)
+    with runtime.executor.changing(place.unit.index) as flat:
+        if place.slot.trainable:
+            for part, states in _parts(found, writable=True):
+                write_master(runtime.layout, values[part.param], flat[part.shard], states)
+        else:
+            for part in runtime.partition.parts(place.unit):
+                if part.slot is place.slot:
+                    flat[part.shard].copy_(values[part.param])
+    runtime.settle()
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The float32 master, whole, as a copy."""
+    return _master(param, "safe_get_full_fp32_param", _Found.whole)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of it, flat."""
+    return _master(param, "safe_get_local_fp32_param", _Found.local)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the master, and the parameter with it."""
+    what = "safe_set_full_fp32_param"
+    _set_master(param, what, lambda found: _flat(value, found, what))
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's part of it, flat."""
+    _set_master(param, "safe_set_local_fp32_param", lambda found: found.spread(value))
+
+
+# Optimizer states #
+
+
+def _moment_name(found: _Found, key: str) -> str:
+    layout = found.runtime.layout
+    names = [name for name in (layout.first, layout.second) if name is not None]
+    if key not in names:
+        raise ConfigError(f"the optimizer has no state {key!r} for each element; it has {', '.join(names)}")
+    return key
+
+
+def _moment(param: nn.Parameter, key: str, what: str, give: Whole) -> torch.Tensor | None:
+    found = _find(param, what, stores=False)
+    if found is None or not found.place.slot.trainable:
+        return None
+    layout, name = found.runtime.layout, _moment_name(found, key)
+    mine = torch.zeros(found.place.slot.numel, dtype=torch.float32)
+    for part, states in _parts(found, writable=False):
+        moment = layout.moment(states, name)
+        assert moment is not None
+        mine[part.param] = load_moment(moment, signed=name == layout.first)
+    return give(found, mine)
+
+
+def _set_moment(param: nn.Parameter, key: str, what: str, take: Callable[[_Found], torch.Tensor]) -> None:
+    found = _find(param, what, stores=True)
+    if found is None:
+        return
+    if not found.place.slot.trainable:
+        raise InfinityError(f"{what}: `{found.place.slot.name}` is not trained, and has no optimizer states")
+    layout, name = found.runtime.layout, _moment_name(found, key)
+    values = take(found)
+    for part, states in _parts(found, writable=True):
+        moment = layout.moment(states, name)
+        assert moment is not None
+        store_moment(moment, values[part.param].contiguous(), signed=name == layout.first, dither=None)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """A moment such as `exp_avg`, whole, in float32; None for a parameter that is not trained."""
+    return _moment(param, optim_state_key, "safe_get_full_optimizer_state", _Found.whole)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's part of it, flat."""
+    return _moment(param, optim_state_key, "safe_get_local_optimizer_state", _Found.local)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set a moment, rounded as the state format does."""
+    what = "safe_set_full_optimizer_state"
+    _set_moment(param, optim_state_key, what, lambda found: _flat(value, found, what))
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set this rank's part of it, flat."""
+    _set_moment(param, optim_state_key, "safe_set_local_optimizer_state", lambda found: found.spread(value))
+
+
+# Gradients #
+
+
+def _held(param: nn.Parameter, what: str) -> tuple[_Found, torch.Tensor] | None:
+    """This rank's part of the gradients of the parameter's unit; None if the parameter has none."""
+    owner = owner_of(param)
+    if owner is None:
+        return None
+    engine, place = owner
+    assert isinstance(engine, Engine)
+    held = engine.held_gradients(place.unit.index, place.index, what)
+    return None if held is None else (_Found(engine, engine.begin_gathering(what, stores=False), place), held)
+
+
+def _gradient(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | None:
+    held = _held(param, what)
+    if held is None:
+        return None
+    found, buffer = held
+    mine = torch.zeros(found.place.slot.numel, dtype=torch.float32)
+    for part in found.runtime.partition.parts(found.place.unit):
+        if part.slot is found.place.slot:
+            mine[part.param] = buffer[part.shard].float() / found.engine.loss_scale.value
+    return give(found, mine)
+
+
+def _set_gradient(param: nn.Parameter, what: str, take: Callable[[_Found], torch.Tensor]) -> None:
+    held = _held(param, what)
+    if held is None:
+        if owner_of(param) is not None:
+            raise InfinityError(f"{what}: the parameter has no gradient; call it between backward and step()")
+        return
+    found, buffer = held
+    values = take(found)
+    for part in found.runtime.partition.parts(found.place.unit):
+        if part.slot is found.place.slot:
+            buffer[part.shard] = (values[part.param] * found.engine.loss_scale.value).to(buffer.dtype)
+    found.engine.gradients_changed(found.place.unit.index)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The gradient, whole, in float32; None if there is none.
+
+    Raises:
+        InfinityError: it has been used already, or is not reduced over the ranks yet.
+    """
+    return _gradient(param, "safe_get_full_grad", _Found.whole)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of it, flat."""
+    return _gradient(param, "safe_get_local_grad", _Found.local)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the gradient that `step()` will use; it counts for the norm."""
+    _set_gradient(param, "safe_set_full_grad", lambda found: _flat(value, found, "safe_set_full_grad"))
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's part of it, flat."""
+    _set_gradient(param, "safe_set_local_grad", lambda found: found.spread(value))

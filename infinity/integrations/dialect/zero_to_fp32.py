@@ -1,0 +1,94 @@
+"""`deepspeed.utils.zero_to_fp32`: the float32 weights of a checkpoint, as a state dict in memory or as a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from infinity.checkpoint.directory import latest_tag
+from infinity.checkpoint.extra import read_extra
+from infinity.checkpoint.format import FROZEN_FIELD, MASTER, frozen_params, read_manifest, trained_params
+from infinity.checkpoint.stored import StoredReader, check_files
+from infinity.config import parse_size
+from infinity.errors import CheckpointError, ConfigError
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The exact float32 masters of a checkpoint by name, with frozen parameters and buffers, in host memory.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: `lazy_mode` is asked for.
+    """
+    if lazy_mode:
+        raise ConfigError("lazy_mode is not supported: leave it out, or read the checkpoint's safetensors yourself")
+    tag = tag or latest_tag(Path(checkpoint_dir))
+    if tag is None:
+        raise CheckpointError(f"{checkpoint_dir} has no checkpoint: give the directory that save_checkpoint was given")
+    path = Path(checkpoint_dir) / tag
+    manifest = read_manifest(path)
+    state: dict[str, torch.Tensor] = {}
+    with StoredReader(path, check_files(path, manifest.tensors)) as reader:
+        wanted = {name: (MASTER.name, shape) for name, shape in trained_params(manifest.tensors).items()}
+        if not exclude_frozen_parameters:
+            wanted |= {name: (FROZEN_FIELD, shape) for name, shape in frozen_params(manifest.tensors).items()}
+        for name, (field, shape) in wanted.items():
+            state[name] = reader.read(f"{field}.{name}", 0, torch.Size(shape).numel()).float().view(shape)
+    buffers: dict[str, torch.Tensor] = read_extra(path, manifest)["buffers"]
+    return state | buffers
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """Load the float32 weights of a checkpoint into a model that has no engine.
+
+    Raises:
+        CheckpointError: it is no checkpoint of this model.
+    """
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    missing, unexpected = model.float().load_state_dict(state, strict=False)
+    first = {id(param): name for name, param in model.named_parameters()}
+    tied = {name for name, param in model.named_parameters(remove_duplicate=False) if first[id(param)] in state}
+    lacking = [name for name in missing if name not in tied]
+    if lacking or unexpected:
+        name = (lacking or unexpected)[0]
+        side = "the checkpoint has not" if lacking else "the model has not"
+        raise CheckpointError(f"{checkpoint_dir} is of another model: `{name}` is a parameter that {side}")
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the float32 weights of a checkpoint into one file, `pytorch_model.bin` or `model.safetensors`.
+
+    Raises:
+        ConfigError: they are more than `max_shard_size`.
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    nbytes = sum(value.nbytes for value in state.values())
+    if max_shard_size is not None and nbytes > parse_size(max_shard_size):
+        raise ConfigError(
+            f"the weights have {nbytes} bytes and max_shard_size is {max_shard_size}, but one file is written: pass "
+            "max_shard_size=None, or use engine.save_16bit_model, which writes several"
+        )
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    if safe_serialization:
+        save_file(state, Path(output_dir) / "model.safetensors", {"format": "pt"})
+    else:
+        torch.save(state, Path(output_dir) / "pytorch_model.bin")

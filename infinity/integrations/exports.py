@@ -1,0 +1,152 @@
+"""A model for inference in transformers' format: in any dtype, and with its adapters merged."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.export import write_model, write_on_rank_0
+from infinity.checkpoint.extra import persistent_buffers
+from infinity.config import parse_size
+from infinity.engine import Engine
+from infinity.errors import ConfigError, InfinityError
+from infinity.integrations.dialect.values import safe_get_full_fp32_param
+from infinity.zero.adapters import name_before_wrapping
+
+
+def save_pretrained(
+    engine: Engine,
+    directory: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write the weights for `AutoModel.from_pretrained`, in memory bounded by one layer. All ranks call this together.
+
+    They are the exact masters, rounded to `dtype` once. Adapters of PEFT are merged into the weights that they belong
+    to, in float32; the model itself stays as it is.
+
+    Args:
+        dtype: of the files; what the model computes in by default.
+        max_shard_size: size at which a new file begins.
+
+    Raises:
+        ConfigError: an adapter is on a weight that is tied to another one, or `max_shard_size` is no size.
+        InfinityError: the model is divided by tensor parallelism.
+        StorageError: writing failed; an earlier export is still there.
+        CheckpointError: rank 0 could not write.
+    """
+    model: Any = engine.module
+    runtime = engine.begin_gathering("save_pretrained", stores=False)
+    if runtime.parts.ranks.size > 1:
+        raise InfinityError("save_pretrained writes whole parameters, and this model is divided by tensor parallelism")
+    try:
+        shard_bytes = parse_size(max_shard_size)
+    except ValueError as error:
+        raise ConfigError(f"max_shard_size: {error}") from error
+    base = model.get_base_model() if _has_adapters(model) else model
+    dtype = runtime.layout.param_dtype if dtype is None else dtype
+    sources = _sources(model)
+    buffers = {
+        name_before_wrapping(name): buffer.to(dtype) if buffer.is_floating_point() else buffer
+        for name, buffer in persistent_buffers(model).items()
+    }
+    specs = {name: (dtype, tuple(param.shape)) for name, (param, _) in sources.items()}
+    specs |= {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
+    values = chain(_values(sources), buffers.items())
+
+    def write() -> None:
+        write_model(Path(directory), base, values, specs, dtype=dtype, shard_bytes=shard_bytes)
+
+    write_on_rank_0(runtime.ranks, values, write)
+
+
+Source = tuple[nn.Parameter, nn.Module | None]  # and the layer whose adapters go into it
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def _sources(model: nn.Module) -> dict[str, Source]:
+    """Where every parameter of the model without adapters comes from, by its name there."""
+    if not _has_adapters(model):
+        return {name: (param, None) for name, param in model.named_parameters()}
+    layers = {name: module for name, module in model.named_modules() if _is_adapted(module)}
+    active = {name: module for name, module in model.named_modules() if hasattr(module, "modules_to_save")}
+    _check_untied(model)
+    found: dict[str, Source] = {}
+    for name, param in model.named_parameters():
+        layer = next((layers[prefix] for prefix in _prefixes(name) if prefix in layers), None)
+        copies = next((active[prefix] for prefix in _prefixes(name) if prefix in active), None)
+        plain = name_before_wrapping(name)
+        if layer is not None:
+            if ".base_layer." not in name:
+                continue  # the adapter's own
+            found[plain] = param, layer
+        elif copies is None or _is_active(name, copies):
+            found[plain] = param, None
+    return found
+
+
+def _check_untied(model: nn.Module) -> None:
+    """What is merged must be a parameter's alone: transformers ties the others to it as it loads."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(param) for _, param in named)
+    for name, param in named:
+        if uses[id(param)] > 1 and (".base_layer." in name or ".original_module." in name):
+            raise ConfigError(
+                f"`{name_before_wrapping(name)}` is tied to another parameter and has an adapter, or a trained copy, "
+                "which that one has not: they cannot be merged. Save the adapter by itself (save_adapters), or untie "
+                "them (tie_word_embeddings=False)"
+            )
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return hasattr(module, "base_layer") and hasattr(module, "merge") and hasattr(module, "active_adapters")
+
+
+def _is_active(name: str, copies: Any) -> bool:
+    """The parameter is of the copy of a module that is used."""
+    adapters: list[str] = list(copies.active_adapters)
+    return any(f".modules_to_save.{adapter}." in name for adapter in adapters)
+
+
+def _values(sources: dict[str, Source]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The values in float32, one layer's at a time."""
+    layer, merged = None, None
+    for name, (param, of) in sources.items():
+        if of is None:
+            value = safe_get_full_fp32_param(param)
+            assert value is not None
+            yield name, value
+            continue
+        if of is not layer:
+            layer, merged = of, _merged(of)
+        assert merged is not None
+        yield name, merged.get_parameter(name.rpartition(".")[2]).detach()
+
+
+def _merged(layer: nn.Module) -> nn.Module:
+    """The base layer of a copy of `layer` with its active adapters merged, in float32."""
+    values = {name: safe_get_full_fp32_param(param) for name, param in layer.named_parameters()}
+    alone: Any = copy.deepcopy(layer)
+    for name, param in alone.named_parameters():
+        value = values[name]
+        assert value is not None
+        param.data = value.cpu()
+    alone.merge()
+    base: nn.Module = alone.get_base_layer()
+    return base

@@ -1,0 +1,102 @@
+"""Generating with a model whose weights come and go: keys and values under a budget of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from infinity.config import Config, format_size
+from infinity.engine import Engine
+from infinity.errors import CapacityError, ConfigError
+
+
+class InferenceEngine(Engine):
+    """An engine without training state.
+
+    Attributes:
+        cache_bytes: what keys and values may take while `generate` runs; None for no limit.
+    """
+
+    cache_bytes: int | None = None
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's, with a cache that stays within the budget.
+
+        Raises:
+            CapacityError: keys and values of that many sequences and tokens need more.
+        """
+        model: Any = self.module
+        if self.cache_bytes is not None and kwargs.get("past_key_values") is None:
+            new_tokens = kwargs.get("max_new_tokens") or getattr(model.generation_config, "max_new_tokens", None) or 1
+            kwargs["past_key_values"] = BudgetedCache(model.config, self.cache_bytes, new_tokens)
+        return model.generate(*args, **kwargs)
+
+
+class BudgetedCache(DynamicCache):
+    """Keys and values of a generation, which are refused before they are more than the budget.
+
+    A layer that grows is there twice for a moment, which counts.
+
+    Args:
+        new_tokens: how many are to be generated: what they will need is looked at when the first comes.
+    """
+
+    def __init__(self, config: Any, budget_bytes: int, new_tokens: int) -> None:
+        super().__init__(config=config)
+        self._budget_bytes = budget_bytes
+        self._new_tokens = new_tokens
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Raises CapacityError."""
+        held = [_layer_bytes(layer) for layer in self.layers]
+        more = key_states.nbytes + value_states.nbytes
+        batch, tokens = key_states.shape[0], key_states.shape[-2]
+        if not any(held):
+            per_token = more // tokens
+            lengths = [min(tokens + self._new_tokens, _window(layer)) for layer in self.layers]
+            self._check(per_token * (sum(lengths) + max(lengths, default=0)), batch, tokens)
+        here = held[layer_idx] if layer_idx < len(held) else 0
+        self._check(sum(held) + here + more, batch, tokens)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check(self, nbytes: int, batch: int, tokens: int) -> None:
+        if nbytes > self._budget_bytes:
+            raise CapacityError(
+                f"keys and values of {batch} sequences, {tokens} tokens and {self._new_tokens} new ones each, need "
+                f"{format_size(nbytes)}, and kv_cache is {format_size(self._budget_bytes)}: raise it to {nbytes} bytes "
+                "or more, or generate fewer sequences or tokens at a time"
+            )
+
+
+def _layer_bytes(layer: Any) -> int:
+    tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+def _window(layer: Any) -> int:
+    """The most tokens that a layer keeps."""
+    window = getattr(layer, "sliding_window", None)
+    return window if isinstance(window, int) else 1 << 60
+
+
+def leave_room(config: Config, cache_bytes: int, *, on_host: bool) -> Config:
+    """The configuration with so much less of the memory that is computed in; what is free is not a budget.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
+    key = "host_memory" if on_host else "device_memory"
+    budget = getattr(config.tiering, f"{key}_bytes")
+    if budget is None:
+        return config
+    if budget <= cache_bytes:
+        raise ConfigError(
+            f"kv_cache is {format_size(cache_bytes)} and is taken from tiering.{key}, which is {format_size(budget)}: "
+            "lower the one or raise the other"
+        )
+    return replace(config, tiering=replace(config.tiering, **{f"{key}_bytes": budget - cache_bytes}))

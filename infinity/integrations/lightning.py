@@ -1,0 +1,280 @@
+"""Lightning's Trainer over infinity: `Trainer(strategy=InfinityStrategy("configs/nvme.json"))`.
+
+[Note: who does what]
+Lightning decides when a step ends, when it validates and saves, and steps the learning rate. Forward, backward, the
+update, clipping, precision and what a checkpoint holds of the model are the engine's. So the Trainer's accumulation,
+clipping and precision go into the configuration, and a checkpoint is a directory of the engine's that holds Lightning's
+own dictionary beside the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from infinity.errors import CheckpointError, ConfigError
+from infinity.integrations.dialect.engine import DeepSpeedEngine
+from infinity.optim.torch_schedules import rebind
+from infinity.setup import initialize
+from infinity.zero.init import Init
+
+_TAG = "checkpoint"
+_SECTIONS = {"bf16": "bf16", "16": "fp16"}  # of a Trainer's precision, by its first word
+
+
+class InfinityStrategy(DDPStrategy):
+    """Trains, evaluates and predicts with an engine; as many processes as the Trainer or a launcher starts.
+
+    Args:
+        config: a DeepSpeed-style JSON file, or the same as a mapping. Batch sizes may be left out; accumulation,
+            clipping and precision are the Trainer's, and a contradiction is refused. With an `optimizer` section
+            `configure_optimizers` is not called.
+        more: arguments of Lightning's DDPStrategy, such as `process_group_backend` and `timeout`.
+    """
+
+    strategy_name = "infinity"
+
+    def __init__(self, config: str | Path | Mapping[str, Any], **more: Any) -> None:
+        super().__init__(**more)
+        self._given = config
+        self._from_file = False
+
+    @property
+    def engine(self) -> DeepSpeedEngine:
+        """The engine, from the Trainer's setup to its end."""
+        if not isinstance(self.model, DeepSpeedEngine):
+            raise ConfigError("InfinityStrategy has an engine only while its Trainer runs: use it in a hook")
+        return self.model
+
+    # Configuration #
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else _EnginePrecision("32-true")
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        """The Trainer's choice: the engine carries it out."""
+        if plugin is not None and not isinstance(plugin, _EnginePrecision):
+            plugin = _EnginePrecision(str(plugin.precision))
+        self._precision_plugin = plugin
+
+    def _configuration(self, trainer: Trainer) -> dict[str, Any]:
+        """The given one, with what the Trainer decides.
+
+        Raises:
+            ConfigError: they contradict one another.
+        """
+        given = self._given
+        try:
+            config = dict(given) if isinstance(given, Mapping) else json.loads(Path(given).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{given}: {error}") from error
+        decided = {
+            "gradient_accumulation_steps": (trainer.accumulate_grad_batches, "accumulate_grad_batches"),
+            "gradient_clipping": (trainer.gradient_clip_val or 0.0, "gradient_clip_val"),
+        }
+        for key, (value, argument) in decided.items():
+            if config.setdefault(key, value) not in (value, "auto"):
+                raise ConfigError(f"{key} is {config[key]} and Trainer({argument}) is {value}: leave the key out")
+            config[key] = value
+        if str(trainer.gradient_clip_algorithm or "norm").rpartition(".")[2].lower() != "norm":
+            raise ConfigError("Trainer(gradient_clip_algorithm='value') is not supported: clip by norm")
+        section = _SECTIONS.get(self.precision_plugin.precision.partition("-")[0])
+        if section is not None:
+            other = "fp16" if section == "bf16" else "bf16"
+            if config.get(other, {}).get("enabled") is True:
+                raise ConfigError(f"Trainer(precision={self.precision_plugin.precision!r}) and {other} contradict")
+            config[section] = {**config.get(section, {}), "enabled": True}
+        for key in ("optimizer", "scheduler"):  # files for transformers' Trainer leave the values to it
+            if "auto" in (config.get(key) or {}).get("params", {}).values():
+                del config[key]  # here to `configure_optimizers`
+        if config.get("train_batch_size", "auto") == "auto":
+            config.pop("train_batch_size", None)
+            if config.get("train_micro_batch_size_per_gpu", "auto") == "auto":
+                config["train_micro_batch_size_per_gpu"] = 1
+        return config
+
+    # From a Trainer to an engine #
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.model = self._engine_for(trainer, self.lightning_module)
+        self.barrier()
+
+    def _engine_for(self, trainer: Trainer, module: LightningModule) -> DeepSpeedEngine:
+        config = self._configuration(trainer)
+        trains = trainer.state.fn == TrainerFn.FITTING
+        optimizer = None
+        self.optimizers, self.lr_scheduler_configs = [], []
+        if trains and config.get("optimizer") is None:
+            optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+            if len(optimizers) != 1:
+                raise ConfigError(
+                    f"configure_optimizers gave {len(optimizers)} optimizers, and one is trained with: give one with "
+                    "parameter groups, or the configuration an optimizer section"
+                )
+            optimizer = optimizers[0]
+        engine, tiered, _, scheduler = initialize(
+            module,
+            config,
+            optimizer=optimizer,
+            device=self.root_device,
+            trains=trains,
+            engine_class=DeepSpeedEngine,
+        )
+        assert isinstance(engine, DeepSpeedEngine)
+        for each in self.lr_scheduler_configs:
+            rebind(each.scheduler, optimizer, tiered)  # type: ignore[arg-type]
+        if scheduler is not None and trains:
+            self.lr_scheduler_configs = []  # of the configuration: the engine steps it
+        self.optimizers = [] if tiered is None else [tiered]
+        return engine
+
+    def teardown(self) -> None:
+        """The module has its newest values in memory, where that holds them."""
+        if isinstance(self.model, DeepSpeedEngine):
+            engine, self.model = self.model, self.lightning_module
+            self.optimizers = []
+            engine.destroy()
+        super().teardown()
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """What `configure_model` builds lies in files until the engine has it."""
+        with Init():
+            yield
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    # Steps #
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """Say which micro-batch is the last of its step: an epoch may end in the middle of one."""
+        trainer = self._trainer
+        if trainer.accumulate_grad_batches > 1:
+            self.engine.set_gradient_accumulation_boundary(not trainer.fit_loop._should_accumulate())
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """The boundary says already that a micro-batch is not the last."""
+        yield
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        return self.precision_plugin.optimizer_step(optimizer, model or self.lightning_module, closure, **kwargs)
+
+    # Checkpoints #
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False  # `load_checkpoint` has
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}  # the engine saves what it has
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write a directory of the engine's at `filepath`; all ranks call this together.
+
+        Raises:
+            ConfigError: `storage_options` are given.
+        """
+        if storage_options is not None:
+            raise ConfigError("storage_options are not supported: a checkpoint is a directory on a filesystem")
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        path = Path(self.broadcast(str(filepath)))
+        self.engine.save_checkpoint(path, _TAG, client_state={"lightning": _plain(rest)})
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a directory that `save_checkpoint` wrote, or the weights of a file of another strategy.
+
+        Raises:
+            CheckpointError: it is neither, or damaged.
+        """
+        path = Path(self.broadcast(str(checkpoint_path)))
+        self._from_file = path.is_file()
+        if self._from_file:
+            found: dict[str, Any] = super().load_checkpoint(path, weights_only)
+            return found
+        trains = self._trainer.state.fn == TrainerFn.FITTING
+        _, state = self.engine.load_checkpoint(
+            path, _TAG, load_optimizer_states=trains, load_lr_scheduler_states=trains, load_module_only=not trains
+        )
+        if state is None or "lightning" not in state:
+            raise CheckpointError(f"{path} was not saved by Lightning: load it with engine.load_checkpoint in a hook")
+        return dict(state["lightning"])
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._from_file:
+            assert self.lightning_module is not None
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+
+class _EnginePrecision(Precision):
+    """The engine computes in its own dtype and keeps masters: nothing is converted and scaled here but inputs."""
+
+    def __init__(self, precision: str) -> None:
+        if precision.partition("-")[0] not in ("32", *_SECTIONS):
+            raise ConfigError(f"Trainer(precision={precision!r}) is not supported: choose 32, 16 or bf16")
+        self.precision = precision
+
+    def convert_module(self, module: Any) -> Any:
+        return module
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        return nullcontext()  # no autocast: parameters have the dtype
+
+    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        model.trainer.strategy.engine.backward(tensor, *args, scale_wrt_gas=False, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        result = closure()
+        self._after_closure(model, optimizer)
+        if model.automatic_optimization and result is None:
+            raise ConfigError("training_step returned None: a step cannot be left out, return a loss")
+        model.trainer.strategy.engine.step()
+        return result
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """The engine clips, as the configuration says."""
+
+
+def _plain(value: Any) -> Any:
+    """A value of Lightning's as a checkpoint holds it safely."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else list(map(_plain, value))
+    if isinstance(value, Path):
+        return str(value)
+    return value

@@ -1,0 +1,65 @@
+"""What a directory lies on, and why a figure measured there may be something else than its drive's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+_ELSEWHERE = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "lustre", "glusterfs", "beegfs", "afs"}
+)
+_TRANSFORMING = frozenset({"btrfs", "zfs", "bcachefs", "overlay"})
+
+
+@dataclass(frozen=True)
+class Drive:
+    """What is known of the place of a directory.
+
+    Attributes:
+        filesystem: its type, as ext4.
+        device: the block device, as nvme0n1p1; empty if there is none, as below a network filesystem.
+        number: what `stat` calls the device; the same for directories on one.
+    """
+
+    filesystem: str
+    device: str
+    number: int
+
+
+def drive_of(path: Path) -> Drive:
+    """What `path` lies on."""
+    number = path.stat().st_dev
+    link = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    return Drive(filesystem_of(path), link.resolve().name if link.exists() else "", number)
+
+
+def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Type of the filesystem that `path` is on."""
+    best = ("", "unknown")
+    resolved = str(path.resolve())
+    for line in mounts.read_text().splitlines():
+        _, escaped, kind, *_ = line.split()
+        mount = escaped.encode().decode("unicode_escape")  # a blank in a name is \040
+        inside = mount == "/" or resolved == mount or resolved.startswith(f"{mount}/")
+        if inside and len(mount) >= len(best[0]):
+            best = (mount, kind)
+    return best[1]
+
+
+def cautions(drive: Drive, *, direct: bool) -> list[str]:
+    """What the numbers may be instead of the drive's; empty if nothing is suspected."""
+    found = []
+    if drive.filesystem in _MEMORY:
+        found.append(f"{drive.filesystem} lies in memory: these are no drive's numbers, and its files count as memory")
+    elif not direct:
+        found.append("no direct I/O: this is the page cache, not the drive, and what is written may not be on it yet")
+    if drive.filesystem in _ELSEWHERE or drive.filesystem.startswith("fuse"):
+        found.append(f"{drive.filesystem}: the other side, and the way there, cache as they like")
+    if drive.filesystem in _TRANSFORMING:
+        found.append(f"{drive.filesystem}: it may copy, compress or check what passes, also with direct I/O")
+    if drive.device.startswith(("vd", "xvd", "zram", "ram", "loop")):
+        what = "a virtual disk: its host" if drive.device.startswith(("vd", "xvd")) else f"{drive.device}: it"
+        found.append(f"{what} may cache, so compare ratios rather than trust the rates")
+    return found

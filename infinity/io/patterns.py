@@ -1,0 +1,61 @@
+"""Which bytes a benchmark moves, in which order. Pure.
+
+A request is several blocks where their order allows it, so that the engine and not Python cuts them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+
+from infinity.errors import ConfigError
+
+OPERATIONS = ("read", "write", "mixed", "randread", "randwrite")
+_WRITTEN_SHARE = {"read": 0.0, "write": 1.0, "mixed": 0.5, "randread": 0.0, "randwrite": 1.0}
+
+
+@dataclass(frozen=True)
+class Move:
+    """One request: `operation` is read or write."""
+
+    operation: str
+    offset: int
+    nbytes: int
+
+
+def check_operation(operation: str) -> None:
+    """Raises ConfigError for one that does not exist."""
+    if operation not in OPERATIONS:
+        raise ConfigError(f"operation {operation!r} does not exist; choose one of {', '.join(OPERATIONS)}")
+
+
+def written_share(operation: str) -> float:
+    """Of the bytes that an operation moves, how many it writes: 0 to 1."""
+    return _WRITTEN_SHARE[operation]
+
+
+def moves(operation: str, size_bytes: int, block_bytes: int, request_bytes: int) -> Sequence[Move]:
+    """One pass over the whole blocks of a file.
+
+    Args:
+        request_bytes: most of a sequential request; whole blocks. Random ones are a block each.
+
+    Mixed reads the first half and writes the second, a request of each in turn, as an optimizer streams its tiles.
+    """
+    end = size_bytes // block_bytes * block_bytes
+    if operation == "mixed":
+        middle = end // 2 // block_bytes * block_bytes
+        reads = _sequential("read", 0, middle, request_bytes)
+        writes = _sequential("write", middle, 2 * middle, request_bytes)
+        return [move for move in chain.from_iterable(zip_longest(reads, writes)) if move is not None]
+    if operation in ("randread", "randwrite"):
+        blocks = _sequential(operation.removeprefix("rand"), 0, end, block_bytes)
+        random.shuffle(blocks)
+        return blocks
+    return _sequential(operation, 0, end, request_bytes)
+
+
+def _sequential(operation: str, begin: int, end: int, nbytes: int) -> list[Move]:
+    return [Move(operation, at, min(nbytes, end - at)) for at in range(begin, end, nbytes)]

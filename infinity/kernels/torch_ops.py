@@ -1,0 +1,156 @@
+"""The optimizer's update in torch's own operators, for states on any device.
+
+The second implementation of one specification: every function has the bits of the native kernels, so that a tile may be
+updated where it lives. Operators that a backend may contract to a fused multiply-add (`add` with `alpha`, `addcmul`,
+`lerp`) would round once where the kernels round twice, and are not used; see `_sqrt` for the root. The payload of a NaN
+is the device's own.
+
+Formats whose moments are rounded stochastically are left to the native kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from infinity.kernels.rules import Loop, Numbers, Rule
+
+_ELEMENTS = 1 << 24  # worked on at a time: bounds what intermediate results take
+
+
+def update_in_torch(
+    rule: Rule,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    *,
+    master: torch.Tensor | None,
+    first: torch.Tensor | None,
+    second: torch.Tensor | None,
+) -> None:
+    """One update in place, on the stream that is current.
+
+    Args:
+        param: 1-D; float32, which is its own master; bfloat16 beside int16 low bits; float16 beside a float32 master.
+        grad: float32, bfloat16 or float16, of the same length, as everything here.
+        master: what lies beside `param`.
+        first, second: the float32 moments that the rule has.
+    """
+    loop, numbers = rule.loop()
+    run = _LOOPS[loop]
+    for start in range(0, param.numel(), _ELEMENTS):
+        here = slice(start, start + _ELEMENTS)
+        weight, beside = param[here], None if master is None else master[here]
+        value = join(weight, beside)
+        scaled = grad[here].float() * numbers.grad_scale
+        run(value, None if first is None else first[here], None if second is None else second[here], scaled, numbers)
+        split(value, weight, beside)
+
+
+# Parameters #
+
+
+def join(param: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
+    """The float32 master: `param` or `master` itself where one of them is, else a new tensor."""
+    if master is None:
+        return param
+    if master.dtype == torch.int16:
+        rounded = param.view(torch.int16).to(torch.int32) << 16
+        bits = rounded + master.to(torch.int32)
+        return torch.where((bits & 0x7FFFFFFF) < 0x7FFF8000, bits, rounded).view(torch.float32)
+    unchanged = _half_bits(master) == param.view(torch.int16)
+    return torch.where(unchanged, master, param.float())
+
+
+def split(value: torch.Tensor, param: torch.Tensor, master: torch.Tensor | None) -> None:
+    """Store what `join` gave, updated."""
+    if master is None:
+        return
+    if master.dtype == torch.int16:
+        bits = value.view(torch.int32)
+        bits = torch.where(value.isnan(), (bits & -0x80000000) | 0x7FC00000, bits)
+        param.view(torch.int16).copy_((bits + 0x8000) >> 16)
+        master.copy_(bits)
+        return
+    master.copy_(value)
+    param.view(torch.int16).copy_(_half_bits(value))
+
+
+def _half_bits(value: torch.Tensor) -> torch.Tensor:
+    """float16, rounded to nearest even, as int16; every NaN is the one that the kernels make."""
+    sign = (value.view(torch.int32) >> 16) & 0x8000
+    return torch.where(value.isnan(), (sign | 0x7E00).to(torch.int16), value.half().view(torch.int16))
+
+
+# The rules, in the order of operations of csrc/adam/kernels.cpp #
+
+_State = torch.Tensor | None
+_Run = Callable[[torch.Tensor, _State, _State, torch.Tensor, Numbers], None]
+
+
+def _adam(coupled: bool) -> _Run:
+    def run(p: torch.Tensor, m: _State, v: _State, g: torch.Tensor, n: Numbers) -> None:
+        assert m is not None
+        assert v is not None
+        if coupled:
+            g = g + p * n.l2
+        else:
+            p *= n.param_factor
+        difference = g - m
+        if n.m_weight < 0.5:  # torch's lerp starts from the nearer end
+            m += difference * n.m_weight
+        else:
+            torch.add(g, difference * _less(n.m_weight, 1.0), out=m)
+        v *= n.v_factor
+        v += (g * n.v_weight) * g
+        denominator = _sqrt(v).mul_(n.inv_bias2).add_(n.eps)
+        p += (m * n.step_size).div_(denominator)
+
+    return run
+
+
+def _adagrad(p: torch.Tensor, _: _State, s: _State, g: torch.Tensor, n: Numbers) -> None:
+    assert s is not None
+    g = g + p * n.l2
+    s += g * g
+    p += (g * n.step_size).div_(_sqrt(s).add_(n.eps))
+
+
+def _lion(p: torch.Tensor, m: _State, _: _State, g: torch.Tensor, n: Numbers) -> None:
+    assert m is not None
+    direction = m * _less(1.0, n.blend) + g * n.blend
+    # torch's own sign makes zero of NaN and of -0.
+    sign = torch.where(direction > 0, 1.0, torch.where(direction < 0, -1.0, direction))
+    p *= n.param_factor
+    p += sign.mul_(n.step_size)
+    m *= n.m_factor
+    m += g * n.m_weight
+
+
+def _sgd(p: torch.Tensor, m: _State, _: _State, g: torch.Tensor, n: Numbers) -> None:
+    assert m is not None
+    g = g + p * n.l2
+    m *= n.m_factor
+    m += g * n.m_weight
+    direction = g + m * n.m_factor if n.blend else m
+    p += direction * n.step_size
+
+
+def _sqrt(value: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded. So is the root of CUDA and ROCm; torch's on the CPU is a vector library's, which is not."""
+    return value.sqrt() if value.is_cuda else value.double().sqrt_().float()
+
+
+def _less(value: float, other: float) -> float:
+    """`value - other` in float32, as the kernels have it."""
+    return float(np.float32(value) - np.float32(other))
+
+
+_LOOPS: dict[Loop, _Run] = {
+    Loop.ADAMW: _adam(coupled=False),
+    Loop.ADAM: _adam(coupled=True),
+    Loop.ADAGRAD: _adagrad,
+    Loop.LION: _lion,
+    Loop.SGD: _sgd,
+}

@@ -1,0 +1,40 @@
+"""What a training will need, do and cost, before anything is allocated."""
+
+from infinity.planner.memory import Drive, Estimate, drives_here, estimate, largest_model, problems
+from infinity.planner.rates import Duplex, Rates, rates_of, with_numbers
+from infinity.planner.roofline import Intensity, bandwidth_for, efficiency, intensity
+from infinity.planner.stand_in import WIDTH_STEP, Shape, shape_of, stand_in
+from infinity.planner.step_time import StepTime, predict_step
+from infinity.planner.sweep import Point, Sweep
+from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
+from infinity.planner.work import Work, count_work
+
+__all__ = [
+    "WIDTH_STEP",
+    "Drive",
+    "Duplex",
+    "Estimate",
+    "Intensity",
+    "Machine",
+    "Point",
+    "Rates",
+    "Shape",
+    "StepTime",
+    "Sweep",
+    "TrainingPlan",
+    "Work",
+    "bandwidth_for",
+    "count_work",
+    "drives_here",
+    "efficiency",
+    "estimate",
+    "intensity",
+    "largest_model",
+    "plan_training",
+    "predict_step",
+    "problems",
+    "rates_of",
+    "shape_of",
+    "stand_in",
+    "with_numbers",
+]

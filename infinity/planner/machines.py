@@ -1,0 +1,80 @@
+"""Machines that are not here: numbers to plan with before there is one to measure.
+
+Memory and peak rates are the makers' (NVIDIA's data sheets of the H200, H100 and A100 SXM, L40S, RTX 4090 and 3090:
+dense bf16 products that sum in float32). The rest is assumed: a transformer gets 45% of the peak, pinned copies 55 GB/s
+over PCI Express 5 and 25 over 4, a server's 16 cores update 9e9 parameters a second and a desktop's 3e9, and drives
+move 6 GB/s. Nothing of it was measured here; `infinity profile` measures the machine that it runs on.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import ConfigError
+
+_SHARE = 0.45  # of the peak
+
+
+@dataclass(frozen=True)
+class KnownMachine:
+    """One machine with one device.
+
+    Attributes:
+        device_memory, machine_memory: bytes.
+        flops: a second, of a transformer's products.
+        link: bytes a second each way.
+        optimizer_rate: parameters a second.
+        disk: bytes a second.
+    """
+
+    device_memory: int
+    machine_memory: int
+    flops: float
+    link: float
+    optimizer_rate: float
+    disk: float
+
+
+def _server(gigabytes: float, peak: float, link: float = 55e9) -> KnownMachine:
+    return KnownMachine(int(gigabytes * 1e9), 512 << 30, _SHARE * peak, link, 9e9, 6e9)
+
+
+def _desktop(gigabytes: float, peak: float) -> KnownMachine:
+    return KnownMachine(int(gigabytes * 1e9), 64 << 30, _SHARE * peak, 25e9, 3e9, 6e9)
+
+
+MACHINES = {
+    "H200": _server(141, 989e12),
+    "H100": _server(80, 989e12),
+    "A100": _server(80, 312e12, link=25e9),
+    "L40S": _server(48, 362e12, link=25e9),
+    "4090": _desktop(24, 165e12),
+    "3090": _desktop(24, 71e12),
+}
+
+
+def known_machine(name: str) -> KnownMachine:
+    """One of `MACHINES`, or what a JSON file says with the names of `KnownMachine` as keys.
+
+    Raises:
+        ConfigError: there is none of this name, or the file lacks a number.
+    """
+    if name in MACHINES:
+        return MACHINES[name]
+    if not name.endswith(".json"):
+        raise ConfigError(f"--emulate {name}: no such machine; there are {', '.join(MACHINES)}, or a JSON file")
+    try:
+        values: Any = json.loads(Path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--emulate {name} cannot be read: {error}") from error
+    wanted = [field.name for field in fields(KnownMachine)]
+    if not isinstance(values, dict) or sorted(values) != sorted(wanted):
+        raise ConfigError(f"--emulate {name} must be an object with these numbers and no others: {', '.join(wanted)}")
+    for key, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise ConfigError(f"--emulate {name}: {key} is {value!r}; it must be a number above 0")
+    whole = {key: int(values[key]) for key in ("device_memory", "machine_memory")}
+    return KnownMachine(**{**values, **whole})

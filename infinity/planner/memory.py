@@ -1,0 +1,150 @@
+"""Bytes of every tier and of the process beside them; whether they are there; the largest model for them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from infinity.config import Config, format_size
+from infinity.errors import CapacityError
+from infinity.planner.stand_in import Shape, shape_of, stand_in
+from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
+from infinity.planner.work import Work
+
+_LEAST_PARAMS, _MOST_PARAMS = 5e6, 1e15
+_TRIES = 14  # halvings of a factor of 2e8: within a few percent
+
+
+@dataclass(frozen=True)
+class Drive:
+    """A drive of the machine, with what is free on it."""
+
+    path: str
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one rank, and of its machine's drives.
+
+    Attributes:
+        device_bytes: on a device with memory of its own: states, `activation_bytes`, and the gradients of one unit.
+        budget_bytes: of `tiering.host_memory`, as far as it is taken.
+        libraries_bytes: Python, torch and what else is loaded.
+        activation_bytes: what autograd holds at most, where the model computes.
+        unit_grad_bytes: gradients of the unit that backward is in, before they are taken.
+        process_bytes: what the process holds of host memory at most: budget, libraries, and where the model computes on
+            the CPU activations and gradients.
+        nvme_bytes: of one rank; `machine_nvme_bytes` of all on one machine.
+    """
+
+    device_bytes: int
+    budget_bytes: int
+    libraries_bytes: int
+    activation_bytes: int
+    unit_grad_bytes: int
+    process_bytes: int
+    nvme_bytes: int
+    machine_nvme_bytes: int
+
+
+def estimate(plan: TrainingPlan, work: Work | None, libraries_bytes: int) -> Estimate:
+    """Add up what a plan takes of each memory.
+
+    Args:
+        work: of a micro-batch; None leaves activations out.
+        libraries_bytes: what a process takes before it trains.
+    """
+    activations = 0
+    if work is not None:  # what autograd saves may move, into a part of the budget
+        moves = plan.sizing.rules.activations_bytes > 0
+        activations = int(work.activation_bytes - (work.saved_bytes if moves else 0))
+    grads = max(
+        unit.trainable_numel * spec.dtype.itemsize
+        for unit, spec in zip(plan.sizing.partition.units, plan.sizing.specs, strict=True)
+    )
+    computing = activations + grads
+    discrete = plan.machine.discrete
+    return Estimate(
+        device_bytes=plan.device_used_bytes + computing if discrete else 0,
+        budget_bytes=plan.host_used_bytes,
+        libraries_bytes=libraries_bytes,
+        activation_bytes=activations,
+        unit_grad_bytes=grads,
+        process_bytes=plan.host_used_bytes + libraries_bytes + (0 if discrete else computing),
+        nvme_bytes=plan.nvme_bytes,
+        machine_nvme_bytes=plan.nvme_bytes * plan.machine.neighbours,
+    )
+
+
+def drives_here(config: Config) -> list[Drive]:
+    """The drives of a configuration on this machine, each once, with what the configuration may take of it.
+
+    A directory that does not exist yet is looked for upwards, since `initialize` makes it.
+    """
+    found: dict[int, Drive] = {}
+    for nvme in config.tiering.nvme:
+        path = nvme.path.absolute()
+        while not path.exists():
+            path = path.parent
+        free = shutil.disk_usage(path).free
+        free = free if nvme.capacity_bytes is None else min(free, nvme.capacity_bytes)
+        found.setdefault(os.stat(path).st_dev, Drive(str(nvme.path), free))  # noqa: PTH116 (`path` may be a mount)
+    return list(found.values())
+
+
+def problems(plan: TrainingPlan, needs: Estimate, drives: list[Drive], host_bytes: int) -> Iterator[str]:
+    """Why this cannot train here, in words.
+
+    Args:
+        drives: of one machine.
+        host_bytes: memory of one machine that is free, or that it has.
+    """
+    free = sum(drive.free_bytes for drive in drives)
+    if needs.machine_nvme_bytes > free:
+        listed = ", ".join(f"{drive.path} has {format_size(drive.free_bytes)}" for drive in drives) or "there is none"
+        yield (
+            f"the drives are too small: {format_size(needs.machine_nvme_bytes)} are needed on a machine, {listed} "
+            f"free. Free {format_size(needs.machine_nvme_bytes - free)}, add a path to tiering.nvme, raise "
+            "tiering.host_memory so that less is stored, or take a smaller state_format"
+        )
+    total = needs.process_bytes * plan.machine.neighbours
+    if total > host_bytes:
+        yield (
+            f"host memory is too small: the processes of a machine take {format_size(total)} with the budget of "
+            f"{format_size(plan.host_bytes)} each, and {format_size(host_bytes)} are there. Lower tiering.host_memory "
+            "or the micro-batch, or checkpoint activations"
+        )
+    if plan.machine.device_bytes is not None and needs.device_bytes > plan.machine.device_bytes:
+        yield (
+            f"device memory is too small: {format_size(needs.device_bytes)} are needed, of which "
+            f"{format_size(needs.activation_bytes)} are activations, and there are "
+            f"{format_size(plan.machine.device_bytes)}. Lower tiering.device_memory or the micro-batch, or checkpoint "
+            "activations"
+        )
+
+
+def largest_model(config: Config, machine: Machine, drives: list[Drive]) -> Shape | None:
+    """The largest decoder whose states these budgets and drives hold; None if none does. Activations are left out."""
+    free = sum(drive.free_bytes for drive in drives)
+
+    def fits(params: float) -> bool:
+        try:
+            plan = plan_training(stand_in(shape_of(params)), config, machine)
+        except CapacityError:
+            return False
+        return plan.nvme_bytes * machine.neighbours <= free
+
+    low, high = _LEAST_PARAMS, _LEAST_PARAMS
+    if not fits(low):
+        return None
+    while fits(high) and high < _MOST_PARAMS:
+        low, high = high, 8 * high
+    for _ in range(_TRIES):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if fits(middle) else (low, middle)
+        if high / low < 1.02:
+            break
+    return shape_of(low)

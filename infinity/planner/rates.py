@@ -1,0 +1,155 @@
+"""How fast the parts of a machine are: from its profile, or as numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from infinity.errors import ConfigError
+from infinity.planner.work import Pass, Product
+
+_SHARE_MIXED = 2.0  # a byte read with a byte written, at a rate that counts both
+
+
+@dataclass(frozen=True)
+class Duplex:
+    """Bytes a second each way alone, and both at once together."""
+
+    inward: float
+    outward: float
+    both: float
+
+    def seconds(self, inward_bytes: float, outward_bytes: float) -> float:
+        """As much as there is for both ways moves at once, the rest alone."""
+        paired = min(inward_bytes, outward_bytes)
+        rest = (inward_bytes - paired) / self.inward + (outward_bytes - paired) / self.outward
+        return _SHARE_MIXED * paired / self.both + rest
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one machine; what is None is not known.
+
+    Attributes:
+        products: (rows, flop a second) by layout of the operands, of one device.
+        memory_bytes_per_s: read and written by what is no product, of one device.
+        optimizer_params_per_s: updates of all processes of the machine together.
+        disk: all drives of the machine together, inward is read.
+        link: of one device, inward is to the device.
+        gather_bytes_per_s, reduce_bytes_per_s: that one rank receives, or sends.
+    """
+
+    products: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    memory_bytes_per_s: float | None = None
+    optimizer_params_per_s: float | None = None
+    disk: Duplex | None = None
+    link: Duplex | None = None
+    gather_bytes_per_s: float | None = None
+    reduce_bytes_per_s: float | None = None
+
+    def compute_s(self, work: Pass) -> float | None:
+        """Of one pass on one device that has nothing else to do; None if the rates are not known."""
+        if not self.products:
+            return None
+        products = sum(flops / self._product_rate(kind) for kind, flops in work.flops.items())
+        return products + (work.other_bytes / self.memory_bytes_per_s if self.memory_bytes_per_s else 0.0)
+
+    def _product_rate(self, kind: Product) -> float:
+        """Between the two nearest numbers of rows on logarithmic scales; beyond them, the nearest."""
+        known = self.products.get(kind.layout) or next(iter(self.products.values()))
+        below = [point for point in known if point[0] <= kind.rows]
+        above = [point for point in known if point[0] > kind.rows]
+        if not below or not above:
+            return (below[-1] if below else above[0])[1]
+        (low, slow), (high, fast) = below[-1], above[0]
+        share = math.log(kind.rows / low) / math.log(high / low)
+        return float(slow ** (1 - share) * fast**share)
+
+    @property
+    def peak_flop_per_s(self) -> float | None:
+        """Of the fastest product."""
+        return max((rate for known in self.products.values() for _, rate in known), default=None)
+
+
+def rates_of(profile: dict[str, Any], *, dtype: str, state_format: str, device: str = "cpu") -> Rates:
+    """From a profile that `infinity profile` took.
+
+    Args:
+        dtype: that the model computes in, by torch's name.
+        device: type of the compute device.
+
+    Raises:
+        ConfigError: the profile has no such device or dtype.
+    """
+    products: dict[str, list[tuple[int, float]]] = {}
+    for entry in profile["products"] or ():
+        if entry["device"] == device and entry["dtype"] == dtype:
+            products.setdefault(entry["layout"], []).append((entry["rows"], entry["flop_per_s"]))
+    if not products:
+        raise ConfigError(f"the profile has no matrix products in {dtype} on {device}: take it anew where that is")
+    optimizer = [entry for entry in profile["optimizer"] if entry["format"] == state_format]
+    memory = max(profile["memory"], key=lambda entry: entry["threads"])
+    ranks, link = profile["ranks"], profile["link"]
+    return Rates(
+        {layout: tuple(sorted(points)) for layout, points in products.items()},
+        memory_bytes_per_s=memory["triad_bytes_per_s"] if device == "cpu" else None,
+        optimizer_params_per_s=max((entry["params_per_s"] for entry in optimizer), default=None),
+        disk=_drives(profile),
+        link=None if link is None else _link(link),
+        gather_bytes_per_s=ranks and ranks["all_gather_bytes_per_s"],
+        reduce_bytes_per_s=ranks and ranks["reduce_scatter_bytes_per_s"],
+    )
+
+
+def _drives(profile: dict[str, Any]) -> Duplex | None:
+    """All drives, as fast as they are beside an optimizer that works."""
+    if not profile["drives"]:
+        return None
+    rates = profile["drives_together"] or profile["drives"][0]
+    beside = profile["beside_optimizer"]
+    share = min(1.0, beside["mixed_bytes_per_s"] / beside["mixed_alone_bytes_per_s"]) if beside else 1.0
+    read, write, mixed = (share * rates[f"{name}_bytes_per_s"] for name in ("read", "write", "mixed"))
+    return Duplex(read, write, mixed)
+
+
+def _link(link: dict[str, Any]) -> Duplex:
+    both = link["both_to_device_bytes_per_s"] + link["both_to_host_bytes_per_s"]
+    return Duplex(link["to_device_bytes_per_s"], link["to_host_bytes_per_s"], both)
+
+
+def with_numbers(
+    rates: Rates,
+    *,
+    flop_per_s: float | None = None,
+    optimizer_params_per_s: float | None = None,
+    disk_bytes_per_s: float | None = None,
+    link_bytes_per_s: float | None = None,
+    collective_bytes_per_s: float | None = None,
+    drives: int = 1,
+) -> Rates:
+    """Numbers in place of what was measured: a drive moves so much in all, a link so much each way.
+
+    Args:
+        drives: how many there are for each that the rate is of.
+    """
+    if flop_per_s is not None:
+        rates = replace(rates, products={"nt": ((1, flop_per_s),)}, memory_bytes_per_s=None)
+    if optimizer_params_per_s is not None:
+        rates = replace(rates, optimizer_params_per_s=optimizer_params_per_s)
+    if disk_bytes_per_s is not None:
+        rates = replace(rates, disk=Duplex(*(disk_bytes_per_s,) * 3))
+    if link_bytes_per_s is not None:
+        rates = replace(rates, link=Duplex(link_bytes_per_s, link_bytes_per_s, 2 * link_bytes_per_s))
+    if collective_bytes_per_s is not None:
+        rates = replace(rates, gather_bytes_per_s=collective_bytes_per_s, reduce_bytes_per_s=collective_bytes_per_s)
+    if drives != 1 and rates.disk is not None:
+        disk = rates.disk
+        rates = replace(rates, disk=Duplex(drives * disk.inward, drives * disk.outward, drives * disk.both))
+    return rates
+
+
+def known(values: Sequence[float | None]) -> bool:
+    """None of them is missing."""
+    return all(value is not None for value in values)

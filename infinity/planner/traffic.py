@@ -1,0 +1,117 @@
+"""What moves between the tiers in one step, by the phase in which it has to move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from infinity.schedule import Plan
+from infinity.schedule.placement import Placement
+from infinity.tiers import Memory
+from infinity.zero.sizing import Sizing
+
+
+@dataclass(frozen=True)
+class Fetches:
+    """Parameters that come in for all forward, or all backward, passes of a step, in bytes by route."""
+
+    disk: int = 0
+    link: int = 0
+    gathered: int = 0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one rank in one step.
+
+    Attributes:
+        forward, backward: parameters that are fetched in these phases.
+        states: optimizer states on the drives: so much is read, and so much written, by the updates.
+        params_written: updated parameters that go back to the drives.
+        spilled: gradients that do not fit: so much is written, and so much read, under backward.
+        link_down: gradients that leave the device; those that are added up on it leave once.
+        link_up: updated parameters that stay on the device, of units whose states do not.
+        reduced: gradients that are sent to other ranks.
+        regathered: updated parameters that every rank keeps whole, received from those that have updated them.
+    """
+
+    forward: Fetches
+    backward: Fetches
+    states: int
+    params_written: int
+    spilled: int
+    link_down: int
+    link_up: int
+    reduced: int
+    regathered: int
+
+    @property
+    def read_bytes(self) -> int:
+        return self.forward.disk + self.backward.disk + self.states + self.spilled
+
+    @property
+    def write_bytes(self) -> int:
+        return self.states + self.params_written + self.spilled
+
+
+def traffic_of(
+    sizing: Sizing, placement: Placement, steps: Plan, micro_batches: int, ranks: int, sums_bytes: int = 0
+) -> Traffic:
+    """Of a step of so many micro-batches, each of which repeats the plan's cycle unless they go layer by layer.
+
+    Args:
+        sums_bytes: of the device's memory, in which gradients of several micro-batches are added up.
+    """
+    rules, specs = sizing.rules, sizing.specs
+    passes = 1 if sizing.layer_major else micro_batches
+    stored = [home.memory is Memory.NVME for home in placement.params]
+    forward, backward = (
+        _fetches(sizing, stored, list(units), passes) for units in _fetched(steps, len(steps.steps) // 2)
+    )
+    spilled = sum(sizing.shards.grad_sizes[unit] for unit in placement.grad_homes.spilled)
+    updated = steps.evicted if rules.one_memory and not rules.gathers else range(len(specs))
+    trained = sum(unit.trainable_numel for unit in sizing.partition.units)
+    # An all-reduce is a reduce-scatter and an all-gather.
+    reductions = (micro_batches if rules.reduces_every_pass else 1) * (1 if rules.gathers else 2)
+    own = trained // rules.sharding.count
+    own_bytes = own * sizing.grad_dtype.itemsize
+    leaving = 0 if rules.one_memory or rules.states is Memory.DEVICE else own_bytes
+    once = min(leaving, sums_bytes)
+    coming = {unit for part in _fetched(steps, 0) for unit in part}
+    staying = sum(spec.shard_nbytes for unit, spec in enumerate(specs) if unit not in coming)
+    kept_whole = sum(spec.nbytes for spec in specs if not spec.offloaded)
+    return Traffic(
+        forward,
+        backward,
+        states=placement.stored_bytes - spilled,
+        params_written=sum(specs[unit].shard_nbytes for unit in updated if stored[unit]),
+        spilled=spilled * passes,
+        link_down=once + (leaving - once) * passes,
+        link_up=staying if leaving else 0,
+        reduced=_sent(trained * sizing.communication_dtype.itemsize * reductions, ranks) if rules.reduces else 0,
+        regathered=_sent(kept_whole, ranks) if rules.gathers else 0,
+    )
+
+
+def _fetched(steps: Plan, forward: int) -> Iterator[Iterator[int]]:
+    """Units that are fetched in the forward uses, and in the others."""
+    for part in (steps.steps[:forward], steps.steps[forward:]):
+        on_the_spot = (step.unit for step in part if step.before is not None)
+        ahead = (unit for step in part for action, unit in step.actions if action == "prefetch")
+        yield iter([*on_the_spot, *ahead])
+
+
+def _fetches(sizing: Sizing, stored: list[bool], units: list[int], passes: int) -> Fetches:
+    specs, rules = sizing.specs, sizing.rules
+    whole = passes * sum(specs[unit].nbytes for unit in units)
+    shards = passes * sum(specs[unit].shard_nbytes for unit in units)
+    return Fetches(
+        disk=passes * sum(specs[unit].shard_nbytes for unit in units if stored[unit]),
+        link=0 if rules.one_memory else shards,
+        gathered=_sent(whole, rules.sharding.count) if rules.gathers else 0,
+    )
+
+
+def _sent(nbytes: int, ranks: int) -> int:
+    """What a rank receives, or sends, of a whole that is divided among them."""
+    return nbytes * (ranks - 1) // ranks

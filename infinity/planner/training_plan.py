@@ -1,0 +1,192 @@
+"""What a model and a configuration will do, before anything is allocated: bytes of every tier, a plan of the step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from infinity.config import Config
+from infinity.memory import Ledger
+from infinity.planner.traffic import Traffic, traffic_of
+from infinity.schedule import MemoryNeeds, MemorySplit, Plan, make_plan, split_memory
+from infinity.schedule.placement import Placement, place
+from infinity.tiers import Memory
+from infinity.tiers.swap import ALIGN_BYTES
+from infinity.zero.budgets import AUTO_SHARE, device_budgets, host_capacity
+from infinity.zero.ranks import Ranks
+from infinity.zero.sizing import Sizing, size_up
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a model is to train.
+
+    Attributes:
+        ranks: processes that train it together, one a device; `neighbours` of them share a machine.
+        device_bytes: memory of each compute device; None where that is the CPU.
+        host_bytes: memory of a machine; None for this one's.
+    """
+
+    ranks: int = 1
+    neighbours: int = 1
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+
+    @property
+    def discrete(self) -> bool:
+        """The compute device has memory of its own."""
+        return self.device_bytes is not None
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """A unit, in the order of the model: `nbytes` of parameters, which come and go if `offloaded`."""
+
+    name: str
+    params: int
+    nbytes: int
+    offloaded: bool
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """One step of training on one rank, whose budgets and bytes these are.
+
+    Attributes:
+        machine: where it trains.
+        sizing: what follows from model and configuration.
+        units: what is fetched and evicted as a whole.
+        state_format, update_schedule: as "auto" was resolved.
+        needs: the least and the most that host memory can usefully hold.
+        host_bytes: the budget, given or chosen.
+        split: what the budget grants.
+        host_used_bytes: what of the budget is taken.
+        device_used_bytes: on a device with memory of its own: parameters that are computed on, and gradients between
+            ranks; 0 without one.
+        nvme_bytes: space that will be reserved on the drives.
+        steps: of one cycle in steady state, forward through the units in their order and backward in the reverse.
+        traffic: what moves in a step.
+    """
+
+    machine: Machine
+    sizing: Sizing
+    units: tuple[UnitFacts, ...]
+    state_format: str
+    update_schedule: str
+    needs: MemoryNeeds
+    host_bytes: int
+    split: MemorySplit
+    host_used_bytes: int
+    device_used_bytes: int
+    nvme_bytes: int
+    steps: Plan
+    traffic: Traffic
+
+    @property
+    def params(self) -> int:
+        return sum(unit.params for unit in self.units)
+
+    @property
+    def read_bytes(self) -> int:
+        """From the drives in one step."""
+        return self.traffic.read_bytes
+
+    @property
+    def write_bytes(self) -> int:
+        """To the drives in one step."""
+        return self.traffic.write_bytes
+
+    def facts(self) -> dict[str, Any]:
+        """As plain values, for JSON; the plan's steps by unit name."""
+        names = [unit.name for unit in self.units]
+        return {
+            "params": self.params,
+            "ranks": self.machine.ranks,
+            "state_format": self.state_format,
+            "update_schedule": self.update_schedule,
+            "host_least_bytes": self.needs.least_bytes,
+            "host_most_bytes": self.needs.most_bytes,
+            "host_bytes": self.host_bytes,
+            "host_used_bytes": self.host_used_bytes,
+            "device_used_bytes": self.device_used_bytes,
+            "split": asdict(self.split),
+            "nvme_bytes": self.nvme_bytes,
+            "read_bytes_per_step": self.read_bytes,
+            "write_bytes_per_step": self.write_bytes,
+            "units": [asdict(unit) for unit in self.units],
+            "steps": [
+                {
+                    "use": names[step.unit],
+                    "fetch_on_the_spot": step.before is not None,
+                    "evict_first": [names[unit] for unit in step.before or ()],
+                    "then": [[action, names[unit]] for action, unit in step.actions],
+                }
+                for step in self.steps.steps
+            ],
+        }
+
+
+def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()) -> TrainingPlan:
+    """Plan a model's training as `infinity.initialize` would lay it out; its parameters may be on meta.
+
+    Raises:
+        CapacityError: a memory budget is too small; the message has the number that is needed.
+        ConfigError: a combination that cannot work.
+    """
+    sizing = _sizing(model, config, machine)
+    needs = sizing.host_needs()
+    capacity = _host_capacity(config, needs, machine)
+    split = split_memory(needs, capacity, "tiering.host_memory")
+    placement = place(sizing.rules, sizing.specs, sizing.shards, split)
+    there = device_budgets(sizing, config, split, Ledger("host memory", capacity), machine.device_bytes or 0)
+    moving = [unit for unit, spec in enumerate(sizing.specs) if spec.offloaded]
+    steps = make_plan([*moving, *reversed(moving)], [spec.nbytes for spec in sizing.specs], there.params.capacity_bytes)
+    return TrainingPlan(
+        machine=machine,
+        sizing=sizing,
+        units=tuple(
+            UnitFacts(spec.name, sum(slot.numel for slot in unit.slots), spec.nbytes, spec.offloaded)
+            for unit, spec in zip(sizing.partition.units, sizing.specs, strict=True)
+        ),
+        state_format=sizing.layout.format,
+        update_schedule=sizing.schedule.value,
+        needs=needs,
+        host_bytes=capacity,
+        split=split,
+        host_used_bytes=_host_used(needs, split),
+        device_used_bytes=sum(part.capacity_bytes for part in there.ledger.parts.values()),
+        nvme_bytes=_nvme_bytes(sizing, placement),
+        steps=steps,
+        traffic=traffic_of(
+            sizing, placement, steps, config.gradient_accumulation_steps, machine.ranks, there.sums.capacity_bytes
+        ),
+    )
+
+
+def _sizing(model: nn.Module, config: Config, machine: Machine) -> Sizing:
+    groups = {name: 0 for name, param in model.named_parameters() if param.requires_grad and param.is_floating_point()}
+    made = {name for name, param in model.named_parameters() if param.is_meta}
+    ranks = Ranks(size=machine.ranks, neighbours=machine.neighbours)
+    return size_up(model, groups, config, "adamw", discrete=machine.discrete, ranks=ranks, made=made)
+
+
+def _host_capacity(config: Config, needs: MemoryNeeds, machine: Machine) -> int:
+    """The budget of one rank."""
+    if machine.host_bytes is None or config.tiering.host_memory_bytes is not None:
+        return host_capacity(config, needs, Ranks(neighbours=machine.neighbours))
+    return min(needs.most_bytes, int(AUTO_SHARE * machine.host_bytes / machine.neighbours))
+
+
+def _host_used(needs: MemoryNeeds, split: MemorySplit) -> int:
+    granted = split.params_bytes + split.grads_bytes + split.states_bytes + split.ring_bytes + split.homes_bytes
+    beside = needs.collecting_bytes + needs.activations_bytes + needs.initial_extra_bytes(split)
+    return needs.always_bytes + granted + beside
+
+
+def _nvme_bytes(sizing: Sizing, placement: Placement) -> int:
+    """Whole pages for every parameter that has its home there, beside the states and gradients."""
+    homes = zip(sizing.specs, placement.params, strict=True)
+    sizes = [spec.shard_nbytes for spec, home in homes if home.memory is Memory.NVME]
+    return placement.stored_bytes + sum(-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in sizes)

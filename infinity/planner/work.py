@@ -1,0 +1,292 @@
+"""What one micro-batch asks of the compute device: counted on the model itself, with tensors that have no values.
+
+[Note: two layers stand for all]
+Blocks that are alike do alike work, so a model of a hundred of them is run with one, and with two: the difference is a
+block, and the rest of the model is what is left. Operations are those of the CPU's kernels, whose attention keeps no
+matrix of all pairs; a GPU's keeps none either.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+from infinity.errors import ConfigError
+from infinity.zero.partition import Partition
+
+
+class Product(NamedTuple):
+    """A kind of matrix product, as far as its speed goes.
+
+    Attributes:
+        layout: how the operands lie: "nn", "nt" (the second is transposed), "tn" (the first is), or "attention".
+        rows: the least of its three measures.
+    """
+
+    layout: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward or a backward pass.
+
+    Attributes:
+        flops: of products, by kind.
+        other_bytes: read and written by all other operations.
+    """
+
+    flops: dict[Product, float] = field(default_factory=dict)
+    other_bytes: float = 0.0
+
+    @property
+    def total_flops(self) -> float:
+        return sum(self.flops.values())
+
+
+@dataclass(frozen=True)
+class Work:
+    """One micro-batch on one rank.
+
+    Attributes:
+        tokens: of the micro-batch.
+        saved_bytes: activations that autograd holds when the forward pass ends.
+        block_bytes: of these, one block's that are computed again, if blocks are checkpointed; else 0.
+        loss_bytes: what lives beside them at most at the end of the forward pass: logits and what is made of them.
+    """
+
+    tokens: int
+    forward: Pass
+    backward: Pass
+    saved_bytes: float
+    block_bytes: float
+    loss_bytes: float
+
+    @property
+    def activation_bytes(self) -> float:
+        """The most that is held at once."""
+        return self.saved_bytes + max(self.block_bytes, self.loss_bytes)
+
+
+def count_work(
+    model: nn.Module, partition: Partition, dtype: torch.dtype, batch: int, seq: int, *, checkpointing: bool = False
+) -> Work:
+    """Count what a micro-batch of `batch` samples of `seq` tokens does in `model`, whose weights may be on meta.
+
+    Args:
+        partition: says which modules are blocks.
+        dtype: that it computes in.
+        checkpointing: only the inputs of blocks are kept, and backward computes the rest again.
+
+    Raises:
+        ConfigError: the model does not run on `input_ids` and `labels`.
+    """
+    work = _count(model, partition, _Run(dtype, batch, seq, checkpointing))
+    if not checkpointing or not partition.blocks:
+        return work
+    whole = _count(model, partition, _Run(dtype, batch, seq, checkpointing=False))
+    return replace(work, block_bytes=(whole.saved_bytes - work.saved_bytes) / len(_outermost(partition)))
+
+
+class _Run(NamedTuple):
+    """How a model is run, see `count_work`."""
+
+    dtype: torch.dtype
+    batch: int
+    seq: int
+    checkpointing: bool
+
+
+def _count(model: nn.Module, partition: Partition, run: _Run) -> Work:
+    blocks = _listed_alike(model, partition)
+    if blocks is None:
+        return _work(model, [model.get_submodule(name) for name in _outermost(partition)], run)
+    container = _outermost(partition)[0].rpartition(".")[0]
+    parent_name, _, name = container.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    works = []
+    for count in (1, 2):
+        setattr(parent, name, nn.ModuleList(blocks[:count]))
+        try:
+            works.append(_work(model, blocks[:count], run))
+        finally:
+            setattr(parent, name, nn.ModuleList(blocks))
+    return _extended(works[0], works[1], len(blocks))
+
+
+def _listed_alike(model: nn.Module, partition: Partition) -> list[nn.Module] | None:
+    """All blocks, if there are more than two, alike, and members of one list."""
+    names = _outermost(partition)
+    container = names[0].rpartition(".")[0] if names else ""
+    if len(names) < 3 or not container:
+        return None
+    blocks = [model.get_submodule(name) for name in names]
+    listed = model.get_submodule(container)
+    kinds = {(type(block), tuple(param.shape for param in block.parameters())) for block in blocks}
+    return blocks if isinstance(listed, nn.ModuleList) and list(listed) == blocks and len(kinds) == 1 else None
+
+
+def _outermost(partition: Partition) -> list[str]:
+    """Blocks that are not tiles of another."""
+    names = frozenset(partition.blocks)
+
+    def inside(name: str) -> bool:
+        return any(name[:end] in names for end, letter in enumerate(name) if letter == ".")
+
+    return [name for name in partition.blocks if not inside(name)]
+
+
+def _extended(one: Work, two: Work, blocks: int) -> Work:
+    """See [Note: two layers stand for all]."""
+
+    def line(first: float, second: float) -> float:
+        return first + (blocks - 1) * (second - first)
+
+    def passes(first: Pass, second: Pass) -> Pass:
+        kinds = first.flops.keys() | second.flops.keys()
+        flops = {kind: line(first.flops.get(kind, 0.0), second.flops.get(kind, 0.0)) for kind in kinds}
+        return Pass(flops, line(first.other_bytes, second.other_bytes))
+
+    return Work(
+        one.tokens,
+        passes(one.forward, two.forward),
+        passes(one.backward, two.backward),
+        line(one.saved_bytes, two.saved_bytes),
+        one.block_bytes,
+        one.loss_bytes,
+    )
+
+
+def _work(model: nn.Module, blocks: list[nn.Module], run: _Run) -> Work:
+    """Of one forward and backward pass over tensors without values."""
+    saved: dict[int, tuple[torch.Tensor, int]] = {}  # kept alive: an address is of one storage then
+    counter = _Counter()
+    with _without_values(model, run.dtype) as fake, fake, _checkpointed(blocks, run.checkpointing):
+        weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+        def save(tensor: torch.Tensor) -> torch.Tensor:
+            if _storage(tensor) not in weights:
+                saved[_storage(tensor)] = tensor, tensor.untyped_storage().nbytes()
+            return tensor
+
+        ids = torch.zeros(run.batch, run.seq, dtype=torch.long)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), counter:
+                output = model(input_ids=ids, labels=ids)
+        except Exception as error:
+            raise ConfigError(
+                f"the work of {type(model).__name__} cannot be counted: forward(input_ids=..., labels=...) raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        forward = counter.take()
+        with counter:
+            (output if isinstance(output, torch.Tensor) else output.loss).backward()
+        backward = counter.take()
+    sizes = [nbytes for _, nbytes in saved.values()]
+    # What a language model's loss keeps, in float32, is the largest; as much is made of it in backward, and logits and
+    # their gradient in the compute dtype are beside it.
+    loss_bytes = max(sizes, default=0) * (1 + run.dtype.itemsize / torch.float32.itemsize)
+    return Work(run.batch * run.seq, forward, backward, float(sum(sizes)), 0.0, loss_bytes)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def _without_values(model: nn.Module, dtype: torch.dtype) -> Iterator[FakeTensorMode]:
+    """The model's parameters and buffers as tensors of the CPU that have no memory; as before outside."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    stand_ins: dict[int, torch.Tensor] = {}  # tied parameters stay one
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        with fake:
+            made = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    try:
+        for module in model.modules():
+            for members in cast("list[dict[str, Any]]", [module._parameters, module._buffers]):
+                for name, tensor in members.items():
+                    if tensor is not None:
+                        if id(tensor) not in stand_ins:
+                            stand_ins[id(tensor)] = stand_in(tensor)
+                        before.append((members, name, tensor))
+                        members[name] = stand_ins[id(tensor)]
+        yield fake
+    finally:
+        for members, name, tensor in before:
+            members[name] = tensor
+
+
+@contextmanager
+def _checkpointed(blocks: list[nn.Module], checkpointing: bool) -> Iterator[None]:
+    """Have backward compute the inside of these blocks again."""
+    if not checkpointing:
+        yield
+        return
+    for block in blocks:
+        inner = block.forward
+        block.forward = lambda *args, _inner=inner, **more: checkpoint(_inner, *args, use_reentrant=False, **more)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up what every operation does."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._flops: Counter[Product] = Counter()
+        self._other_bytes = 0.0
+
+    def take(self) -> Pass:
+        """What was counted since the last call."""
+        taken = Pass(dict(self._flops), self._other_bytes)
+        self._flops, self._other_bytes = Counter(), 0.0
+        return taken
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if "scaled_dot_product" in str(packet):
+            self._flops[Product("attention", 0)] += _attention_flops(args, backward="backward" in str(packet))
+        elif packet in flop_registry:
+            self._flops[_product_of(args)] += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        elif not func.is_view:
+            self._other_bytes += sum(map(_bytes_of, (*args, out)))
+        return out
+
+
+def _attention_flops(args: Any, *, backward: bool) -> int:
+    """Of the whole square: kernels that leave out the masked half only look faster."""
+    query, key = args[1:3] if backward else args[:2]
+    batch, heads, tokens, width = query.shape
+    return int((5 if backward else 2) * 2 * batch * heads * tokens * key.shape[-2] * width)
+
+
+def _product_of(args: Any) -> Product:
+    first, second = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
+    rows = min(first.shape[-2], first.shape[-1], second.shape[-1])
+    layout = "".join("t" if matrix.stride(-1) > matrix.stride(-2) else "n" for matrix in (first, second))
+    return Product("tn" if layout == "tt" else layout, rows)
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_bytes_of, value)) if isinstance(value, (tuple, list)) else 0

@@ -1,0 +1,129 @@
+"""Rates of the drives: each alone, all at once, and beside an optimizer that works."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from infinity.io import IoOptions, Span
+from infinity.io.bench import BenchRun, BenchSession, bench_file, ring_bytes, run_together
+from infinity.io.drives import cautions, drive_of
+from infinity.memory.filled import random_memory
+from infinity.profiling.processor import BusyOptimizer
+
+OPERATIONS = ("read", "write", "mixed")
+MOST_PASSES = 4  # over its file, of one measurement: what it may write
+_BESIDE_S = 1.0
+Rates = dict[str, Any]
+
+
+def written_bytes(paths: int, size_bytes: int) -> int:
+    """Most that `drive_rates` writes: each file, then writes and mixed, alone, together and beside an optimizer."""
+    per_path = size_bytes + MOST_PASSES * (size_bytes + size_bytes // 2)
+    together = MOST_PASSES * (size_bytes + size_bytes // 2) if paths > 1 else 0
+    beside = 2 * MOST_PASSES * size_bytes // 2
+    return paths * (per_path + together + beside)
+
+
+def drive_rates(
+    paths: Sequence[Path],
+    size_bytes: int,
+    options: IoOptions,
+    backend: str,
+    seconds: float,
+    optimizer_numel: int,
+    progress: Callable[[str], None],
+) -> Rates:
+    """The profile's `drives`, `drives_together` and `beside_optimizer`.
+
+    Args:
+        size_bytes: of the file on each path.
+        seconds: of one measurement, or less: none goes over its file more than a few times.
+        optimizer_numel: parameters of the optimizer that works beside.
+
+    Raises:
+        StorageError: a path cannot be used, or a file would fill its drive.
+    """
+    with ExitStack() as stack:
+        buffers = stack.enter_context(random_memory(ring_bytes(options) * len(paths)))
+        files = [stack.enter_context(bench_file(path, size_bytes)) for path in paths]
+        sessions = _sessions(files, size_bytes, options, backend, buffers, stack)
+        drives = []
+        for file, session in zip(files, sessions, strict=True):
+            drives.append(_alone(file, session, seconds, progress))
+        together = None
+        if len(sessions) > 1:
+            together = {}
+            for operation in OPERATIONS:
+                together[f"{operation}_bytes_per_s"] = _together(sessions, operation, size_bytes, drives, seconds)
+                progress(f"all drives: {operation}")
+        beside = _beside(sessions, size_bytes, drives, optimizer_numel)
+        progress("drives beside the optimizer")
+    return {"drives": drives, "drives_together": together, "beside_optimizer": beside}
+
+
+def _sessions(
+    files: Sequence[Path], size_bytes: int, options: IoOptions, backend: str, buffers: Span, stack: ExitStack
+) -> list[BenchSession]:
+    share = buffers.nbytes // len(files) // 4096 * 4096
+    spans = [Span(buffers.address + index * share, share, buffers.owner) for index in range(len(files))]
+    return [
+        stack.enter_context(BenchSession(file, size_bytes, backend, options, span))
+        for file, span in zip(files, spans, strict=True)
+    ]
+
+
+def _alone(file: Path, session: BenchSession, seconds: float, progress: Callable[[str], None]) -> Rates:
+    drive = drive_of(file.parent)
+    session.fill()
+    progress(f"{file.parent}: filled")
+    facts: Rates = {
+        "path": str(file.parent),
+        "filesystem": drive.filesystem,
+        "device": drive.device,
+        "backend": session.backend,
+        "direct": session.direct,
+        "cautions": cautions(drive, direct=session.direct),
+    }
+    for operation in OPERATIONS:
+        run = session.run(operation, seconds, most_passes=MOST_PASSES)
+        facts[f"{operation}_bytes_per_s"] = run.bytes_per_s
+        progress(f"{file.parent}: {operation}")
+    return facts
+
+
+def _together(
+    sessions: Sequence[BenchSession], operation: str, size_bytes: int, drives: Sequence[Rates], seconds: float
+) -> float:
+    """All at once, for about as long as the fastest goes over its file no more often than it may."""
+    fastest = max(float(drive[f"{operation}_bytes_per_s"]) for drive in drives)
+    return _total(run_together(sessions, operation, min(seconds, MOST_PASSES * size_bytes / fastest), MOST_PASSES))
+
+
+def _beside(sessions: Sequence[BenchSession], size_bytes: int, drives: Sequence[Rates], numel: int) -> Rates:
+    """Mixed on all drives, the optimizer, and both: each alone first, in the same minute."""
+    fastest = max(float(drive["mixed_bytes_per_s"]) for drive in drives)
+    seconds = min(_BESIDE_S, MOST_PASSES * size_bytes / fastest)
+    optimizer = BusyOptimizer(numel)
+    rates: list[float] = []
+
+    def move() -> None:
+        rates.append(_total(run_together(sessions, "mixed", seconds, MOST_PASSES)))
+
+    alone = optimizer.rate(lambda: time.sleep(seconds))
+    move()
+    beside = optimizer.rate(move)
+    optimizer.close()
+    return {
+        "mixed_bytes_per_s": rates[1],
+        "mixed_alone_bytes_per_s": rates[0],
+        "params_per_s": beside,
+        "params_alone_per_s": alone,
+    }
+
+
+def _total(runs: Sequence[BenchRun]) -> float:
+    return sum(run.nbytes for run in runs) / max(run.seconds for run in runs)

@@ -1,0 +1,112 @@
+"""One profile from beginning to end: what is measured, in which order, and how far it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity import __version__, kernels
+from infinity.errors import CapacityError
+from infinity.io import IoOptions
+from infinity.memory import available_memory_bytes
+from infinity.profiling.collectives import collective_rates
+from infinity.profiling.drives import OPERATIONS, drive_rates, written_bytes
+from infinity.profiling.link import link_rates
+from infinity.profiling.processor import matmul_rates, optimizer_rates, thread_counts
+from infinity.profiling.products import product_rates
+from infinity.profiling.record import new_record
+from infinity.tiers import accelerator
+from infinity.zero.ranks import Ranks
+
+_MOST_PARAMS = 16 << 20  # far more than caches hold
+_LEAST_PARAMS = 1 << 20
+_BYTES_PER_PARAM = 80  # all state formats at once, and the triad's arrays
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class ProfileJob:
+    """What to measure.
+
+    Attributes:
+        paths: directories on drives; none leaves drives out.
+        size_bytes: of the file on each.
+        seconds: of one measurement of a drive.
+        params: most parameters of the optimizer that is timed.
+    """
+
+    paths: tuple[Path, ...]
+    size_bytes: int
+    options: IoOptions
+    backend: str
+    seconds: float = 2.0
+    params: int = _MOST_PARAMS
+
+
+def planned_write_bytes(job: ProfileJob) -> int:
+    """Most that a profile writes to the drives together."""
+    return written_bytes(len(job.paths), job.size_bytes)
+
+
+def run_profile(job: ProfileJob, ranks: Ranks, progress: Progress) -> dict[str, Any]:
+    """Measure everything; every rank calls it, and gets the profile of the machine of rank 0.
+
+    Args:
+        progress: told what was done, and how much of everything that is, 0 to 1.
+
+    Raises:
+        StorageError: a path cannot be used, or a file would fill its drive.
+        CapacityError: there is too little memory to measure in.
+    """
+    begin_s, taken_at_s = time.perf_counter(), time.time()
+    device = accelerator()
+    parts = ranks.on_rank_0(lambda: _machine(job, device, progress))
+    parts["ranks"] = collective_rates(ranks, device or torch.device("cpu"))
+    return new_record(__version__, taken_at_s, time.perf_counter() - begin_s, parts)
+
+
+def _machine(job: ProfileJob, device: torch.device | None, progress: Progress) -> dict[str, Any]:
+    counts = thread_counts(kernels.thread_count())
+    params = _params(job.params)
+    steps = len(job.paths) * (1 + len(OPERATIONS)) + (len(OPERATIONS) if len(job.paths) > 1 else 0)
+    steps += bool(job.paths) + len(counts) + (5 if device is not None else 2)
+    done = 0
+
+    def report(what: str) -> None:
+        nonlocal done
+        done += 1
+        progress(what, done / steps)
+
+    progress("optimizer", 0.0)
+    parts: dict[str, Any] = {}
+    parts["optimizer"], parts["memory"] = optimizer_rates(params, counts, report)
+    parts["matmul"] = matmul_rates(torch.device("cpu"), _DTYPES)
+    report("matrix products")
+    parts["products"] = product_rates(torch.device("cpu"), _DTYPES)
+    report("products of layers")
+    if device is not None:
+        parts["matmul"] += matmul_rates(device, _DTYPES)
+        report(f"matrix products on {device.type}")
+        parts["products"] += product_rates(device, _DTYPES)
+        report(f"products of layers on {device.type}")
+        parts["link"] = link_rates(device)
+        report(f"link to {device.type}")
+    if job.paths:
+        parts |= drive_rates(job.paths, job.size_bytes, job.options, job.backend, job.seconds, params, report)
+    return parts
+
+
+def _params(most: int) -> int:
+    """As many as a quarter of the free memory holds."""
+    params = min(most, available_memory_bytes() // 4 // _BYTES_PER_PARAM)
+    if params < min(most, _LEAST_PARAMS):
+        raise CapacityError(
+            f"too little memory is free to measure in: it takes {4 * _LEAST_PARAMS * _BYTES_PER_PARAM >> 20} MiB"
+        )
+    return params // 2048 * 2048

@@ -1,0 +1,175 @@
+"""Rates of the processor: the optimizer in every state format, plain passes over memory, matrix products."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from infinity import kernels
+from infinity.kernels import Hyper
+from infinity.memory import Arena
+from infinity.optim.bench import ROOFLINE, AdamBenchJob, run_adam_bench
+from infinity.optim.formats import FORMATS, StateLayout, init_states, state_layout, update
+
+_ROUNDS = 5
+_MATMUL_S = 0.4
+_LEAST_ROWS, _MOST_ROWS = 64, 4096
+_PAGE_BYTES = 4096
+_TRIAD_BYTES = 12  # of float32: two read, one written
+Rates = dict[str, Any]
+
+
+def thread_counts(most: int) -> list[int]:
+    """One, all, and the powers of two between."""
+    counts, count = [], 1
+    while count < most:
+        counts.append(count)
+        count *= 2
+    return [*counts, most]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many for the optimizer's kernels and for torch inside; as before outside."""
+    before = kernels.thread_count(), torch.get_num_threads()
+    kernels.set_threads(count)
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        kernels.set_threads(before[0])
+        torch.set_num_threads(before[1])
+
+
+def optimizer_rates(numel: int, counts: list[int], progress: Callable[[str], None]) -> tuple[list[Rates], list[Rates]]:
+    """AdamW over `numel` parameters in every state format, and passes over memory, for several numbers of threads.
+
+    Returns:
+        The profile's `optimizer` and `memory`.
+    """
+    optimizer, memory = [], []
+    for count in counts:
+        with threads(count):
+            job = AdamBenchJob(numel, count, FORMATS, (), None, _ROUNDS)
+            in_place = 0.0
+            for result in run_adam_bench(job, lambda _: None):
+                rate = result.params_per_s(numel)
+                if result.name == ROOFLINE:
+                    in_place = rate * result.bytes_per_param
+                    continue
+                facts = {"format": result.name, "threads": count, "params_per_s": rate}
+                optimizer.append({**facts, "bytes_per_s": rate * result.bytes_per_param})
+            progress(f"optimizer, {count} threads")
+            triad = _triad_bytes_per_s(numel)
+            memory.append({"threads": count, "triad_bytes_per_s": triad, "in_place_bytes_per_s": in_place})
+    return optimizer, memory
+
+
+def _triad_bytes_per_s(numel: int) -> float:
+    """a = b + s * c, of float32."""
+    a, b, c = (torch.ones(numel) for _ in range(3))
+    seconds = [timed(lambda: torch.add(b, c, alpha=3.0, out=a)) for _ in range(_ROUNDS + 1)]
+    return numel * _TRIAD_BYTES / statistics.median(seconds[1:])
+
+
+def timed(body: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    start_s = time.perf_counter()
+    body()
+    return time.perf_counter() - start_s
+
+
+def matmul_rates(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> list[Rates]:
+    """Square products in each dtype, as large as take a tenth of a second, which some processors reach early."""
+    return [_matmul_rate(device, dtype) for dtype in dtypes]
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype) -> Rates:
+    rows = _LEAST_ROWS
+    while True:
+        one, other = (torch.ones(rows, rows, dtype=dtype, device=device) for _ in range(2))
+        _product_s(one, other)
+        seconds = _product_s(one, other)
+        if seconds * 8 > _MATMUL_S / 2 or rows >= _MOST_ROWS:
+            break
+        rows *= 2
+    measured = [seconds]
+    while sum(measured) < _MATMUL_S:
+        measured.append(_product_s(one, other))
+    rate = 2 * rows**3 / statistics.median(measured)
+    return {"device": device.type, "dtype": str(dtype).removeprefix("torch."), "rows": rows, "flop_per_s": rate}
+
+
+def _product_s(one: torch.Tensor, other: torch.Tensor) -> float:
+    def product() -> None:
+        torch.mm(one, other)
+        if one.device.type != "cpu":
+            torch.accelerator.synchronize(one.device)
+
+    return timed(product)
+
+
+def _adam_step(
+    layout: StateLayout, param: torch.Tensor, states: dict[str, torch.Tensor], grad: torch.Tensor, count: int
+) -> None:
+    update(layout, param, states, grad, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, count, decoupled=True))
+
+
+class BusyOptimizer:
+    """AdamW in format `split` that works without a pause in a thread of its own, until it is stopped.
+
+    Args:
+        numel: parameters of one step.
+    """
+
+    def __init__(self, numel: int) -> None:
+        layout = state_layout("split")
+        param_bytes, state_bytes = numel * layout.param_dtype.itemsize, layout.tile_bytes(numel)
+        self._arena = Arena(2 * (param_bytes + _PAGE_BYTES) + state_bytes)
+        self._leases = [self._arena.lease(size) for size in (param_bytes, param_bytes, state_bytes)]
+        param, grad = (lease.tensor(layout.param_dtype, numel) for lease in self._leases[:2])
+        states = layout.views(self._leases[2].tensor(torch.uint8), numel)
+        init_states(layout, torch.ones(numel), param, states)
+        grad.fill_(1e-3)
+        self._step = partial(_adam_step, layout, param, states, grad)
+        self._numel = numel
+        self._steps = 0
+        self._stopped = threading.Event()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Steps follow one another while the body runs."""
+        self._stopped.clear()
+        thread = threading.Thread(target=self._work, name="infinity-busy-optimizer", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stopped.set()
+            thread.join()
+
+    def _work(self) -> None:
+        while not self._stopped.is_set():
+            self._steps += 1
+            self._step(self._steps)
+
+    def rate(self, body: Callable[[], object]) -> float:
+        """Parameters a second while `body` runs."""
+        with self.working():
+            before = self._steps
+            seconds = timed(body)
+            return (self._steps - before) * self._numel / seconds
+
+    def close(self) -> None:
+        """Give the memory back."""
+        del self._step
+        while self._leases:
+            self._leases.pop().release()
+        self._arena.close()

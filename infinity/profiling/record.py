@@ -1,0 +1,83 @@
+"""The profile as a file: one JSON object whose names carry their units.
+
+    {"format": "infinity-profile", "version": 1, "taken_at_unix_s": ..., "took_s": ..., "infinity": "0.1.0",
+     "drives": [{"path", "filesystem", "device", "backend", "direct", "cautions": [],
+                 "read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s"}],
+     "drives_together": {"read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s"}; null for one drive,
+     "beside_optimizer": {"mixed_bytes_per_s", "mixed_alone_bytes_per_s", "params_per_s", "params_alone_per_s"},
+     "optimizer": [{"format", "threads", "params_per_s", "bytes_per_s"}],
+     "memory": [{"threads", "triad_bytes_per_s", "in_place_bytes_per_s"}],
+     "matmul": [{"device", "dtype", "rows", "flop_per_s"}],
+     "products": [{"device", "dtype", "layout", "rows", "flop_per_s"}],
+     "link": {"device", "to_device_bytes_per_s", "to_host_bytes_per_s",
+              "both_to_device_bytes_per_s", "both_to_host_bytes_per_s"}; null without a device,
+     "ranks": {"count", "on_this_machine", "backend", "shard_bytes",
+               "all_gather_bytes_per_s", "reduce_scatter_bytes_per_s"}; null for one process}
+
+What was not measured is null. A rate is that of a median or of one long run. Drives read and write at once in
+`mixed`, whose rate is the sum of both. A collective's rate is that of the bytes that a rank receives (all-gather) or
+sends (reduce-scatter): (count - 1) shards. Products are those of a linear layer of so many rows, by how their
+operands lie: "nn", "nt" (the second is transposed), "tn" (the first is); and "attention", forward and backward.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import ConfigError
+
+PROFILE_VERSION = 1
+_FORMAT = "infinity-profile"
+_PARTS = ("drives", "drives_together", "beside_optimizer", "optimizer", "memory", "matmul", "products", "link", "ranks")
+
+
+def new_record(infinity_version: str, taken_at_s: float, took_s: float, parts: dict[str, Any]) -> dict[str, Any]:
+    """A profile of these parts; the missing ones are null."""
+    head = {
+        "format": _FORMAT,
+        "version": PROFILE_VERSION,
+        "taken_at_unix_s": taken_at_s,
+        "took_s": took_s,
+        "infinity": infinity_version,
+    }
+    return head | {name: parts.get(name) for name in _PARTS}
+
+
+def write_profile(profile: dict[str, Any], path: Path) -> None:
+    """Write it whole or not at all.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    partial = path.with_name(path.name + ".part")
+    try:
+        partial.write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"the profile cannot be written: {error}") from error
+
+
+def read_profile(path: Path) -> dict[str, Any]:
+    """A profile that `infinity profile --output` wrote.
+
+    Raises:
+        ConfigError: it is none, or of a version that this infinity does not know.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"profile {path}: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        raise ConfigError(f"{path} is no profile: write one with `infinity profile --output {path}`")
+    version = found.get("version")
+    if version != PROFILE_VERSION:
+        raise ConfigError(
+            f"profile {path} has version {version}, and this infinity reads {PROFILE_VERSION}: take it anew"
+        )
+    missing = [name for name in _PARTS if name not in found]
+    if missing:
+        raise ConfigError(f"profile {path} lacks {', '.join(missing)}: take it anew")
+    return found

@@ -1,0 +1,482 @@
+"""Where every field of every unit lives, and what follows from it: decided once, and data for all others.
+
+[Note: placement]
+Three facts of a run (its stage, its offload sections, what computes it) and nothing else decide who has what:
+
+- `none` and `cpu` are one place where the compute device is the CPU: device and host are one memory.
+- A shard lies *apart* from the tensor that is computed on where the device has memory of its own, or where several
+  ranks share the tensor. The optimizer then updates the shard, in host memory; else the tensor itself.
+- What the ranks share (all but at stage 0) has its home in shards. Whole tensors of parameters stay at stages 1 and 2
+  and are gathered from shards at stage 3.
+
+`Rules` hold this for all units alike. What a budget is too small for goes to the drive, tile by tile and unit by unit:
+that is `place`, once the budget is divided.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from infinity.config import Config, NvmeConfig
+from infinity.schedule.budget import MemoryNeeds, MemorySplit
+from infinity.tiers import WHOLE, FlatSpec, GradHomes, Memory, Sharding
+
+_SPILL_SLOTS = 3  # one filled, one written, one read
+_GRADS_IN_FLIGHT = 3  # units whose gradients may be held at once where they are updated in backward
+# Of all gradients: those whose updates may be left to the next forward pass, under which the drive would idle.
+_GRADS_LEFT_SHARE = 4
+_DEVICE_TILE_BYTES = 64 << 20
+_STAGING_UNITS = 3  # of those that lie apart: one uploaded, one read, one updated
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where one field of a unit is while nobody uses it.
+
+    Attributes:
+        sharding: which slice of it is there.
+        dtype: None for tiles of optimizer states, whose fields have several.
+        moves: it is used elsewhere, and comes and goes for that.
+    """
+
+    memory: Memory
+    sharding: Sharding
+    dtype: torch.dtype | None
+    moves: bool
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What follows for all units alike, see [Note: placement].
+
+    Attributes:
+        sharding: which slice of a unit's states, of its gradients, and of what lies apart, is this rank's.
+        params: home of parameters that may leave the device; DEVICE if none may.
+        states: home of optimizer states; DEVICE if they, and gradients, never leave it.
+        site: where the optimizer updates: HOST on a shard that lies apart, DEVICE on what is computed on.
+        one_memory: device and host are one: the host's budget pays for both.
+        stage: of ZeRO, where there are several ranks; else 0.
+        gathers: units are made whole from the shards of several ranks.
+        reduces: gradients are sums over several ranks.
+        reduces_every_pass: in every backward pass, else in the last one of a step.
+        collects_all: every rank has whole gradients of all units at once before they are reduced.
+        holds_all_grads: there is room for the gradients of all units at once, as far as they are this rank's.
+        spills_grads: those that are to be held but do not fit go to the drive.
+        grads_stream: a unit's gradients leave the device while it computes on, where nothing is added to them below.
+        least_tile_bytes: of a tile of optimizer states: kernels of a device are not worth a launch for less.
+        sums_there: those of several micro-batches are added up on the device, as far as it has room, and leave once.
+        settles: a step is over when all parameters are updated and show it; else updates go on under the next forward.
+        params_pass_host: they are to be read from the drives straight into the device, if there is a way.
+        drives: those that are used.
+        activations_bytes: host memory for what autograd saves; 0 where it stays on the device.
+    """
+
+    sharding: Sharding
+    params: Memory
+    states: Memory
+    site: Memory
+    one_memory: bool
+    stage: int
+    gathers: bool
+    reduces: bool
+    reduces_every_pass: bool
+    collects_all: bool
+    holds_all_grads: bool
+    spills_grads: bool
+    grads_stream: bool
+    sums_there: bool
+    least_tile_bytes: int
+    settles: bool
+    params_pass_host: bool
+    drives: tuple[NvmeConfig, ...]
+    activations_bytes: int
+
+    def param_home(self, *, stays: bool) -> Memory:
+        """Of a unit's parameters, which may `stay` by themselves, before a budget moves it up from the drive."""
+        return Memory.DEVICE if stays else self.params
+
+    def measured_there(self, parameters: int) -> int:
+        """Parameters, of so many, whose gradients' norms are made on the device."""
+        return parameters if self.grads_stream or self.states is Memory.DEVICE else 0
+
+    def in_place_problem(self) -> str:
+        """Why frozen weights cannot be used where they lie in somebody's files; or nothing."""
+        if self.params is Memory.NVME:
+            return ""
+        return (
+            "the weights are to be used where they lie, but parameters stay in memory: set stage to 3 and "
+            "zero_optimization.offload_param.device to nvme, or read them with in_place=False"
+        )
+
+    def no_sync_problem(self) -> str:
+        """Why a rank cannot keep the gradients of several passes to itself, before they are reduced; or nothing."""
+        if self.stage >= 2:
+            return (
+                f"no_sync keeps whole gradients on every rank, which stage {self.stage} is there to avoid: leave it "
+                "out, or use stage 0 or 1, which reduce gradients in the last micro-batch of a step anyway"
+            )
+        if not self.reduces and not self.holds_all_grads:
+            return (
+                "no_sync keeps the gradients of all units, but under the update schedule `backward` there is room for "
+                "those on their way only: set tiering.update_schedule to deferred, or gradient_accumulation_steps"
+            )
+        return ""
+
+
+def rules_of(
+    config: Config, rank: int, ranks: int, *, discrete: bool, exact: bool = True, updates_in_backward: bool
+) -> Rules:
+    """Resolve a configuration.
+
+    Args:
+        rank: this one of `ranks` processes that train the model together.
+        discrete: the compute device has memory of its own.
+        exact: the state format rounds nothing, so that a device can update it too.
+        updates_in_backward: a unit is updated as soon as its gradients are final.
+    """
+    stage, params, states = config.zero.stage, config.zero.offload_param.device, config.zero.offload_optimizer.device
+    sharding = WHOLE if stage == 0 else Sharding(rank, ranks)
+    apart = discrete or sharding.count > 1
+    layer_major = config.gradient_accumulation_steps > 1 and config.tiering.accumulation == "layer"
+    summed = config.accumulates and not layer_major
+    every_pass = stage >= 2 and not layer_major
+    on_drives = "nvme" in (params, states)
+    activations_move = config.tiering.activations == "nvme" or (config.tiering.activations == "cpu" and discrete)
+    if params == "nvme":
+        home = Memory.NVME
+    elif apart and (params == "cpu" or (stage == 3 and sharding.count > 1)):
+        home = Memory.HOST
+    else:
+        home = Memory.DEVICE
+    states_home = {"nvme": Memory.NVME, "cpu": Memory.HOST, "none": Memory.HOST}[states]
+    if states == "none" and discrete and exact and ranks == 1 and home is Memory.DEVICE:
+        states_home = Memory.DEVICE
+    streams = discrete and ranks == 1 and states_home is not Memory.DEVICE
+    return Rules(
+        sharding=sharding,
+        params=home,
+        states=states_home,
+        site=Memory.HOST if apart else Memory.DEVICE,
+        one_memory=not discrete,
+        stage=stage if ranks > 1 else 0,
+        gathers=sharding.count > 1,
+        reduces=ranks > 1,
+        reduces_every_pass=every_pass,
+        collects_all=ranks > 1 and summed and not every_pass,
+        holds_all_grads=summed or not updates_in_backward,
+        spills_grads=on_drives and (summed or not updates_in_backward),
+        grads_stream=streams,
+        sums_there=streams and summed,
+        least_tile_bytes=_DEVICE_TILE_BYTES if states_home is Memory.DEVICE else 0,
+        # Users read and write parameters between steps at these stages, as in torch.
+        settles=stage < 3 and config.tiering.update_schedule == "auto",
+        params_pass_host=config.aio.use_gds and discrete and home is Memory.NVME,
+        drives=config.tiering.nvme if on_drives else (),
+        activations_bytes=config.tiering.activation_memory_bytes if activations_move else 0,
+    )
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What is placed, beside the parameters.
+
+    Attributes:
+        numels: elements of each unit that this rank's optimizer has.
+        tile_numel, tile_bytes: elements of a full tile of optimizer states, bytes of a tile of so many.
+        standing: units whose gradients stay open while those of others come and go.
+    """
+
+    numels: Sequence[int]
+    tile_numel: int
+    tile_bytes: Callable[[int], int]
+    grad_dtype: torch.dtype
+    standing: Collection[int]
+
+    @cached_property
+    def tile_sizes(self) -> list[int]:
+        """Bytes of every tile."""
+        return [self.tile_bytes(numel) for numel in cut_into_tiles(self.numels, self.tile_numel)]
+
+    @cached_property
+    def grad_sizes(self) -> list[int]:
+        """Bytes of each unit's gradients."""
+        return [numel * self.grad_dtype.itemsize for numel in self.numels]
+
+
+# Shares of memory #
+
+
+class Share(NamedTuple):
+    """Bytes that are always there, and those of what comes and goes: the least, and the most that is of use."""
+
+    always: int = 0
+    least: int = 0
+    most: int = 0
+
+
+@dataclass(frozen=True)
+class ParamBytes:
+    """What parameters take of the memories.
+
+    Attributes:
+        computed: what is computed on; of the device's, or of the host's where they are one.
+        homes: shards that lie apart, in host memory: images on their way, which take `staging`, and homes.
+    """
+
+    computed: Share
+    homes: Share
+    staging: int
+
+
+def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
+    """What these units take under the rules."""
+    moving = sorted((spec.nbytes for spec in specs if spec.offloaded), reverse=True)
+    staying = sum(spec.nbytes for spec in specs if not spec.offloaded)
+    # One in use, one to come. Gathered beside their shards, more than one to go would be there twice.
+    most = moving[:3] if rules.one_memory and rules.gathers else moving
+    computed = Share(staying, sum(moving[:2]), sum(most))
+    if rules.site is Memory.DEVICE:
+        return ParamBytes(computed, Share(), 0)
+    # What is updated on the device passes through when it is made or looked at.
+    units = 1 if rules.states is Memory.DEVICE else _STAGING_UNITS
+    staging = units * max(spec.shard_nbytes for spec in specs)
+    homes = sum(spec.shard_nbytes for spec in specs if spec.offloaded)
+    return ParamBytes(
+        computed, Share(0, staging + (0 if rules.params is Memory.NVME else homes), staging + homes), staging
+    )
+
+
+def collecting_bytes(
+    rules: Rules, numels: Sequence[int], shared: Container[int], collect: torch.dtype, travel: torch.dtype
+) -> int:
+    """The most memory in which whole gradients are collected and reduced; torch's backends have copies of their own.
+
+    A model whose modules are left in no order may take more: what is collected has to be somewhere.
+
+    Args:
+        numels: trainable elements of each unit.
+        shared: units that several modules use, which are collected until the pass ends.
+        collect, travel: dtypes in which gradients are collected and reduced.
+    """
+    if not rules.reduces:
+        return 0
+    kept = [rules.collects_all or unit in shared for unit in range(len(numels))]
+    moving = sorted((numel for numel, stays in zip(numels, kept, strict=True) if not stays), reverse=True)
+    converts = collect is not travel  # else a unit is sent from where it was collected, beside the next
+    collected = sum(numels) - sum(moving) + sum(moving[: 1 if converts else 2])
+    shard = max(numels) // rules.sharding.count if rules.sharding.count > 1 else 0
+    return collected * collect.itemsize + ((max(numels) if converts else 0) + shard) * travel.itemsize
+
+
+class GradShare(NamedTuple):
+    """Bytes of gradients: the least that must be held, what lets computing go on while a unit is updated, and the most
+    that is of use."""
+
+    least: int = 0
+    flowing: int = 0
+    most: int = 0
+
+
+def grad_share(rules: Rules, shards: Shards) -> GradShare:
+    """What gradients take of the memory that holds them."""
+    total = sum(shards.grad_sizes)
+    largest_first = sorted(shards.grad_sizes, reverse=True)
+    standing = sum(shards.grad_sizes[unit] for unit in shards.standing)
+
+    def flying(units: int) -> int:
+        return min(total, sum(largest_first[:units]) + standing)
+
+    if rules.holds_all_grads:
+        least = flying(1) if rules.spills_grads else total
+        return GradShare(least, least, total)
+    left = total // _GRADS_LEFT_SHARE if rules.states is Memory.NVME else 0
+    return GradShare(flying(1), flying(2), min(total, flying(_GRADS_IN_FLIGHT) + left))
+
+
+class DeviceShare(NamedTuple):
+    """Bytes on the device beside parameters: states that stay there, the fewest and most gradients that do, and sums of
+    gradients that leave."""
+
+    states: int = 0
+    grads_least: int = 0
+    grads_most: int = 0
+    sums: int = 0
+
+
+def device_share(rules: Rules, shards: Shards) -> DeviceShare:
+    """What lies on the device beside parameters."""
+    if rules.states is not Memory.DEVICE:
+        return DeviceShare(sums=sum(shards.grad_sizes) if rules.sums_there else 0)
+    grads = grad_share(rules, shards)
+    return DeviceShare(sum(shards.tile_sizes), grads.flowing, grads.most)
+
+
+def host_needs(
+    rules: Rules,
+    specs: Sequence[FlatSpec],
+    shards: Shards,
+    *,
+    slots: tuple[int, int],
+    collecting_bytes: int,
+    initial_bytes: int,
+    embeddings: Collection[str],
+) -> MemoryNeeds:
+    """What host memory must and may hold.
+
+    Args:
+        slots: tiles in flight, the fewest and the most that are of use.
+        collecting_bytes: for whole gradients on their way between ranks.
+        initial_bytes: values on their way to the tiers at `initialize`.
+        embeddings: names of modules that are one table.
+    """
+    params = param_bytes(rules, specs)
+    computed = params.computed if rules.one_memory else Share()
+    there = rules.states is Memory.DEVICE
+    stored = shards.tile_sizes if rules.states is Memory.NVME else []
+    grads = GradShare() if there else grad_share(rules, shards)
+    states_bytes = 0 if there else sum(shards.tile_sizes)
+    # What lies on the device passes through one slot when it is looked at.
+    slots = (1, 1) if there else (min(slots[0], len(stored)), min(slots[1], len(stored)))
+    largest = max(specs, key=lambda spec: spec.nbytes)
+    tile_bytes = shards.tile_bytes(shards.tile_numel)
+    return MemoryNeeds(
+        tile_bytes=tile_bytes,
+        ring_min_bytes=slots[0] * tile_bytes,
+        ring_bytes=slots[1] * tile_bytes,
+        params_min_bytes=computed.least,
+        params_bytes=computed.most,
+        grads_min_bytes=grads.least,
+        grads_flowing_bytes=grads.flowing,
+        grads_bytes=grads.most,
+        states_min_bytes=states_bytes - sum(stored),
+        states_bytes=states_bytes,
+        always_bytes=computed.always,
+        largest_unit=largest.name,
+        largest_unit_bytes=largest.nbytes,
+        largest_is_embedding=largest.name in embeddings,
+        homes_min_bytes=params.homes.least,
+        homes_bytes=params.homes.most,
+        collecting_bytes=collecting_bytes if rules.one_memory else 0,
+        activations_bytes=rules.activations_bytes,
+        initial_bytes=initial_bytes,
+    )
+
+
+# What a divided budget makes of it #
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The table: the home of every field of every unit.
+
+    Attributes:
+        params, grads: by unit.
+        tiles: of optimizer states, in the order of `cut_into_tiles`.
+        grad_homes: which units have memory of their own for their gradients, and which share it.
+        stored_bytes: optimizer states and gradients on the drives, which go there and come back in every step.
+    """
+
+    params: tuple[Home, ...]
+    grads: tuple[Home, ...]
+    tiles: tuple[Home, ...]
+    grad_homes: GradHomes
+    stored_bytes: int
+
+
+def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: MemorySplit) -> Placement:
+    """Fill the table for host memory that is divided so."""
+    grads = GradHomes(())
+    if rules.states is not Memory.DEVICE:
+        grads = place_gradients(shards.grad_sizes, shards.standing, split.grads_bytes, spills=rules.spills_grads)
+    # Of states at home in host memory, the share is all.
+    stay = resident_tiles(shards.numels, shards.tile_numel, shards.tile_bytes, split.states_bytes)
+    homes_bytes = split.homes_bytes - param_bytes(rules, specs).staging
+
+    def home(dtype: torch.dtype | None, stays: bool) -> Home:
+        return Home(Memory.HOST if stays else Memory.NVME, rules.sharding, dtype, moves=not stays)
+
+    here, there = home(None, True), home(None, False)
+    if rules.states is Memory.DEVICE:
+        here, stay = Home(Memory.DEVICE, rules.sharding, None, moves=False), [True] * len(shards.tile_sizes)
+    return Placement(
+        params=tuple(_param_homes(rules, specs, homes_bytes)),
+        grads=tuple(home(shards.grad_dtype, unit not in grads.spilled) for unit in range(len(specs))),
+        tiles=tuple(here if stays else there for stays in stay),
+        grad_homes=grads,
+        stored_bytes=sum(shards.grad_sizes[unit] for unit in grads.spilled)
+        + sum(size for size, stays in zip(shards.tile_sizes, stay, strict=True) if not stays),
+    )
+
+
+def _param_homes(rules: Rules, specs: Sequence[FlatSpec], homes_bytes: int) -> Iterator[Home]:
+    """Units that come and go live in host memory as far as it reaches, in the order of the model."""
+    for spec in specs:
+        if not spec.offloaded:
+            yield Home(Memory.DEVICE, WHOLE, spec.dtype, moves=False)
+            continue
+        fits = spec.shard_nbytes <= homes_bytes
+        homes_bytes -= spec.shard_nbytes if fits else 0
+        drive = Memory.FILE if spec.runs else rules.params
+        yield Home(Memory.HOST if fits else drive, rules.sharding, spec.dtype, moves=True)
+
+
+def cut_into_tiles(shard_numels: Sequence[int], tile_numel: int) -> Iterator[int]:
+    """Elements of every tile of every shard."""
+    for shard_numel in shard_numels:
+        for start in range(0, shard_numel, tile_numel):
+            yield min(tile_numel, shard_numel - start)
+
+
+def stay_in_memory(sizes: Sequence[int], resident_bytes: int) -> list[bool]:
+    """Which of these stay in so much memory: spread evenly among the others, which evens the drive's load out."""
+    share = min(1.0, resident_bytes / max(1, sum(sizes)))
+    seen_bytes = held_bytes = 0
+    stay = []
+    for nbytes in sizes:
+        seen_bytes += nbytes
+        stay.append(held_bytes + nbytes <= min(share * seen_bytes, resident_bytes))
+        held_bytes += nbytes if stay[-1] else 0
+    return stay
+
+
+def resident_tiles(
+    shard_numels: Sequence[int], tile_numel: int, tile_bytes: Callable[[int], int], resident_bytes: int
+) -> list[bool]:
+    """Which tiles of optimizer states stay in so much host memory.
+
+    Every step touches each once, and for a cyclic scan no replacement hits more than a fixed choice. Those of the first
+    unit come first: its gradients are the last of a backward pass and the next forward begins with it, so that nothing
+    would hide its traffic.
+    """
+    sizes = [tile_bytes(numel) for numel in cut_into_tiles(shard_numels, tile_numel)]
+    first = -(-next((numel for numel in shard_numels if numel), 0) // tile_numel)
+    within = sum(total <= resident_bytes for total in itertools.accumulate(sizes[:first]))
+    return [True] * within + stay_in_memory(sizes[within:], resident_bytes - sum(sizes[:within]))
+
+
+def place_gradients(sizes: Sequence[int], standing: Collection[int], capacity_bytes: int, *, spills: bool) -> GradHomes:
+    """Divide units with gradients of these sizes among the homes.
+
+    Args:
+        standing: units whose gradients stay open while those of others come and go.
+        spills: all gradients are to be held, those that do not fit on the drive.
+    """
+    if sum(sizes) <= capacity_bytes:
+        return GradHomes(tuple(range(len(sizes))))
+    others = [unit for unit in range(len(sizes)) if unit not in standing and sizes[unit]]
+    spare = capacity_bytes - sum(sizes[unit] for unit in standing)
+    if not spills:  # the largest other unit would seldom find so much in one piece, if two more have room beside it
+        by_size = sorted(others, key=sizes.__getitem__, reverse=True)
+        fits = sum(sizes[unit] for unit in by_size[:3]) <= spare
+        return GradHomes((*standing, *by_size[: int(fits)]))
+    largest = max(sizes[unit] for unit in others)
+    slots = max(1, min(_SPILL_SLOTS, spare // largest))
+    stay = stay_in_memory([sizes[unit] for unit in others], max(0, spare - slots * largest))
+    own = {*standing, *(unit for unit, stays in zip(others, stay, strict=True) if stays)}
+    return GradHomes(tuple(sorted(own)), tuple(unit for unit in others if unit not in own), slots)

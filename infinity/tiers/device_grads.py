@@ -1,0 +1,110 @@
+"""Gradients of units that are updated where they are computed: they never leave the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infinity.memory import Budget
+from infinity.tiers.copies import Move, Transfer
+from infinity.tiers.norms import Norms
+
+
+class DeviceGrads:
+    """Flat gradient buffers on the device, one a unit, from the first gradient until the update has used them.
+
+    The verbs are those of `GradStore`. All that touches a buffer runs in the order of the compute stream, so that none
+    of them waits, and memory that is given back may be used again at once.
+
+    Args:
+        numels: trainable elements of each unit, padded.
+        dtype: dtype in which gradients are held.
+        budget: device memory for them.
+        device: where they are computed.
+
+    Attributes:
+        torn: never; see `GradStore`.
+    """
+
+    torn = False
+
+    def __init__(
+        self, numels: Sequence[int], dtype: torch.dtype, budget: Budget, device: torch.device, norms: Norms
+    ) -> None:
+        self.norms = norms
+        self._numels = numels
+        self._dtype = dtype
+        self._budget = budget
+        self._device = device
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._used_by: set[int] = set()  # units whose update has the buffer
+        self._measured: dict[int, Transfer] = {}  # the last norm of each unit on its way
+
+    # Adding #
+
+    def open(self, unit: int) -> torch.Tensor | None:
+        """The unit's gradients, to be added to; without a meaning if it has none yet. None while there is no room."""
+        buffer = self._buffers.get(unit)
+        if buffer is None:
+            if self.lacks_capacity(unit):
+                return None
+            self._budget.take(self._nbytes(unit), f"gradients of unit {unit}")
+            buffer = self._buffers[unit] = torch.empty(self._numels[unit], dtype=self._dtype, device=self._device)
+        return buffer
+
+    def measure(self, unit: int, index: int, values: torch.Tensor) -> Transfer:
+        """Have the norm of these gradients of the unit made, and come to `index` of `norms`."""
+        copy = self._measured[unit] = self.norms.bring(index, values)
+        return copy
+
+    def tensor(self, unit: int) -> torch.Tensor:
+        return self._buffers[unit]
+
+    def has_come(self, unit: int) -> bool:
+        """What was measured of the unit's gradients is in host memory."""
+        return unit not in self._measured or self._measured[unit].done()  # of the last, behind all others
+
+    def rest(self, unit: int) -> None:
+        """They stay where they are."""
+
+    def holds(self, unit: int) -> bool:
+        """The unit has gradients that no update has."""
+        return unit in self._buffers
+
+    def drop(self, unit: int) -> None:
+        """The unit's gradients are nothing any more."""
+        del self._buffers[unit]
+        self._measured.pop(unit, None)
+        self._budget.give(self._nbytes(unit))
+
+    # Room #
+
+    def lacks_capacity(self, unit: int) -> bool:
+        """What is open takes the memory that the unit's gradients would need."""
+        return not self._budget.fits(self._nbytes(unit))
+
+    def make_room(self, unit: int) -> bool:
+        """There is nowhere else to put gradients."""
+        return False
+
+    def _nbytes(self, unit: int) -> int:
+        return self._numels[unit] * self._dtype.itemsize
+
+    # Updates #
+
+    def can_hand_over(self, unit: int) -> bool:
+        return True
+
+    def hand_over(self, unit: int) -> tuple[torch.Tensor, tuple[Move, ...]]:
+        """The gradients are the unit's update's, at once; pairs with `used`."""
+        return self._buffers[unit], ()
+
+    def used(self, unit: int) -> None:
+        """The update has used the gradients."""
+        self.drop(unit)
+
+    def close(self) -> None:
+        """Nothing may come any more from the device: its memory goes."""
+        self._buffers.clear()
+        self.norms.close()

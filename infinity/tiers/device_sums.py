@@ -1,0 +1,74 @@
+"""Sums of gradients over a step's micro-batches, made on the device and sent down once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infinity.memory import Budget
+
+
+class DeviceSums:
+    """Flat buffers on the device, one a unit as far as there is room, each used again in every step.
+
+    All that touches them runs in the order of the compute stream. What has left for the host must be there before the
+    next step's first gradient is added, as it is where a step knows the norm of its gradients before it ends.
+
+    Args:
+        numels: trainable elements of each unit, padded.
+        dtype: dtype in which gradients are summed.
+        budget: device memory for them.
+        device: where they are computed.
+    """
+
+    def __init__(self, numels: Sequence[int], dtype: torch.dtype, budget: Budget, device: torch.device) -> None:
+        self._numels = numels
+        self._dtype = dtype
+        self._budget = budget
+        self._device = device
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._held: dict[int, dict[int, torch.Tensor]] = {}  # the sums that there are, by unit and slot
+
+    def has_room(self, unit: int) -> bool:
+        """There is a buffer for the unit's gradients."""
+        if unit not in self._buffers:
+            nbytes = self._numels[unit] * self._dtype.itemsize
+            if not self._budget.fits(nbytes):
+                return False
+            self._budget.take(nbytes, f"sums of gradients of unit {unit}")
+            self._buffers[unit] = torch.empty(self._numels[unit], dtype=self._dtype, device=self._device)
+        return True
+
+    def add(self, unit: int, slot: int, start: int, grad: torch.Tensor) -> None:
+        """Add a parameter's gradient, 1-D, which lies at `start` in those of its unit; there is room."""
+        held = self._held.setdefault(unit, {})
+        if slot in held:
+            held[slot].add_(grad)
+        else:
+            held[slot] = self._buffers[unit][start : start + grad.numel()]
+            held[slot].copy_(grad)
+
+    def holds(self, unit: int, slot: int) -> bool:
+        return slot in self._held.get(unit, ())
+
+    def held(self) -> list[tuple[int, int]]:
+        """Unit and slot of every sum that there is."""
+        return [(unit, slot) for unit, slots in self._held.items() for slot in slots]
+
+    def of(self, unit: int, slot: int) -> torch.Tensor:
+        """The sum, in the buffer's memory."""
+        return self._held[unit][slot]
+
+    def drop(self, unit: int, slot: int) -> None:
+        """Forget a sum, if there is one: what comes next begins a new one."""
+        self._held.get(unit, {}).pop(slot, None)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._held.clear()
+
+    def close(self) -> None:
+        """Give the device's memory back."""
+        self.clear()
+        self._buffers.clear()

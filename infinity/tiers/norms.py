@@ -1,0 +1,43 @@
+"""Norms of gradients, measured on the device, and on their way to the host without keeping it waiting."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.memory import Arena
+from infinity.tiers.copies import Transfer
+from infinity.tiers.link import Link
+
+
+class Norms:
+    """Euclidean norms in float64, one a parameter; NaN or infinite if one of the parameter's gradients is.
+
+    Args:
+        count: how many there are; 0 where the host measures.
+
+    Attributes:
+        values: in host memory, each valid once the transfer that `bring` gave is over.
+    """
+
+    def __init__(self, count: int, link: Link) -> None:
+        self._link = link
+        self._arena = Arena(count * torch.float64.itemsize, pin=link.pinned_for)
+        self.values = torch.empty(0, dtype=torch.float64)
+        if count:
+            self.values = self._arena.lease(self._arena.capacity_bytes).tensor(torch.float64)
+        self._sources = [torch.empty(0)] * count  # the device's memory of each, which the last copy may still read
+
+    def __bool__(self) -> bool:
+        return bool(self._sources)
+
+    def bring(self, index: int, gradients: torch.Tensor) -> Transfer:
+        """Measure these gradients, and start the copy of their norm to `index` of `values`."""
+        norm = torch.linalg.vector_norm(gradients, dtype=torch.float64)
+        copy = self._link.download(self.values[index], norm)
+        self._sources[index] = norm  # the last one's copy comes before this one's
+        return copy
+
+    def close(self) -> None:
+        """Give the memory back; nothing may be on its way."""
+        self._sources.clear()
+        self._arena.close()

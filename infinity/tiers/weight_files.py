@@ -1,0 +1,245 @@
+"""Parameters that stay in somebody's safetensors: read where they lie, and never written.
+
+[Note: a unit in files]
+Tensors lie in their files at any offset, and direct I/O moves whole blocks of 4 KiB. So the flat tensor of such a unit
+is an *image*: the blocks of the files that hold its parameters, one run of them behind the other. A parameter lies in
+the image where it lies in its block, with whatever else of the file is in the first and the last block around it. What
+the drive sends is in place, with no copy in between, and a rank's shard of the image is a row of whole blocks, too.
+
+A file is known by its descriptor: whoever puts another one under its name changes nothing here. Who writes into it is
+found out: size and time of the last change are looked at after every read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from infinity.errors import StorageError
+from infinity.io import IoEngine, IoFile, IoFuture, Priority, Span
+from infinity.telemetry import Times
+from infinity.tiers.striping import Piece
+from infinity.tiers.swap import ALIGN_BYTES, Extent, overlapping, together
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A file as it was when its header was read."""
+
+    path: Path
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @staticmethod
+    def of(path: Path) -> WeightFile:
+        """The file as it is now.
+
+        Raises:
+            StorageError: it is not there.
+        """
+        try:
+            return WeightFile.seen(path, path.stat())
+        except OSError as error:
+            raise StorageError(error.errno or errno.EIO, "cannot look at these weights", str(path), 0) from error
+
+    @staticmethod
+    def seen(path: Path, found: os.stat_result) -> WeightFile:
+        return WeightFile(path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+    def check(self, found: os.stat_result) -> None:
+        """It is this file still, and nobody has written to it.
+
+        Raises:
+            StorageError: it is not, or somebody has.
+        """
+        if WeightFile.seen(self.path, found) != self:
+            raise StorageError(
+                errno.ESTALE,
+                "these weights have changed since their header was read, and are used where they lie: start anew with "
+                "files that nobody writes, or read them with in_place=False",
+                str(self.path),
+                0,
+            )
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        start, nbytes: its range in bytes.
+    """
+
+    file: WeightFile
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class FileRun:
+    """Neighbouring blocks of a file; the last of them may reach past its end."""
+
+    file: WeightFile
+    start: int
+    nbytes: int
+
+
+def lay_out_image(tensors: Sequence[StoredTensor]) -> tuple[list[int], tuple[FileRun, ...]]:
+    """The image of these tensors, see [Note: a unit in files].
+
+    Returns:
+        Where in the image each tensor begins, in bytes, and the runs that it is made of.
+    """
+    starts = [0] * len(tensors)
+    runs: list[FileRun] = []
+    image_bytes = 0  # of the runs before the last
+    for index in sorted(range(len(tensors)), key=lambda i: (str(tensors[i].file.path), tensors[i].start)):
+        tensor = tensors[index]
+        first = tensor.start // ALIGN_BYTES * ALIGN_BYTES
+        end = -(-(tensor.start + tensor.nbytes) // ALIGN_BYTES) * ALIGN_BYTES
+        last = runs[-1] if runs else None
+        if last is not None and last.file == tensor.file and first <= last.start + last.nbytes:
+            runs[-1] = FileRun(last.file, last.start, max(end, last.start + last.nbytes) - last.start)
+        else:
+            image_bytes += 0 if last is None else last.nbytes
+            runs.append(FileRun(tensor.file, first, end - first))
+        starts[index] = image_bytes + tensor.start - runs[-1].start
+    return starts, tuple(runs)
+
+
+class WeightFiles:
+    """Files of weights, open for reading, and the extents of units in them.
+
+    Args:
+        engine: reads them, and is closed with this object; None where there is nothing to read.
+    """
+
+    def __init__(self, engine: IoEngine | None = None) -> None:
+        self._engine = engine
+        self._index: dict[WeightFile, int] = {}
+        self._files: list[_Opened] = []
+
+    def add(self, runs: Sequence[FileRun], start: int, nbytes: int) -> Extent:
+        """The part `[start, start + nbytes)` of an image.
+
+        Raises:
+            StorageError: a file is not there any more, is another one, or cannot be read in blocks.
+        """
+        pieces = tuple(Piece(self._open(run.file), run.start, run.nbytes) for run in runs)
+        whole = Extent(pieces, sum(piece.nbytes for piece in pieces))
+        part = Span(0, max(0, min(nbytes, whole.nbytes - start)), None)  # a unit's length is padded beyond its image
+        return Extent(tuple(piece for piece, _ in overlapping(whole, part, start)), part.nbytes)
+
+    def _open(self, file: WeightFile) -> int:
+        if file not in self._index:
+            assert self._engine is not None
+            self._files.append(_Opened(self._engine, file))
+            self._index[file] = len(self._files) - 1
+        return self._index[file]
+
+    def read(self, extent: Extent, span: Span, *, priority: Priority) -> IoFuture:
+        """Start filling the beginning of `span` with all of an extent."""
+        reads: list[IoFuture] = []
+        files: dict[int, _Opened] = {}
+        for piece, part in overlapping(extent, Span(span.address, extent.nbytes, span.owner), 0):
+            files[piece.file] = self._files[piece.file]
+            reads += files[piece.file].read(piece, part, priority)
+        return _Checked(reads, tuple(files.values()))
+
+    def close(self) -> None:
+        """Finish what is in flight, then close the files."""
+        if self._engine is not None:
+            self._engine.close()
+        for file in self._files:
+            file.close()
+        self._files.clear()
+        self._index.clear()
+
+
+class _Opened:
+    """One file that is open.
+
+    Attributes:
+        tail: what lies behind its last whole block, which direct I/O does not read.
+    """
+
+    def __init__(self, engine: IoEngine, file: WeightFile) -> None:
+        self._engine = engine
+        self._file = file
+        self._blocks_end = file.size // ALIGN_BYTES * ALIGN_BYTES
+        self._io: IoFile | None = None
+        try:
+            self._descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise StorageError(error.errno or errno.EIO, "cannot open these weights", str(file.path), 0) from error
+        try:
+            found = os.fstat(self._descriptor)
+            file.check(found)
+            if not stat.S_ISREG(found.st_mode):
+                raise StorageError(errno.EINVAL, "these weights are no plain file", str(file.path), 0)
+            self.tail = os.pread(self._descriptor, file.size - self._blocks_end, self._blocks_end)
+            self._io = engine.open(file.path, read_only=True, descriptor=self._descriptor)
+            if ALIGN_BYTES % self._io.alignment:
+                raise StorageError(
+                    errno.EINVAL,
+                    f"this drive moves blocks of {self._io.alignment} bytes, and weights are read where they lie in "
+                    f"blocks of {ALIGN_BYTES}: read them with in_place=False",
+                    str(file.path),
+                    0,
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, piece: Piece, span: Span, priority: Priority) -> list[IoFuture]:
+        """Start reading whole blocks, and have what is behind them in place already."""
+        assert self._io is not None
+        blocks = max(0, min(span.nbytes, self._blocks_end - piece.offset))
+        if blocks < span.nbytes:
+            ctypes.memmove(span.address + blocks, self.tail, len(self.tail))
+        if not blocks:
+            return []
+        return [self._engine.read(self._io, piece.offset, Span(span.address, blocks, span.owner), priority)]
+
+    def check(self) -> None:
+        """Nobody has written to the file; raises StorageError."""
+        if self._descriptor >= 0:  # else all is over, and nobody uses what was read
+            self._file.check(os.fstat(self._descriptor))
+
+    def close(self) -> None:
+        if self._io is not None:
+            self._io.close()
+            self._io = None
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class _Checked(IoFuture):
+    """Reads whose files are looked at when they are over."""
+
+    def __init__(self, reads: Sequence[IoFuture], files: Sequence[_Opened]) -> None:
+        self._read = together(reads)
+        self._files = files
+
+    def done(self) -> bool:
+        return self._read.done()
+
+    def times(self) -> Times | None:
+        return self._read.times()
+
+    def result(self, timeout: float | None = None) -> int:
+        nbytes = self._read.result(timeout)
+        for file in self._files:
+            file.check()
+        return nbytes

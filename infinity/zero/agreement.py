@@ -1,0 +1,174 @@
+"""What the ranks of one run must have alike, compared before anything is built.
+
+Rank 0 is the measure. What is exchanged first is one digest a topic; the values themselves travel only where they
+differ, so that the error can say what it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import Config, format_size
+from infinity.errors import ConfigError
+from infinity.zero.model_parts import local_part
+from infinity.zero.ranks import Ranks
+from infinity.zero.shared_directory import directory_leaders
+
+Facts = Mapping[str, Any]  # plain values by name
+
+# What each machine may have its own of: memory, drives, and how they are read.
+_LOCAL = (
+    "aio.",
+    "communication.",
+    "source",
+    "tiering.activation_memory_bytes",
+    "tiering.device_memory_bytes",
+    "tiering.host_memory_bytes",
+    "tiering.io_backend",
+    "tiering.nvme",
+    "tiering.timeline",
+    "zero.offload_optimizer.nvme_path",
+    "zero.offload_param.nvme_path",
+)
+_PLAIN = (bool, int, float, str, type(None))
+
+_log = logging.getLogger(__name__)
+
+
+def versions() -> Facts:
+    """Of what decides how values are laid out and sent."""
+    found = {"torch": str(torch.__version__)}
+    try:
+        found["infinity"] = version("infinity-tiering")
+    except PackageNotFoundError:  # a checkout that is not installed
+        found["infinity"] = "unknown"
+    return found
+
+
+def configuration_facts(config: Config) -> Facts:
+    """The configuration's values, without what each machine may have its own of."""
+    return {name: value for name, value in _flat("", config).items() if not name.startswith(_LOCAL)}
+
+
+def model_facts(model: nn.Module) -> Facts:
+    """Parameters and buffers in their order, and the classes of the modules."""
+    found: dict[str, Any] = {}
+    for name, param in model.named_parameters():
+        kind = "trained" if param.requires_grad else "frozen"
+        found[f"parameter `{name}`"] = f"{kind}, of shape {tuple(local_part(param).shape)}"
+    found |= {f"buffer `{name}`": f"of shape {tuple(buffer.shape)}" for name, buffer in model.named_buffers()}
+    found |= {f"module `{name}`": type(module).__name__ for name, module in model.named_modules()}
+    return found | {"order of parameters": _digest([name for name, _ in model.named_parameters()])}
+
+
+def optimizer_facts(groups: list[dict[str, Any]], members: Mapping[str, int]) -> Facts:
+    """Hyper-parameters of each group, and the group of each parameter."""
+    found: dict[str, Any] = {f"group of `{name}`": index for name, index in members.items()}
+    for index, group in enumerate(groups):
+        found |= {f"`{key}` of group {index}": value for key, value in _flat("", group).items() if key != "params"}
+    return found
+
+
+def agree(ranks: Ranks, topics: Mapping[str, Facts]) -> None:
+    """See that all ranks have the same; all of them call this.
+
+    Args:
+        topics: facts by topic, such as `configuration`; the same topics on all ranks.
+
+    Raises:
+        ConfigError: they have not; every rank names the first difference of every rank that differs from rank 0.
+    """
+    digests = ranks.of_all([_digest(facts) for facts in topics.values()])
+    differing = [topic for index, topic in enumerate(topics) if any(of[index] != digests[0][index] for of in digests)]
+    if not differing:
+        return
+    held = ranks.of_all({topic: topics[topic] for topic in differing})
+    found = [
+        f"rank {rank} differs in its {topic}: {_difference(facts[topic], held[0][topic])}"
+        for topic in differing
+        for rank, facts in enumerate(held)
+        if facts[topic] != held[0][topic]
+    ]
+    more = f" ({len(found) - 3} more such)" if len(found) > 3 else ""
+    raise ConfigError(f"all ranks must be given the same, but {'; '.join(found[:3])}{more}")
+
+
+def tell_of_machines(ranks: Ranks, config: Config) -> None:
+    """Say once what differs between machines and may, and which drives are not a machine's own; all ranks call this."""
+    budgets = ranks.of_all((config.tiering.host_memory_bytes, config.tiering.device_memory_bytes))
+    for rank, (ours, first) in enumerate(zip(budgets, [budgets[0]] * ranks.size, strict=True)):
+        if ranks.rank == 0 and ours != first:
+            _log.warning(
+                "rank %d has budgets of its own: host memory %s and device memory %s, where rank 0 has %s and %s; what "
+                "all must do alike follows from the smallest",
+                rank,
+                *(format_size(size) if size is not None else "auto" for size in (*ours, *first)),
+            )
+            break
+    if len({process.machine for process in ranks.processes}) <= 1:
+        return
+    paths = [nvme.path for nvme in config.tiering.nvme]
+    for index in range(ranks.least(len(paths))):
+        _tell_of_shared_drive(ranks, paths[index])
+
+
+def _tell_of_shared_drive(ranks: Ranks, path: Path) -> None:
+    """A directory for swap files that several machines see is no drive of any of them."""
+    if ranks.any(not path.is_dir()):
+        return  # said by name when it is opened
+    machines = [process.machine for process in ranks.processes]
+    for rank, leader in enumerate(directory_leaders(ranks, path)):
+        if machines[rank] != machines[leader]:
+            if ranks.rank == 0:
+                _log.warning(
+                    "%s is one directory for ranks %d and %d, which are on two machines: swap files belong on a drive "
+                    "of each machine's own, since what all read and write at once over a network is slow",
+                    path,
+                    leader,
+                    rank,
+                )
+            return
+
+
+def _difference(here: Facts, first: Facts) -> str:
+    """The first thing that is not the same, in words."""
+    for name in (*first, *here):
+        if name not in here:
+            return f"it has no {name}, which rank 0 has"
+        if name not in first:
+            return f"it has {name}, which rank 0 has not"
+        if here[name] != first[name]:
+            return f"{name} is {here[name]!r} and {first[name]!r} on rank 0"
+    return "the order of its values"
+
+
+def _flat(prefix: str, value: Any) -> dict[str, Any]:
+    """Plain values by their dotted names; what is no plain value, such as a tensor, is left out."""
+    if is_dataclass(value):
+        value = {one.name: getattr(value, one.name) for one in fields(value)}
+    if isinstance(value, (list, tuple)) and not all(isinstance(item, _PLAIN) for item in value):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        found: dict[str, Any] = {}
+        for key, item in value.items():
+            found |= _flat(f"{prefix}.{key}" if prefix else str(key), item)
+        return found
+    if isinstance(value, (list, tuple)):
+        return {prefix: list(value)}
+    if isinstance(value, Path):
+        return {prefix: str(value)}
+    return {prefix: value} if isinstance(value, _PLAIN) else {}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,110 @@
+"""How large the budgets of the two memories are, and what each of them pays for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from infinity.config import Config, format_size
+from infinity.errors import CapacityError
+from infinity.memory import Budget, Ledger, available_memory_bytes
+from infinity.schedule import MemoryNeeds, MemorySplit, alone
+from infinity.zero.ranks import ALONE, Ranks, ranks_on_this_machine
+from infinity.zero.sizing import Sizing
+
+AUTO_SHARE = 0.8  # of the memory that is available when a budget is "auto"
+_SUMS_SHARE = 4  # of the device's free memory: sums take no larger a part then, as activations need some, too
+
+
+# The host #
+
+
+def host_capacity(config: Config, needs: MemoryNeeds, ranks: Ranks = ALONE) -> int:
+    """The host budget: as given, or what is useful of this process's part of the memory that is free."""
+    if config.tiering.host_memory_bytes is not None:
+        return config.tiering.host_memory_bytes
+    share = AUTO_SHARE / ranks_on_this_machine(ranks)
+    return min(needs.most_bytes, int(share * available_memory_bytes()))
+
+
+def agreed(split: MemorySplit, *ranks: Ranks) -> MemorySplit:
+    """This rank's split with the gradients' part that every one of these ranks has.
+
+    When it is full, a unit is updated before all its gradients are there, in which all ranks take part: so it must be
+    full on all of them at once, whatever their budgets.
+    """
+    grads_bytes = split.grads_bytes
+    for others in ranks:
+        grads_bytes = others.least(grads_bytes)
+    return replace(split, grads_bytes=grads_bytes)
+
+
+# What is computed on #
+
+
+@dataclass(frozen=True)
+class DeviceBudgets:
+    """What pays for all that lies where the model computes.
+
+    Attributes:
+        ledger: the device's; without parts where the host's pays.
+        params: units that come and go.
+        grads: gradients that stay until their update.
+        sums: those of several micro-batches, which leave once.
+    """
+
+    ledger: Ledger
+    params: Budget
+    grads: Budget
+    sums: Budget
+
+
+def device_budgets(sizing: Sizing, config: Config, split: MemorySplit, host: Ledger, free_bytes: int) -> DeviceBudgets:
+    """Divide the device's memory; without a device the host's pays.
+
+    Args:
+        free_bytes: what the device has.
+
+    Raises:
+        CapacityError: there is too little; the message has the number that is needed.
+    """
+    params, share = sizing.params.computed, sizing.device
+    if sizing.rules.one_memory:
+        device, payer, moving_bytes = Ledger("device memory", 0), host, split.params_bytes
+    else:
+        device = payer = Ledger("device memory", _device_capacity(sizing, config, free_bytes))
+        others = params.always + sizing.collecting_bytes + share.states + share.grads_least
+        moving_bytes = min(device.capacity_bytes - others, params.most)
+    payer.fix("parameters that stay", params.always)
+    payer.fix("gradients on their way between ranks", sizing.collecting_bytes)
+    payer.fix("optimizer states on the device", share.states)
+    return DeviceBudgets(
+        device,
+        payer.open("parameters", moving_bytes),
+        payer.open_within("gradients on the device", share.grads_most),
+        payer.open_within("sums of gradients", share.sums),
+    )
+
+
+def _device_capacity(sizing: Sizing, config: Config, free_bytes: int) -> int:
+    """The device budget: as given, or what is free of that which is of use."""
+    params, share = sizing.params.computed, sizing.device
+    fixed_bytes = params.always + sizing.collecting_bytes + share.states
+    least = fixed_bytes + params.least + share.grads_least
+    total = config.tiering.device_memory_bytes
+    if total is None:
+        useful = fixed_bytes + params.most + share.grads_most + min(share.sums, free_bytes // _SUMS_SHARE)
+        total = min(int(AUTO_SHARE * free_bytes), useful)
+    if total >= least:
+        return total
+    if share.states:
+        raise CapacityError(
+            f"tiering.device_memory is {format_size(total)} but with their optimizer states on the device (offload_"
+            f"optimizer.device is none) parameters need {format_size(params.always)}, states "
+            f"{format_size(share.states)} and gradients {format_size(share.grads_least)} there: set zero_optimization."
+            f"offload_optimizer.device to cpu or nvme, or raise device_memory to {least} bytes or more"
+        )
+    raise CapacityError(
+        f"tiering.device_memory is {format_size(total)} but the parameters need at least {format_size(least)} "
+        f"on the device at once: raise it to {least} bytes or more, or offload parameters that stay there"
+        + alone(sizing.largest.name, sizing.largest.nbytes, total, sizing.largest.name in sizing.embeddings)
+    )

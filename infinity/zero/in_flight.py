@@ -1,0 +1,203 @@
+"""Updates from the moment that they are due until their values are in memory and written.
+
+[Note: hand-overs]
+An exception may come between any two lines (Ctrl-C). While an update passes from one owner to the next, it is in
+neither's books: `torn` is set before that and cleared behind it, without `finally`, so that it stays if the hand-over
+was left half way. Then some update is lost, or its values are not known to be newer than the home's.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+
+from infinity.errors import CapacityError
+from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket
+from infinity.telemetry import Counters, StallCause
+from infinity.tiers import GradStore, Move, Params, Residency
+
+
+@dataclass(frozen=True)
+class _HandedOver:
+    """An update in the pipeline.
+
+    Attributes:
+        write: the writing of the new parameters to their home, if they are written.
+    """
+
+    ticket: UpdateTicket
+    write: Move | None
+
+
+class InFlight:
+    """Which units' updates are due, which are in the pipeline, and which have been finished.
+
+    Attributes:
+        pending: they wait for their unit to be in memory.
+        finished: units whose updates are over; whoever looks at them takes them out.
+        torn: see [Note: hand-overs].
+    """
+
+    def __init__(self, params: Params, grads: GradStore, pipeline: UpdatePipeline, counters: Counters) -> None:
+        self.pending: dict[int, tuple[Segment, ...]] = {}
+        self.finished: list[int] = []
+        self.torn = False
+        self._params = params
+        self._grads = grads
+        self._pipeline = pipeline
+        self._counters = counters
+        self._handed: dict[int, _HandedOver] = {}
+        self._ended: SimpleQueue[int] = SimpleQueue()  # units whose updates are computed, or have failed
+        self._computed: dict[int, None] = {}  # units of these, whose writes may be under way
+        self._stuck: dict[int, tuple[bool, int]] = {}  # in memory, but their gradients have no room yet
+
+    def __contains__(self, unit: int) -> bool:
+        """The unit's update is in the pipeline."""
+        return unit in self._handed
+
+    def __bool__(self) -> bool:
+        return bool(self.pending or self._handed)
+
+    @property
+    def units(self) -> frozenset[int]:
+        """Units whose updates are in the pipeline."""
+        return frozenset(self._handed)
+
+    # Into the pipeline #
+
+    def try_start(self, unit: int, write: bool, needed: int) -> None:
+        """Start the pending update of a unit in memory, unless its gradients have no room: it is tried again then.
+
+        Args:
+            write: the new parameters are written to their home.
+            needed: when the unit is needed next; of those that nobody waits for the lowest goes first.
+        """
+        if unit not in self.pending:
+            return
+        if unit in self._handed:  # last step's values are computed, but not all written yet
+            self._finish(unit)
+        if not self._grads.can_hand_over(unit):
+            self._stuck[unit] = write, needed
+            return
+        self._stuck.pop(unit, None)
+        self.torn = True
+        self.open_host(unit)
+        grad, arriving = self._grads.hand_over(unit)
+        touching = self._params.begin_update(unit)
+        segments = self.pending.pop(unit)
+        spec = self._params.specs[unit]
+        trained = spec.trainable_numel // spec.sharding.count
+        job = UpdateJob(
+            unit=unit,
+            param=self._params.host_tensor(unit)[:trained],
+            grad=grad,
+            segments=segments,
+            ready=(*touching, *arriving),
+            write=self._params.write_tile if write else None,
+            # The same for every placement, and after a resume; there are none where a rank has padding alone.
+            seed=segments[0].rule.step << 24 | unit if segments else 0,
+            first=spec.sharding.rank * trained,
+            needed=needed,
+        )
+        ticket = self._pipeline.submit(job)
+        ticket.computed.add_done_callback(partial(_put, self._ended, unit))
+        self._handed[unit] = _HandedOver(ticket, self._params.write_through(unit, ticket) if write else None)
+        self.torn = False
+
+    def start(self, unit: int, write: bool, needed: int) -> None:
+        """As `try_start`, waiting for room."""
+        while unit in self.pending:
+            self.try_start(unit, write, needed)
+            if unit in self.pending and not self.free_gradients(unit):
+                raise CapacityError(
+                    f"no host memory is left for the gradients of unit `{self._params.specs[unit].name}`: "
+                    "raise tiering.host_memory"
+                )
+
+    def free_gradients(self, unit: int) -> bool:
+        """Free memory that the unit's gradients may take: what can be on the drive, or an update has; False if none."""
+        return self._grads.make_room(unit) or self.finish_one()
+
+    def open_host(self, unit: int) -> None:
+        """Have the unit's values on their way to where they are changed, waiting for memory that updates hold.
+
+        Raises:
+            CapacityError: they hold none.
+        """
+        while not self._params.open_host(unit):
+            if not self.finish_one():
+                raise CapacityError(
+                    f"no host memory is left for the values of unit `{self._params.specs[unit].name}` on their way: "
+                    "raise tiering.host_memory"
+                )
+
+    # Out of it #
+
+    def wait_computed(self, unit: int) -> None:
+        """Wait until the unit's new values are in memory; they may still be on their way home."""
+        if unit in self._handed:
+            with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
+                self._pipeline.wait_computed(self._handed[unit].ticket)
+            self._params.end_change(unit)
+
+    def finish_one(self) -> bool:
+        """Wait for one update, whichever is the first to be done; False if there is none."""
+        self._take_ended()
+        while self._handed and not self._computed:
+            # An interrupt may have lost the word of one.
+            self._computed |= {unit: None for unit, handed in self._handed.items() if handed.ticket.computed.done()}
+            if not self._computed:
+                with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
+                    unit = self._ended.get()
+                self._note_computed(unit)
+        for unit in self._computed:
+            self._finish(unit)
+            return True
+        return False
+
+    def _take_ended(self) -> None:
+        while not self._ended.empty():
+            self._note_computed(self._ended.get())
+
+    def _note_computed(self, unit: int) -> None:
+        if unit in self._handed and self._handed[unit].ticket.computed.done():  # and not an update of before
+            self._computed[unit] = None
+
+    def settle(self) -> None:
+        """Take note of updates that are over, and start what they have made room for."""
+        self._take_ended()
+        for unit in [unit for unit in self._computed if self._handed[unit].ticket.done()]:
+            self._note(unit)
+        for unit, (write, needed) in list(self._stuck.items()):
+            if self._params.residency(unit) is Residency.STORED:
+                del self._stuck[unit]
+                continue
+            self.try_start(unit, write, needed)
+            if unit in self._stuck:
+                break  # the others need as much
+
+    def _finish(self, unit: int) -> None:
+        ticket = self._handed[unit].ticket
+        with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
+            self._pipeline.wait_computed(ticket)
+        with self._counters.stalled(StallCause.DISK_WRITE):
+            ticket.result()
+        self._note(unit)
+
+    def _note(self, unit: int) -> None:
+        within, self.torn = self.torn, True
+        handed = self._handed.pop(unit)
+        self._computed.pop(unit, None)
+        self._grads.used(unit)
+        self._params.close_host(unit)
+        if handed.write is not None:
+            self._params.written(unit, handed.write)
+        handed.ticket.result()  # raises what went wrong
+        self.finished.append(unit)
+        self.torn = within
+
+
+def _put(ended: SimpleQueue[int], unit: int, _: Future[None]) -> None:
+    ended.put(unit)

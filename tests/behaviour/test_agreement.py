@@ -1,0 +1,109 @@
+"""Ranks that are not given the same all refuse, and every one of them says what differs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import infinity
+from infinity.zero.agreement import configuration_facts
+from tests.behaviour.ranks import run_ranks
+from tests.doors.small_models import CONFIG, WIDTH
+
+Arguments = tuple[nn.Module, dict[str, Any]]
+
+
+def plain() -> Arguments:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), dict(CONFIG)
+
+
+def with_config(**more: Any) -> Callable[[], Arguments]:
+    return lambda: (plain()[0], CONFIG | more)
+
+
+def with_model(*modules: nn.Module) -> Callable[[], Arguments]:
+    return lambda: (nn.Sequential(*modules), dict(CONFIG))
+
+
+def frozen() -> Arguments:
+    model, config = plain()
+    model[1].bias.requires_grad_(False)  # type: ignore[union-attr]
+    return model, config
+
+
+def double() -> Arguments:
+    return plain()[0].double(), dict(CONFIG)
+
+
+# What rank 1 is given, and what all are told.
+CASES: list[tuple[Callable[[], Arguments], str]] = [
+    (with_config(gradient_clipping=1.0), "rank 1 differs in its configuration: gradient_clipping is 1.0 and 0.5 on ra"),
+    (with_config(optimizer={"type": "AdamW", "params": {"lr": 1.0}}), "optimizer.params.lr is 1.0 and 0.01 on rank 0"),
+    (with_config(zero_optimization={"stage": 2}), "zero.stage is 2 and 3 on rank 0"),
+    (with_config(no_such_key=1), "no_such_key"),
+    (frozen, "parameter `1.bias` is 'frozen, of shape (64,)' and 'trained, of shape (64,)' on rank 0"),
+    (
+        with_model(nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)),
+        "parameter `0.weight` is 'trained, of shape (32, 64)' and",
+    ),
+    (with_model(nn.Linear(WIDTH, WIDTH)), "it has no parameter `1.weight`, which rank 0 has"),
+    (
+        with_model(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU()),
+        "it has module `2`, which rank 0 has not",
+    ),
+    (double, "parameter `0.weight` is float64"),
+]
+
+
+def refuse_all() -> list[str]:
+    told = []
+    for differing, _ in CASES:
+        model, config = differing() if dist.get_rank() == 1 else plain()
+        with pytest.raises(infinity.ConfigError) as refused:
+            infinity.initialize(model=model, config=config)
+        told.append(str(refused.value))
+    model, config = plain()
+    with infinity.initialize(model=model, config=config)[0] as engine:  # nothing is left of the others
+        engine.backward(engine(torch.randn(4, WIDTH)).square().mean())
+        engine.step()
+    return told
+
+
+def test_all_ranks_refuse_what_differs_on_one_and_name_it(tmp_path) -> None:
+    for told in run_ranks(2, refuse_all, path=tmp_path):
+        for message, (_, expected) in zip(told, CASES, strict=True):
+            assert expected in message, message
+
+
+def start_with_own_budgets() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("infinity.zero.agreement").addHandler(handler)
+    model, config = plain()
+    config["tiering"] = {"host_memory": f"{64 + dist.get_rank()}MiB"}
+    infinity.initialize(model=model, config=config)[0].close()
+    return said
+
+
+def test_budgets_may_differ_and_rank_0_says_so(tmp_path) -> None:
+    first, second = run_ranks(2, start_with_own_budgets, path=tmp_path)
+    assert second == []
+    assert len(first) == 1
+    assert first[0].startswith(
+        "rank 1 has budgets of its own: host memory 65.00 MiB and device memory auto, where rank 0"
+    )
+
+
+def test_what_each_machine_has_of_its_own_is_not_compared() -> None:
+    config = infinity.config.load_config(CONFIG)
+    names = configuration_facts(config).keys()
+    assert {"train_batch_size", "zero.stage", "tiering.state_format", "optimizer.params.lr"} <= names
+    assert not [name for name in names if "memory" in name or "nvme" in name or name.startswith("aio.")]

@@ -1,0 +1,135 @@
+"""What several ranks collect and reduce takes no more memory than `collecting_bytes` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from infinity.memory import StableMemory, stable_memory
+from infinity.schedule.placement import Rules, collecting_bytes
+from infinity.telemetry import Counters
+from infinity.tiers import WHOLE, Sharding
+from infinity.zero import reduction
+from infinity.zero.partition import ParamSlot, Unit
+from infinity.zero.ranks import Ranks
+from infinity.zero.reduction import Addend, Journey, Reduction
+
+NUMELS = [256, 64, 128, 64, 512, 64]  # the last is used by several modules
+SHARED = 5
+
+
+class Meter:
+    """Counts memory that is there at once."""
+
+    def __init__(self) -> None:
+        self.held_bytes = self.peak_bytes = 0
+
+    def make(self, nbytes: int, device: torch.device) -> StableMemory:
+        return cast(StableMemory, Metered(stable_memory(nbytes, device), self))
+
+
+class Metered:
+    def __init__(self, memory: StableMemory, meter: Meter) -> None:
+        self._memory = memory
+        self._meter = meter
+        self.nbytes = memory.nbytes
+
+    def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        return self._memory.tensor(dtype, numel)
+
+    def allocate(self) -> None:
+        self._memory.allocate()
+        self._meter.held_bytes += self.nbytes
+        self._meter.peak_bytes = max(self._meter.peak_bytes, self._meter.held_bytes)
+
+    def free(self) -> None:
+        self._memory.free()
+        self._meter.held_bytes -= self.nbytes
+
+
+class Late:
+    """A collective that writes its result when it is waited for; the other rank has the same gradients."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._target, self._source = target, source
+
+    def wait(self) -> None:
+        self._target.copy_(2 * self._source)
+
+
+class OneOfTwo:
+    size = 2
+
+    def any_of(self, flags: torch.Tensor) -> Late:
+        return Late(flags, flags)
+
+    def all_reduce(self, flat: torch.Tensor, unit: str) -> Late:
+        return Late(flat, flat)
+
+    def reduce_scatter(self, shard: torch.Tensor, flat: torch.Tensor, unit: str) -> Late:
+        return Late(shard, flat[: shard.numel()])
+
+
+def unit(index: int, numel: int) -> Unit:
+    slots = tuple(ParamSlot(f"{index}.{n}", (numel // 2,), numel // 2, n * numel // 2, True, 0) for n in range(2))
+    return Unit(index, str(index), slots, numel, numel, persistent=False)
+
+
+def backward(source: Reduction, value: float) -> Iterator[Addend]:
+    """The last module first; the shared unit's first gradient comes with the last module's."""
+    order = [SHARED, *reversed(range(SHARED))]
+    for index in order:
+        for slot in range(2):
+            grad = torch.full((NUMELS[index] // 2,), value, dtype=torch.bfloat16)
+            addend = source.take(index, slot, grad)
+            assert addend is None
+        yield from source.leave(index)
+    yield from source.end_pass()
+
+
+@pytest.mark.parametrize("collect", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("travel", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sharding", [WHOLE, Sharding(0, 2)])
+@pytest.mark.parametrize("every_pass", [True, False])
+def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, every_pass, monkeypatch) -> None:
+    meter = Meter()
+    monkeypatch.setattr(reduction, "stable_memory", meter.make)
+    units = [unit(index, numel) for index, numel in enumerate(NUMELS)]
+    journey = Journey(sharding, every_pass, collect, travel)
+    source = Reduction(units, cast(Ranks, OneOfTwo()), journey, {SHARED}, torch.device("cpu"), Counters())
+    rules = cast(Rules, SimpleNamespace(reduces=True, collects_all=not every_pass, sharding=sharding))
+    most_bytes = collecting_bytes(rules, NUMELS, {SHARED}, collect, travel)
+    sums: dict[int, float] = {}
+    for _ in range(2):  # steps
+        for micro_batch in range(2):
+            source.begin_pass(last=micro_batch == 1)
+            for addend in backward(source, 1.0 + micro_batch):
+                assert len(set(addend.values.tolist())) == 1
+                assert addend.values.numel() == NUMELS[addend.unit] // sharding.count
+                sums[addend.unit] = sums.get(addend.unit, 0) + float(addend.values[0])
+    assert sums == dict.fromkeys(range(len(units)), 2 * 2 * 3.0)
+    assert not source.collected
+    assert 0.6 * most_bytes <= meter.peak_bytes <= most_bytes
+
+
+def test_a_pass_that_is_given_up_leaves_no_memory_that_a_collective_still_fills() -> None:
+    units = [unit(0, 64), unit(1, 64)]
+    journey = Journey(Sharding(0, 2), every_pass=True, collect_dtype=torch.float32, dtype=torch.float32)
+    source = Reduction(units, cast(Ranks, OneOfTwo()), journey, (), torch.device("cpu"), Counters())
+    source.begin_pass(last=True)
+    for slot in range(2):
+        source.take(0, slot, torch.ones(32))
+    assert list(source.leave(0)) == []
+    late: Any = source._under_way
+    source.clear()
+    source.begin_pass(last=True)
+    for slot in range(2):
+        source.take(0, slot, torch.ones(32))
+    for pending in late.pending:
+        pending.wait()
+    (addend,) = source.complete(0)
+    assert addend.values.tolist() == [2.0] * 32

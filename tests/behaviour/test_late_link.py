@@ -1,0 +1,276 @@
+"""Everything that a device with memory of its own does, on a machine that tells on who does not wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import infinity
+from infinity.tiers import Link, SameMemory
+from infinity.zero import GatheredParameters
+from tests.behaviour.ranks import run_ranks
+from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, Result, batches, loss_of, tiny_llama, train_on
+from tests.behaviour.test_activations import Many, placed
+from tests.behaviour.test_activations import train as train_many
+from tests.behaviour.test_discrete_device import least_device_memory
+from tests.behaviour.test_parity import assert_same_bits
+from tests.doors.test_stale_uploads import assert_trained, config_of
+from tests.doors.test_stale_uploads import train as train_some_blocks
+from tests.tiers.late_link import LateLink, LateRequest, LateToken, late
+
+STEPS = 3
+
+
+@pytest.fixture
+def make_link(monkeypatch):
+    """Makes late links; what they found is an error, also if nobody else passed it on."""
+    links: list[LateLink] = []
+
+    def make(seed: int, patience: int | None = 12) -> LateLink:
+        assert not links, "the drives know one link"
+        links.append(late(monkeypatch, seed, patience))
+        return links[0]
+
+    yield make
+    for link in links:
+        assert link.watch.faults == []
+        assert link.copies, "nothing went over the link"
+
+
+def recipe_of(precision: str, accumulation: int, clipping: float, **extra: Any) -> Recipe:
+    return Recipe(precision, accumulation, clipping, STEPS, extra)
+
+
+def train(architecture: str, recipe: Recipe, placement: Placement, link: Link | None, **tiering: Any) -> Result:
+    config = recipe.config(placement)
+    config["tiering"] |= tiering
+    with infinity.initialize(model=ARCHITECTURES[architecture](), config=config, link=link)[0] as engine:
+        losses = train_on(engine, batches(recipe.steps * recipe.accumulation))
+        return Result(losses, dict(engine.named_parameters()))
+
+
+@cache
+def in_memory(architecture: str, precision: str, accumulation: int, clipping: float) -> Result:
+    return train(architecture, recipe_of(precision, accumulation, clipping), Placement(), None)
+
+
+# The same bits #
+
+RECIPES = [("bf16", 1, 0.0), ("bf16", 1, 0.5), ("fp32", 4, 0.5), ("bf16", 4, 0.0)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize(("seed", "recipe"), list(enumerate(RECIPES)))
+def test_training(architecture, device, seed, recipe, tmp_path, make_link) -> None:
+    link = make_link(seed, patience=None if seed == 1 else 4 << seed)
+    ours = train(architecture, recipe_of(*recipe), Placement(device, device, tmp_path, "64KiB"), link)
+    assert_same_bits(ours, in_memory(architecture, *recipe))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("host_memory", ["900KB", "1GiB"])
+def test_tight_device_memory(seed, host_memory, tmp_path, make_link) -> None:
+    clipping = 0.5 * (seed % 2)
+    placement = Placement("nvme", "nvme", tmp_path, "64KiB", host_memory)
+    room = least_device_memory(placement, recipe_of("bf16", 1, clipping))
+    ours = train("llama", recipe_of("bf16", 1, clipping), placement, make_link(seed), device_memory=room)
+    assert_same_bits(ours, in_memory("llama", "bf16", 1, clipping))
+
+
+@pytest.mark.parametrize("schedule", ["backward", "deferred", "barrier"])
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_schedules(schedule, home, tmp_path, make_link) -> None:
+    placement = Placement(home, "nvme", tmp_path, "64KiB", schedule=schedule)
+    ours = train("gpt2", recipe_of("bf16", 1, 0.0), placement, make_link(7))
+    assert_same_bits(ours, in_memory("gpt2", "bf16", 1, 0.0))
+
+
+def test_reading_past_the_host(tmp_path, make_link) -> None:
+    placement = Placement("nvme", "nvme", tmp_path, "64KiB", "640KB")
+    recipe = recipe_of("bf16", 1, 0.5)
+    room = least_device_memory(placement, recipe)
+    recipe.extra["aio"] = {"use_gds": True}
+    ours = train("llama", recipe, placement, make_link(3), device_memory=room)
+    assert_same_bits(ours, in_memory("llama", "bf16", 1, 0.5))
+
+
+def test_a_timeline(tmp_path, make_link) -> None:
+    placement = Placement("nvme", "nvme", tmp_path, "64KiB")
+    ours = train("llama", recipe_of("bf16", 1, 0.5), placement, make_link(4), timeline=str(tmp_path / "trace.json"))
+    assert_same_bits(ours, in_memory("llama", "bf16", 1, 0.5))
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("memory", ["300KiB", "16MiB"])
+@pytest.mark.parametrize("seed", range(2))
+def test_activations(tier, memory, seed, tmp_path, make_link) -> None:
+    losses, weights, _ = train_many(Many, placed(tmp_path, "none"))
+    ours, our_weights, _ = train_many(Many, placed(tmp_path, tier, memory), link=make_link(seed))
+    assert_same_bits(Result(ours, our_weights), Result(losses, weights))
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+@pytest.mark.parametrize("schedule", ["backward", "deferred"])
+@pytest.mark.parametrize("seed", range(2))
+def test_blocks_that_are_skipped_after_they_were_fetched(home, schedule, seed, tmp_path, make_link) -> None:
+    """Room for three of six; stochastic depth."""
+    plain = train_some_blocks(config_of(tmp_path, "none", schedule, "auto"))
+    with pytest.raises(infinity.CapacityError) as refused:
+        train_some_blocks(config_of(tmp_path, home, schedule, 1), SameMemory())
+    room = int(str(refused.value).split("raise it to ")[1].split()[0]) * 3 // 2
+    ours = train_some_blocks(config_of(tmp_path, home, schedule, room), make_link(seed))
+    assert_same_bits(Result([], ours), Result([], plain))
+
+
+# Doors beside the step #
+
+
+def evaluate_between(engine: infinity.Engine) -> None:
+    with torch.no_grad():
+        loss_of(engine, batches(1, seed=9)[0])
+
+
+def write_parameters(engine: infinity.Engine) -> None:
+    with GatheredParameters(engine.module, 0), torch.no_grad():
+        for param in engine.module.parameters():
+            param.mul_(1.5)
+
+
+def read_all(engine: infinity.Engine) -> None:
+    engine.module.state_dict()
+    dict(engine.named_parameters())
+
+
+DOORS: dict[str, Callable[[infinity.Engine], None]] = {
+    "evaluation": evaluate_between,
+    "writes": write_parameters,
+    "reads": read_all,
+}
+
+
+def with_doors(door: str, placement: Placement, recipe: Recipe, link: Link | None, **tiering: Any) -> Result:
+    """Through the door between any two steps."""
+    config = recipe.config(placement)
+    config["tiering"] |= tiering
+    losses = []
+    with infinity.initialize(model=tiny_llama(), config=config, link=link)[0] as engine:
+        for ids in batches(recipe.steps):
+            losses += train_on(engine, [ids])
+            DOORS[door](engine)
+        return Result(losses, dict(engine.named_parameters()))
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(("home", "clipping", "seed"), [("cpu", 0.0, 0), ("nvme", 0.0, 1), ("nvme", 0.5, 2)])
+def test_doors(door, home, clipping, seed, tmp_path, make_link) -> None:
+    recipe, placement = recipe_of("bf16", 1, clipping), Placement(home, "nvme", tmp_path, "64KiB")
+    room = least_device_memory(placement, recipe)
+    ours = with_doors(door, placement, recipe, make_link(seed), device_memory=room)
+    assert_same_bits(ours, with_doors(door, Placement(), recipe, None))
+
+
+@pytest.mark.parametrize(("home", "seed"), [("cpu", 0), ("nvme", 1)])
+def test_checkpoints(home, seed, tmp_path, make_link) -> None:
+    """Saved by one engine; loaded by another that has begun to train, before it goes on."""
+    (tmp_path / "swap").mkdir()
+    recipe, data = recipe_of("bf16", 1, 0.5), batches(2 * STEPS)
+    config = recipe.config(Placement(home, home, tmp_path / "swap", "64KiB"))
+    link = make_link(seed)
+    with infinity.initialize(model=tiny_llama(), config=config, link=link)[0] as engine:
+        train_on(engine, data[:STEPS])
+        engine.save_checkpoint(tmp_path / "saved")
+        losses = train_on(engine, data[STEPS:])
+        weights = dict(engine.named_parameters())
+        engine.load_checkpoint(tmp_path / "saved")
+        assert_same_bits(
+            Result(train_on(engine, data[STEPS:]), dict(engine.named_parameters())), Result(losses, weights)
+        )
+    plain = dataclasses.replace(recipe, steps=2 * STEPS)
+    with infinity.initialize(model=tiny_llama(), config=plain.config(Placement()))[0] as engine:
+        assert train_on(engine, data)[STEPS:] == losses
+        assert_same_bits(Result([], dict(engine.named_parameters())), Result([], weights))
+
+
+# Ends #
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+@pytest.mark.parametrize("when", ["initialize", "forward", "backward", "step"])
+def test_closing_in_the_middle_of_a_step(home, when, tmp_path, make_link) -> None:
+    config = recipe_of("bf16", 1, 0.0).config(Placement(home, home, tmp_path, "64KiB", schedule="deferred"))
+    config["tiering"] |= {"activations": "cpu"}
+    link = make_link(5, patience=None)
+    with infinity.initialize(model=tiny_llama(), config=config, link=link)[0] as engine:
+        if when != "initialize":
+            train_on(engine, batches(2))
+            loss = loss_of(engine, batches(3)[2])
+        if when in ("backward", "step"):
+            engine.backward(loss)
+        if when == "step":
+            engine.step()
+
+
+def train_here(configs: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    trained = []
+    for seed, config in enumerate(configs):
+        link = LateLink(seed, 4 << seed)
+        trained.append(train_some_blocks(config, link, rank, size))
+        assert link.copies
+        assert link.watch.faults == []
+    return trained
+
+
+def test_several_ranks(tmp_path) -> None:
+    """Shards come and go beside what is gathered of them."""
+    (tmp_path / "swap").mkdir()
+    homes = [("none", "backward"), ("cpu", "deferred"), ("nvme", "backward")]
+    configs = [config_of(tmp_path / "swap", home, schedule, "auto") for home, schedule in homes]
+    for of_rank in run_ranks(2, train_here, configs, path=tmp_path):
+        for weights in of_rank:
+            assert_trained(weights, 2)
+
+
+# What it is good for #
+
+
+def without_waits(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """From now on the link, or the drive, says that something is over that is not."""
+    if what == "compute_waits":
+        monkeypatch.setattr(LateLink, "compute_waits", lambda self, token: None)
+    for name in {"done": ("done", "query"), "result": ("result", "synchronize")}.get(what, ()):
+        monkeypatch.setattr(LateToken, name, lambda self, timeout=None: True)
+    if what == "reads":
+        done, result = LateRequest.done, LateRequest.result
+        monkeypatch.setattr(LateRequest, "done", lambda self: self.reads or done(self))
+        monkeypatch.setattr(LateRequest, "result", lambda self, timeout=None: self.reads or result(self, timeout))
+
+
+@pytest.mark.parametrize("what", ["nothing", "compute_waits", "done", "result", "reads"])
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_a_missing_wait_is_noticed(clipping, what, tmp_path, monkeypatch) -> None:
+    """In what the steps themselves do, not only when the engine closes."""
+    recipe = recipe_of("bf16", 1, clipping)
+    placement = Placement("nvme", "nvme", tmp_path, "64KiB", "900KB")
+    config = recipe.config(placement)
+    config["tiering"] |= {"device_memory": least_device_memory(placement, recipe)}
+    link = late(monkeypatch, patience=None)
+    engine, *_ = infinity.initialize(model=tiny_llama(), config=config, link=link)
+    losses = []
+    with monkeypatch.context() as lies, contextlib.suppress(Exception):
+        without_waits(lies, what)
+        losses = train_on(engine, batches(STEPS))
+    with contextlib.suppress(AssertionError):
+        link.finish()  # sources that have changed are found when a copy ends
+    noticed = link.watch.faults or losses != in_memory("llama", "bf16", 1, clipping).losses
+    with contextlib.suppress(Exception):
+        engine.close()
+    assert bool(noticed) == (what != "nothing")

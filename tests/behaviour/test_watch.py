@@ -1,0 +1,156 @@
+"""A rank that waits for long says who is missing; one that gets on with files is waited for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from infinity.errors import RankError
+from infinity.zero import meeting
+from infinity.zero.meeting import Meeting
+from infinity.zero.processes import this_process
+from infinity.zero.watch import Watch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infinity.zero.watch._PERIOD_S", 0.02)
+    monkeypatch.setattr("infinity.zero.watch._WARN_S", 0.1)
+    monkeypatch.setattr(meeting, "_PROGRESS_S", 0.02)
+
+
+def until(found: object) -> None:
+    deadline = time.monotonic() + 20
+    while not found():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.01)
+
+
+def test_a_long_wait_names_who_is_not_there_and_where_it_was(quick, caplog) -> None:
+    store = dist.HashStore()
+    first, second, third = (Watch(store, rank, 3) for rank in range(3))
+    try:
+        with second.waiting("the reduce-scatter of unit `a`"):
+            pass
+        with caplog.at_level(logging.WARNING), first.waiting("the all-gather of unit `b`"):
+            with third.waiting("the all-gather of unit `b`"):
+                until(lambda: "rank 1 has not come" in (said := first.missing() or "") and "rank 2" not in said)
+                assert "it came back from the reduce-scatter of unit `a`" in str(first.missing())
+                until(lambda: caplog.records)
+            second.close()
+            until(lambda: "rank 1 has not been heard of for" in (first.missing() or ""))
+        said = [record.getMessage() for record in caplog.records]
+        assert len([text for text in said if text.startswith("rank 0 has waited")]) == 1, said
+        assert "for the all-gather of unit `b`: rank 1 has not come" in said[0]
+        until(lambda: first.missing() is None)
+    finally:
+        for watch in (first, second, third):
+            watch.close()
+
+
+def meeting_of_two(store: dist.Store, rank: int) -> Meeting:
+    one = Meeting.__new__(Meeting)
+    one.__dict__.update(
+        _store=store, _rank=rank, _size=2, _passed=0, _gave_up=False, _told_s=-1.0, processes=[], watch=None
+    )
+    return one
+
+
+def test_a_rank_that_gets_on_is_waited_for_and_one_that_is_silent_is_not(quick) -> None:
+    store = dist.HashStore()
+    waiting, working = meeting_of_two(store, 0), meeting_of_two(store, 1)
+
+    def work() -> None:
+        for _ in range(60):
+            working.progress()
+            time.sleep(0.03)
+        working.together("the end", 30)
+
+    thread = threading.Thread(target=work)
+    start_s = time.monotonic()
+    thread.start()
+    waiting.together("the end", 1.0)
+    assert time.monotonic() - start_s > 1.5
+    thread.join()
+    with pytest.raises(RankError, match=r"rank\(s\) 1 did not within 0\.3 s"):
+        waiting.together("another", 0.3)
+
+
+def test_a_rank_of_this_machine_that_has_ended_is_not_waited_for(quick) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    waiting = meeting_of_two(dist.HashStore(), 0)
+    other = this_process()
+    waiting.processes = [other, type(other)(other.machine, other.namespace, child.pid, started_of(child.pid))]
+    assert not waiting.processes[1].has_ended
+    child.kill()
+    with pytest.raises(RankError, match=rf"rank 1 \(process {child.pid}\) has ended"):
+        waiting.together("the end", 60)  # while it is still a zombie
+    child.communicate()
+    assert waiting.processes[1].has_ended
+
+
+def started_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+SCRIPT = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torch import nn
+import infinity
+import infinity.zero.watch as watch
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+watch._PERIOD_S = 0.2
+dist.init_process_group(
+    "gloo", init_method=f"file://{path}/store", rank=rank, world_size=2, timeout=timedelta(minutes=30)
+)
+torch.manual_seed(0)
+config = {"train_micro_batch_size_per_gpu": 1, "communication": {"timeout": 4}}
+config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 3}}
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+engine = infinity.initialize(model=model, config=config)[0]
+for step in range(2):
+    if step and rank == 1:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    engine.backward(engine(torch.randn(1, 64)).square().mean())
+    engine.step()
+"""
+
+
+def test_a_rank_that_hangs_is_named_within_the_timeout_whatever_the_groups_own_is(tmp_path) -> None:
+    """The process group was made with torch's half hour."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path)],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    try:
+        _, told = processes[0].communicate(timeout=100)
+        assert processes[0].returncode != 0
+        last = told.strip().splitlines()[-1]
+        assert "RankError: rank 0 of 2: the " in told, told
+        assert "rank 1 has not been heard of for" in told, last
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

@@ -1,0 +1,58 @@
+"""`infinity estimate`, and what it shares with `infinity plan`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from infinity.cli.main import main
+from tests.cli.test_plan import config_file
+
+
+def test_the_table(tmp_path, capsys) -> None:
+    assert main(["estimate", "--model", "gpt2:tiny", "--config", config_file(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "process memory" in out
+    assert "libraries" in out
+    assert "nvme space" in out
+
+
+def test_a_drive_that_is_too_small_is_refused_with_both_numbers(tmp_path, capsys) -> None:
+    arguments = ["estimate", "--params", "8e9", "--machine-memory", "64GiB", "--nvme-capacity", "60GiB", "--json"]
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert "the drives are too small: " in captured.err
+    assert "has 60.00 GiB free" in captured.err
+    facts = json.loads(captured.out)
+    assert facts["machine_nvme_bytes"] > 60 << 30
+    assert len(facts["problems"]) == 1
+    assert main([*arguments[:-2], "130GiB", "--json"]) == 0
+
+
+def test_ranks_and_devices(capsys) -> None:
+    machine = ["--nodes", "2", "--ranks", "4", "--device-memory", "16GiB", "--machine-memory", "64GiB"]
+    options = ["--nvme-capacity", "1TiB", "--micro-batch-size", "2", "--seq-len", "128", "--checkpoint-activations"]
+    assert main(["estimate", "--params", "24x1024", *machine, *options, "--json", "--largest"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["ranks"] == 8
+    assert facts["tokens"] == 256
+    assert facts["machine_nvme_bytes"] == 4 * facts["nvme_bytes"]
+    assert 0 < facts["activation_bytes"] < facts["device_bytes"] < 16 << 30
+    assert facts["largest_params"] > facts["params"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--params", "lots"], "--params lots: "),
+        (["--params", "4x100"], "multiple of 64"),
+        (["--params", "-5"], "no number of parameters"),
+        (["--params", "1e9", "--ranks", "0"], "--ranks is 0"),
+        (["--model", "gpt2", "--seq-len", "2048"], "takes at most 1024 tokens"),
+        (["--params", "1e9", "--stage", "2"], "stage"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(options, words, capsys) -> None:
+    assert main(["estimate", *options]) == 2
+    assert words in capsys.readouterr().err

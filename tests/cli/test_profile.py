@@ -1,0 +1,170 @@
+"""`infinity profile`: every rate is there, a drive is not filled, and ranks measure what they exchange."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.cli.main import main
+from infinity.errors import ConfigError, StorageError
+from infinity.io import IoOptions
+from infinity.optim.formats import FORMATS
+from infinity.profiling import ProfileJob, planned_write_bytes, read_profile
+from infinity.profiling.drives import drive_rates
+from infinity.profiling.processor import BusyOptimizer, matmul_rates, thread_counts, threads, timed
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+SMALL = ("--size", "8MiB", "--seconds", "0.05", "--params", "65536")
+
+
+def test_a_profile_has_every_rate(tmp_path, capsys) -> None:
+    places = [tmp_path / name for name in ("one", "two")]
+    for place in places:
+        place.mkdir()
+    output = tmp_path / "profile.json"
+    paths = [argument for place in places for argument in ("--path", str(place))]
+    assert main(["profile", *paths, *SMALL, "--json", "--output", str(output)]) == 0
+    profile = json.loads(capsys.readouterr().out)
+    assert profile == read_profile(output)
+    assert [drive["path"] for drive in profile["drives"]] == [str(place) for place in places]
+    for rates in (*profile["drives"], profile["drives_together"]):
+        assert all(rates[f"{operation}_bytes_per_s"] > 1e6 for operation in ("read", "write", "mixed"))
+    beside = profile["beside_optimizer"]
+    assert beside["mixed_bytes_per_s"] > 0
+    assert beside["params_alone_per_s"] > 0
+    assert {rates["format"] for rates in profile["optimizer"]} == set(FORMATS)
+    counts = {memory["threads"] for memory in profile["memory"]}
+    assert {rates["threads"] for rates in profile["optimizer"]} == counts
+    assert all(memory["triad_bytes_per_s"] > 0 and memory["in_place_bytes_per_s"] > 0 for memory in profile["memory"])
+    assert {product["dtype"] for product in profile["matmul"]} == {"float32", "bfloat16", "float16"}
+    assert profile["ranks"] is None
+    assert (profile["link"] is None) == (not torch.accelerator.is_available())
+    assert not [file for place in places for file in place.iterdir()]
+
+
+def test_people_get_a_table(tmp_path, capsys) -> None:
+    assert main(["profile", "--path", str(tmp_path), *SMALL]) == 0
+    shown = capsys.readouterr()
+    assert "writes at most 88.00 MiB" in shown.err
+    for words in ("optimizer, split", "memory, triad", "matmul cpu float32", "mixed beside the optimizer"):
+        assert words in shown.out
+
+
+def test_no_drive_is_touched_if_none_is_wanted(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "--without-drives", *SMALL, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["drives"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--size", "100TiB"), "would fill the drive"),
+        (("--seconds", "0"), "more than 0"),
+        (("--output", "/does/not/exist.json"), "no such directory"),
+        (("--params", "1"), "at least 2048"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, words, tmp_path, capsys) -> None:
+    assert main(["profile", "--path", str(tmp_path), *SMALL, *options]) == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_more_is_written_than_was_said(tmp_path, monkeypatch) -> None:
+    written = []
+    options = IoOptions(128 << 10, 8, 4)
+
+    class Counted(infinity_session()):  # type: ignore[misc]
+        def __exit__(self, *error: object) -> None:
+            written.append(self.engine.stats().bytes_written)
+            super().__exit__(*error)
+
+    monkeypatch.setattr("infinity.profiling.drives.BenchSession", Counted)
+    places = [tmp_path / name for name in ("one", "two")]
+    for place in places:
+        place.mkdir()
+    drive_rates(places, 4 * MIB, options, "auto", 5.0, 4096, lambda _: None)
+    assert 0 < sum(written) <= planned_write_bytes(ProfileJob(tuple(places), 4 * MIB, options, "auto"))
+
+
+def infinity_session() -> type:
+    from infinity.io.bench import BenchSession  # noqa: PLC0415
+
+    return BenchSession
+
+
+def test_a_profile_that_is_none_is_refused(tmp_path) -> None:
+    path = tmp_path / "p.json"
+    for text, words in (
+        ("{", "p.json"),
+        ("[]", "is no profile"),
+        ('{"format": "infinity-profile", "version": 99}', "has version 99"),
+        ('{"format": "infinity-profile", "version": 1, "drives": []}', "lacks drives_together"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            read_profile(path)
+
+
+def test_threads_are_as_before() -> None:
+    before = torch.get_num_threads()
+    with threads(2):
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == before
+    assert thread_counts(1) == [1]
+    assert thread_counts(6) == [1, 2, 4, 6]
+    assert thread_counts(8) == [1, 2, 4, 8]
+
+
+def test_the_rate_of_a_product_is_that_of_its_operations() -> None:
+    """Twice the cube of the rows, over the time that torch takes for it."""
+    (rates,) = matmul_rates(torch.device("cpu"), (torch.float32,))
+    rows = rates["rows"]
+    one = torch.ones(rows, rows)
+    torch.mm(one, one)
+    seconds = min(timed(lambda: torch.mm(one, one)) for _ in range(5))
+    assert 0.05 < rates["flop_per_s"] * seconds / (2 * rows**3) < 5
+
+
+def test_the_busy_optimizer_works_while_it_is_to() -> None:
+    optimizer = BusyOptimizer(4096)
+    try:
+        assert optimizer.rate(lambda: torch.ones(1) and None) >= 0
+        import time  # noqa: PLC0415
+
+        assert optimizer.rate(lambda: time.sleep(0.05)) > 0
+    finally:
+        optimizer.close()
+
+
+def test_a_drive_that_fails_is_named(tmp_path) -> None:
+    with pytest.raises(StorageError, match="missing"):
+        drive_rates([tmp_path / "missing"], MIB, IoOptions(), "auto", 0.1, 4096, lambda _: None)
+
+
+def test_ranks_measure_what_they_exchange(tmp_path) -> None:
+    command = [sys.executable, "-m", "infinity.cli.main", "run", "--ranks", "2", "profile", "--without-drives"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--params", "65536", "--json"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ranks = json.loads(done.stdout)["ranks"]
+    assert ranks["count"] == ranks["on_this_machine"] == 2
+    assert "gloo" in ranks["backend"]
+    assert 1e6 < ranks["all_gather_bytes_per_s"] < 1e12
+    assert 1e6 < ranks["reduce_scatter_bytes_per_s"] < 1e12

@@ -1,0 +1,72 @@
+"""Several ranks, each with a device of its own, train what they train on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import infinity
+from tests.behaviour.ranks import run_ranks
+from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of
+from tests.behaviour.test_parity import assert_same_bits
+from tests.behaviour.test_ranks import Case
+from tests.device import simdev
+from tests.device.staged_group import staged_group
+from tests.device.training import SPEEDS, tiny
+
+RANKS = 2
+RECIPE = Recipe("bf16", 2, 0.5, steps=3)
+
+
+def train_here(case: Case, speed: str | None) -> tuple[Result, int]:
+    """This rank's part, and the races that its device saw; on the CPU if there is no speed."""
+    group = None
+    if speed is not None:
+        simdev.load()
+        simdev.configure(check=1, **SPEEDS[speed])
+        group = staged_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    data = batches(case.recipe.steps * case.recipe.accumulation * size)
+    device = "cpu" if speed is None else "simdev"
+    losses = []
+    model = tiny(seed=rank)  # rank 0's values count
+    with infinity.initialize(model=model, config=case.config(), device=device, process_group=group)[0] as engine:
+        for ids in data[rank::size]:
+            loss = loss_of(engine, ids.to(engine.device))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        weights = {name: param.detach().cpu() for name, param in engine.named_parameters()}
+    return Result(losses, weights), 0 if speed is None else simdev.counts()["races"]
+
+
+def train(case: Case, speed: str | None, path: Path) -> list[tuple[Result, int]]:
+    path.mkdir()
+    return run_ranks(RANKS, train_here, case, speed, path=path, timeout_s=120)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory) -> Callable[[int], list[Result]]:
+    """What each rank has after the same training on the CPU, by stage."""
+
+    @cache
+    def trained(stage: int) -> list[Result]:
+        ran = train(Case(stage, Placement(), RECIPE), None, tmp_path_factory.mktemp("cpu") / "ranks")
+        return [result for result, _ in ran]
+
+    return trained
+
+
+@pytest.mark.parametrize("speed", SPEEDS)
+@pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (1, "nvme"), (2, "cpu"), (3, "cpu"), (3, "nvme")])
+def test_two_ranks_have_the_bits_of_two_ranks_on_the_cpu(stage, tier, speed, on_cpu, tmp_path) -> None:
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    placed = train(Case(stage, Placement(tier, tier, swap, "64KiB"), RECIPE), speed, tmp_path / "ranks")
+    for (there, races), here in zip(placed, on_cpu(stage), strict=True):
+        assert races == 0
+        assert_same_bits(there, here)

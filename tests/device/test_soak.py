@@ -1,0 +1,11 @@
+"""A short run of the soak."""
+
+from __future__ import annotations
+
+from benchmarks import soak_device
+
+
+def test_a_short_soak() -> None:
+    seen = soak_device.soak(steps=30, seed=1, round_steps=5)
+    assert not seen["wrong"]
+    assert seen["races"] == 0

@@ -1,0 +1,221 @@
+"""Training on a device with memory of its own has the bits of the CPU, wherever states live and whatever lags."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import re
+
+import pytest
+import torch
+
+import infinity
+from infinity.tiers import link
+from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of
+from tests.behaviour.test_parity import assert_same_bits
+from tests.device import simdev
+from tests.device.training import (
+    SPEEDS,
+    STEPS,
+    engine_on,
+    on_cpu_like,
+    tiny,
+    train_on_device,
+    train_over,
+)
+
+RECIPES = [Recipe("bf16", 2, 0.5, STEPS), Recipe("fp32", 1, 0.0, STEPS)]
+RECIPE_IDS = [f"{r.precision}-accumulate{r.accumulation}-clip{r.clipping:g}" for r in RECIPES]
+TIERS = ("none", "cpu", "nvme")
+CLIPPED = Recipe("bf16", 1, 0.5, STEPS)
+
+
+@pytest.fixture(params=SPEEDS)
+def _speed(request):
+    with simdev.configured(**SPEEDS[request.param]):
+        yield
+
+
+@pytest.mark.usefixtures("_speed")
+@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPE_IDS)
+@pytest.mark.parametrize(("params", "optimizer"), list(itertools.product(TIERS, TIERS)))
+def test_placements(params, optimizer, recipe, tmp_path) -> None:
+    placed = train_on_device(recipe, Placement(params, optimizer, tmp_path, "64KiB"))
+    assert_same_bits(placed, on_cpu_like(recipe))
+
+
+@pytest.mark.usefixtures("_speed")
+@pytest.mark.parametrize(
+    ("precision", "schedule"),  # fp16 knows after backward only whether it updates
+    [("bf16", "backward"), ("bf16", "deferred"), ("bf16", "barrier"), ("fp16", "deferred"), ("fp16", "barrier")],
+)
+@pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
+def test_gradients_of_one_micro_batch(optimizer, schedule, precision, tmp_path) -> None:
+    """They leave the device while it computes; nothing is added to them."""
+    recipe = Recipe(precision, 1, 0.0 if schedule == "backward" else 0.5, STEPS)
+    placement = Placement("cpu", optimizer, tmp_path, "64KiB", schedule=schedule)
+    assert_same_bits(train_on_device(recipe, placement), on_cpu_like(recipe))
+
+
+def test_the_host_waits_for_units_and_not_for_every_gradient(monkeypatch) -> None:
+    waits = []
+    wait = link._EventToken.result
+
+    def counted(token: link._EventToken) -> None:
+        if not token.done():
+            waits.append(token)
+        wait(token)
+
+    model = tiny()
+    trained = sum(1 for _ in model.parameters())
+    with (
+        simdev.configured(launch_us=300),
+        engine_on("simdev", model, Recipe("bf16"), Placement("cpu", "cpu")) as engine,
+    ):
+        train_over(engine, batches(2))
+        monkeypatch.setattr(link._EventToken, "result", counted)
+        ids = batches(1)[0].to("simdev")
+        loss = loss_of(engine, ids)
+        waits.clear()
+        engine.backward(loss)
+        engine.step()
+        units = len(engine._runtime.partition.units)
+    assert len(waits) <= units + 2 < trained / 3
+
+
+@pytest.mark.usefixtures("_speed")
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPE_IDS)
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_tight_device_memory(architecture, recipe, tier, tmp_path) -> None:
+    """Room for two blocks, so that units come and go all the time."""
+    host_memory = {"cpu": None, "nvme": "900KB" if recipe.precision == "bf16" else "2MB"}[tier]
+    placement = Placement(tier, tier, tmp_path, "64KiB", host_memory)
+    least = least_device_memory(placement, recipe, architecture)
+    placed = train_on_device(recipe, placement, tiny(architecture), device_memory=least)
+    assert_same_bits(placed, on_cpu_like(recipe, architecture))
+
+
+@pytest.mark.usefixtures("_speed")
+@pytest.mark.parametrize("schedule", ["backward", "deferred", "barrier"])
+def test_update_schedules(schedule, tmp_path) -> None:
+    recipe = dataclasses.replace(CLIPPED, clipping=0.0)
+    placed = train_on_device(recipe, Placement("nvme", "nvme", tmp_path, "64KiB", schedule=schedule))
+    assert_same_bits(placed, on_cpu_like(recipe))
+
+
+@pytest.mark.usefixtures("_speed")
+@pytest.mark.parametrize("activations", ["cpu", "nvme"])
+@pytest.mark.parametrize("memory", ["512KiB", "4MiB"])
+def test_activations(activations, memory, tmp_path) -> None:
+    placement = Placement("cpu", "cpu", tmp_path, "64KiB")
+    tiering = {"activations": activations, "activation_memory": memory, "nvme": [{"path": str(tmp_path)}]}
+    placed = train_on_device(CLIPPED, placement, **tiering)
+    assert_same_bits(placed, on_cpu_like(CLIPPED))
+
+
+@pytest.mark.usefixtures("_speed")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints(reentrant, tmp_path) -> None:
+    model = tiny()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    placed = train_on_device(CLIPPED, Placement("nvme", "nvme", tmp_path, "64KiB", "900KB"), model)
+    assert_same_bits(placed, on_cpu_like(CLIPPED))
+
+
+@pytest.mark.usefixtures("_speed")
+@pytest.mark.parametrize("tier", ["none", "nvme"])
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_layer_major_accumulation(tier, clipping, tmp_path) -> None:
+    recipe = Recipe("bf16", 2, clipping, STEPS)
+    with engine_on(
+        "simdev", tiny("llama"), recipe, Placement(tier, tier, tmp_path, "64KiB"), accumulation="layer"
+    ) as engine:
+        ids = (ids.to(engine.device) for ids in batches(recipe.steps * recipe.accumulation))
+        data = ({"input_ids": each, "labels": each} for each in ids)
+        losses = [engine.train_batch(data).item() for _ in range(recipe.steps)]
+        placed = Result(losses, {name: param.detach().cpu() for name, param in engine.named_parameters()})
+    expected = on_cpu_like(recipe, "llama")
+    means = torch.tensor(expected.losses).view(-1, recipe.accumulation).mean(1).tolist()
+    assert_same_bits(placed, Result(means, expected.weights))
+
+
+@pytest.mark.usefixtures("_speed")
+def test_an_evaluation_between_steps(tmp_path) -> None:
+    placement = Placement("nvme", "nvme", tmp_path, "64KiB")
+    with (
+        engine_on("simdev", tiny(), CLIPPED, placement) as engine,
+        engine_on("cpu", tiny(), CLIPPED, Placement()) as cpu,
+    ):
+        for ids in batches(CLIPPED.steps):
+            for each in (engine, cpu):
+                loss = loss_of(each, ids.to(each.device))
+                each.backward(loss)
+                each.step()
+            with torch.no_grad():
+                assert loss_of(engine, ids.to(engine.device)).item() == loss_of(cpu, ids).item()
+
+
+# What begins and ends #
+
+
+@pytest.mark.usefixtures("_speed")
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_first_forward_has_the_initial_values(tier, tmp_path) -> None:
+    ids = batches(1)[0]
+    with torch.no_grad():
+        with engine_on("cpu", tiny(), CLIPPED, Placement()) as engine:
+            expected = loss_of(engine, ids).item()
+        with engine_on("simdev", tiny(), CLIPPED, Placement(tier, tier, tmp_path, "64KiB")) as engine:
+            assert loss_of(engine, ids.to(engine.device)).item() == expected
+
+
+@pytest.mark.usefixtures("_speed")
+@pytest.mark.parametrize("passes", ["steps", "forward", "backward"])
+@pytest.mark.parametrize("activations", ["none", "nvme"])
+def test_closing_while_copies_are_under_way(passes, activations, tmp_path) -> None:
+    """No copy is left that uses memory which is given back, and no memory that nobody uses."""
+    placement = Placement("nvme", "nvme", tmp_path, "64KiB")
+    tiering = {"device_memory": "400KB", "activations": activations, "activation_memory": "4MiB"}
+    before = torch.accelerator.memory_allocated()
+    model = tiny()
+    engine = engine_on("simdev", model, CLIPPED, placement, **tiering)
+    for ids in batches(2):
+        loss = loss_of(engine, ids.to(engine.device))
+        if passes != "forward":
+            engine.backward(loss)
+        if passes == "steps":
+            engine.step()
+        elif passes == "backward":
+            break
+    engine.close()
+    torch.accelerator.synchronize()
+    del loss, engine, model
+    gc.collect()
+    assert torch.accelerator.memory_allocated() == before
+
+
+@pytest.mark.usefixtures("_speed")
+def test_checkpoints_move_between_placements(tmp_path) -> None:
+    data = batches(6)
+
+    with engine_on("simdev", tiny(), CLIPPED, Placement("cpu", "cpu")) as engine:
+        train_over(engine, data[:3])
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = train_over(engine, data[3:])
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    for device, tier in (("simdev", "nvme"), ("cpu", "none")):
+        with engine_on(device, tiny(seed=5), CLIPPED, Placement(tier, tier, swap, "64KiB")) as engine:
+            engine.load_checkpoint(tmp_path / "saved")
+            assert train_over(engine, data[3:]) == expected
+
+
+def least_device_memory(placement: Placement, recipe: Recipe, architecture: str) -> int:
+    """The least device memory that this recipe runs in, as the error for too small a one states it."""
+    with pytest.raises(infinity.CapacityError, match=r"tiering\.device_memory is 1 B") as refused:
+        engine_on("simdev", tiny(architecture), recipe, placement, device_memory=1)
+    found = re.search(r"raise it to (\d+)", str(refused.value))
+    assert found is not None, refused.value
+    return int(found.group(1))

@@ -1,0 +1,69 @@
+"""Training on the emulated device, and what it is held against: the CPU, with everything in memory."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import nn
+
+import infinity
+from tests.behaviour.reference import (
+    ARCHITECTURES,
+    Placement,
+    Recipe,
+    Result,
+    batches,
+    train_on,
+)
+
+STEPS = 3
+
+# Some missing waits show only when kernels lag behind the host, others only when copies do.
+SPEEDS: dict[str, dict[str, float]] = {"slow_kernels": {"launch_us": 300}, "slow_link": {"h2d": 1.5e7, "d2h": 1.5e7}}
+# Uploads that are still running when the next ones are due, and kernels that lag on a busy machine, too.
+CRAWL: dict[str, dict[str, float]] = {"crawl": {"h2d": 1e6, "d2h": 15e6}, "crawling_kernels": {"launch_us": 1500}}
+
+
+def tiny(architecture: str = "gpt2", seed: int = 0) -> nn.Module:
+    """A test model whose attention is made of operators that every device has."""
+    model = ARCHITECTURES[architecture](seed)
+    model.config._attn_implementation = "eager"
+    return model
+
+
+def engine_on(
+    device: str, model: nn.Module, recipe: Recipe, placement: Placement, **tiering: object
+) -> infinity.Engine:
+    config = recipe.config(placement)
+    config["tiering"] |= tiering
+    return infinity.initialize(model=model, config=config, device=device)[0]
+
+
+def train_over(engine: infinity.Engine, data: list[torch.Tensor]) -> list[float]:
+    """As `train_on`, of batches that lie in host memory."""
+    return train_on(engine, [ids.to(engine.device) for ids in data])
+
+
+def train_here(engine: infinity.Engine, recipe: Recipe) -> Result:
+    """Train on the batches of this recipe; the end's weights are on the host."""
+    data = batches(recipe.steps * recipe.accumulation)
+    losses = train_over(engine, data)
+    return Result(losses, {name: param.detach().cpu() for name, param in engine.named_parameters()})
+
+
+def train_on_device(recipe: Recipe, placement: Placement, model: nn.Module | None = None, **tiering: object) -> Result:
+    with engine_on("simdev", model or tiny(), recipe, placement, **tiering) as engine:
+        return train_here(engine, recipe)
+
+
+@cache
+def on_cpu(architecture: str, precision: str, accumulation: int, clipping: float, steps: int = STEPS) -> Result:
+    """The same training on the CPU, with everything in memory."""
+    recipe = Recipe(precision, accumulation, clipping, steps)
+    with engine_on("cpu", tiny(architecture), recipe, Placement()) as engine:
+        return train_here(engine, recipe)
+
+
+def on_cpu_like(recipe: Recipe, architecture: str = "gpt2") -> Result:
+    return on_cpu(architecture, recipe.precision, recipe.accumulation, recipe.clipping, recipe.steps)

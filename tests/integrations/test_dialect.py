@@ -1,0 +1,173 @@
+"""What the namespace's classes do beside what the engine does."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import infinity
+from infinity.integrations.dialect import activation_checkpointing, comm, data, leaf_modules
+from infinity.integrations.dialect.accelerator import get_accelerator
+from infinity.integrations.dialect.config import DeepSpeedConfig
+from infinity.integrations.dialect.engine import DeepSpeedEngine, initialize
+from infinity.integrations.dialect.logs import log_dist, logger
+from infinity.integrations.dialect.parameters import GatheredParameters, Init, ZeroParamStatus
+from tests.behaviour.reference import batches, tiny_llama
+from tests.doors.small_models import CONFIG, WIDTH
+
+NVME = {"stage": 3, "stage3_param_persistence_threshold": 0}
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Borrows(nn.Module):
+    """Reads the head's weight in its own forward, gathered as scripts for DeepSpeed do it."""
+
+    def __init__(self, gathers: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.head = nn.Linear(WIDTH, 4)
+        self.gathers = gathers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body[0](x)
+        if self.gathers:
+            with GatheredParameters([self.head.weight, self.head.bias]):
+                return nn.functional.linear(x, self.head.weight, self.head.bias)
+        return nn.functional.linear(x, self.head.weight, self.head.bias)
+
+
+def test_parameters_may_be_gathered_inside_a_training_forward(tmp_path) -> None:
+    drive = {"device": "nvme", "nvme_path": str(tmp_path)}
+    section = NVME | {"offload_param": drive, "offload_optimizer": drive}
+    engine, *_ = initialize(model=Borrows(gathers=True), config=CONFIG | {"zero_optimization": section})
+    plain = Borrows(gathers=False)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    with engine:
+        for seed in range(3):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+            engine.backward(engine(x).square().mean())
+            engine.step()
+            plain(x).square().mean().backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), CONFIG["gradient_clipping"])
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, value in infinity.Engine.named_parameters(engine):
+            torch.testing.assert_close(value, plain.get_parameter(name).detach())
+
+
+def test_the_engine_is_a_module_around_the_model(tmp_path) -> None:
+    model = Borrows(gathers=False)
+    engine, optimizer, _, _ = initialize(model=model, config=CONFIG)
+    with engine:
+        assert isinstance(engine, nn.Module)
+        assert [name for name, _ in engine.named_children()] == ["module"]
+        assert dict(engine.named_parameters()).keys() == dict(model.named_parameters()).keys()
+        assert engine.gathers is False  # the model's attribute
+        with pytest.raises(AttributeError, match="neither the engine nor its Borrows has 'nothing'"):
+            engine.nothing  # noqa: B018
+        assert not engine.eval().training
+        assert engine.train() is engine
+        assert model.training
+        assert engine.save_checkpoint(tmp_path) is True
+        path, state = engine.load_checkpoint(str(tmp_path))
+        assert (path, state) == (str(tmp_path / "global_step0"), {})
+        with pytest.raises(infinity.ConfigError, match="custom_load_fn is not supported"):
+            engine.load_checkpoint(tmp_path, custom_load_fn=print)
+        assert engine.save_16bit_model(tmp_path) is True
+        weights = torch.load(tmp_path / "pytorch_model.bin")
+        assert weights.keys() == engine.module_state_dict().keys()
+        assert isinstance(optimizer.param_groups[0]["params"][0], nn.Parameter)
+        model.head.requires_grad_(False)
+        assert set(engine.module_state_dict(exclude_frozen_parameters=True)) == {"body.0.weight", "body.0.bias"}
+        assert set(engine._zero3_consolidated_16bit_state_dict(True)) == {"body.0.weight", "body.0.bias"}
+    assert isinstance(engine, DeepSpeedEngine)
+
+
+def test_a_model_generates_while_its_parameters_are_gathered(tmp_path) -> None:
+    drive = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = CONFIG | {"zero_optimization": NVME | {"offload_param": drive, "offload_optimizer": drive}}
+    ids = batches(1)[0][:, :4]
+    mask = torch.ones_like(ids)
+    wanted = tiny_llama().generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    engine, optimizer, _, _ = initialize(model=tiny_llama(), config=config)
+    for param in engine.parameters():
+        assert param.ds_tensor.numel() == param.ds_numel
+        assert param.ds_tensor.is_meta
+    with engine, GatheredParameters(engine.parameters()):
+        assert list(optimizer.parameter_offload.module.named_parameters()) == []
+        found = engine.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        assert torch.equal(found, wanted)
+
+
+def test_init_and_its_arguments() -> None:
+    with Init(config_dict_or_path=CONFIG, remote_device="cpu", pin_memory=True, dtype=torch.bfloat16):
+        model = Borrows(gathers=False)
+    assert dist.is_initialized()
+    assert torch.equal(model.head.weight, Borrows(gathers=False).head.weight)
+    with GatheredParameters(model.parameters(), modifier_rank=0), torch.no_grad():  # which no engine has yet
+        model.head.bias.zero_()
+    assert not model.head.bias.any()
+    with pytest.raises(infinity.ConfigError, match=r"zero.Init: `data_parallel_group` is not supported"):
+        Init(data_parallel_group=object())
+    assert not hasattr(model.head.weight, "ds_id")  # it has its own shape and values
+    assert ZeroParamStatus.AVAILABLE != ZeroParamStatus.NOT_AVAILABLE
+
+
+def test_leaf_modules_are_noted() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    assert leaf_modules.set_z3_leaf_modules(model, [nn.Linear]) == [model[0], model[2]]
+    assert leaf_modules.set_z3_leaf_modules(model, ["ReLU"]) == [model[1]]
+    assert leaf_modules.get_z3_leaf_modules(model) == list(model)
+    assert leaf_modules.unset_z3_leaf_modules(model, ["torch.nn.modules.linear.Linear"]) == [model[0], model[2]]
+    assert [leaf_modules.z3_leaf_module(module) for module in model] == [False, True, False]
+    with pytest.raises(ValueError, match="No modules of type"):
+        leaf_modules.set_z3_leaf_modules(model, [nn.GELU])
+    assert leaf_modules.set_z3_leaf_modules(model, [nn.GELU], raise_if_not_found=False) == []
+    with pytest.raises(TypeError, match="must be classes"):
+        leaf_modules.set_z3_leaf_modules(model, [3])
+
+
+def test_helpers(caplog) -> None:
+    assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank(), comm.get_global_rank()) == (0, 1, 0, 0)
+    assert comm.ReduceOp is dist.ReduceOp
+    with pytest.raises(AttributeError, match=r"torch\.distributed has none"):
+        comm.nothing  # noqa: B018
+    loader = data.RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+    view = torch.arange(10.0)[2:4]
+    copied = data.clone_tensors_for_torch_save({"a": [view], "b": (3, "text")})
+    assert copied["b"] == (3, "text")
+    assert copied["a"][0].untyped_storage().nbytes() == 8
+    with caplog.at_level(logging.INFO, logger=logger.name):
+        log_dist("seen", ranks=[0])
+        log_dist("unseen", ranks=[1])
+    assert [record.message for record in caplog.records] == ["[Rank 0] seen"]
+    accelerator = get_accelerator()
+    assert accelerator is get_accelerator()
+    if not torch.accelerator.is_available():
+        assert (accelerator.device_name(), accelerator.current_device_name(), accelerator.device_count()) == (
+            "cpu",
+            "cpu",
+            1,
+        )
+        assert accelerator.communication_backend_name() == "gloo"
+        with pytest.raises(AttributeError, match=r"torch\.cpu has none"):
+            accelerator.nothing  # noqa: B018
+    weight = torch.ones(2, requires_grad=True)
+    activation_checkpointing.checkpoint(lambda w: (w * w).sum(), weight).backward()
+    assert torch.equal(weight.grad, torch.full((2,), 2.0))
+    with pytest.raises(infinity.ConfigError, match="cpu_checkpointing"):
+        activation_checkpointing.configure(checkpoint_in_cpu=True)
+    resolved = DeepSpeedConfig(CONFIG)
+    assert (resolved.train_batch_size, resolved.zero_optimization_stage, resolved.optimizer_name) == (4, 3, "adamw")

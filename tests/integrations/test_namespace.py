@@ -1,0 +1,232 @@
+"""The `deepspeed` namespace: unchanged scripts of transformers and accelerate train on infinity to the same numbers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import infinity
+from infinity.cli.main import main
+from infinity.integrations import as_deepspeed
+from tests.doors.small_models import Heads
+from tests.integrations.processes import result, run, script
+
+HERE = Path(__file__).parent
+BUDGET = "272KiB"  # of the states' 420
+
+
+def config_files(path: Path) -> list[Path]:
+    """ZeRO-2 with its optimizer on the CPU, and ZeRO-3 on a drive that leaves the optimizer to the script."""
+    auto = dict.fromkeys(
+        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+        "auto",
+    )
+    optimizer = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+    nvme = {"device": "nvme", "nvme_path": str(path / "drive")}
+    sections: list[dict[str, Any]] = [
+        {
+            "optimizer": optimizer,
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto"},
+        },
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": nvme,
+                "offload_param": nvme,
+                "stage3_prefetch_bucket_size": "auto",
+                "stage3_param_persistence_threshold": 0,
+                "stage3_gather_16bit_weights_on_model_save": True,
+            },
+            "tiering": {"host_memory": BUDGET, "tile_size": "8KiB"},
+        },
+    ]
+    files = [path / "zero2.json", path / "zero3.json"]
+    for file, section in zip(files, sections, strict=True):
+        file.write_text(json.dumps(auto | {"bf16": {"enabled": "auto"}} | section))
+    return files
+
+
+# What is imported #
+
+IMPORTS = """
+import importlib.metadata, json
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lion import DeepSpeedCPULion
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES, WarmupLR
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live
+from deepspeed.utils import groups, logger, safe_get_full_fp32_param, set_z3_leaf_modules
+import infinity
+from infinity.ops.adam import DeepSpeedCPUAdam as Same
+import torch
+from torch import nn
+
+assert deepspeed.__infinity__ == infinity.__version__
+assert importlib.metadata.version("deepspeed") == deepspeed.__version__
+assert Same is DeepSpeedCPUAdam and infinity.utils.safe_get_full_fp32_param is safe_get_full_fp32_param
+refused = {}
+for name in ("init_inference", "PipelineModule", "unknown"):
+    try:
+        getattr(deepspeed, name)()
+    except Exception as error:
+        refused[name] = str(error)
+try:
+    import deepspeed.moe.layer
+except ImportError as error:
+    refused["moe"] = str(error)
+
+model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
+config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}
+assert set_z3_leaf_modules(model, [nn.Sequential]) == [model]
+engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+assert isinstance(engine, DeepSpeedEngine) and isinstance(engine, nn.Module) and engine.module is model
+assert isinstance(optimizer, deepspeed.DeepSpeedOptimizer)
+assert deepspeed.comm.get_world_size() == torch.distributed.get_world_size() == 1
+param = model[0].weight
+assert [p is q for p, q in zip(engine.parameters(), model.parameters())] == [True] * 4
+assert (tuple(param.ds_shape), param.ds_numel) == ((64, 64), 4096)
+assert param.ds_status == ZeroParamStatus.NOT_AVAILABLE
+with deepspeed.zero.GatheredParameters(engine.parameters(), fwd_module=model):
+    assert param.ds_status == ZeroParamStatus.AVAILABLE
+    values = param.detach().clone()
+assert torch.equal(safe_get_full_fp32_param(param), values)
+calls = []
+engine.register_forward_hook(lambda *_: calls.append(1))
+engine.backward(engine(torch.ones(2, 64)).square().mean())
+engine.step()
+assert calls == [1] and not torch.equal(safe_get_full_fp32_param(param), values)
+state = engine._zero3_consolidated_16bit_state_dict()
+assert list(state) == [name for name, _ in model.named_parameters()]
+engine.destroy()
+del config["optimizer"]
+engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+assert optimizer is None
+with torch.no_grad():
+    assert torch.equal(engine(torch.ones(2, 64)), nn.functional.linear(
+        nn.functional.linear(torch.ones(2, 64), state["0.weight"], state["0.bias"]), state["1.weight"], state["1.bias"]
+    ))
+print("RESULT", json.dumps(refused))
+"""
+
+
+def test_what_deepspeed_scripts_import_is_there_or_refused_by_name(tmp_path) -> None:
+    file = tmp_path / "imports.py"
+    file.write_text(IMPORTS)
+    refused = result(script(file))
+    assert refused["init_inference"].startswith("deepspeed.init_inference is not supported by infinity: use the model")
+    assert "torch.distributed.pipelining" in refused["PipelineModule"]
+    assert refused["unknown"] == "module 'deepspeed', which is infinity's here, has no attribute 'unknown'"
+    assert refused["moe"].startswith("deepspeed.moe is not supported by infinity")
+
+
+@pytest.mark.parametrize("more", [[], ["--no-deepspeed"]])
+def test_infinity_run_puts_the_namespace_first_on_the_path(more, monkeypatch, tmp_path) -> None:
+    (tmp_path / "script.py").touch()
+    started: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
+    monkeypatch.setenv("PYTHONPATH", "before")
+    main(["run", "--ranks", "1", *more, str(tmp_path / "script.py")])
+    main(["run", *more, "accelerate", "launch", "script.py"])
+    (_, torchrun, environment), (_, accelerate, other), *_ = started
+    assert torchrun[1:3] == ["-m", "torch.distributed.run"]
+    assert accelerate[1:] == ["-m", "accelerate.commands.accelerate_cli", "launch", "script.py"]
+    path = "before" if more else os.pathsep.join([str(as_deepspeed.FOLDER), "before"])
+    assert environment["PYTHONPATH"] == other["PYTHONPATH"] == path
+
+
+def test_a_deepspeed_that_is_imported_already_is_not_mixed_with(monkeypatch, tmp_path) -> None:
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    __import__("deepspeed")
+    with pytest.raises(infinity.ConfigError, match=re.escape(f"deepspeed is imported already, from {tmp_path}")):
+        as_deepspeed.install()
+    monkeypatch.delitem(sys.modules, "deepspeed")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    as_deepspeed.install()
+    assert sys.path[0] == str(as_deepspeed.FOLDER)
+    assert importlib.metadata.version("deepspeed") == "0.19.8+infinity"
+
+
+def test_options_that_are_accelerates_are_refused(capsys) -> None:
+    assert main(["run", "--ranks", "2", "accelerate", "launch", "script.py"]) == 2
+    assert "give `accelerate launch` its own --num_processes" in capsys.readouterr().err
+
+
+# What trains #
+
+
+def assert_same_files(ours: Path, plain: Path) -> None:
+    found, wanted = load_file(ours), load_file(plain)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-5)
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any], *, norms: bool = True) -> None:
+    for key in ("loss", "eval", "losses", *(["norms"] if norms else [])):
+        assert found[key] == pytest.approx(wanted[key], rel=1e-5), key
+    assert found["text"] == wanted["text"]
+
+
+def test_an_unchanged_trainer_script_gives_the_same_losses_wherever_its_states_are(tmp_path) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("peft")
+    files = config_files(tmp_path)
+    results = result(script(HERE / "trainer_script.py", tmp_path, "one", *files))
+    for index in (1, 2):
+        assert_same(results[f"run{index}"], results["run0"])
+        assert results[f"run{index}"]["engine"] == "DeepSpeedEngine"
+        assert_same_files(*(tmp_path / f"saved{which}" / "model.safetensors" for which in (index, 0)))
+    assert_same_files(*(tmp_path / f"adapter{which}" / "adapter_model.safetensors" for which in (2, 0)))
+    assert_same(results["resumed2"], results["run0"] | {"loss": results["resumed2"]["loss"]})
+    assert_same(results["lora2"], results["lora0"])
+    assert results["evaluated2"] == pytest.approx(results["evaluated0"], rel=1e-6)
+    assert results["run1"]["bytes"] == {}  # all in host memory
+    moved = results["run2"]["bytes"]
+    assert moved["nvme_read"] > 0
+    assert moved["nvme_write"] > 0
+    assert not list((tmp_path / "drive").rglob("*.swap*"))
+
+    files[1].write_text(files[1].read_text().replace(BUDGET, "400KiB"))  # of each of two
+    together = result(run("--ranks", "2", HERE / "trainer_script.py", tmp_path, "two", files[1]))
+    assert_same(together["run0"], results["run0"], norms=False)
+
+
+def test_an_accelerate_loop_gives_the_same_losses(tmp_path) -> None:
+    pytest.importorskip("accelerate")
+    file = tmp_path / "zero3.json"
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path / "drive")}
+    section = {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}
+    file.write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": "auto",
+                "gradient_accumulation_steps": 2,
+                "gradient_clipping": 1.0,
+                "zero_optimization": section,
+            }
+        )
+    )
+    plain = result(script(HERE / "accelerate_script.py", tmp_path / "plain", namespace=False))
+    options = ["--use_deepspeed", "--deepspeed_config_file", file, "--num_processes", "1"]
+    ours = result(run("accelerate", "launch", *options, HERE / "accelerate_script.py", tmp_path / "ours"))
+    assert ours.pop("engine") == "DeepSpeedEngine"
+    assert plain.pop("engine") == "Heads" == Heads.__name__
+    assert ours.keys() == plain.keys()
+    for key, values in plain.items():
+        assert ours[key] == pytest.approx(values, rel=1e-5), key

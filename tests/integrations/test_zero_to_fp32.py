@@ -1,0 +1,59 @@
+"""The float32 weights of a checkpoint come back exactly, by DeepSpeed's names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import infinity
+from infinity.integrations.dialect import values, zero_to_fp32
+from tests.behaviour.reference import batches, loss_of, tiny_gpt2, tiny_llama
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoints")
+    model = tiny_gpt2()
+    model.transformer.wpe.requires_grad_(False)
+    config = {
+        "train_batch_size": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3},
+    }
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        engine.backward(loss_of(engine, batches(1)[0]))
+        engine.step()
+        engine.save_checkpoint(path)
+        return path, {name: values.safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
+
+
+def test_masters_are_read_exactly(saved, tmp_path) -> None:
+    path, masters = saved
+    state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(path)
+    assert all(torch.equal(state[name], value) for name, value in masters.items())
+    assert "transformer.wpe.weight" not in zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
+        path, exclude_frozen_parameters=True
+    )
+    model = zero_to_fp32.load_state_dict_from_zero_checkpoint(tiny_gpt2(seed=1), path)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert all(torch.equal(param, masters[name]) for name, param in model.named_parameters())
+    for safe, read in ((True, load_file), (False, torch.load)):
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(path, tmp_path, safe_serialization=safe)
+        file = tmp_path / ("model.safetensors" if safe else "pytorch_model.bin")
+        assert all(torch.equal(read(file)[name], value) for name, value in masters.items())
+
+
+def test_what_is_no_checkpoint_of_the_model_is_refused(saved, tmp_path) -> None:
+    path, _ = saved
+    with pytest.raises(
+        infinity.CheckpointError, match=r"is of another model: `model\.embed_tokens\.weight` is a parameter"
+    ):
+        zero_to_fp32.load_state_dict_from_zero_checkpoint(tiny_llama(), path)
+    with pytest.raises(infinity.CheckpointError, match="has no checkpoint"):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    with pytest.raises(infinity.ConfigError, match="max_shard_size is 1KB"):
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(path, tmp_path, max_shard_size="1KB")
+    with pytest.raises(infinity.ConfigError, match="lazy_mode is not supported"):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(path, lazy_mode=True)

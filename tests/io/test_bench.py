@@ -1,0 +1,355 @@
+"""What a benchmark moves, how long blocks took, and that a drive which loses or moves pages is found out."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.errors import ConfigError, StorageError
+from infinity.io import IoOptions, probe_backends
+from infinity.io.bench import BenchSession, bench_file, ring_bytes, run_together
+from infinity.io.drives import Drive, cautions, filesystem_of
+from infinity.io.fio import FioJob, fio_engine
+from infinity.io.latency import Histogram
+from infinity.io.pages import huge_page_bytes
+from infinity.io.patterns import OPERATIONS, moves
+from infinity.io.sweep import SweepLog, SweepPoint, best_for_all, plan_sweep, sweep
+from infinity.io.verify import verify
+from infinity.memory.filled import random_memory
+
+MIB = 1 << 20
+OPTIONS = IoOptions(128 << 10, 8, 4)
+BACKENDS = [status.name for status in probe_backends() if status.available]
+
+
+# What is moved #
+
+
+@given(
+    operation=st.sampled_from(OPERATIONS),
+    blocks=st.integers(2, 200),
+    rest=st.integers(0, 4095),
+    request_blocks=st.integers(1, 16),
+)
+def test_a_pass_moves_every_whole_block_once(operation, blocks, rest, request_blocks) -> None:
+    found = moves(operation, blocks * 4096 + rest, 4096, request_blocks * 4096)
+    offsets = [offset for move in found for offset in range(move.offset, move.offset + move.nbytes, 4096)]
+    moved = blocks // 2 * 2 if operation == "mixed" else blocks
+    assert sorted(offsets) == [number * 4096 for number in range(moved)]
+    if operation == "mixed":
+        written = [move.offset for move in found if move.operation == "write"]
+        assert min(written) == blocks // 2 * 4096
+        assert max(move.offset for move in found if move.operation == "read") < min(written)
+    else:
+        assert {move.operation for move in found} == {operation.removeprefix("rand")}
+
+
+def test_mixed_takes_turns() -> None:
+    kinds = [move.operation for move in moves("mixed", 16 * MIB, MIB, 2 * MIB)]
+    assert kinds == ["read", "write"] * 4
+
+
+# Latency #
+
+
+@given(st.lists(st.integers(1, 10**10), min_size=1, max_size=300))
+def test_percentiles_are_those_of_the_samples(samples) -> None:
+    histogram = Histogram(tuple((value / 1e9, samples.count(value)) for value in set(samples)))
+    assert histogram.samples == len(samples)
+    ordered = sorted(samples)
+    assert histogram.percentile_s(0.5) == ordered[(len(ordered) + 1) // 2 - 1] / 1e9
+    assert histogram.percentile_s(1.0) == ordered[-1] / 1e9
+    assert histogram.plus(histogram).since(histogram).percentile_s(0.5) == histogram.percentile_s(0.5)
+
+
+@pytest.mark.parametrize(
+    ("samples", "known"),
+    [
+        (10, []),
+        (20, ["p50"]),
+        (999, ["p50", "p90"]),
+        (1000, ["p50", "p90", "p99"]),
+        (10_000, [*["p50", "p90", "p99", "p999"]]),
+    ],
+)
+def test_a_percentile_is_given_with_ten_samples_above_it(samples, known) -> None:
+    assert list(Histogram(((1e-3, samples),)).percentiles_s()) == known
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_are_timed_under_load(backend, tmp_path) -> None:
+    with (
+        random_memory(ring_bytes(OPTIONS)) as buffers,
+        bench_file(tmp_path, 16 * MIB) as path,
+        BenchSession(path, 16 * MIB, backend, OPTIONS, buffers) as session,
+    ):
+        session.fill()
+        start_s = time.perf_counter()
+        run = session.run("mixed", passes=2)
+        longest_s = time.perf_counter() - start_s
+    assert run.nbytes == 32 * MIB
+    assert run.latencies.read.samples == run.latencies.write.samples == run.blocks // 2
+    if backend != "aiofiles":  # which moves requests whole
+        assert run.blocks == 32 * MIB // OPTIONS.block_size_bytes
+    for seen in (run.latencies.read, run.latencies.write):
+        assert 0 < seen.percentile_s(0.5) <= seen.percentile_s(1.0) < longest_s * 1.02
+    # All that was in flight, for all the time: a block that takes long is one of a full queue.
+    busy_s = sum(taken_s * count for taken_s, count in (*run.latencies.read.counts, *run.latencies.write.counts))
+    assert busy_s < longest_s * OPTIONS.queue_depth * 1.02
+    assert run.cpu_s > 0
+    assert run.caller_s is not None
+    assert run.caller_s <= run.cpu_s * 1.01 + 1e-3
+
+
+@pytest.mark.skipif(not set(BACKENDS) - {"aiofiles"}, reason="the extension is not built")
+def test_what_is_stamped_agrees_with_the_clock(tmp_path) -> None:
+    """One block at a time: the sum of their times is the time that passed, but for what happens between them."""
+    options = IoOptions(MIB, 1, 1)
+    with (
+        random_memory(ring_bytes(options)) as buffers,
+        bench_file(tmp_path, 64 * MIB) as path,
+        BenchSession(path, 64 * MIB, "threads", options, buffers) as session,
+    ):
+        session.fill()
+        run = session.run("read", passes=2)
+    busy_s = sum(taken_s * count for taken_s, count in run.latencies.read.counts)
+    assert 0.4 * run.seconds < busy_s <= run.seconds * 1.02
+
+
+# Verifying #
+
+
+@pytest.mark.parametrize("operation", ["write", "mixed", "randwrite"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_was_written_is_found_again(operation, backend, tmp_path) -> None:
+    with (
+        random_memory(ring_bytes(OPTIONS)) as buffers,
+        bench_file(tmp_path, 16 * MIB) as path,
+        BenchSession(path, 16 * MIB, backend, OPTIONS, buffers) as session,
+    ):
+        assert verify(session, operation) == (8 if operation == "mixed" else 16) * MIB
+
+
+class _Liar:
+    """An engine whose file is changed between the writes and the reads."""
+
+    def __init__(self, session: BenchSession, spoil) -> None:
+        self._engine = session.engine
+        self._spoil = spoil
+
+    def write(self, *request):
+        return self._engine.write(*request)
+
+    def read(self, *request):
+        if self._spoil is not None:
+            self._spoil()
+            self._spoil = None
+        return self._engine.read(*request)
+
+
+def _swap_pages(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[4096:8192], data[40960:45056] = data[40960:45056], data[4096:8192]
+    path.write_bytes(data)
+
+
+def _flip_a_bit(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(3 * MIB + 2000)
+        byte = file.read(1)[0]
+        file.seek(3 * MIB + 2000)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize(("spoil", "offset"), [(_swap_pages, 4096), (_flip_a_bit, 3 * MIB + 2000)])
+def test_a_drive_that_lies_is_found_out(spoil, offset, tmp_path, monkeypatch) -> None:
+    options = IoOptions(128 << 10, 8, 4, direct=False)
+    with (
+        random_memory(ring_bytes(options)) as buffers,
+        bench_file(tmp_path, 4 * MIB) as path,
+        BenchSession(path, 4 * MIB, "auto", options, buffers) as session,
+    ):
+        liar = _Liar(session, lambda: spoil(path))
+        monkeypatch.setattr(BenchSession, "engine", property(lambda _: liar))
+        with pytest.raises(StorageError, match="what was read back is not what was written") as found:
+            verify(session, "randwrite")
+    assert found.value.errno == errno.EBADMSG
+    assert offset // MIB * MIB <= found.value.offset < offset + 3 * MIB
+
+
+def test_an_old_write_that_was_never_replaced_is_found_out(tmp_path, monkeypatch) -> None:
+    """A pass whose writes are lost leaves pages that an earlier pass stamped with the right places."""
+    with (
+        random_memory(ring_bytes(OPTIONS)) as buffers,
+        bench_file(tmp_path, 4 * MIB) as path,
+        BenchSession(path, 4 * MIB, "auto", OPTIONS, buffers) as session,
+    ):
+        verify(session, "write")
+        before = path.read_bytes()
+        liar = _Liar(session, lambda: path.write_bytes(before))
+        monkeypatch.setattr(BenchSession, "engine", property(lambda _: liar))
+        with pytest.raises(StorageError, match="what was read back"):
+            verify(session, "write")
+
+
+# Several at once #
+
+
+def test_paths_are_busy_at_the_same_time(tmp_path) -> None:
+    with random_memory(2 * ring_bytes(OPTIONS)) as buffers:
+        half = buffers.nbytes // 2
+        spans = [type(buffers)(buffers.address + i * half, half, buffers.owner) for i in range(2)]
+        with (
+            bench_file(tmp_path, 4 * MIB) as one,
+            bench_file(tmp_path, 4 * MIB) as other,
+            BenchSession(one, 4 * MIB, "auto", OPTIONS, spans[0]) as first,
+            BenchSession(other, 4 * MIB, "auto", OPTIONS, spans[1]) as second,
+        ):
+            start_s = time.perf_counter()
+            runs = run_together([first, second], "write", 0.3)
+            assert time.perf_counter() - start_s < 30
+    assert all(0.2 < run.seconds < 15 and run.nbytes >= 4 * MIB for run in runs)
+
+
+def test_an_error_on_one_path_is_raised(tmp_path) -> None:
+    with (
+        random_memory(ring_bytes(OPTIONS)) as buffers,
+        bench_file(tmp_path, 4 * MIB) as one,
+        bench_file(tmp_path, 4 * MIB) as other,
+        BenchSession(one, 4 * MIB, "auto", OPTIONS, buffers) as first,
+        BenchSession(other, 4 * MIB, "auto", OPTIONS, buffers) as second,
+    ):
+        os.truncate(other, MIB)
+        with pytest.raises(StorageError, match="end of the file"):
+            run_together([first, second], "read", 0.2)
+
+
+# Sweeps #
+
+
+def test_a_sweep_writes_no_more_than_it_may() -> None:
+    for most in (8 << 30, 20 << 30, 1 << 40):
+        plan = plan_sweep("write", 1 << 30, IoOptions(), passes=3, memory_bytes=1 << 30, most_written_bytes=most)
+        assert plan.written_bytes <= most
+        assert plan.pass_bytes <= 1 << 30
+    assert (
+        plan_sweep("read", 1 << 30, IoOptions(), passes=3, memory_bytes=1 << 30, most_written_bytes=0).pass_bytes
+        == 1 << 30
+    )
+    with pytest.raises(
+        ConfigError, match=r"--max-write leaves 1.00 GiB for this sweep of write, which writes at least"
+    ):
+        plan_sweep("write", 1 << 30, IoOptions(), passes=3, memory_bytes=1 << 30, most_written_bytes=1 << 30)
+
+
+def test_no_setting_takes_more_memory_than_there_is() -> None:
+    plan = plan_sweep("read", 1 << 30, IoOptions(), passes=1, memory_bytes=64 * MIB, most_written_bytes=0)
+    assert plan.settings
+    assert max(map(ring_bytes, plan.settings)) <= 64 * MIB
+
+
+@pytest.mark.parametrize(("block", "depth"), [(8 * MIB, 64), (128 << 10, 1), (MIB, 8)])
+def test_the_ring_holds_what_is_in_flight(block, depth) -> None:
+    options = IoOptions(block, depth)
+    assert block * depth < ring_bytes(options) <= max(8 * MIB, 4 * block, 1.5 * block * depth)
+
+
+def test_a_sweep_goes_on_where_it_stopped(tmp_path) -> None:
+    plan = plan_sweep("read", 2 * MIB, OPTIONS, passes=2, memory_bytes=16 * MIB, most_written_bytes=0)
+    kept = tmp_path / "kept.jsonl"
+    with random_memory(16 * MIB) as buffers, bench_file(tmp_path, 2 * MIB) as path:
+        states = sweep(path, plan, "auto", buffers, SweepLog(kept, {"size_bytes": 2 * MIB}))
+        seen = [next(states) for _ in range(5)][-1]
+        states.close()
+        with kept.open("a") as file:
+            file.write('{"path": "cut o')  # as a crash may leave it
+        first, *rest = sweep(path, plan, "auto", buffers, SweepLog(kept, {"size_bytes": 2 * MIB}))
+    assert first.done == seen.done == 4
+    assert first.points == seen.points
+    assert rest[-1].done == plan.measurements
+    assert len(rest) == plan.measurements - 4
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert len(lines) == 1 + plan.measurements
+    with pytest.raises(ConfigError, match=r"begun with size_bytes 2097152, and this is 5: use another file"):
+        SweepLog(kept, {"size_bytes": 5})
+
+
+def test_a_file_of_something_else_is_no_sweep(tmp_path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text("[1, 2]\n{somebody's")
+    with pytest.raises(ConfigError, match=r"--resume .*other.json: it is there already and holds no sweep"):
+        SweepLog(other, {})
+    assert other.read_text() == "[1, 2]\n{somebody's"
+
+
+def test_the_best_for_several_is_good_for_each() -> None:
+    def points(*rates: float) -> list[SweepPoint]:
+        return [SweepPoint(IoOptions(MIB, depth), (rate,)) for depth, rate in zip((1, 8, 32), rates, strict=True)]
+
+    assert best_for_all([points(10, 90, 100), points(50, 99, 100)]).options.queue_depth == 32
+    assert best_for_all([points(10, 98, 100), points(1.0, 0.99, 0.5)]).options.queue_depth == 8
+    shallow = [SweepPoint(IoOptions(MIB, 2), (1.0,))]
+    with pytest.raises(ConfigError, match="no setting in common"):
+        best_for_all([shallow, points(1, 2, 3)])
+
+
+# Places #
+
+
+def test_what_is_no_drive_is_said() -> None:
+    assert "lies in memory" in cautions(Drive("tmpfs", "", 1), direct=True)[0]
+    assert "page cache" in cautions(Drive("ext4", "nvme0n1", 1), direct=False)[0]
+    assert "cache as they like" in cautions(Drive("nfs4", "", 1), direct=True)[0]
+    assert "a virtual disk" in cautions(Drive("xfs", "vda", 1), direct=True)[0]
+    assert "compress" in cautions(Drive("btrfs", "nvme0n1", 1), direct=True)[0]
+    assert cautions(Drive("xfs", "nvme0n1p2", 1), direct=True) == []
+
+
+def test_the_filesystem_is_that_of_the_innermost_mount(tmp_path) -> None:
+    mounts = tmp_path / "mounts"
+    inner = tmp_path / "a b"
+    inner.mkdir()
+    escaped = str(inner).replace(" ", "\\040")
+    mounts.write_text(f"/dev/x / ext4 rw 0 0\n/dev/y {tmp_path} xfs rw 0 0\n/dev/z {escaped} tmpfs rw 0 0\n")
+    assert filesystem_of(inner, mounts) == "tmpfs"
+    assert filesystem_of(tmp_path, mounts) == "xfs"
+    assert filesystem_of(Path("/"), mounts) == "ext4"
+
+
+def test_small_pages_are_small_and_random() -> None:
+    with random_memory(8 * MIB, huge_pages=False) as span:
+        assert huge_page_bytes(span) in (0, None)
+        assert span.address % 4096 == 0
+
+
+# fio #
+
+
+def test_fio_is_given_our_work(tmp_path) -> None:
+    def job(operation: str, engine: str, **more: object) -> list[str]:
+        return FioJob(tmp_path / "f", 10 * MIB + 1, operation, OPTIONS, engine, **more).command(2)
+
+    uring = job("randread", "io_uring", registered=False)
+    for option in ("--rw=randread", "--bs=131072", "--iodepth=8", "--size=10485760", "--fixedbufs=0", "--loops=2"):
+        assert option in uring
+    blocking = job("write", "psync")
+    for option in ("--iodepth=1", "--numjobs=4", "--size=2621440", "--offset_increment=2621440"):
+        assert option in blocking
+    with pytest.raises(ConfigError, match="nothing like the backend aiofiles"):
+        fio_engine("aiofiles")
+    assert fio_engine("threads") == "psync"
+    assert fio_engine("io_uring", "libaio") == "libaio"
+
+
+def test_shuffles_differ() -> None:
+    random.seed(0)
+    first, second = (moves("randread", MIB, 4096, 4096) for _ in range(2))
+    assert first != second

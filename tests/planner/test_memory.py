@@ -1,0 +1,76 @@
+"""Estimated bytes are those that an engine takes, and what is not there is refused in words."""
+
+from __future__ import annotations
+
+import pytest
+
+import infinity
+from infinity.config import load_config
+from infinity.planner import Drive, Machine, count_work, drives_here, estimate, largest_model, plan_training, problems
+from infinity.zero.sizing import compute_dtype
+from tests.behaviour.reference import SEQ, Placement, Recipe, batches, tiny_llama, train_on
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+@pytest.mark.parametrize(("params", "optimizer"), [("nvme", "nvme"), ("none", "nvme"), ("none", "none")])
+@pytest.mark.parametrize("host_memory", [2_000_000, None])
+def test_the_tiers_hold_what_was_estimated(params, optimizer, host_memory, clipping, tmp_path) -> None:
+    values = Recipe("bf16", clipping=clipping).config(Placement(params, optimizer, tmp_path, "64KiB", host_memory))
+    config = load_config(values)
+    try:
+        plan = plan_training(tiny_llama(), config)
+    except infinity.CapacityError:
+        with pytest.raises(infinity.CapacityError):
+            infinity.initialize(model=tiny_llama(), config=values)
+        return
+    needs = estimate(plan, None, 0)
+    with infinity.initialize(model=tiny_llama(), config=values)[0] as engine:
+        train_on(engine, batches(4))
+        peak = engine.stats().peak_bytes
+    assert peak["nvme"] == needs.nvme_bytes
+    assert 0.95 * needs.budget_bytes <= peak["host"] <= needs.budget_bytes
+
+
+CPU = Machine()
+
+
+def facts(tmp_path, machine: Machine = CPU, host_memory: int = 2_000_000):
+    config = load_config(Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB", host_memory)))
+    plan = plan_training(tiny_llama(), config, machine)
+    work = count_work(tiny_llama(), plan.sizing.partition, compute_dtype(config), 1, SEQ)
+    return config, plan, estimate(plan, work, 100)
+
+
+def test_what_is_there_is_no_problem(tmp_path) -> None:
+    _, plan, needs = facts(tmp_path)
+    assert list(problems(plan, needs, [Drive("/a", needs.nvme_bytes)], needs.process_bytes)) == []
+
+
+def test_too_little_of_each_tier_is_said_with_the_numbers(tmp_path) -> None:
+    _, plan, needs = facts(tmp_path, Machine(2, 2, device_bytes=1 << 30), 1_000_000)
+    small = Machine(2, 2, device_bytes=needs.device_bytes - 1)
+    plan = type(plan)(**{**vars(plan), "machine": small})
+    drives = [Drive("/a", needs.nvme_bytes), Drive("/b", 4096)]
+    assert needs.nvme_bytes > 4096
+    disk, host, device = problems(plan, needs, drives, 2 * needs.process_bytes - 1)
+    assert "/b has 4.00 KiB" in disk
+    assert "Free " in disk
+    assert "the processes of a machine take" in host
+    assert "device memory is too small" in device
+
+
+def test_drives_that_are_one_count_once(tmp_path) -> None:
+    values = Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB"))
+    values["tiering"]["nvme"] = [{"path": str(tmp_path / name), "capacity": 4096} for name in ("one", "two")]
+    drives = drives_here(load_config(values))
+    assert [drive.free_bytes for drive in drives] == [4096]
+    assert list(tmp_path.iterdir()) == [], "nothing was made"
+
+
+def test_the_largest_model_fits_and_a_larger_one_does_not(tmp_path) -> None:
+    config = load_config(Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "1MiB", "1GiB")))
+    drives = [Drive("/a", 2 << 30)]
+    shape = largest_model(config, Machine(), drives)
+    assert shape is not None
+    assert 2 << 30 < 12 * shape.params < 3 << 30, "on the drive and in host memory"
+    assert largest_model(config, Machine(), []) is None

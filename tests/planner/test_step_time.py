@@ -1,0 +1,195 @@
+"""Predicted steps on machines whose numbers make the answer known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infinity
+from infinity.config import Config, load_config
+from infinity.planner import (
+    Duplex,
+    Machine,
+    Rates,
+    Shape,
+    StepTime,
+    TrainingPlan,
+    count_work,
+    plan_training,
+    predict_step,
+    rates_of,
+    stand_in,
+    with_numbers,
+)
+from infinity.planner.step_time import Window
+from infinity.planner.work import Pass, Product
+from infinity.zero.sizing import compute_dtype
+
+SHAPE = Shape(6, 128, 1024)
+CPU = Machine()
+
+
+def config_of(**more: Any) -> Config:
+    values = {
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme"},
+            "offload_optimizer": {"device": "nvme"},
+            "stage3_param_persistence_threshold": 0,
+        },
+        "tiering": {"nvme": [{"path": "."}], "tile_size": "64KiB"},
+    }
+    return load_config(values | more, world_size=2)
+
+
+def predicted(rates: Rates, machine: Machine = CPU, seq: int = 64, **more: Any) -> tuple[TrainingPlan, StepTime]:
+    config = config_of(**more)
+    model = stand_in(SHAPE)
+    plan = plan_training(model, config, machine)
+    work = count_work(model, plan.sizing.partition, compute_dtype(config), 1, seq)
+    return plan, predict_step(plan, config, work, rates)
+
+
+def numbers(**rates: float) -> Rates:
+    fast = {"flop_per_s": 1e30, "optimizer_params_per_s": 1e30, "disk_bytes_per_s": 1e30}
+    return with_numbers(Rates(), **(fast | rates))
+
+
+def least_budget(**more: Any) -> dict[str, Any]:
+    needs = plan_training(stand_in(SHAPE), config_of(**more)).needs
+    return {"tiering.host_memory": needs.least_bytes}
+
+
+def test_a_slow_drive_bounds_the_step_by_its_bytes() -> None:
+    plan, step = predicted(numbers(disk_bytes_per_s=1e6), **least_budget())
+    assert plan.read_bytes > 12 * plan.params
+    assert step.bottleneck == "disk"
+    slots = plan.split.ring_bytes // plan.needs.tile_bytes
+    updates = 2 * plan.traffic.states + plan.traffic.params_written
+    moved = plan.read_bytes + plan.write_bytes + updates * (1 / (1 - 0.5 / slots) - 1)  # and the ring idles
+    assert step.seconds == pytest.approx(moved / 1e6, rel=0.01)
+
+
+def test_computing_hides_the_drive_from_the_break_even_on() -> None:
+    rates = numbers(flop_per_s=1e9, disk_bytes_per_s=60e6)
+    _, few = predicted(rates, seq=16, **least_budget())
+    assert few.bottleneck == "disk"
+    assert few.break_even_tokens is not None
+    assert few.break_even_tokens > few.tokens
+    _, many = predicted(rates, seq=4 * int(few.break_even_tokens), **least_budget())
+    assert many.bottleneck == "compute"
+    assert many.efficiency > 0.9
+
+
+def test_a_device_has_the_optimizer_beside_it_and_a_cpu_does_not() -> None:
+    rates = numbers(flop_per_s=1e9, optimizer_params_per_s=1e6, link_bytes_per_s=1e30)
+    _, cpu = predicted(rates)
+    _, device = predicted(rates, Machine(device_bytes=1 << 30))
+    assert cpu.seconds == pytest.approx(cpu.parts["compute"] + cpu.parts["optimizer"], rel=0.01)
+    assert device.seconds < 0.98 * cpu.seconds
+
+
+def test_schedules_differ_in_what_hides_the_updates() -> None:
+    rates = numbers(flop_per_s=2e8, disk_bytes_per_s=30e6)
+    budget = least_budget()
+    steps = {}
+    for schedule in ("backward", "deferred", "barrier"):
+        _, step = predicted(rates, **budget, **{"tiering.update_schedule": schedule})
+        steps[schedule] = step.seconds
+    assert steps["backward"] <= steps["deferred"] < steps["barrier"]
+
+
+def test_micro_batches_fetch_parameters_again_unless_they_go_layer_by_layer() -> None:
+    accumulated = {"gradient_accumulation_steps": 4, "data_types": {"grad_accum_dtype": "bf16"}}
+    budget = least_budget(**accumulated)
+    once, _ = predicted(numbers())
+    again, _ = predicted(numbers(), **accumulated, **budget)
+    layers, _ = predicted(numbers(), **accumulated, **budget, **{"tiering.accumulation": "layer"})
+    fetched = again.traffic.forward.disk + again.traffic.backward.disk
+    assert fetched > 3 * (layers.traffic.forward.disk + layers.traffic.backward.disk) > 0
+    assert once.traffic.forward.disk == 0, "all fits"
+
+
+def test_two_ranks_exchange_parameters_and_gradients_and_share_the_drive() -> None:
+    _, alone = predicted(numbers(disk_bytes_per_s=1e6), **least_budget())
+    plan, step = predicted(
+        numbers(disk_bytes_per_s=1e6, collective_bytes_per_s=1e6),
+        Machine(ranks=2, neighbours=2),
+        **{"tiering.host_memory": "20MiB"},
+    )
+    moving = sum(unit.nbytes for unit in plan.units if unit.offloaded)
+    assert plan.traffic.reduced == moving // 2, "half of the gradients belongs to the other"
+    assert moving / 2 <= plan.traffic.forward.gathered + plan.traffic.backward.gathered <= moving
+    assert step.parts["disk"] <= alone.parts["disk"]
+    assert "collectives" not in step.unknown
+
+
+def test_what_has_no_rate_is_named() -> None:
+    _, step = predicted(Rates(disk=Duplex(1e6, 1e6, 1e6)), **least_budget())
+    assert step.unknown == ("compute", "optimizer")
+    assert step.break_even_tokens is None
+
+
+def test_wear() -> None:
+    plan, step = predicted(numbers(disk_bytes_per_s=1e6), **least_budget())
+    day, days = step.wear(1e12)
+    assert day == pytest.approx(plan.write_bytes / step.seconds * 86400)
+    assert days == pytest.approx(1e12 / day)
+
+
+# Rates #
+
+
+def test_reads_and_writes_that_pair_go_at_the_mixed_rate() -> None:
+    duplex = Duplex(inward=10.0, outward=5.0, both=12.0)
+    assert duplex.seconds(60, 60) == pytest.approx(120 / 12)
+    assert duplex.seconds(160, 60) == pytest.approx(10 + 10)
+    assert duplex.seconds(60, 110) == pytest.approx(10 + 10)
+
+
+def test_products_have_the_rate_of_their_layout_and_rows() -> None:
+    rates = Rates({"nn": ((32, 1.0),), "nt": ((32, 100.0), (128, 400.0))})
+    for rows, seconds in ((16, 4.0), (32, 4.0), (64, 2.0), (4096, 1.0)):
+        assert rates.compute_s(Pass({Product("nt", rows): 400.0})) == pytest.approx(seconds)
+    assert rates.compute_s(Pass({Product("nn", 512): 5.0})) == pytest.approx(5.0)
+
+
+def profile() -> dict[str, Any]:
+    drive = {"read_bytes_per_s": 4e9, "write_bytes_per_s": 2e9, "mixed_bytes_per_s": 3e9}
+    return {
+        "drives": [drive],
+        "drives_together": None,
+        "beside_optimizer": {"mixed_bytes_per_s": 1.5e9, "mixed_alone_bytes_per_s": 3e9},
+        "optimizer": [{"format": "split", "threads": n, "params_per_s": n * 1e8} for n in (1, 2)],
+        "memory": [{"threads": n, "triad_bytes_per_s": n * 1e9} for n in (1, 2)],
+        "products": [{"device": "cpu", "dtype": "bfloat16", "layout": "nt", "rows": 32, "flop_per_s": 1e10}],
+        "link": None,
+        "ranks": None,
+    }
+
+
+def test_rates_of_a_profile() -> None:
+    rates = rates_of(profile(), dtype="bfloat16", state_format="split")
+    assert rates.disk == Duplex(2e9, 1e9, 1.5e9), "as beside an optimizer"
+    assert rates.optimizer_params_per_s == 2e8
+    assert rates.memory_bytes_per_s == 2e9
+    assert rates.gather_bytes_per_s is None
+    with pytest.raises(infinity.ConfigError, match="no matrix products in float32 on cpu"):
+        rates_of(profile(), dtype="float32", state_format="fp32")
+
+
+def test_numbers_take_the_place_of_what_was_measured(tmp_path: Path) -> None:
+    rates = with_numbers(rates_of(profile(), dtype="bfloat16", state_format="split"), disk_bytes_per_s=8e9, drives=2)
+    assert rates.disk == Duplex(16e9, 16e9, 16e9)
+    assert rates.optimizer_params_per_s == 2e8
+
+
+def test_a_window_is_longer_by_the_first_unit_of_its_shorter_lanes() -> None:
+    lanes = {"compute": 4.0, "disk": 2.0, "link": 1.0}
+    assert Window("forward", lanes, units=10).seconds == pytest.approx(4.3)
+    assert Window("forward", lanes, units=10).bound == "compute"

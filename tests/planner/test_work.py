@@ -1,0 +1,87 @@
+"""What is counted without values is what a real pass does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import infinity
+from infinity.config import load_config
+from infinity.planner import Machine, Shape, Work, count_work, plan_training, stand_in
+from tests.behaviour.reference import SEQ, tiny_gpt2, tiny_llama
+
+CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+
+
+def work_of(model: nn.Module, batch: int = 2, seq: int = SEQ, *, checkpointing: bool = False) -> Work:
+    partition = plan_training(model, load_config(CONFIG), Machine()).sizing.partition
+    return count_work(model, partition, torch.float32, batch, seq, checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
+def test_products_and_saved_bytes_are_those_of_a_real_pass(make) -> None:
+    """Three blocks alike: two stand for them."""
+    model = make()
+    ids = torch.zeros(2, SEQ, dtype=torch.long)
+    weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    saved: dict[int, torch.Tensor] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with FlopCounterMode(display=False) as forward, torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
+        loss = model(input_ids=ids, labels=ids).loss
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    work = work_of(model)
+    attention = [
+        sum(f for kind, f in p.flops.items() if kind.layout == "attention") for p in (work.forward, work.backward)
+    ]
+    products = 4 * 2 * 4 * SEQ * SEQ * 16 * 3  # two products of 2 samples, 4 heads of 16, 3 blocks
+    assert attention == [products, products * 2.5]
+    # torch's counter knows the kernels of devices, not those of the CPU
+    assert work.forward.total_flops - attention[0] == forward.get_total_flops()
+    assert work.backward.total_flops - attention[1] == backward.get_total_flops()
+    assert work.saved_bytes == pytest.approx(sum(t.untyped_storage().nbytes() for t in saved.values()), rel=0.02)
+
+
+def test_work_grows_with_the_blocks_and_the_batch() -> None:
+    two, four = (work_of(stand_in(Shape(layers, 64, 512))) for layers in (3, 6))
+    per_layer = 2 * 2 * SEQ * 12 * 64**2  # of products with weights
+    assert four.forward.total_flops - two.forward.total_flops == pytest.approx(3 * per_layer, rel=0.1)
+    assert work_of(stand_in(Shape(3, 64, 512)), batch=4).saved_bytes == pytest.approx(2 * two.saved_bytes, rel=0.01)
+
+
+def test_checkpointing_saves_little_and_computes_again() -> None:
+    model = stand_in(Shape(6, 64, 512))
+    plain, kept = work_of(model), work_of(model, checkpointing=True)
+    assert kept.saved_bytes < plain.saved_bytes / 2
+    assert kept.backward.total_flops > plain.backward.total_flops
+    assert kept.forward.total_flops == plain.forward.total_flops
+    assert kept.saved_bytes + 6 * kept.block_bytes == pytest.approx(plain.saved_bytes)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_tiles_do_the_work_of_the_layers_that_they_are_of(checkpointing) -> None:
+    whole, tiled = (work_of(stand_in(Shape(3, 64, 512), n), checkpointing=checkpointing) for n in (1, 4))
+    assert tiled.forward.total_flops == whole.forward.total_flops
+
+
+def test_the_model_is_as_it_was() -> None:
+    model = tiny_gpt2()
+    before = dict(model.named_parameters())
+    modules = [name for name, _ in model.named_modules()]
+    work_of(model, checkpointing=True)
+    assert all(param is before[name] for name, param in model.named_parameters())
+    assert [name for name, _ in model.named_modules()] == modules
+    assert model(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.shape[1] == 4
+
+
+def test_a_model_of_another_kind_is_refused_with_its_error() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(infinity.ConfigError, match=r"the work of Sequential cannot be counted: .*input_ids"):
+        work_of(model)

@@ -1,0 +1,224 @@
+"""The placement table: what a stage, the offload sections and the device make of every field, and its choices."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.config import load_config
+from infinity.schedule import MemorySplit
+from infinity.schedule.placement import (
+    Rules,
+    Shards,
+    Share,
+    collecting_bytes,
+    cut_into_tiles,
+    param_bytes,
+    place,
+    place_gradients,
+    resident_tiles,
+    rules_of,
+)
+from infinity.tiers import WHOLE, FlatSpec, Memory, Sharding
+
+DEVICE, HOST, NVME = Memory.DEVICE, Memory.HOST, Memory.NVME
+
+
+def rules(
+    stage: int = 3,
+    params: str = "none",
+    states: str = "none",
+    ranks: int = 1,
+    *,
+    discrete: bool = False,
+    backward: bool = True,
+    steps: int = 1,
+    **tiering: Any,
+) -> Rules:
+    config = {
+        "gradient_accumulation_steps": steps,
+        "zero_optimization": {
+            "stage": stage,
+            "offload_param": {"device": params},
+            "offload_optimizer": {"device": states},
+        },
+        "tiering": {"nvme": [{"path": "/drive"}], **tiering},
+    }
+    loaded = load_config(config, world_size=ranks)
+    return rules_of(loaded, ranks - 1, ranks, discrete=discrete, updates_in_backward=backward)
+
+
+# (stage, offload_param, ranks, discrete) -> (home of parameters, where they are updated, shards, whole from shards)
+TABLE = {
+    (0, "none", 1, False): (DEVICE, DEVICE, 1, False),
+    (0, "none", 2, False): (DEVICE, DEVICE, 1, False),
+    (0, "none", 1, True): (DEVICE, HOST, 1, False),
+    (1, "none", 1, False): (DEVICE, DEVICE, 1, False),
+    (1, "none", 2, False): (DEVICE, HOST, 2, True),
+    (2, "none", 2, True): (DEVICE, HOST, 2, True),
+    (3, "none", 1, False): (DEVICE, DEVICE, 1, False),
+    (3, "cpu", 1, False): (DEVICE, DEVICE, 1, False),  # where the compute device is the CPU, it is there already
+    (3, "nvme", 1, False): (NVME, DEVICE, 1, False),
+    (3, "none", 1, True): (DEVICE, HOST, 1, False),
+    (3, "cpu", 1, True): (HOST, HOST, 1, False),
+    (3, "nvme", 1, True): (NVME, HOST, 1, False),
+    (3, "none", 2, False): (HOST, HOST, 2, True),  # a rank has its shard alone
+    (3, "none", 2, True): (HOST, HOST, 2, True),
+    (3, "cpu", 2, False): (HOST, HOST, 2, True),
+    (3, "nvme", 2, False): (NVME, HOST, 2, True),
+    (3, "nvme", 2, True): (NVME, HOST, 2, True),
+}
+
+
+@pytest.mark.parametrize(("given", "expected"), TABLE.items())
+def test_homes_follow_from_stage_section_ranks_and_device(given, expected) -> None:
+    stage, params, ranks, discrete = given
+    made = rules(stage, params, ranks=ranks, discrete=discrete)
+    assert (made.params, made.site, made.sharding.count, made.gathers) == expected
+    assert made.sharding == (Sharding(1, 2) if expected[2] == 2 else WHOLE)
+    assert made.one_memory is not discrete
+    assert made.reduces == (ranks == 2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "order", "every_pass", "collects_all", "keeps"),
+    [
+        (0, 1, "micro_batch", False, False, True),
+        (1, 4, "micro_batch", False, True, True),
+        (2, 4, "micro_batch", True, False, False),
+        (3, 4, "micro_batch", True, False, False),
+        (3, 4, "layer", False, False, False),
+    ],
+)
+def test_what_ranks_reduce_and_keep(stage, accumulation, order, every_pass, collects_all, keeps) -> None:
+    made = rules(stage, ranks=2, steps=accumulation, accumulation=order)
+    assert (made.reduces_every_pass, made.collects_all, not made.no_sync_problem()) == (every_pass, collects_all, keeps)
+    sizes = [10, 40, 20, 30]
+    here = 2 * (100 if collects_all else 40 + 30) + (0 if stage == 0 else 2 * 20)  # beside it this rank's shard
+    assert collecting_bytes(made, sizes, (), torch.bfloat16, torch.bfloat16) == here
+    assert not collecting_bytes(rules(stage), sizes, (), torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("steps", "backward", "holds"), [(1, True, False), (1, False, True), (4, True, True)])
+def test_gradients_that_are_all_held_spill_where_there_is_a_drive(stage, steps, backward, holds) -> None:
+    for states in ("cpu", "nvme"):
+        made = rules(stage, states=states, steps=steps, backward=backward)
+        assert made.holds_all_grads == holds
+        assert made.spills_grads == (holds and states == "nvme")
+        assert made.states is (NVME if states == "nvme" else HOST)
+
+
+def test_activations_move_where_there_is_somewhere_to_move_them() -> None:
+    for tier, discrete in product(("none", "cpu", "nvme"), (False, True)):
+        expected = tier == "nvme" or (tier == "cpu" and discrete)
+        assert bool(rules(discrete=discrete, activations=tier).activations_bytes) == expected
+
+
+def test_a_step_settles_below_stage_3_unless_a_schedule_was_asked_for() -> None:
+    assert [rules(stage).settles for stage in range(4)] == [True, True, True, False]
+    assert not rules(1, update_schedule="deferred").settles
+
+
+# Memory #
+
+
+def specs_of(made: Rules, *numels: int) -> list[FlatSpec]:
+    moves = made.params is not DEVICE
+    return [FlatSpec(f"u{n}", n, n, torch.bfloat16, moves, made.sharding) for n in numels]
+
+
+def test_what_is_computed_on_is_counted_beside_its_shards() -> None:
+    """Units of 40, 20, 20 and 20 bytes: two must be there at once."""
+    alone = rules(3, "nvme")
+    assert param_bytes(alone, specs_of(alone, 20, 10, 10, 10)).computed == Share(0, 60, 100)
+    shared = rules(3, "nvme", ranks=2)
+    held = param_bytes(shared, specs_of(shared, 20, 10, 10, 10))
+    assert held.computed == Share(0, 60, 80)
+    assert held.staging == 3 * 20
+    assert held.homes == Share(0, 60, 60 + 50)
+    stays = rules(1, ranks=2)
+    held = param_bytes(stays, specs_of(stays, 20, 10, 10, 10))
+    assert held.computed == Share(100, 0, 0)
+    assert held.homes == Share(0, 60, 60)
+
+
+# The table of a divided budget #
+
+
+@given(st.data())
+def test_the_table_keeps_to_its_shares_and_names_every_field(data: st.DataObject) -> None:
+    params = data.draw(st.sampled_from(["none", "cpu", "nvme"]))
+    states = data.draw(st.sampled_from(["none", "nvme"]))
+    made = rules(3, params, states, data.draw(st.integers(1, 2)), discrete=data.draw(st.booleans()), backward=False)
+    specs = specs_of(made, *(4 * n for n in data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=8))))
+    shards = Shards([spec.shard_numel for spec in specs], 16, lambda numel: 10 * numel, torch.bfloat16, ())
+    sizes = [spec.shard_nbytes for spec in specs]
+    homes_bytes = data.draw(st.integers(0, sum(sizes)))
+    grads_bytes = data.draw(st.integers(max(sizes), 2 * sum(sizes)))
+    states_bytes = data.draw(st.integers(0, 20 * sum(sizes)))
+    held = param_bytes(made, specs)
+    homes_bytes = max(homes_bytes, held.homes.least - held.staging)
+    tiles = shards.tile_sizes
+    states_bytes = states_bytes if made.states is NVME else sum(tiles)
+    table = place(made, specs, shards, MemorySplit(0, grads_bytes, states_bytes, 0, held.staging + homes_bytes))
+
+    assert len(table.params) == len(table.grads) == len(specs)
+    at_home = [size for size, home in zip(sizes, table.params, strict=True) if home.memory is HOST]
+    assert sum(at_home) <= homes_bytes
+    assert {home.memory for home in table.params} <= {made.params, HOST}
+    assert all(home.moves == (home.memory is not DEVICE) for home in table.params)
+
+    spilled = {unit for unit, home in enumerate(table.grads) if home.moves}
+    assert spilled == set(table.grad_homes.spilled)
+    assert not spilled or NVME in (made.params, made.states)
+    if spilled:
+        held = sum(sizes[unit] for unit in table.grad_homes.own)
+        assert held + table.grad_homes.slots * max(sizes[unit] for unit in spilled) <= grads_bytes
+
+    assert len(table.tiles) == len(tiles)
+    stored = sum(size for size, home in zip(tiles, table.tiles, strict=True) if home.moves)
+    assert sum(tiles) - stored <= states_bytes
+    assert not stored or made.states is NVME
+    assert table.stored_bytes == stored + sum(sizes[unit] for unit in spilled)
+
+
+def test_gradients_that_stand_never_spill() -> None:
+    choice = place_gradients([50, 10, 10, 10, 10], [0], 50 + 2 * 10, spills=True)
+    assert choice.own == (0,)
+    assert choice.spilled == (1, 2, 3, 4)
+    assert choice.slots == 2
+
+
+def same(numel: int) -> int:
+    return numel
+
+
+@given(
+    shards=st.lists(st.integers(0, 2000), min_size=1, max_size=12),
+    tile=st.integers(1, 300),
+    resident_bytes=st.integers(0, 20_000),
+)
+def test_resident_tiles_keep_to_the_budget_and_begin_with_the_first_unit(
+    shards: list[int], tile: int, resident_bytes: int
+) -> None:
+    sizes = list(cut_into_tiles(shards, tile))
+    stay = resident_tiles(shards, tile, same, resident_bytes)
+    assert len(stay) == len(sizes)
+    held = sum(size for size, stays in zip(sizes, stay, strict=True) if stays)
+    assert held <= resident_bytes
+    if sum(sizes) <= resident_bytes:
+        assert all(stay)
+    first = len(list(cut_into_tiles([next((numel for numel in shards if numel), 0)], tile)))
+    within = [*stay[:first], False].index(False)
+    assert within == first or sum(sizes[: within + 1]) > resident_bytes
+
+
+def test_the_tiles_beside_the_first_unit_are_spread_evenly() -> None:
+    stay = resident_tiles([400] + [100] * 8, 100, same, 400 + 400)
+    assert stay == [True] * 4 + [False, True] * 4
