@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 # The test models are too small for threads: torch's would only wait for one another. Subprocesses inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A shell that starts the suite in the background has it ignore Ctrl-C, and so would the processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _DEVICE = Path(__file__).parent / "device"
 

@@ -18,6 +18,7 @@ from tests.behaviour.disks import SlowDisk, swap_on
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_llama
 
 DELAY_S = 0.02
+MOST_STEPS = 40
 
 
 class SlowLink(SameMemory):
@@ -144,9 +145,9 @@ def test_the_seconds_by_cause_add_up_to_what_a_step_waits(slow, schedule, slow_d
         slow_optimizer(monkeypatch)
     else:
         slow_disk(DELAY_S * (slow is StallCause.DISK_READ), DELAY_S * (slow is StallCause.DISK_WRITE))
-    shares = []
+    shares: list[tuple[float, float, float]] = []
     with infinity.initialize(model=tiny_llama(), config=config, device="cpu")[0] as engine:
-        for ids in batches(6):
+        for ids in batches(MOST_STEPS):
             start_s, computing_s, queued_s = time.perf_counter(), time.thread_time(), seconds_queued()
             engine.backward(loss_of(engine, ids))
             engine.step()
@@ -158,8 +159,10 @@ def test_the_seconds_by_cause_add_up_to_what_a_step_waits(slow, schedule, slow_d
             shares.append(
                 (sum(stalls.values()) / waited_s, sum(stalls.values()) / away_s, stalls.get(slow.value, 0.0) / away_s)
             )
-    # One step is enough. On a busy machine the thread waits for the processor as well, within a stall or without one.
-    assert any(least > 0.9 and most < 1.1 and of_cause > 0.5 for least, most, of_cause in shares[2:]), shares
+            least, most, of_cause = shares[-1]
+            if len(shares) > 2 and least > 0.9 and most < 1.1 and of_cause > 0.5:
+                return  # one is enough: on a busy machine the thread waits for the processor, too, in a stall or not
+    pytest.fail(f"no step waited as long as its causes: {shares}")
 
 
 def test_a_gradient_that_is_still_being_written_is_no_read(slow_disk, tmp_path) -> None:

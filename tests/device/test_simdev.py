@@ -138,7 +138,11 @@ def test_events_measure_the_link() -> None:
 
 
 def test_the_engines_work_side_by_side() -> None:
-    """A copy each way and a kernel, 0.2 s each, on three streams."""
+    """A copy each way and a kernel, 0.2 s each, on three streams; a busy machine may need another try."""
+    assert any(200 <= together_ms() < 400 for _ in range(5))
+
+
+def together_ms() -> float:
     up, down = torch.Stream(DEVICE), torch.Stream(DEVICE)
     pinned = [torch.zeros(MIB, dtype=torch.uint8).pin_memory() for _ in range(2)]
     buffers = [torch.zeros(MIB, dtype=torch.uint8, device=DEVICE) for _ in range(3)]
@@ -155,7 +159,7 @@ def test_the_engines_work_side_by_side() -> None:
             torch.accelerator.current_stream().wait_stream(stream)
         end.record()
         end.synchronize()
-    assert 200 <= start.elapsed_time(end) < 400
+    return start.elapsed_time(end)
 
 
 # Memory #
