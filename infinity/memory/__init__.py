@@ -3,6 +3,7 @@
 from infinity.memory.arena import Arena, FreeList, Lease
 from infinity.memory.available import available_memory_bytes, free_bytes, memory_limit_bytes
 from infinity.memory.budget import Budget, Ledger
+from infinity.memory.scratch import Loan, Scratch, scratch_on
 from infinity.memory.stable import StableBuffer, StableMemory, stable_memory
 
 __all__ = [
@@ -11,10 +12,13 @@ __all__ = [
     "FreeList",
     "Lease",
     "Ledger",
+    "Loan",
+    "Scratch",
     "StableBuffer",
     "StableMemory",
     "available_memory_bytes",
     "free_bytes",
     "memory_limit_bytes",
+    "scratch_on",
     "stable_memory",
 ]

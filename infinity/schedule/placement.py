@@ -25,7 +25,7 @@ import torch
 
 from infinity.config import Config, NvmeConfig
 from infinity.schedule.budget import MemoryNeeds, MemorySplit
-from infinity.tiers import WHOLE, FlatSpec, GradHomes, Memory, Sharding
+from infinity.tiers import ARRIVING_UNITS, WHOLE, FlatSpec, GradHomes, Memory, Sharding
 
 _SPILL_SLOTS = 3  # one filled, one written, one read
 _GRADS_IN_FLIGHT = 3  # units whose gradients may be held at once where they are updated in backward
@@ -101,9 +101,9 @@ class Rules:
         """Of a unit's parameters, which may `stay` by themselves, before a budget moves it up from the drive."""
         return Memory.DEVICE if stays else self.params
 
-    def measured_there(self, parameters: int) -> int:
-        """Parameters, of so many, whose gradients' norms are made on the device."""
-        return parameters if self.grads_stream or self.states is Memory.DEVICE else 0
+    def measured_there(self, parts: int) -> int:
+        """Of so many parts of units, each measured by itself, those whose gradients' norms are made on the device."""
+        return parts if self.grads_stream or self.states is Memory.DEVICE else 0
 
     def in_place_problem(self) -> str:
         """Why frozen weights cannot be used where they lie in somebody's files; or nothing."""
@@ -157,7 +157,7 @@ def rules_of(
     states_home = {"nvme": Memory.NVME, "cpu": Memory.HOST, "none": Memory.HOST}[states]
     if states == "none" and discrete and exact and ranks == 1 and home is Memory.DEVICE:
         states_home = Memory.DEVICE
-    streams = discrete and ranks == 1 and states_home is not Memory.DEVICE
+    streams = discrete and states_home is not Memory.DEVICE
     return Rules(
         sharding=sharding,
         params=home,
@@ -172,7 +172,7 @@ def rules_of(
         holds_all_grads=summed or not updates_in_backward,
         spills_grads=on_drives and (summed or not updates_in_backward),
         grads_stream=streams,
-        sums_there=streams and summed,
+        sums_there=streams and summed and (ranks == 1 or every_pass),
         least_tile_bytes=_DEVICE_TILE_BYTES if states_home is Memory.DEVICE else 0,
         # Users read and write parameters between steps at these stages, as in torch.
         settles=stage < 3 and config.tiering.update_schedule == "auto",
@@ -253,16 +253,22 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
 
 
 def collecting_bytes(
-    rules: Rules, numels: Sequence[int], shared: Container[int], collect: torch.dtype, travel: torch.dtype
+    rules: Rules,
+    numels: Sequence[int],
+    shared: Container[int],
+    collect: torch.dtype,
+    travel: torch.dtype,
+    hold: torch.dtype,
 ) -> int:
-    """The most memory in which whole gradients are collected and reduced; torch's backends have copies of their own.
+    """The most memory in which whole gradients are collected and reduced, and leave a device where they do; torch's
+    backends have copies of their own.
 
     A model whose modules are left in no order may take more: what is collected has to be somewhere.
 
     Args:
         numels: trainable elements of each unit.
         shared: units that several modules use, which are collected until the pass ends.
-        collect, travel: dtypes in which gradients are collected and reduced.
+        collect, travel, hold: dtypes in which gradients are collected, reduced, and held until they are used.
     """
     if not rules.reduces:
         return 0
@@ -271,7 +277,9 @@ def collecting_bytes(
     converts = collect is not travel  # else a unit is sent from where it was collected, beside the next
     collected = sum(numels) - sum(moving) + sum(moving[: 1 if converts else 2])
     shard = max(numels) // rules.sharding.count if rules.sharding.count > 1 else 0
-    return collected * collect.itemsize + ((max(numels) if converts else 0) + shard) * travel.itemsize
+    leaving = ARRIVING_UNITS * max(numels) // rules.sharding.count if rules.grads_stream else 0
+    moving_bytes = ((max(numels) if converts else 0) + shard) * travel.itemsize + leaving * hold.itemsize
+    return collected * collect.itemsize + moving_bytes
 
 
 class GradShare(NamedTuple):

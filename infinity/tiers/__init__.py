@@ -5,7 +5,7 @@ from infinity.tiers.activations import ActivationStore
 from infinity.tiers.copies import Copy, Field, Memory, Move, State, Transfer
 from infinity.tiers.device_grads import DeviceGrads
 from infinity.tiers.device_sums import DeviceSums
-from infinity.tiers.grads import GradHomes, GradStore
+from infinity.tiers.grads import ARRIVING_UNITS, GradHomes, GradStore
 from infinity.tiers.link import (
     AcceleratorLink,
     HostMemory,
@@ -24,6 +24,7 @@ from infinity.tiers.swap import Extent, SwapPath, SwapSpace, open_swap
 from infinity.tiers.weight_files import FileRun, StoredTensor, WeightFile, WeightFiles, lay_out_image
 
 __all__ = [
+    "ARRIVING_UNITS",
     "WHOLE",
     "AcceleratorLink",
     "ActivationFiles",

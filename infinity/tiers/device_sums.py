@@ -28,7 +28,7 @@ class DeviceSums:
         self._budget = budget
         self._device = device
         self._buffers: dict[int, torch.Tensor] = {}
-        self._held: dict[int, dict[int, torch.Tensor]] = {}  # the sums that there are, by unit and slot
+        self._held: dict[int, dict[int, torch.Tensor]] = {}  # the sums that there are, by unit and part
 
     def has_room(self, unit: int) -> bool:
         """There is a buffer for the unit's gradients."""
@@ -40,29 +40,29 @@ class DeviceSums:
             self._buffers[unit] = torch.empty(self._numels[unit], dtype=self._dtype, device=self._device)
         return True
 
-    def add(self, unit: int, slot: int, start: int, grad: torch.Tensor) -> None:
-        """Add a parameter's gradient, 1-D, which lies at `start` in those of its unit; there is room."""
+    def add(self, unit: int, part: int, start: int, grad: torch.Tensor) -> None:
+        """Add the gradients of a part of the unit, 1-D, which lie at `start` in its buffer; there is room."""
         held = self._held.setdefault(unit, {})
-        if slot in held:
-            held[slot].add_(grad)
+        if part in held:
+            held[part].add_(grad)
         else:
-            held[slot] = self._buffers[unit][start : start + grad.numel()]
-            held[slot].copy_(grad)
+            held[part] = self._buffers[unit][start : start + grad.numel()]
+            held[part].copy_(grad)
 
-    def holds(self, unit: int, slot: int) -> bool:
-        return slot in self._held.get(unit, ())
+    def holds(self, unit: int, part: int) -> bool:
+        return part in self._held.get(unit, ())
 
     def held(self) -> list[tuple[int, int]]:
-        """Unit and slot of every sum that there is."""
-        return [(unit, slot) for unit, slots in self._held.items() for slot in slots]
+        """Unit and part of every sum that there is."""
+        return [(unit, part) for unit, parts in self._held.items() for part in parts]
 
-    def of(self, unit: int, slot: int) -> torch.Tensor:
+    def of(self, unit: int, part: int) -> torch.Tensor:
         """The sum, in the buffer's memory."""
-        return self._held[unit][slot]
+        return self._held[unit][part]
 
-    def drop(self, unit: int, slot: int) -> None:
+    def drop(self, unit: int, part: int) -> None:
         """Forget a sum, if there is one: what comes next begins a new one."""
-        self._held.get(unit, {}).pop(slot, None)
+        self._held.get(unit, {}).pop(part, None)
 
     def clear(self) -> None:
         """Forget all of them."""

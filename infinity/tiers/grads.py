@@ -34,7 +34,7 @@ from infinity.tiers.swap import SwapSpace
 _HOST, _NVME = Memory.HOST, Memory.NVME
 _WRITING = State.WRITING  # a look-up in an Enum takes 0.2 us, and every parameter needs it
 
-_ARRIVING_UNITS = 3  # whose gradients may be on their way from the device at once
+ARRIVING_UNITS = 3  # whose gradients may be on their way from the device at once
 
 
 @dataclass(frozen=True)
@@ -154,15 +154,12 @@ class GradStore:
             self._fields[unit].begin_write(_HOST)
         return self._tensors[unit]
 
-    def can_receive(self, unit: int, dtype: torch.dtype) -> bool:
-        """All that the unit's gradients have in this step is on its way from the device, if they have anything, and
-        what comes in this dtype needs no conversion."""
-        if dtype is not self._dtype:
-            return False
+    def can_receive(self, unit: int) -> bool:
+        """All that the unit's gradients have in this step is on its way from the device, if they have anything."""
         return unit in self._arrivals or not (self._fields[unit].version or self._hosts[unit].state is _WRITING)
 
     def receive(self, unit: int, start: int, grad: torch.Tensor, index: int) -> Transfer | None:
-        """Start to copy a parameter's gradient from the device, and behind it its norm; see `can_receive`.
+        """Start to copy a part's gradients from the device, and behind them their norm; see `can_receive`.
 
         Args:
             start: where it goes in the unit's gradients.
@@ -173,13 +170,14 @@ class GradStore:
         """
         arrival = self._arrivals.get(unit)
         if arrival is None:
-            self._finish_arrivals(_ARRIVING_UNITS - 1)
+            self._finish_arrivals(ARRIVING_UNITS - 1)
             if not self._bring(unit, Priority.DEMAND):
                 return None
             field = self._fields[unit]
             field.outdate()  # the newest value is on the device, which is no copy of ours
             arrival = self._arrivals[unit] = Arrival()
             field.begin_move(None, _HOST, arrival, StallCause.HOST_LINK, at=field.version)
+        grad = grad.to(self._dtype)
         self.torn = True
         arrival.add(self._link.download(self._tensors[unit][start : start + grad.numel()], grad), grad)
         copy = self.norms.bring(index, grad)
@@ -209,7 +207,7 @@ class GradStore:
         """Nothing is added to the unit's gradients for a while: if they may spill, they or others do so ahead."""
         if unit in self._arrivals:
             self._arrivals[unit].open = False
-            self._finish_arrivals(_ARRIVING_UNITS)
+            self._finish_arrivals(ARRIVING_UNITS)
         if unit in self._extents:
             self._end_write(unit)
             self._sweep()

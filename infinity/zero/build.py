@@ -43,6 +43,7 @@ from infinity.zero.budgets import agreed, device_budgets, host_capacity
 from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
 from infinity.zero.in_flight import InFlight
+from infinity.zero.landing import Places, landing_of
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
 from infinity.zero.on_device import OnDevice
 from infinity.zero.partition import Partition
@@ -240,7 +241,10 @@ def make_gradients(runtime: Runtime) -> Gradients:
             runtime.counters,
             runtime.parts,
         )
-    return Gradients(partition.units, runtime.grads, source, runtime.sums, runtime.counters, runtime.parts)
+    streams = rules.grads_stream and not runtime.parts.shares
+    places = Places(partition.units, whole=rules.reduces)
+    landing = landing_of(runtime.grads, source, places, runtime.counters, streams=streams)
+    return Gradients(partition.units, runtime.grads, source, landing, runtime.sums, runtime.counters, runtime.parts)
 
 
 def _hold_gradients(
@@ -255,7 +259,8 @@ def _hold_gradients(
 ) -> GradStore | DeviceGrads:
     """Where gradients are until they are used."""
     numels, dtype = sizing.shards.numels, sizing.grad_dtype
-    norms = Norms(sizing.rules.measured_there(sum(len(unit.slots) for unit in sizing.partition.units)), link)
+    parts = Places(sizing.partition.units, whole=sizing.rules.reduces).count
+    norms = Norms(sizing.rules.measured_there(parts), link)
     if there.capacity_bytes:
         return DeviceGrads(numels, dtype, there, link.device, norms)
     return GradStore(numels, dtype, arena, split.grads_bytes, placement.grad_homes, counters, swap, link, norms)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,46 +10,29 @@ import torch
 from torch import nn
 
 from infinity.errors import InfinityError
-from infinity.kernels import GradStats, grad_store
-from infinity.telemetry import Counters, StallCause
-from infinity.tiers import DeviceGrads, DeviceSums, GradStore, Transfer, to_host
+from infinity.kernels import GradStats
+from infinity.telemetry import Counters
+from infinity.tiers import DeviceGrads, DeviceSums, GradStore
+from infinity.zero.landing import Coming, Landing, Measures
 from infinity.zero.model_parts import UNDIVIDED, ModelParts, local_gradient
 from infinity.zero.partition import Unit
 from infinity.zero.reduction import WHOLE, Addend, Direct, Reduction
 
 
-@dataclass(frozen=True, slots=True)
-class _Coming:
-    """What the device has measured, on its way.
-
-    Attributes:
-        norm: Euclidean norm, float64, in host memory; NaN or infinite if one of the values is.
-    """
-
-    norm: torch.Tensor
-    copy: Transfer
-
-    def stats(self, counters: Counters) -> GradStats:
-        with counters.stalled(StallCause.HOST_LINK):
-            self.copy.result()
-        norm = self.norm.item()
-        return GradStats(norm * norm, math.isfinite(norm))
-
-
 @dataclass(slots=True)
 class _Total:
-    """A unit's gradients of this step so far: slots that have one, and what was measured, by part; None for nothing
-    yet."""
+    """A unit's gradients of this step so far: slots that have one, and what was measured."""
 
     present: set[int]
-    stats: dict[int, GradStats | _Coming | None]
+    stats: Measures
 
 
 class Gradients:
     """What the parameters' gradients of the current step are so far.
 
     Args:
-        source: how they come to host memory.
+        source: how they come from autograd.
+        landing: how they come into `store`, where they are held.
         sums: where those of several micro-batches are added up on the device, as far as there is room.
         parts: who holds the other parts of the model, if it is divided.
     """
@@ -60,15 +42,15 @@ class Gradients:
         units: Sequence[Unit],
         store: GradStore | DeviceGrads,
         source: Direct | Reduction,
+        landing: Landing,
         sums: DeviceSums,
         counters: Counters,
         parts: ModelParts = UNDIVIDED,
     ) -> None:
-        self._streams = bool(store.norms) and not parts.shares
-        self._first_norm = list(itertools.accumulate((len(unit.slots) for unit in units), initial=0))
         self._units = tuple(units)
         self._store = store
         self._source = source
+        self._landing = landing
         self._sums = sums
         self._counters = counters
         self._parts = parts
@@ -91,36 +73,35 @@ class Gradients:
         return addend
 
     def sum_there(self, addend: Addend) -> Addend | None:
-        """Add to what the device has of a parameter's gradients in this step, if that is where they are added up.
+        """Add to what the device has of a part's gradients in this step, if that is where they are added up.
 
         Returns:
             What `try_add` is to add now; None if nothing leaves the device yet.
         """
-        unit, slot, start, _, grad, *_ = addend
+        unit, part, start, _, grad, *_ = addend
         total = self._total(unit)
-        begins_here = not self._last_pass and slot not in total.stats and self._sums.has_room(unit)
-        if not begins_here and not self._sums.holds(unit, slot):
+        begins_here = not self._last_pass and part not in total.stats and self._sums.has_room(unit)
+        if not begins_here and not self._sums.holds(unit, part):
             return addend
-        self._sums.add(unit, slot, start, grad.view(-1))
+        self._sums.add(unit, part, start, grad.view(-1))
         if self._last_pass:
-            summed = addend._replace(values=self._sums.of(unit, slot))
-            self._sums.drop(unit, slot)
+            summed = addend._replace(values=self._sums.of(unit, part))
+            self._sums.drop(unit, part)
             return summed
         self._note_come(addend)
         return None
 
     def sums_left(self) -> Iterator[Addend]:
         """Go through what is still on the device of sums to which the last micro-batch has added nothing."""
-        for unit, slot in self._sums.held():
-            addend = self._sum_of(unit, slot)
-            self._sums.drop(unit, slot)
+        for unit, part in self._sums.held():
+            addend = self._sum_of(unit, part)
+            self._sums.drop(unit, part)
             yield addend
 
-    def _sum_of(self, unit: int, slot: int) -> Addend:
+    def _sum_of(self, unit: int, part: int) -> Addend:
         """What the device has added up, for the host."""
-        place = self._units[unit].slots[slot]
-        values = self._sums.of(unit, slot)
-        return Addend(unit, slot, place.offset, place.offset + place.numel, values, (slot,), ())
+        values, start = self._sums.of(unit, part), 0 if part == WHOLE else self._units[unit].slots[part].offset
+        return Addend(unit, part, start, start + values.numel(), values, (), ())  # whose they are is known
 
     def all_come(self, unit: int) -> bool:
         """All gradients of the unit have come in this backward pass."""
@@ -143,58 +124,16 @@ class Gradients:
             Whether all gradients of the unit have come in this backward pass; None, and nothing is added, while there
             is no room.
         """
-        unit, part = addend.unit, addend.part
+        unit = addend.unit
         total = self._total(unit)  # first, so that what is opened can be dropped
         begun = bool(total.stats)
-        if isinstance(self._store, DeviceGrads):
-            added = self._add_there(self._store, addend, total)
-        elif self._streams and part not in total.stats and self._store.can_receive(unit, addend.values.dtype):
-            added = self._receive(self._store, addend, total)
-        else:
-            added = self._store_now(addend, total)
-        if not added:
+        if not self._landing.add(addend, total.stats, last_pass=self._last_pass):
             return None
         if not begun:
             for low, high in self._source.gaps[unit]:
                 self._store.tensor(unit)[low:high] = 0  # kernels run over the padding too
         self._note_come(addend)
         return self.all_come(unit)
-
-    def _store_now(self, addend: Addend, total: _Total) -> bool:
-        """Add on the host; False while there is no room."""
-        unit, part, start, stop, grad, *_ = addend
-        buffer = self._store.open(unit)
-        if buffer is None:
-            return False
-        values = buffer[start:stop]
-        here = grad if grad.is_cpu else to_host(grad, self._counters)
-        stored = grad_store(values, here, accumulate=part in total.stats)
-        total.stats[part] = self._source.measured(unit, part, stored, values)
-        return True
-
-    def _receive(self, store: GradStore, addend: Addend, total: _Total) -> bool:
-        """Have the first gradient of a parameter come while the device computes on; False while there is no room."""
-        unit, slot, start, _, grad, *_ = addend
-        index = self._first_norm[unit] + slot
-        copy = store.receive(unit, start, grad.view(-1), index)
-        if copy is not None:
-            total.stats[slot] = _Coming(store.norms.values[index], copy)
-        return copy is not None
-
-    def _add_there(self, store: DeviceGrads, addend: Addend, total: _Total) -> bool:
-        """Add where they were computed, and where they stay; False while there is no room."""
-        unit, slot, start, stop, grad, *_ = addend
-        buffer = store.open(unit)
-        if buffer is None:
-            return False
-        values = buffer[start:stop]
-        (values.add_ if slot in total.stats else values.copy_)(grad.view(-1))
-        total.stats[slot] = self._measure_there(store, unit, slot, values) if self._last_pass else None
-        return True
-
-    def _measure_there(self, store: DeviceGrads, unit: int, slot: int, values: torch.Tensor) -> _Coming:
-        index = self._first_norm[unit] + slot
-        return _Coming(store.norms.values[index], store.measure(unit, index, values))
 
     def begin_backward(self, *, last: bool) -> None:
         """A backward pass begins, the `last` one of a step or not."""
@@ -237,6 +176,16 @@ class Gradients:
         """What is known of the unit's gradients is known without waiting."""
         return self._store.has_come(unit)
 
+    @property
+    def lag(self) -> int:
+        """Of how many units gradients may be on their way from the device while those of the next are computed."""
+        return self._landing.lag
+
+    @property
+    def alone(self) -> bool:
+        """No other rank takes part in what is found out about gradients, so that it can be done at any time."""
+        return self._source.ranks.size * self._parts.ranks.size == 1
+
     def is_finite(self, unit: int) -> bool:
         """So are all of the unit's gradients, on every rank and in every part of the model."""
         with self._source.agreeing():
@@ -248,19 +197,12 @@ class Gradients:
     def _stats(self, unit: int) -> list[GradStats]:
         """What was measured of the unit's gradients, once it has come."""
         stats = self._totals[unit].stats
-        if isinstance(self._store, DeviceGrads):
-            for slot in [slot for slot, measured in stats.items() if measured is None]:
-                stats[slot] = self._measure_there(self._store, unit, slot, self._values(unit, slot))
+        for part in [part for part, measured in stats.items() if measured is None]:
+            stats[part] = self._landing.measure(unit, part)
         for part, measured in stats.items():
-            if isinstance(measured, _Coming):
-                found = measured.stats(self._counters)
-                stats[part] = self._source.measured(unit, part, found, self._values(unit, part))
+            if isinstance(measured, Coming):
+                stats[part] = self._landing.settled(unit, part, measured.stats(self._counters))
         return [measured for measured in stats.values() if isinstance(measured, GradStats)]
-
-    def _values(self, unit: int, part: int) -> torch.Tensor:
-        """A part of the unit's gradients, where they are held."""
-        buffer, slots = self._store.tensor(unit), self._units[unit].slots
-        return buffer if part == WHOLE else buffer[slots[part].offset : slots[part].offset + slots[part].numel]
 
     def sum_sq(self, unit: int) -> float:
         """What the unit's gradients, or this rank's shard of them, contribute to the square of the norm."""
@@ -290,11 +232,11 @@ class Gradients:
                 "gradients are not reduced over the ranks before the last micro-batch's backward at stages 0 and 1: "
                 "look at them after that, before step()"
             )
-        for other, slot in self._sums.held():
+        for other, part in self._sums.held():
             if other == unit:
-                if self.try_add(self._sum_of(unit, slot)) is None:  # it stays where it is
+                if self.try_add(self._sum_of(unit, part)) is None:  # it stays where it is
                     raise InfinityError("there is no room to look at gradients: raise tiering.host_memory")
-                self._sums.drop(unit, slot)
+                self._sums.drop(unit, part)
         buffer = self._store.open(unit)
         if buffer is None:
             raise InfinityError("there is no room to look at gradients: raise tiering.host_memory (or device_memory)")
@@ -305,12 +247,7 @@ class Gradients:
         stats = self._totals[unit].stats
         self.held_values(unit)
         for part in stats:
-            values = self._values(unit, part)
-            if isinstance(self._store, DeviceGrads):
-                stats[part] = self._measure_there(self._store, unit, part, values)
-                continue
-            stored = grad_store(values, values.clone(), accumulate=False)
-            stats[part] = self._source.measured(unit, part, stored, values)
+            stats[part] = self._landing.measure(unit, part)
 
     # Room #
 
@@ -320,7 +257,7 @@ class Gradients:
 
     def all_lack_room(self, unit: int) -> bool:
         """Whoever has a part in the unit's gradients has no capacity left for them."""
-        return self._source.ranks.size * self._parts.ranks.size == 1 or self._store.lacks_capacity(unit)
+        return self.alone or self._store.lacks_capacity(unit)
 
     # Ends #
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from infinity.kernels import GradStats
-from infinity.memory import StableMemory, stable_memory
+from infinity.memory import Loan, scratch_on
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import Sharding, overlap
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
@@ -53,8 +53,7 @@ class Addend(NamedTuple):
 class _Collected:
     """This rank's gradients of a unit: flat, which slots have one, and which have one of the pass that is running."""
 
-    memory: StableMemory
-    flat: torch.Tensor
+    loan: Loan
     slots: set[int] = field(default_factory=set)
     of_pass: set[int] = field(default_factory=set)
 
@@ -121,7 +120,7 @@ class _Reduction(NamedTuple):
     """
 
     unit: int
-    memories: tuple[StableMemory, ...]
+    loans: tuple[Loan, ...]
     shard: torch.Tensor
     present: torch.Tensor
     pending: tuple[Pending, Pending]
@@ -160,12 +159,11 @@ class Reduction:
         self._units = tuple(units)
         self._journey = journey
         self._shared = shared
-        self._device = device
+        self._scratch = scratch_on(device)
         self._counters = counters
         self._parts = parts
         self._reduces = False  # in the backward pass that is running
         self._under_way: _Reduction | None = None
-        self._spare: list[StableMemory] = []
 
     # Collecting #
 
@@ -175,7 +173,7 @@ class Reduction:
         if collected is None:
             collected = self.collected[unit] = self._empty(unit)
         place = self._units[unit].slots[slot]
-        target = collected.flat[place.offset : place.offset + place.numel].view(place.shape)
+        target = collected.loan.tensor[place.offset : place.offset + place.numel].view(place.shape)
         if slot in collected.slots:
             target.add_(grad)
         else:
@@ -185,7 +183,7 @@ class Reduction:
         return None
 
     def _empty(self, unit: int) -> _Collected:
-        return _Collected(*self._memory(self._units[unit].trainable_numel, self._journey.collect_dtype))
+        return _Collected(self._scratch.take(self._units[unit].trainable_numel, self._journey.collect_dtype))
 
     def begin_pass(self, *, last: bool) -> None:
         """A backward pass begins, the `last` one of a step or not."""
@@ -195,7 +193,7 @@ class Reduction:
         """What is collected is of no use, nor is the pass that is running."""
         self._reduces = False
         dropped, self.collected = self.collected, {}
-        self._spare += [collected.memory for collected in dropped.values()]
+        self._scratch.give(*(collected.loan for collected in dropped.values()))
         self._under_way = None  # other ranks may never answer, and what still writes there keeps its memory
 
     # Reducing #
@@ -231,24 +229,24 @@ class Reduction:
             return
         yield from self._finish()
         collected = self.collected.pop(index, None) or self._empty(index)
-        memory, flat = collected.memory, collected.flat
+        whole = collected.loan
         for start, stop in gaps(unit, collected.slots):
-            flat[start:stop] = 0
-        if flat.dtype is not journey.dtype:
-            memory, flat = self._memory(numel, journey.dtype)
-            flat.copy_(collected.flat)
-            self._spare.append(collected.memory)
+            whole.tensor[start:stop] = 0
+        if whole.tensor.dtype is not journey.dtype:
+            whole = self._scratch.take(numel, journey.dtype)
+            whole.tensor.copy_(collected.loan.tensor)
+            self._scratch.give(collected.loan)
         present = torch.zeros(2, len(unit.slots), dtype=torch.uint8)
         present[0, list(collected.slots)] = 1
         present[1, list(collected.of_pass)] = 1
         flags = self.ranks.any_of(present)
         if journey.sharding.count == 1:
-            sums = self.ranks.all_reduce(flat, unit.name)
-            self._under_way = _Reduction(index, (memory,), flat, present, (flags, sums))
+            sums = self.ranks.all_reduce(whole.tensor, unit.name)
+            self._under_way = _Reduction(index, (whole,), whole.tensor, present, (flags, sums))
         else:
-            own, shard = self._memory(numel // journey.sharding.count, journey.dtype)
-            sums = self.ranks.reduce_scatter(shard, flat, unit.name)
-            self._under_way = _Reduction(index, (memory, own), shard, present, (flags, sums))
+            own = self._scratch.take(numel // journey.sharding.count, journey.dtype)
+            sums = self.ranks.reduce_scatter(own.tensor, whole.tensor, unit.name)
+            self._under_way = _Reduction(index, (whole, own), own.tensor, present, (flags, sums))
 
     def _finish(self) -> Iterator[Addend]:
         """Wait for what is under way, if anything is, and go through what it brings."""
@@ -262,7 +260,7 @@ class Reduction:
         if here:
             yield Addend(reduction.unit, WHOLE, 0, reduction.shard.numel(), reduction.shard, here, of_pass)
         self._under_way = None
-        self._spare += reduction.memories
+        self._scratch.give(*reduction.loans)
 
     def measured(self, unit: int, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
         """Less the squares of what other parts of the model hold alike, as far as they account for it."""
@@ -279,19 +277,6 @@ class Reduction:
     def agreeing(self) -> AbstractContextManager[None]:
         """Around a wait for the other ranks."""
         return self._counters.stalled(StallCause.COLLECTIVE)
-
-    def _memory(self, numel: int, dtype: torch.dtype) -> tuple[StableMemory, torch.Tensor]:
-        """Memory and a tensor in it. What is spare and does not fit goes first, so that none is taken beside it."""
-        nbytes = numel * dtype.itemsize
-        memory = next((memory for memory in self._spare if memory.nbytes == nbytes), None)
-        if memory is not None:
-            self._spare.remove(memory)
-        else:
-            while self._spare:
-                self._spare.pop().free()
-            memory = stable_memory(nbytes, self._device)
-            memory.allocate()
-        return memory, memory.tensor(dtype, numel)
 
 
 def gaps(unit: Unit, slots: Container[int] | None = None) -> list[tuple[int, int]]:

@@ -109,7 +109,8 @@ class Sizing:
     def collecting_bytes(self) -> int:
         """Buffers for whole gradients on their way to the ranks' shards."""
         numels = [unit.trainable_numel for unit in self.partition.units]
-        return collecting_bytes(self.rules, numels, self.partition.shared, self.collect_dtype, self.communication_dtype)
+        dtypes = self.collect_dtype, self.communication_dtype, self.grad_dtype
+        return collecting_bytes(self.rules, numels, self.partition.shared, *dtypes)
 
     @property
     def tile_bytes(self) -> int:

@@ -126,12 +126,17 @@ class Updates:
     def _update_due(self, least: int = 0) -> bool:
         """Update what is due and has come from the device, waiting for the oldest; returns whether anything was.
 
+        All ranks agree on whether gradients are finite, and so come to it at the same points: there what is due is
+        updated once it lags behind far enough to have come.
+
         Args:
             least: of how many units' gradients to wait for.
         """
+        if not self._gradients.alone:
+            least = max(least, len(self._due) - self._gradients.lag)
         done = 0
         for unit in list(self._due):
-            if done >= least and not self._gradients.have_come(unit):
+            if done >= least and not (self._gradients.alone and self._gradients.have_come(unit)):
                 break
             del self._due[unit]
             self._update_final(unit)
@@ -165,11 +170,7 @@ class Updates:
     def _add_below(self, addend: Addend) -> bool:
         """As `add`, of what leaves the device now."""
         while (complete := self._gradients.try_add(addend)) is None:
-            if (
-                not self._update_due(least=1)
-                and not self._executor.free_gradients(addend.unit)
-                and not self._update_early(addend.unit)
-            ):
+            if not self._make_room(addend.unit):
                 raise CapacityError(
                     f"no host memory is left for the gradients of unit `{self._partition.units[addend.unit].name}`: "
                     "raise tiering.host_memory, or set tiering.update_schedule to deferred, which has room for the "
@@ -177,23 +178,31 @@ class Updates:
                 )
         return complete
 
-    def _update_early(self, unit: int) -> bool:
-        """Free the gradients of a unit that still waits for others, which may not come (experts without a token).
+    def _make_room(self, unit: int) -> bool:
+        """Free memory that the unit's gradients may take; False if there is none.
+
+        First what this rank has room for by itself. All ranks take part in updates of what is due, or final by now: so
+        only if the capacity is used up by gradients that no update has, which it is on all of them alike.
+        """
+        if self._gradients.alone and self._update_due(least=1):
+            return True
+        if self._executor.free_gradients(unit):
+            return True
+        if not self._gradients.all_lack_room(unit):
+            return False
+        if self._executor.awaits_updates:
+            self._executor.drain()
+            return True
+        return self._update_due(least=1) or self._update_early()
+
+    def _update_early(self) -> bool:
+        """Update a unit that still waits for other gradients, which may not come (experts without a token).
 
         Every parameter's gradient comes once in a pass, so its part of the unit can be updated now and the rest later.
-        Where others take part in an update, only if the capacity is used up, which it is on all of them alike.
-
-        Args:
-            unit: for which there is no room.
 
         Returns:
             False if no gradient is final yet.
         """
-        if not self._gradients.all_lack_room(unit):
-            return False
-        if self._executor.awaits_updates:  # what this rank has room for by itself; the rest, all ranks do together
-            self._executor.drain()
-            return True
         waiting = [unit for unit in self._gradients.units_with_gradients() if unit not in self._in_parts]
         final = self._schedule is UpdateSchedule.BACKWARD and self._last_pass and self._early
         if not final or not waiting:

@@ -9,11 +9,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from infinity.memory import StableMemory, stable_memory
+from infinity.memory import StableMemory, scratch, stable_memory
 from infinity.schedule.placement import Rules, collecting_bytes
 from infinity.telemetry import Counters
 from infinity.tiers import WHOLE, Sharding
-from infinity.zero import reduction
 from infinity.zero.partition import ParamSlot, Unit
 from infinity.zero.ranks import Ranks
 from infinity.zero.reduction import Addend, Journey, Reduction
@@ -97,12 +96,14 @@ def backward(source: Reduction, value: float) -> Iterator[Addend]:
 @pytest.mark.parametrize("every_pass", [True, False])
 def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, every_pass, monkeypatch) -> None:
     meter = Meter()
-    monkeypatch.setattr(reduction, "stable_memory", meter.make)
+    monkeypatch.setattr(scratch, "stable_memory", meter.make)
     units = [unit(index, numel) for index, numel in enumerate(NUMELS)]
     journey = Journey(sharding, every_pass, collect, travel)
     source = Reduction(units, cast(Ranks, OneOfTwo()), journey, {SHARED}, torch.device("cpu"), Counters())
-    rules = cast(Rules, SimpleNamespace(reduces=True, collects_all=not every_pass, sharding=sharding))
-    most_bytes = collecting_bytes(rules, NUMELS, {SHARED}, collect, travel)
+    rules = cast(
+        Rules, SimpleNamespace(reduces=True, collects_all=not every_pass, sharding=sharding, grads_stream=False)
+    )
+    most_bytes = collecting_bytes(rules, NUMELS, {SHARED}, collect, travel, collect)
     sums: dict[int, float] = {}
     for _ in range(2):  # steps
         for micro_batch in range(2):

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import infinity
+from infinity.zero import landing
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of
 from tests.behaviour.test_parity import assert_same_bits
@@ -19,7 +22,7 @@ from tests.device.staged_group import staged_group
 from tests.device.training import SPEEDS, tiny
 
 RANKS = 2
-RECIPE = Recipe("bf16", 2, 0.5, steps=3)
+RECIPES = {"clipped": Recipe("bf16", 2, 0.5, steps=3), "in_backward": Recipe("bf16", steps=3)}
 
 
 def train_here(case: Case, speed: str | None) -> tuple[Result, int]:
@@ -28,6 +31,7 @@ def train_here(case: Case, speed: str | None) -> tuple[Result, int]:
     if speed is not None:
         simdev.load()
         simdev.configure(check=1, **SPEEDS[speed])
+        landing.to_host = _refused  # gradients leave while the device computes on
         group = staged_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     data = batches(case.recipe.steps * case.recipe.accumulation * size)
@@ -44,29 +48,43 @@ def train_here(case: Case, speed: str | None) -> tuple[Result, int]:
     return Result(losses, weights), 0 if speed is None else simdev.counts()["races"]
 
 
+def _refused(*_: Any) -> torch.Tensor:
+    raise AssertionError("a gradient is waited for")
+
+
 def train(case: Case, speed: str | None, path: Path) -> list[tuple[Result, int]]:
     path.mkdir()
     return run_ranks(RANKS, train_here, case, speed, path=path, timeout_s=120)
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory) -> Callable[[int], list[Result]]:
-    """What each rank has after the same training on the CPU, by stage."""
+def on_cpu(tmp_path_factory) -> Callable[[int, str], list[Result]]:
+    """What each rank has after the same training on the CPU, by stage and recipe."""
 
     @cache
-    def trained(stage: int) -> list[Result]:
-        ran = train(Case(stage, Placement(), RECIPE), None, tmp_path_factory.mktemp("cpu") / "ranks")
+    def trained(stage: int, recipe: str) -> list[Result]:
+        ran = train(Case(stage, Placement(), RECIPES[recipe]), None, tmp_path_factory.mktemp("cpu") / "ranks")
         return [result for result, _ in ran]
 
     return trained
 
 
 @pytest.mark.parametrize("speed", SPEEDS)
-@pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (1, "nvme"), (2, "cpu"), (3, "cpu"), (3, "nvme")])
-def test_two_ranks_have_the_bits_of_two_ranks_on_the_cpu(stage, tier, speed, on_cpu, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "tier", "recipe"),
+    [
+        (0, "none", "clipped"),
+        (1, "nvme", "clipped"),
+        (2, "cpu", "clipped"),
+        (3, "cpu", "in_backward"),
+        (3, "nvme", "clipped"),
+        (3, "nvme", "in_backward"),
+    ],
+)
+def test_two_ranks_have_the_bits_of_two_ranks_on_the_cpu(stage, tier, recipe, speed, on_cpu, tmp_path) -> None:
     swap = tmp_path / "swap"
     swap.mkdir()
-    placed = train(Case(stage, Placement(tier, tier, swap, "64KiB"), RECIPE), speed, tmp_path / "ranks")
-    for (there, races), here in zip(placed, on_cpu(stage), strict=True):
+    placed = train(Case(stage, Placement(tier, tier, swap, "64KiB"), RECIPES[recipe]), speed, tmp_path / "ranks")
+    for (there, races), here in zip(placed, on_cpu(stage, recipe), strict=True):
         assert races == 0
         assert_same_bits(there, here)

@@ -100,8 +100,8 @@ def test_what_ranks_reduce_and_keep(stage, accumulation, order, every_pass, coll
     assert (made.reduces_every_pass, made.collects_all, not made.no_sync_problem()) == (every_pass, collects_all, keeps)
     sizes = [10, 40, 20, 30]
     here = 2 * (100 if collects_all else 40 + 30) + (0 if stage == 0 else 2 * 20)  # beside it this rank's shard
-    assert collecting_bytes(made, sizes, (), torch.bfloat16, torch.bfloat16) == here
-    assert not collecting_bytes(rules(stage), sizes, (), torch.bfloat16, torch.bfloat16)
+    assert collecting_bytes(made, sizes, (), torch.bfloat16, torch.bfloat16, torch.bfloat16) == here
+    assert not collecting_bytes(rules(stage), sizes, (), torch.bfloat16, torch.bfloat16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

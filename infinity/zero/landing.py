@@ -1,0 +1,175 @@
+"""How a gradient comes to where its unit's gradients are held, and who measures it."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from infinity.kernels import GradStats, grad_store
+from infinity.telemetry import Counters, StallCause
+from infinity.tiers import DeviceGrads, GradStore, Transfer, to_host
+from infinity.zero.partition import Unit
+from infinity.zero.reduction import WHOLE, Addend, Direct, Reduction
+
+_LAG = 2  # one is copied while another is computed
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """What the device has measured, on its way.
+
+    Attributes:
+        norm: Euclidean norm, float64, in host memory; NaN or infinite if one of the values is.
+    """
+
+    norm: torch.Tensor
+    copy: Transfer
+
+    def stats(self, counters: Counters) -> GradStats:
+        """Wait for it."""
+        with counters.stalled(StallCause.HOST_LINK):
+            self.copy.result()
+        norm = self.norm.item()
+        return GradStats(norm * norm, math.isfinite(norm))
+
+
+Measures: TypeAlias = dict[int, GradStats | Coming | None]  # of a unit's parts in this step; None for not yet
+
+
+class Places:
+    """Where the parts of units lie that are added to and measured by themselves.
+
+    Args:
+        whole: a unit is one part, as ranks reduce it; else every parameter is one.
+    """
+
+    def __init__(self, units: Sequence[Unit], *, whole: bool) -> None:
+        self._units = units
+        self._whole = whole
+        self._first = [0]
+        for unit in units:
+            self._first.append(self._first[-1] + (1 if whole else len(unit.slots)))
+
+    @property
+    def count(self) -> int:
+        """Parts of all units."""
+        return self._first[-1]
+
+    def index(self, unit: int, part: int) -> int:
+        """Of a part among those of all units."""
+        return self._first[unit] + (0 if self._whole else part)
+
+    def of(self, flat: torch.Tensor, unit: int, part: int) -> torch.Tensor:
+        """A part's values in the unit's buffer."""
+        if part == WHOLE:
+            return flat
+        slot = self._units[unit].slots[part]
+        return flat[slot.offset : slot.offset + slot.numel]
+
+
+class Landing(ABC):
+    """Where gradients land.
+
+    Args:
+        source: how they come there, which knows how much of a part's norm is the model's.
+
+    Attributes:
+        lag: of how many units they may still be on their way while those of the next are computed.
+    """
+
+    lag = 0
+
+    def __init__(self, store: GradStore | DeviceGrads, source: Direct | Reduction, places: Places) -> None:
+        self._held = store
+        self._source = source
+        self._places = places
+
+    @abstractmethod
+    def add(self, addend: Addend, measures: Measures, *, last_pass: bool) -> bool:
+        """Add to what is held of a unit; False, and nothing is added, while there is no room.
+
+        Args:
+            measures: of the unit's parts so far. A part that is none of them has nothing yet.
+            last_pass: what is added is final, unless more comes for the same part.
+        """
+
+    @abstractmethod
+    def measure(self, unit: int, part: int) -> GradStats | Coming:
+        """Measure a part of the unit as it is held now."""
+
+    def settled(self, unit: int, part: int, stats: GradStats) -> GradStats:
+        """What has come of a measure, as far as it counts for the model's norm."""
+        return self._source.measured(unit, part, stats, self._values(unit, part))
+
+    def _values(self, unit: int, part: int) -> torch.Tensor:
+        return self._places.of(self._held.tensor(unit), unit, part)
+
+
+class ToHost(Landing):
+    """Gradients go to host memory: the first of a step while the device computes on, if it measures them."""
+
+    def __init__(
+        self, store: GradStore, source: Direct | Reduction, places: Places, counters: Counters, *, streams: bool
+    ) -> None:
+        super().__init__(store, source, places)
+        self._store = store
+        self._counters = counters
+        self._streams = streams
+        self.lag = _LAG if streams else 0
+
+    def add(self, addend: Addend, measures: Measures, *, last_pass: bool) -> bool:
+        unit, part, start, stop, grad, *_ = addend
+        if self._streams and part not in measures and self._store.can_receive(unit):
+            index = self._places.index(unit, part)
+            copy = self._store.receive(unit, start, grad.view(-1), index)
+            if copy is not None:
+                measures[part] = Coming(self._store.norms.values[index], copy)
+            return copy is not None
+        buffer = self._store.open(unit)
+        if buffer is None:
+            return False
+        values = buffer[start:stop]
+        here = grad if grad.is_cpu else to_host(grad, self._counters)
+        stored = grad_store(values, here, accumulate=part in measures)
+        measures[part] = self._source.measured(unit, part, stored, values)
+        return True
+
+    def measure(self, unit: int, part: int) -> GradStats:
+        values = self._values(unit, part)
+        return self.settled(unit, part, grad_store(values, values.clone(), accumulate=False))
+
+
+class Stays(Landing):
+    """Gradients stay where they are computed, and are updated with there; their norms go to the host."""
+
+    def __init__(self, store: DeviceGrads, source: Direct | Reduction, places: Places) -> None:
+        super().__init__(store, source, places)
+        self._store = store
+
+    def add(self, addend: Addend, measures: Measures, *, last_pass: bool) -> bool:
+        unit, part, start, stop, grad, *_ = addend
+        buffer = self._store.open(unit)
+        if buffer is None:
+            return False
+        values = buffer[start:stop]
+        (values.add_ if part in measures else values.copy_)(grad.view(-1))
+        measures[part] = self.measure(unit, part) if last_pass else None
+        return True
+
+    def measure(self, unit: int, part: int) -> Coming:
+        index = self._places.index(unit, part)
+        return Coming(self._store.norms.values[index], self._store.measure(unit, index, self._values(unit, part)))
+
+
+def landing_of(
+    store: GradStore | DeviceGrads, source: Direct | Reduction, places: Places, counters: Counters, *, streams: bool
+) -> Landing:
+    """How gradients come to this store."""
+    if isinstance(store, DeviceGrads):
+        return Stays(store, source, places)
+    return ToHost(store, source, places, counters, streams=streams)
