@@ -62,6 +62,7 @@ class Runtime:
 
     Attributes:
         host, device: what the two memories are used for; with a CPU as the compute device, the host's pays for all.
+        loss_norm: of the loss, where the device measures it.
     """
 
     sizing: Sizing
@@ -79,6 +80,7 @@ class Runtime:
     files: WeightFiles
     counters: Counters
     link: Link
+    loss_norm: Norms
     parts: ModelParts
     owner_pid: int = field(default_factory=os.getpid)
 
@@ -125,6 +127,7 @@ class Runtime:
         self.grads.close()
         self.states.close()
         self.sums.close()
+        self.loss_norm.close()
         self.arena.close()
         if self.counters.timeline is not None:
             self.counters.timeline.close()
@@ -221,6 +224,7 @@ def build_runtime(
         files=files,
         counters=counters,
         link=link,
+        loss_norm=Norms(sizing.rules.measured_there(1), link),
         parts=parts,
     )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from infinity.config import Config
 from infinity.errors import InfinityError
 from infinity.optim.loss_scale import LossScale
 from infinity.telemetry import Counters, StallCause
+from infinity.tiers import Norms, Transfer
 from infinity.zero.ranks import Ranks
 from infinity.zero.updates import UpdateSchedule
 
@@ -21,7 +24,9 @@ class Losses:
         scaled: the user has scaled the loss whose backward comes.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, schedule: UpdateSchedule, counters: Counters) -> None:
+    def __init__(
+        self, config: Config, ranks: Ranks, schedule: UpdateSchedule, counters: Counters, norms: Norms
+    ) -> None:
         self.count = config.gradient_accumulation_steps * ranks.size
         self._ranks_count = ranks.size
         self.loss_scale = LossScale.of(config.fp16)
@@ -30,6 +35,8 @@ class Losses:
         self._ranks = ranks
         self._schedule = schedule
         self._counters = counters
+        self._norms = norms
+        self._coming: Transfer | None = None  # whether the loss is a number
 
     def scale(self, loss: torch.Tensor, *, whole_step: bool = False) -> torch.Tensor:
         """What the backward of a micro-batch's loss begins with: its share of the step's, times the loss scale.
@@ -41,11 +48,36 @@ class Losses:
         share = loss / (self._ranks_count if whole_step else self.count)
         return share.float() * self.loss_scale.value if self._fp16 else share
 
-    def usable(self, loss: torch.Tensor) -> bool:
-        """The loss of every rank is a number, or the step can be left out when its gradients turn out to be none."""
+    def usable(self, loss: torch.Tensor, *, late: bool) -> bool:
+        """The loss of every rank is a number, or the step can be left out when its gradients turn out to be none, or
+        `was_usable` will tell.
+
+        Args:
+            late: nothing that came before would be lost if it were known only when the pass changes something.
+        """
+        self._coming = None
         if self._schedule is not UpdateSchedule.BACKWARD:
             return True
-        finite = bool(torch.isfinite(loss).all())
+        if late and self._norms and not loss.is_cpu:
+            self._coming = self._norms.bring(0, loss.detach())
+            return True
+        return self._agreed(bool(torch.isfinite(loss).all()))
+
+    def was_usable(self) -> bool:
+        """The loss whose backward is running is a number, on every rank: asked before anything is changed by it."""
+        if self._coming is None:
+            return True
+        with self._counters.stalled(StallCause.HOST_LINK):
+            self._coming.result()
+        self._coming = None
+        return self._agreed(math.isfinite(self._norms.values[0].item()))
+
+    def forget(self) -> None:
+        """The pass is given up."""
+        self.scaled = False
+        self._coming = None
+
+    def _agreed(self, finite: bool) -> bool:
         if self._ranks.size == 1:
             return finite
         with self._counters.stalled(StallCause.COLLECTIVE):

@@ -70,7 +70,7 @@ class Step:
         self.counts = Counts()
         self.outcome: StepOutcome | None = None
         self.stats = StepStats()
-        self.losses = Losses(config, runtime.ranks, runtime.schedule, runtime.counters)
+        self.losses = Losses(config, runtime.ranks, runtime.schedule, runtime.counters, runtime.loss_norm)
         self.lr_scheduler: Any | None = None
         self._phase = Phase.IDLE
         self._optimizer = optimizer
@@ -93,6 +93,7 @@ class Step:
             runtime.schedule,
             config.gradient_clipping,
             self.losses.loss_scale,
+            self._check_loss,
         )
         self.activations = open_activations(config, runtime, model)
         self._stand_ins = StandIns(model, runtime.partition.units)
@@ -269,15 +270,28 @@ class Step:
 
     def check_finite(self, loss: torch.Tensor) -> None:
         """Under the `backward` schedule, which updates before all gradients are known, the loss must be finite."""
-        if self.losses.usable(loss):
+        if self.losses.usable(loss, late=self._is_whole):
             return
         if self._open is None and self._phase is Phase.FORWARD:
             self._end_cycle(learn=False)
             self._go(Phase.IDLE)
-        raise NonFiniteError(
-            f"the loss of step {self.counts.global_steps} is {loss.item()}; no parameter was changed by it. Leave "
+        raise self._not_finite(loss.item())
+
+    def _check_loss(self) -> None:
+        """Before the first update of a backward pass: as `check_finite`, if the device has not said so before."""
+        if not self.losses.was_usable():
+            raise self._not_finite("not finite")
+
+    def _not_finite(self, found: object) -> NonFiniteError:
+        return NonFiniteError(
+            f"the loss of step {self.counts.global_steps} is {found}; no parameter was changed by it. Leave "
             "this batch out, or set tiering.update_schedule to deferred to have such steps skipped"
         )
+
+    @property
+    def _is_whole(self) -> bool:
+        """The micro-batch is a step by itself."""
+        return self._config.gradient_accumulation_steps == 1 and self.boundary is None
 
     def open_backward(self, in_parts: frozenset[int] | None = None, direct: ExitStack | None = None) -> None:
         """A backward pass begins."""
@@ -298,8 +312,7 @@ class Step:
             in_parts = self.hooks.in_parts() if before is Phase.FORWARD else self.all_units
         last = self.is_last
         self._began_with = self._optimizer.rules()
-        alone = self._config.gradient_accumulation_steps == 1 and self.boundary is None
-        self.updates.begin_backward(last=last, in_parts=in_parts, early=alone)
+        self.updates.begin_backward(last=last, in_parts=in_parts, early=self._is_whole)
         self.gradients.begin_backward(last=last)
 
     def close_backward(self) -> None:
@@ -432,7 +445,7 @@ class Step:
         else:
             self.hooks.abandon()
             self._back_to(self._open.before)
-        self.losses.scaled = False
+        self.losses.forget()
         self._open = None
 
     def drop(self) -> None:

@@ -55,6 +55,7 @@ class Updates:
         rule_of: the update rule of a group now.
         max_norm: clip the global norm to this; 0 for no clipping.
         loss_scale: what the gradients are too large by; 1 unless training is in fp16.
+        check_loss: raises NonFiniteError, before anything is changed, if the loss turns out not to be finite.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Updates:
         schedule: UpdateSchedule,
         max_norm: float,
         loss_scale: LossScale,
+        check_loss: Callable[[], None],
     ) -> None:
         self._partition = partition
         self._executor = executor
@@ -74,6 +76,7 @@ class Updates:
         self._schedule = schedule
         self._max_norm = max_norm
         self._loss_scale = loss_scale
+        self._check_loss = check_loss
         self._sum_sq = 0.0  # of the units that `backward` has handed over in this step
         self._due: dict[int, None] = {}  # units whose gradients are final, and may still be on their way to the host
         self._finals: list[int] = []
@@ -104,6 +107,7 @@ class Updates:
         """The backward pass is over: so are units in parts, and those with parameters that had no part in it."""
         self._in_parts = frozenset()
         if self._last_pass and self._schedule is UpdateSchedule.BACKWARD:
+            self._check_loss()
             self._all_final()
 
     def final(self, unit: int) -> None:
@@ -144,6 +148,7 @@ class Updates:
         return done > 0
 
     def _update_final(self, unit: int) -> None:
+        self._check_loss()
         if not self._gradients.is_finite(unit):
             changed = "parameters of later units are already updated" if self.under_way else "nothing was changed by it"
             raise NonFiniteError(

@@ -26,7 +26,7 @@ _TORCH = Path(torch.__file__).parent
 _OLDEST_TORCH = (2, 13)
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
 _ENGINES = ("compute", "h2d", "d2h")
-_COUNTS = ("races", "queued", "run_at_once")
+_COUNTS = ("races", "queued", "run_at_once", "host_waits")
 
 
 def problem() -> str | None:
@@ -85,7 +85,8 @@ def configured(**settings: float) -> Iterator[None]:
 
 
 def counts() -> dict[str, int]:
-    """Races that were seen, kernels and copies that were queued, and operators that ran at once."""
+    """Races that were seen, kernels and copies that were queued, operators that ran at once, and how often the host
+    waited for a stream."""
     return {name: getattr(load(), f"simdev_{name}")() for name in _COUNTS}
 
 

@@ -326,11 +326,11 @@ inline Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blo
     }
     const Tensor& host = up ? source : target;
     Pinning how = pinned().at(host.data_ptr());
-    bool host_waits = !non_blocking || how == Pinning::pageable;
+    bool host_blocks = !non_blocking || how == Pinning::pageable;
     if (how == Pinning::registered) // its owner must keep it; what torch has allocated is kept by what copies it
         (up ? from : to) = at::from_blob(host.data_ptr(), host.sizes(), host.strides(), host.options());
     std::shared_ptr<HostSide> watched;
-    if (settings().check && !host_waits && host.is_contiguous())
+    if (settings().check && !host_blocks && host.is_contiguous())
         watched = std::make_shared<HostSide>(host, down);
     double rate = down ? settings().d2h : settings().h2d;
     double seconds = (rate ? bytes / rate : 0) + settings().link_us * 1e-6;
@@ -344,8 +344,8 @@ inline Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blo
     };
     // It reads and writes as late as it can, so that nobody profits from a copy that is not done.
     launch(down ? kDown : kUp, seconds, down ? "d2h" : "h2d", std::move(run), /*late=*/seconds > 0);
-    if (host_waits)
-        drain(current_stream);
+    if (host_blocks)
+        wait_on_host(current_stream);
     return target;
 }
 

@@ -28,7 +28,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     void uncheckedSetDevice(c10::Device) const noexcept override {}
     c10::DeviceIndex deviceCount() const noexcept override { return 1; }
     c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
-    void synchronizeDevice(c10::DeviceIndex) const override { drain_all(); }
+    void synchronizeDevice(c10::DeviceIndex) const override {
+        host_waits++;
+        drain_all();
+    }
 
     c10::Stream getStream(c10::Device) const override { return handle(current_stream); }
     c10::Stream getDefaultStream(c10::Device) const override { return handle(0); }
@@ -42,7 +45,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
         return handle(std::exchange(current_stream, index_of(next)));
     }
     bool queryStream(const c10::Stream& asked) const override { return stream(index_of(asked)).idle(); }
-    void synchronizeStream(const c10::Stream& asked) const override { drain(index_of(asked)); }
+    void synchronizeStream(const c10::Stream& asked) const override { wait_on_host(index_of(asked)); }
     void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& user) const override {
         allocator().recordStream(data, user);
     }

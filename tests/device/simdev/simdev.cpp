@@ -18,7 +18,7 @@ namespace infinity::simdev {
 // Operators that make and view memory; all others go to `run_operator` #
 
 static at::Scalar local_scalar(const Tensor& self) {
-    drain(current_stream);
+    wait_on_host(current_stream);
     return behind(self).item();
 }
 
@@ -168,6 +168,10 @@ SIMDEV_API void simdev_forgive_races(long count) {
 
 SIMDEV_API long simdev_queued() {
     return queued;
+}
+// How often the host has waited for all that a stream was given; not for single events.
+SIMDEV_API long simdev_host_waits() {
+    return host_waits;
 }
 SIMDEV_API long simdev_run_at_once() {
     return run_at_once;

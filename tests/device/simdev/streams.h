@@ -254,6 +254,13 @@ inline void drain_all() {
     raise_error();
 }
 
+// As `drain`, where a host program asks for it.
+inline std::atomic<long> host_waits{0};
+inline void wait_on_host(int index) {
+    host_waits++;
+    drain(index);
+}
+
 // Queues on the caller's current stream.
 inline void launch(Engine engine, double seconds, std::string name, std::function<void()> run, bool late = false) {
     raise_error();
