@@ -64,7 +64,7 @@ def _rows(spec: str) -> Rows:
     for index in range(size):
         label = index % 2
         first = " ".join(choice.choices(WORDS, k=choice.randrange(3, 7)))
-        rows.append({"sentence1": first, "sentence2": ("other", "same")[label], "label": label, "idx": index})
+        rows.append({"sentence1": first, "sentence2": 12 * ("other ", "same ")[label], "label": label, "idx": index})
     return Rows(rows)
 
 

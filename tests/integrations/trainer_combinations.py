@@ -39,6 +39,7 @@ from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_z
 from infinity.errors import ConfigError, InfinityError
 
 OUT = Path(sys.argv[1])
+CONFIGS = Path(__file__).parents[2] / "configs"
 _runs: list[Path] = []
 
 
@@ -227,6 +228,22 @@ def a_second_run_of_a_trainer_is_refused(stage: int) -> None:
         trainer.train()
 
 
+def ready_configurations_train_as_in_memory(stage: int) -> None:
+    for name, precision in (("llama-factory", {}), ("axolotl", {"bf16": True, "use_cpu": True})):
+        found = []
+        for optim in ("adamw_torch_fused", "sgd"):
+            ds = json.loads((CONFIGS / f"{name}.json").read_text())
+            ds["tiering"]["nvme"][0]["path"] = str(OUT / "drive")
+            trainer = line(ds, optim=optim, **precision)
+            trainer.train()
+            plain = line(None, optim=optim)
+            plain.train()
+            assert trainer.deepspeed.zero_optimization_stage() == stage
+            near(weights(trainer), (plain.model.a.item(), plain.model.b.item()), 0.05 if precision else 1e-5)
+            found.append(weights(trainer))
+        assert found[0] != found[1]
+
+
 # What is saved #
 
 
@@ -337,6 +354,7 @@ CASES: tuple[tuple[Callable[[int], None], tuple[int, ...]], ...] = (
     (steps_that_overflow_are_skipped_and_their_rate_is_logged, THREE),
     (a_batch_size_that_fits_is_found, TWO),  # which Trainer refuses itself at stage 3
     (a_second_run_of_a_trainer_is_refused, TWO),
+    (ready_configurations_train_as_in_memory, THREE),
     (a_run_that_is_resumed_ends_the_same, THREE),
     (the_best_model_is_loaded_though_it_is_not_the_last, BOTH),
     (masters_are_had_from_a_checkpoint, BOTH),
