@@ -47,7 +47,7 @@ _PACKAGES = ("checkpoint", "config", "integrations", "optim", "zero")
 
 # DeepSpeed's packages of other names (`infinity.ops.adam`, `infinity.utils`) are found where its namespace has them.
 __path__.append(str(Path(__file__).parent / "integrations" / "as_deepspeed" / "deepspeed"))
-_OF_DEEPSPEED = ("accelerator", "checkpointing", "comm", "ops", "runtime", "utils")
+_OF_DEEPSPEED = ("accelerator", "checkpointing", "comm", "monitor", "ops", "runtime", "utils")
 
 __all__ = [
     "CapacityError",

@@ -260,8 +260,8 @@ class Accessors:
         return self.config.get("steps_per_print", 10)
 
     def wall_clock_breakdown(self) -> bool:
-        """As the configuration has it; `stats()` has the seconds of each phase in any case."""
-        return bool(self.config.get("wall_clock_breakdown", False))
+        """Monitors are told the seconds of each phase; `stats()` has them in any case."""
+        return self.config.monitors.phases
 
     def memory_breakdown(self) -> bool:
         """As the configuration has it; `stats()` has the peak bytes of each tier in any case."""

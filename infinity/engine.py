@@ -21,7 +21,7 @@ from infinity.config import Config
 from infinity.errors import ConfigError, InfinityError
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredOptimizer
-from infinity.telemetry import StepStats
+from infinity.telemetry import Monitor, StepStats
 from infinity.zero.build import Runtime
 from infinity.zero.drivers import driven, train_layer_major
 from infinity.zero.gathered import check_room, claim, disclaim, newest_values
@@ -108,6 +108,11 @@ class Engine(Accessors):
     def loss_scale(self) -> LossScale:
         """Of fp16 training; its `value` is 1 otherwise."""
         return self._step.losses.loss_scale
+
+    @property
+    def monitor(self) -> Monitor:
+        """Where the configuration's `tensorboard`, `wandb` and `csv_monitor` are written to; rank 0 writes."""
+        return self._runtime.monitor
 
     # Training loop #
 

@@ -21,6 +21,7 @@ from infinity.optim.kinds import ADAM, OptimizerKind, kind_from_config, kind_of
 from infinity.optim.lr_schedules import make_scheduler
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.optim.torch_schedules import is_factory, rebind
+from infinity.telemetry.monitor import check_packages
 from infinity.tiers import AcceleratorLink, HostMemory, Link, accelerator
 from infinity.zero.agreement import agree, configuration_facts, model_facts, optimizer_facts, tell_of_machines, versions
 from infinity.zero.build import Runtime, build_runtime
@@ -31,7 +32,7 @@ from infinity.zero.materialize import materialize, resident_first, stored_values
 from infinity.zero.meta import InitFunction
 from infinity.zero.model_parts import local_part, model_parts
 from infinity.zero.outside_units import OutsideUnits
-from infinity.zero.ranks import Ranks, join_ranks, world_size
+from infinity.zero.ranks import Ranks, is_first_process, join_ranks, world_size
 from infinity.zero.sizing import compute_dtype
 
 _log = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ def initialize(
         )
         with runtime.counters.aside("initialize"):
             materialize(runtime, values)
+        ranks.each(runtime.monitor.open, "infinity.initialize(): the monitors", ConfigError)
         scheduler = _scheduler(resolved, tiered, lr_scheduler, optimizer) if trains else None
         engine = engine_class(model, resolved, runtime, tiered, scheduler)
     except BaseException:
@@ -148,6 +150,7 @@ def _meet(model: Any, config: Any, optimizer: Any, process_group: Any | None) ->
         resolved, found = read()
         ranks = join_ranks(process_group, resolved.communication.timeout_s)
         _check_batch(resolved, ranks)
+        _check_monitors(resolved)
         return resolved, ranks, found
     outcome: list[tuple[Config, nn.Module]] = []
     failure: Exception | None = None
@@ -161,6 +164,7 @@ def _meet(model: Any, config: Any, optimizer: Any, process_group: Any | None) ->
         if failure is not None:
             raise failure
         _check_batch(outcome[0][0], ranks)
+        _check_monitors(outcome[0][0])
 
     ranks.each(check, "infinity.initialize(): the configuration", ConfigError)
     return outcome[0][0], ranks, outcome[0][1]
@@ -236,6 +240,16 @@ def _check_batch(config: Config, ranks: Ranks) -> None:
             f"train_batch_size {config.train_batch_size} was resolved for {config.train_batch_size // per_rank} ranks "
             f"but {ranks.size} are running: give load_config world_size={ranks.size}, or the configuration itself"
         )
+
+
+def _check_monitors(config: Config) -> None:
+    """What rank 0 writes with is installed there.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if is_first_process():
+        check_packages(config.monitors)
 
 
 def _parameters(

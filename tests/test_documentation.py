@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
+from infinity.cli import train
 from infinity.cli.main import main
 from infinity.config import load_config
 from infinity.config.keys import DEPRECATED, NO_EFFECT, REFUSED
@@ -82,6 +86,33 @@ def test_the_examples_of_pretrained_weights_run(tmp_path, monkeypatch) -> None:
     assert (tmp_path / "merged" / "model.safetensors").is_file()
     assert scope["tokens"].shape == (2, 20)
     assert not list(tmp_path.glob("*.swap"))
+
+
+def test_the_commands_of_the_cluster_recipes_are_ours(monkeypatch, tmp_path) -> None:
+    yaml = pytest.importorskip("yaml")
+    page = (ROOT / "docs/clusters.md").read_text()
+    (manifest,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    service, job = yaml.safe_load_all(manifest)
+    pod = job["spec"]["template"]["spec"]
+    assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"] == pod["subdomain"]
+    mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["volumes"]}
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execve", lambda _, command, environment: started.append(command))
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    shell = page.replace(manifest, pod["containers"][0]["args"][0] + "\n").replace("\\\n", " ")
+    for command in re.findall(r"^.*?\binfinity (run .*)$", shell, re.MULTILINE):
+        words = shlex.split(re.sub(r"\$\{?[A-Z_:/\-]+\w*\}?", "2", command))
+        main(words)
+    assert len(started) == 3
+    parser = argparse.ArgumentParser()
+    train.add_parser(parser.add_subparsers())
+    for command in started:
+        if "train" in command:
+            parser.parse_args(command[command.index("train") :])
+    assert sum("train" in command for command in started) == 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

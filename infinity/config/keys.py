@@ -22,7 +22,6 @@ _CHECKPOINTS = "checkpoints are always stored by parameter name, in safetensors"
 
 NO_EFFECT: dict[str, str] = {
     "steps_per_print": "printing is the training loop's; see engine.stats()",
-    "wall_clock_breakdown": "engine.stats() always has the seconds of each phase",
     "memory_breakdown": "engine.stats() always has the peak bytes of each tier",
     "dump_state": "the resolved configuration is logged at level DEBUG",
     "zero_allow_untested_optimizer": "unsupported optimizers are refused by name",
@@ -110,10 +109,8 @@ NO_EFFECT: dict[str, str] = {
 REFUSED: dict[str, str] = {
     "amp": "apex AMP is not supported; use bf16",
     "sparse_attention": "not supported; use the model's attention implementation",
-    "tensorboard": "not supported; log engine.stats() from the training loop",
-    "wandb": "not supported; log engine.stats() from the training loop",
-    "csv_monitor": "not supported; log engine.stats() from the training loop",
-    "comet": "not supported; log engine.stats() from the training loop",
+    "comet": "not supported; see tensorboard, wandb and csv_monitor",
+    "trackio": "not supported; see tensorboard, wandb and csv_monitor",
     "flops_profiler": "not supported",
     "comms_logger": "not supported",
     "autotuning": "not supported",
@@ -179,7 +176,6 @@ _SWITCHES = dict.fromkeys(
         "autotuning",
         "comet",
         "comms_logger",
-        "csv_monitor",
         "curriculum_learning",
         "data_efficiency",
         "eigenvalue",
@@ -190,8 +186,7 @@ _SWITCHES = dict.fromkeys(
         "nebula",
         "progressive_layer_drop",
         "quantize_training",
-        "tensorboard",
-        "wandb",
+        "trackio",
     ),
     "enabled",
 ) | {"compile": "deepcompile", "tensor_parallel": "autotp_size"}

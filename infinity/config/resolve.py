@@ -13,12 +13,14 @@ from infinity.config.resolved import (
     CommunicationConfig,
     Config,
     Fp16Config,
+    MonitorConfig,
     NvmeConfig,
     OffloadConfig,
     OptimizerConfig,
     Precision,
     SchedulerConfig,
     TieringConfig,
+    WandbConfig,
     ZeroConfig,
 )
 from infinity.config.schema import (
@@ -28,6 +30,7 @@ from infinity.config.schema import (
     OffloadSection,
     RootSection,
     SchedulerSection,
+    TensorBoardSection,
     TieringSection,
     ZeroSection,
 )
@@ -75,6 +78,7 @@ def resolve(root: RootSection, world_size: int) -> Config:
             root.aio.use_gds,
         ),
         communication=CommunicationConfig(root.communication.timeout),
+        monitors=_monitors(root),
         managed_accumulation=root.managed_gradient_accumulation,
         autocast=_autocast(root, precision),
     )
@@ -196,6 +200,19 @@ def _check_unmanaged(tiering: TieringSection) -> None:
 
 def _offload(section: OffloadSection) -> OffloadConfig:
     return OffloadConfig(section.device, None if section.nvme_path is None else Path(section.nvme_path))
+
+
+def _monitors(root: RootSection) -> MonitorConfig:
+    def directory(section: TensorBoardSection) -> Path | None:
+        return Path(section.output_path, section.job_name) if section.enabled else None
+
+    wandb = root.wandb
+    return MonitorConfig(
+        directory(root.tensorboard),
+        directory(root.csv_monitor),
+        WandbConfig(wandb.project, wandb.group, wandb.team) if wandb.enabled else None,
+        root.wall_clock_breakdown,
+    )
 
 
 def _fp16(section: Fp16Section) -> Fp16Config:

@@ -113,6 +113,35 @@ class CommunicationConfig:
 
 
 @dataclass(frozen=True)
+class WandbConfig:
+    """A run of Weights & Biases."""
+
+    project: str
+    group: str | None
+    team: str | None
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """What is told about training, and to whom; None where nothing is.
+
+    Attributes:
+        tensorboard, csv: directory of the files.
+        phases: the seconds of forward, backward and step, too.
+    """
+
+    tensorboard: Path | None = None
+    csv: Path | None = None
+    wandb: WandbConfig | None = None
+    phases: bool = False
+
+    @property
+    def enabled(self) -> bool:
+        """Somebody is told something."""
+        return any(section is not None for section in (self.tensorboard, self.csv, self.wandb))
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything that `initialize` needs to know.
 
@@ -142,6 +171,7 @@ class Config:
     tiering: TieringConfig
     aio: AioConfig
     communication: CommunicationConfig = CommunicationConfig()
+    monitors: MonitorConfig = MonitorConfig()
     managed_accumulation: bool = True
     autocast: bool = False
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)

@@ -51,6 +51,11 @@ def _file_name(value: str) -> str:
     return value
 
 
+def _log_path(value: str) -> str:
+    """The empty one is the working directory, as in DeepSpeed."""
+    return value and _file_name(value)
+
+
 def _name(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
@@ -61,6 +66,7 @@ Count = Annotated[int, BeforeValidator(_count), Field(lt=1 << 63)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 SizeOrAuto = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_size_or_auto)]
 FileName = Annotated[str, AfterValidator(_file_name)]
+LogPath = Annotated[str, AfterValidator(_log_path)]
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_name)]
 
 
@@ -130,6 +136,23 @@ class NvmeSection(Section):
     bandwidth: SizeOrAuto = None
 
 
+class TensorBoardSection(Section):
+    enabled: Bool = False
+    output_path: LogPath = ""
+    job_name: FileName = "DeepSpeedJobName"
+
+
+class CsvMonitorSection(TensorBoardSection):
+    pass
+
+
+class WandbSection(Section):
+    enabled: Bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
 class ActivationSection(Section):
     cpu_checkpointing: Bool = False
 
@@ -171,4 +194,8 @@ class RootSection(Section):
     zero_optimization: ZeroSection = ZeroSection()
     activation_checkpointing: ActivationSection = ActivationSection()
     aio: AioSection = AioSection()
+    tensorboard: TensorBoardSection = TensorBoardSection()
+    csv_monitor: CsvMonitorSection = CsvMonitorSection()
+    wandb: WandbSection = WandbSection()
+    wall_clock_breakdown: Bool = False
     tiering: TieringSection = TieringSection()

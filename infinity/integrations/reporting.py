@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from infinity.engine import Engine
+from infinity.telemetry.monitor import tier_costs, tier_peaks
 from infinity.zero.gathered import owner_of
 
 
@@ -38,11 +39,9 @@ class TierReport(TrainerCallback):
         assert isinstance(engine, Engine)
         stats = engine.stats()
         self._steps += 1
-        for route, nbytes in stats.tier_bytes.items():
-            self._totals[f"tiers/{route}_gb"] += nbytes / 1e9
-        for cause, seconds in stats.stall_s.items():
-            self._totals[f"tiers/{cause}_wait_s"] += seconds
-        self._peaks = {f"tiers/peak_{tier}_gb": nbytes / 1e9 for tier, nbytes in stats.peak_bytes.items()}
+        for name, cost in tier_costs(stats).items():
+            self._totals[name] += cost
+        self._peaks = tier_peaks(stats)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if not self._steps or logs is None:

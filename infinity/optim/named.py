@@ -15,11 +15,15 @@ from infinity.errors import ConfigError, InfinityError
 _Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 
+# What groups of torch's other optimizers have, and Adam's never.
+_OF_OTHERS = ("alpha", "clip_threshold", "dampening", "etas", "lambd", "lr_decay", "momentum_decay", "rho")
+
+
 class DeepSpeedCPUAdam(torch.optim.AdamW):
     """AdamW, or Adam if `adamw_mode` is false.
 
     Raises:
-        ConfigError: bias correction is switched off.
+        ConfigError: bias correction is switched off, or the groups are another optimizer's.
     """
 
     def __init__(
@@ -36,10 +40,22 @@ class DeepSpeedCPUAdam(torch.optim.AdamW):
     ) -> None:
         if not bias_correction:
             raise ConfigError(f"{type(self).__name__}: bias_correction=False is not supported; leave it out")
-        super().__init__(model_params, lr, tuple(betas), eps, weight_decay, amsgrad)  # type: ignore[arg-type]
+        given: list[Any] = list(model_params)
+        self._check_groups(given)
+        super().__init__(given, lr, tuple(betas), eps, weight_decay, amsgrad)  # type: ignore[arg-type]
         self.decoupled = adamw_mode
         for group in self.param_groups:
             group["decoupled_weight_decay"] = adamw_mode
+
+    def _check_groups(self, groups: Iterable[Any]) -> None:
+        """accelerate makes this of every optimizer that is given to it, where states are offloaded."""
+        foreign = next((key for group in groups if isinstance(group, dict) for key in _OF_OTHERS if key in group), None)
+        if foreign is not None:
+            raise ConfigError(
+                f"{type(self).__name__} was given parameter groups of another optimizer (they have `{foreign}`): where "
+                "states are offloaded accelerate takes it for every optimizer of a script. Set "
+                '"zero_force_ds_cpu_optimizer": false in the configuration to train with the script\'s own'
+            )
 
 
 class FusedAdam(DeepSpeedCPUAdam):
@@ -61,7 +77,7 @@ class FusedAdam(DeepSpeedCPUAdam):
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """Adagrad."""
+    """Adagrad. `adamw_mode`, which accelerate gives to all of these, is Adam's and changes nothing."""
 
     def __init__(
         self,
@@ -71,6 +87,8 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
+        *,
+        adamw_mode: bool = False,
     ) -> None:
         super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps)
 

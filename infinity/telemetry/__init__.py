@@ -1,7 +1,8 @@
 """What a step cost: bytes moved, seconds stalled, peaks reached; and what ran when."""
 
 from infinity.telemetry.counters import Counters, StepStats
+from infinity.telemetry.monitor import Monitor
 from infinity.telemetry.stalls import StallCause, Waits
 from infinity.telemetry.timeline import Lane, Timed, Timeline, Times, now
 
-__all__ = ["Counters", "Lane", "StallCause", "StepStats", "Timed", "Timeline", "Times", "Waits", "now"]
+__all__ = ["Counters", "Lane", "Monitor", "StallCause", "StepStats", "Timed", "Timeline", "Times", "Waits", "now"]

@@ -30,6 +30,7 @@ Facts = Mapping[str, Any]  # plain values by name
 _LOCAL = (
     "aio.",
     "communication.",
+    "monitors.",
     "source",
     "tiering.activation_memory_bytes",
     "tiering.device_memory_bytes",

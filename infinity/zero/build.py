@@ -20,7 +20,7 @@ from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule import Cycle, MemorySplit, split_memory
 from infinity.schedule.placement import Placement, Rules, place
-from infinity.telemetry import Counters, Timeline
+from infinity.telemetry import Counters, Monitor, Timeline
 from infinity.tiers import (
     ActivationFiles,
     ActivationStore,
@@ -47,7 +47,7 @@ from infinity.zero.landing import Places, landing_of
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
 from infinity.zero.on_device import OnDevice
 from infinity.zero.partition import Partition
-from infinity.zero.ranks import ALONE, Ranks
+from infinity.zero.ranks import ALONE, Ranks, is_first_process
 from infinity.zero.reduction import Direct, Journey, Reduction
 from infinity.zero.sizing import Sizing, size_up
 from infinity.zero.updates import UpdateSchedule
@@ -82,6 +82,7 @@ class Runtime:
     link: Link
     loss_norm: Norms
     parts: ModelParts
+    monitor: Monitor
     owner_pid: int = field(default_factory=os.getpid)
 
     @property
@@ -131,6 +132,7 @@ class Runtime:
         self.arena.close()
         if self.counters.timeline is not None:
             self.counters.timeline.close()
+        self.monitor.close()
 
 
 def build_runtime(
@@ -226,6 +228,7 @@ def build_runtime(
         link=link,
         loss_norm=Norms(sizing.rules.measured_there(1), link),
         parts=parts,
+        monitor=Monitor(config.monitors, writes=is_first_process()),
     )
 
 

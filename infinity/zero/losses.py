@@ -22,15 +22,28 @@ class Losses:
         count: losses of all ranks whose mean is the step's.
         loss_scale: of fp16 training; its `value` is 1 otherwise.
         scaled: the user has scaled the loss whose backward comes.
+
+    Args:
+        norms: of the last loss, where the device measures it.
+        keeps: add the losses of a step up, for `take_sum`.
     """
 
     def __init__(
-        self, config: Config, ranks: Ranks, schedule: UpdateSchedule, counters: Counters, norms: Norms
+        self,
+        config: Config,
+        ranks: Ranks,
+        schedule: UpdateSchedule,
+        counters: Counters,
+        norms: Norms,
+        *,
+        keeps: bool = False,
     ) -> None:
         self.count = config.gradient_accumulation_steps * ranks.size
         self._ranks_count = ranks.size
         self.loss_scale = LossScale.of(config.fp16)
         self.scaled = False
+        self._keeps = keeps
+        self._sum: torch.Tensor | None = None
         self._fp16 = config.fp16 is not None
         self._ranks = ranks
         self._schedule = schedule
@@ -45,8 +58,20 @@ class Losses:
             whole_step: the loss is its share of this rank's step already.
         """
         self.scaled = True
+        if self._keeps:
+            mean = loss.detach().float().mean() * (1 if whole_step else self._ranks_count / self.count)
+            self._sum = mean if self._sum is None else self._sum + mean
         share = loss / (self._ranks_count if whole_step else self.count)
         return share.float() * self.loss_scale.value if self._fp16 else share
+
+    def take_sum(self) -> float | None:
+        """The mean of this rank's losses of the step that has ended, and none from here on; None if none were seen."""
+        total, self._sum = self._sum, None
+        return None if total is None else float(total.item())
+
+    def forget_sum(self) -> None:
+        """What the step has had so far is dropped."""
+        self._sum = None
 
     def usable(self, loss: torch.Tensor, *, late: bool) -> bool:
         """The loss of every rank is a number, or the step can be left out when its gradients turn out to be none, or

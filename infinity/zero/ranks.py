@@ -356,6 +356,11 @@ def join_ranks(group: Any = None, timeout_s: float = 300.0) -> Ranks:
     return Ranks.of_group(group, timeout_s)
 
 
+def is_first_process() -> bool:
+    """The one of all processes that speaks for them, whatever group trains together."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
 def ranks_on_this_machine(ranks: Ranks = ALONE) -> int:
     """How many processes share this machine's memory: those of `ranks`, or as many as the launcher says."""
     return max(ranks.neighbours, local_size(os.environ))

@@ -27,6 +27,7 @@ from infinity.kernels import Rule
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.torch_schedules import advances_by_itself
 from infinity.telemetry import StepStats
+from infinity.telemetry.monitor import Event, tier_costs, tier_peaks
 from infinity.zero.build import Runtime, make_gradients, open_activations
 from infinity.zero.compute_lane import ComputeLane
 from infinity.zero.hooks import Hooks
@@ -70,7 +71,15 @@ class Step:
         self.counts = Counts()
         self.outcome: StepOutcome | None = None
         self.stats = StepStats()
-        self.losses = Losses(config, runtime.ranks, runtime.schedule, runtime.counters, runtime.loss_norm)
+        self._monitor = runtime.monitor
+        self.losses = Losses(
+            config,
+            runtime.ranks,
+            runtime.schedule,
+            runtime.counters,
+            runtime.loss_norm,
+            keeps=runtime.monitor.writes,
+        )
         self.lr_scheduler: Any | None = None
         self._phase = Phase.IDLE
         self._optimizer = optimizer
@@ -406,6 +415,29 @@ class Step:
             loss_scale = self.losses.loss_scale
             scale = f"; the loss scale is {loss_scale.value:g} now" if loss_scale.dynamic else ""
             _log.warning("step %d is skipped: its gradients are not finite%s", counted.global_steps, scale)
+        if self._monitor.writes:
+            self._monitor.write_events(self._events())
+
+    def _events(self) -> list[Event]:
+        """What there is to tell of the step that has just ended.
+
+        As in DeepSpeed, the loss stands at the samples before the step, and what the step has led to behind them.
+        """
+        config = self._config
+        samples = self.counts.global_steps * config.train_batch_size
+        told: dict[str, float] = {"Train/Samples/lr": float(self._optimizer.param_groups[0]["lr"])}
+        if config.precision == "fp16":
+            told["Train/Samples/loss_scale"] = self.losses.loss_scale.value
+        if config.monitors.phases:
+            names = {"update": "step"}
+            for phase, seconds in self.stats.phase_s.items():
+                told[f"Train/Samples/elapsed_time_ms_{names.get(phase, phase)}"] = 1e3 * seconds
+        told |= tier_costs(self.stats) | tier_peaks(self.stats)
+        events = [(name, value, samples) for name, value in told.items()]
+        loss = self.losses.take_sum()
+        if loss is not None:
+            events.insert(0, ("Train/Samples/train_loss", loss, samples - config.train_batch_size))
+        return events
 
     def _update(self) -> StepOutcome:
         try:
@@ -438,6 +470,7 @@ class Step:
                 return
             self.gradients.drop_all()
             self._stand_ins.wipe()
+            self.losses.forget_sum()
             steps = self._config.gradient_accumulation_steps
             micro_steps = self.counts.micro_steps
             self.counts = replace(self.counts, micro_steps=micro_steps - micro_steps % steps)
@@ -462,6 +495,7 @@ class Step:
             )
         self.gradients.drop_all()
         self._stand_ins.clear()
+        self.losses.forget_sum()
         if self._phase is Phase.BACKWARD:  # a forward pass keeps its graph, and its backward may follow
             self._go(Phase.IDLE)
 

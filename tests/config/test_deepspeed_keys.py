@@ -22,7 +22,7 @@ TOP_LEVEL = """
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer dataloader_drop_last vocabulary_size
     use_data_before_expert_parallelism expert_parallel tensor_parallel pipeline compile hybrid_engine
     weight_quantization datastates_ckpt activation_checkpointing torch_autocast data_efficiency
-    tensorboard wandb csv_monitor comet flops_profiler comms_logger autotuning
+    tensorboard wandb csv_monitor comet trackio flops_profiler comms_logger autotuning
     nebula compression_training amp quantize_training eigenvalue sparse_attention elasticity graph_harvesting
     curriculum_learning progressive_layer_drop
 """
@@ -34,6 +34,9 @@ SECTIONS = {
     "bf16": """enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads
         bf16_optimizer_states""",
     "aio": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
+    "tensorboard": "enabled output_path job_name",
+    "csv_monitor": "enabled output_path job_name",
+    "wandb": "enabled group team project",
     "data_types": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
     "checkpoint": """tag_validation load_universal use_node_local_storage parallel_write checkpoint_serialization
         writer""",
@@ -60,9 +63,6 @@ DEEPSPEED_KEYS = TOP_LEVEL.split() + [f"{name}.{key}" for name, keys in SECTIONS
 
 # Keys of refused features at the values that DeepSpeed takes as "not wanted".
 SWITCHED_OFF = {
-    "tensorboard": {"enabled": False, "output_path": "runs"},
-    "wandb": {"enabled": "false", "project": "mine"},
-    "csv_monitor": {"output_path": "runs"},
     "comet": {},
     "flops_profiler": {"enabled": False, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True},
     "comms_logger": {"enabled": False, "verbose": False},
@@ -107,7 +107,8 @@ def test_what_is_switched_off_is_accepted(key, caplog) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("tensorboard", {"enabled": True}),
+        ("comet", {"enabled": True}),
+        ("trackio", {"enabled": True}),
         ("weight_quantization", {"post_init_quant": {"fc": {}}}),
         ("gradient_allreduce_op", "sum"),
         ("fp16.auto_cast", True),

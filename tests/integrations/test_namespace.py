@@ -207,6 +207,12 @@ def test_an_unchanged_trainer_script_gives_the_same_losses_wherever_its_states_a
     assert_same(together["run0"], results["run0"], norms=False)
 
 
+def test_what_transformers_own_tests_do_with_deepspeed(tmp_path) -> None:
+    """The cases are in trainer_combinations.py, and say which of them failed."""
+    pytest.importorskip("accelerate")
+    assert len(result(script(HERE / "trainer_combinations.py", tmp_path))) == 17
+
+
 def test_an_accelerate_loop_gives_the_same_losses(tmp_path) -> None:
     pytest.importorskip("accelerate")
     file = tmp_path / "zero3.json"

@@ -25,6 +25,7 @@ class DeepSpeedConfig:
         self.train_batch_size = resolved.train_batch_size
         self.train_micro_batch_size_per_gpu = resolved.micro_batch_size
         self.gradient_accumulation_steps = resolved.gradient_accumulation_steps
+        self.monitor_config = resolved.monitors
         self.gradient_clipping = resolved.gradient_clipping
         self.fp16_enabled = resolved.precision == "fp16"
         self.bfloat16_enabled = resolved.precision == "bf16"

@@ -14,6 +14,7 @@ from infinity.checkpoint.extra import persistent_buffers
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.integrations.dialect.parameters import mark
+from infinity.integrations.dialect.zero_to_fp32 import SCRIPT, SCRIPT_NAME
 from infinity.optim.optimizer import TieredOptimizer
 
 
@@ -65,6 +66,8 @@ class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # each returns 
         """As the engine's; returns True."""
         super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         self._session.unclaim()  # scripts go on in the directory with another engine, and never close one
+        if self.global_rank == 0:
+            (Path(save_dir) / SCRIPT_NAME).write_text(SCRIPT, encoding="utf-8")
         return True
 
     def load_checkpoint(  # type: ignore[override]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -92,3 +94,32 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         save_file(state, Path(output_dir) / "model.safetensors", {"format": "pt"})
     else:
         torch.save(state, Path(output_dir) / "pytorch_model.bin")
+
+
+# The file that lies beside the checkpoints, as DeepSpeed's does: `python zero_to_fp32.py . weights`.
+SCRIPT_NAME = "zero_to_fp32.py"
+SCRIPT = """from infinity.integrations.dialect.zero_to_fp32 import main
+
+main()
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The script's command line."""
+    parser = argparse.ArgumentParser(description="Write the float32 weights of a checkpoint into one file.")
+    parser.add_argument("checkpoint_dir", help="the directory that save_checkpoint was given")
+    parser.add_argument("output_dir", help="where pytorch_model.bin is written")
+    parser.add_argument("-t", "--tag", help="of the checkpoint; the last one by default")
+    parser.add_argument("--max_shard_size", default=None, help="refuse to write more than this, such as 5GB")
+    parser.add_argument("--safe_serialization", action="store_true", help="write model.safetensors")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true", help="changes nothing")
+    args = parser.parse_args(arguments)
+    convert_zero_checkpoint_to_fp32_state_dict(
+        args.checkpoint_dir,
+        args.output_dir,
+        args.max_shard_size,
+        args.safe_serialization,
+        args.tag,
+        args.exclude_frozen_parameters,
+    )

@@ -14,7 +14,7 @@ from infinity.integrations.dialect.logs import log_dist, logger
 from infinity.integrations.dialect.refused import REFUSED, refused
 from infinity.optim.optimizer import TieredOptimizer as DeepSpeedOptimizer
 
-from . import checkpointing, comm, ops, runtime, utils, zero
+from . import checkpointing, comm, monitor, ops, runtime, utils, zero
 
 __version__ = "0.19.8+infinity"
 
@@ -33,6 +33,7 @@ __all__ = [
     "initialize",
     "log_dist",
     "logger",
+    "monitor",
     "ops",
     "runtime",
     "utils",

@@ -1,1 +1,3 @@
-raise ImportError("deepspeed.monitor is not supported by infinity: log engine.stats() from the training loop")
+from . import config, monitor
+
+__all__ = ["config", "monitor"]

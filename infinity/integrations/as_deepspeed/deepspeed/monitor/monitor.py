@@ -1,0 +1,3 @@
+from infinity.integrations.dialect.monitor import MonitorMaster
+
+__all__ = ["MonitorMaster"]

@@ -1,0 +1,36 @@
+"""`deepspeed.monitor`: a monitor of the script's own, beside the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from infinity.config import MonitorConfig, load_config
+from infinity.telemetry import Monitor
+from infinity.telemetry.monitor import check_packages
+from infinity.zero.ranks import is_first_process
+
+_SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet", "trackio")
+
+
+class MonitorMaster(Monitor):
+    """Writes on rank 0 until it is closed, or the process ends.
+
+    Raises:
+        ConfigError: a package is not installed, or what is to be written to cannot be opened.
+    """
+
+    def __init__(self, monitor_config: MonitorConfig) -> None:
+        super().__init__(monitor_config, writes=is_first_process())
+        if is_first_process():
+            check_packages(monitor_config)
+        self.open()
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorConfig:
+    """The monitors of a configuration, of which the rest is not looked at.
+
+    Raises:
+        ConfigError: a key or value that cannot work, by name.
+    """
+    return load_config({key: param_dict[key] for key in _SECTIONS if key in param_dict}).monitors

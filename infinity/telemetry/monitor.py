@@ -1,0 +1,212 @@
+"""What training tells TensorBoard, Weights & Biases or CSV files, as the configuration's sections say.
+
+Names and axis are DeepSpeed's: an event is (name, value, samples so far).
+"""
+
+from __future__ import annotations
+
+import csv
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+from infinity.config import MonitorConfig
+from infinity.errors import ConfigError
+from infinity.telemetry.counters import StepStats
+
+_log = logging.getLogger(__name__)
+
+Event = tuple[str, float, int]
+
+
+def tier_costs(stats: StepStats) -> dict[str, float]:
+    """What a step moved (`tiers/nvme_read_gb`) and waited for (`tiers/disk_read_wait_s`), by name."""
+    moved = {f"tiers/{route}_gb": nbytes / 1e9 for route, nbytes in stats.tier_bytes.items()}
+    return moved | {f"tiers/{cause}_wait_s": seconds for cause, seconds in stats.stall_s.items()}
+
+
+def tier_peaks(stats: StepStats) -> dict[str, float]:
+    """The peak of each memory (`tiers/peak_host_gb`), by name."""
+    return {f"tiers/peak_{tier}_gb": nbytes / 1e9 for tier, nbytes in stats.peak_bytes.items()}
+
+
+def check_packages(config: MonitorConfig) -> None:
+    """See that what the configuration wants to write with is installed.
+
+    Raises:
+        ConfigError: it is not; the message has the command.
+    """
+    for package, section in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
+        if section is not None and find_spec(package) is None:
+            raise ConfigError(
+                f"{package}.enabled is true but the package is not installed: python -m pip install {package}, or set "
+                "it to false"
+            )
+
+
+class Monitor:
+    """All that one process writes events to; nothing, in most processes.
+
+    A writer that fails is closed, with a warning: training goes on without it.
+
+    Args:
+        config: what is wanted.
+        writes: this is the process that writes.
+    """
+
+    def __init__(self, config: MonitorConfig, *, writes: bool) -> None:
+        self._config = config
+        self._writes = writes
+        self._writers: list[_Writer] = []
+
+    @property
+    def enabled(self) -> bool:
+        """Somebody writes: this process or, for all, rank 0."""
+        return self._config.enabled
+
+    @property
+    def writes(self) -> bool:
+        """Events of this process are written."""
+        return bool(self._writers)
+
+    def open(self) -> None:
+        """Begin to write.
+
+        Raises:
+            ConfigError: what the configuration wants cannot be opened.
+        """
+        config = self._config
+        if not self._writes:
+            return
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            if config.tensorboard is not None:
+                self._writers.append(_made(_TensorBoard, "tensorboard", config.tensorboard))
+            if config.wandb is not None:
+                self._writers.append(_made(_Wandb, "wandb", config.wandb))
+            if config.csv is not None:
+                self._writers.append(_made(_Csv, "csv_monitor", config.csv))
+            undo.pop_all()
+
+    def write_events(self, event_list: Iterable[tuple[str, Any, int]]) -> None:
+        """Write events in all places; nothing on other ranks than the one that writes.
+
+        Args:
+            event_list: (name, number, samples so far); the number may be a tensor of one element.
+        """
+        if not self._writers:
+            return
+        events = [(name, float(value), int(samples)) for name, value, samples in event_list]
+        for writer in list(self._writers):
+            try:
+                writer.write(events)
+            except Exception as error:  # of a library, a network or a disk: no reason to lose what is trained
+                _log.warning("%s takes no more events, and is left out from here on: %s", writer, error)
+                self._writers.remove(writer)
+
+    def close(self) -> None:
+        """Write what is left, and end."""
+        while self._writers:
+            writer = self._writers.pop()
+            try:
+                writer.close()
+            except Exception as error:
+                _log.warning("closing %s failed: %s", writer, error)
+
+
+class _Writer(ABC):
+    """One place for events."""
+
+    @abstractmethod
+    def write(self, events: Sequence[Event]) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+def _made(kind: Any, section: str, config: Any) -> _Writer:
+    try:
+        writer: _Writer = kind(config)
+    except Exception as error:
+        raise ConfigError(f"{section}.enabled is true but it cannot be opened: {error}") from error
+    return writer
+
+
+class _TensorBoard(_Writer):
+    def __init__(self, directory: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (needs a package that is optional)
+
+        self._directory = directory
+        self._writer: Any = SummaryWriter(log_dir=str(directory))
+
+    def write(self, events: Sequence[Event]) -> None:
+        for name, value, samples in events:
+            self._writer.add_scalar(name, value, samples)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def __str__(self) -> str:
+        return f"tensorboard in {self._directory}"
+
+
+class _Wandb(_Writer):
+    """A run of its own, or the one that the script has begun, which stays the script's."""
+
+    def __init__(self, config: Any) -> None:
+        import wandb  # type: ignore[import-not-found]  # noqa: PLC0415  (optional, and slow)
+
+        self._begun = wandb.run is None
+        self._run: Any = wandb.run
+        if self._begun:
+            self._run = wandb.init(project=config.project, group=config.group, entity=config.team)
+
+    def write(self, events: Sequence[Event]) -> None:
+        by_samples: dict[int, dict[str, float]] = {}
+        for name, value, samples in events:
+            by_samples.setdefault(samples, {})[name] = value
+        for samples, values in sorted(by_samples.items()):  # wandb takes no step before the last one
+            self._run.log(values, step=samples)
+
+    def close(self) -> None:
+        if self._begun:
+            self._run.finish()
+
+    def __str__(self) -> str:
+        return "wandb"
+
+
+class _Csv(_Writer):
+    """A file for each name, `Train_Samples_lr.csv`, which goes on where an earlier run of the job has ended."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._files: dict[str, IO[str]] = {}
+
+    def write(self, events: Sequence[Event]) -> None:
+        for name, value, samples in events:
+            if name not in self._files:
+                self._files[name] = self._open(name)
+            csv.writer(self._files[name], lineterminator="\n").writerow([samples, value])
+        for file in self._files.values():
+            file.flush()
+
+    def _open(self, name: str) -> IO[str]:
+        path = self._directory / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+        file = path.open("a", newline="")
+        if not file.tell():
+            csv.writer(file, lineterminator="\n").writerow(["step", name.rpartition("/")[2]])
+        return file
+
+    def close(self) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def __str__(self) -> str:
+        return f"csv_monitor in {self._directory}"
