@@ -472,6 +472,15 @@ class Engine(Accessors):
         """
         return self._session.resume()
 
+    def check_resumed(self, what: str) -> None:
+        """See that there is no step to go on from, which `what` would end.
+
+        Raises:
+            CheckpointError: there is one: call `resume`, or remove it by `infinity states remove`.
+        """
+        if self._session.commits is not None:
+            self._session.commits.check_resumed(what)
+
     def keep_with_steps(self, client_state: Callable[[], Mapping[str, Any]]) -> None:
         """Have something of the training loop's own kept with every step, such as its position in the data.
 

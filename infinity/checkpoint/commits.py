@@ -86,6 +86,7 @@ class Commits:
         self._runtime = runtime
         self._step = step
         self._run = run
+        self._slots = runtime.swap.slots
         self._due: _Due | None = None
         self._told = 0  # commits of these processes
         self._last = run.found.generations[0] if run.found is not None else None
@@ -136,7 +137,7 @@ class Commits:
         assert due is not None
         self._gate.result()  # one at a time
         gate: Future[None] = Future()
-        slots, writes = self._runtime.swap.slots.close_epoch(gate)
+        slots, writes = self._slots.close_epoch(gate)
         self._gate = gate
         self._sequence += 1
         self._queue.put(_Closed(Generation(self._sequence, due.state, slots, due.extra), writes, gate))
@@ -179,7 +180,7 @@ class Commits:
     @property
     def resumable_step(self) -> int | None:
         """The step of an earlier process that nobody has gone on from yet."""
-        if self._run.found is None or not self._runtime.swap.slots.has_found:
+        if self._run.found is None or not self._slots.has_found:
             return None
         return int(self._run.found.generations[0].state["counters"]["global_steps"])
 
@@ -242,7 +243,7 @@ class Commits:
         except BaseException as error:
             step.fail(error)  # values of two runs may be mixed
             raise
-        self._runtime.swap.slots.forget_found()
+        self._slots.forget_found()
         return path, extra["client_state"]
 
     def end(self) -> None:

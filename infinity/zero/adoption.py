@@ -32,6 +32,7 @@ def open_run(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> RunF
         CheckpointError: the states cannot be gone on from: of other facts, damaged, or not those of all ranks.
     """
     held: list[Record | None] = []
+    facts = {"ranks": {"number": ranks.size, "this": ranks.rank}, **facts}
 
     def look() -> _Told | None:
         held.append(_record(directories, facts, ranks))
@@ -58,9 +59,7 @@ def _record(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> Recor
     if record is None:
         return None
     difference = first_difference(record.facts, facts)
-    if record.ranks != ranks.size:
-        difference = f"it had {record.ranks} ranks and this one has {ranks.size}"
-    elif [stripe.path for stripe in record.stripes] != list(directories):
+    if [stripe.path for stripe in record.stripes] != list(directories):
         there = ", ".join(str(stripe.path) for stripe in record.stripes)
         difference = f"its paths were {there}"
     if difference is None:

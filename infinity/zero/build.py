@@ -185,7 +185,7 @@ def build_runtime(
             swap=swap,
             counters=counters,
             link=link,
-            written_through=swap.run is not None,
+            written_through=config.tiering.crash_consistent,
         )
         sums = DeviceSums(sizing.shards.numels, sizing.grad_dtype, there.sums, link.device)
         host.count("gradients, states and what is on its way", arena)
@@ -202,12 +202,12 @@ def build_runtime(
             swap=swap,
             files=files,
             device=apart,
-            written_through=sizing.tile_numel if swap.run is not None else 0,
+            written_through=sizing.tile_numel if config.tiering.crash_consistent else 0,
         )
         # Behind what a later process goes on from: how many gradients are there follows from the memory of the day.
         grads = _hold_gradients(sizing, placement, split, there.grads, arena, swap, counters, link)
         undo.callback(grads.close)
-        _create_files(swap, ranks)
+        _create_files(swap, config, ranks)
         for slot in slots:
             swap.register(slot.span())
         pipeline = UpdatePipeline(sizing.layout, states, slots, counters)
@@ -351,11 +351,9 @@ def _open_disk(rules: Rules, config: Config, ranks: Ranks, undo: ExitStack, fact
     paths = [SwapPath(nvme.path, nvme.capacity_bytes, nvme.bytes_per_s) for nvme in rules.drives]
     run = None
     if config.tiering.crash_consistent:
-        if rules.states is Memory.DEVICE:
-            raise ConfigError(
-                "tiering.crash_consistent writes through what an update changes in host memory, but with "
-                "offload_optimizer.device none the states are updated on the device: set it to cpu or nvme"
-            )
+        problem = rules.commit_problem()
+        if problem:
+            raise ConfigError(problem)
         run = open_run([path.path for path in paths], facts, ranks)
     swap = open_swap(
         paths,
@@ -369,9 +367,9 @@ def _open_disk(rules: Rules, config: Config, ranks: Ranks, undo: ExitStack, fact
     return swap
 
 
-def _create_files(swap: SwapSpace, ranks: Ranks) -> None:
+def _create_files(swap: SwapSpace, config: Config, ranks: Ranks) -> None:
     """Make the files, or take over those of an earlier process, of which one finished step counts from now on."""
-    if swap.run is None:
+    if not config.tiering.crash_consistent:
         swap.create()
         return
 
