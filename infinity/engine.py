@@ -259,10 +259,14 @@ class Engine(Accessors):
     def synchronize(self) -> None:
         """Carry out every pending update and wait for it and its writes.
 
+        Under `tiering.crash_consistent` the last step is committed then.
+
         Raises:
             StorageError: a read or write of the NVMe tier failed.
         """
         self._step.drain()
+        if self._session.commits is not None:
+            self._session.commits.wait()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -113,9 +113,13 @@ def _describe(run: str, rank: int, files: list[KeptFile]) -> _Kept:
         problem = "its record is on another path"
     else:
         try:
-            step = int(read_record(record.path).generations[0].state["counters"]["global_steps"])
+            generations = read_record(record.path).generations
+            if generations:
+                step = int(generations[0].state["counters"]["global_steps"])
+            else:
+                problem = "it has ended, and goes with the next start"
         except CheckpointError:
             problem = "its record is damaged"
     nbytes = sum(file.path.stat().st_size for file in files)
-    in_use = any(is_held(file.path) for file in files if not file.is_record)
+    in_use = any(is_held(file.path) for file in files if file.is_data)
     return _Kept(run, rank, step, nbytes, in_use, problem)

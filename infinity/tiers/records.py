@@ -57,7 +57,7 @@ class Record:
         stripes: the directories, and what the layout on them follows from.
         sizes: bytes of each one's file.
         layout: digest of what lies where.
-        generations: the newest first, then the one before, if its slots are still there.
+        generations: the newest first, then the one before, if its slots are still there; none of a run that has ended.
     """
 
     run: str

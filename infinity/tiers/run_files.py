@@ -2,8 +2,9 @@
 
 A rank's states are in `infinity-<run>-r<rank>-d<index>.slots`, one file for each of its directories, and its record
 (see records.py) in `infinity-<run>-r<rank>.record` in the first of them. Until the first step is finished there is
-nothing to go on from: the states are in ordinary swap files, which whoever starts next cleans away. They get their
-names when the first record is there, so a first record without them is of a commit that was interrupted.
+nothing to go on from: the states are swap files by name (`.slots.swap`), which whoever starts next cleans away. They
+get their names when the first record is there, so a first record without them is of a commit that was interrupted.
+A living process has its states locked, under either name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from infinity.tiers.records import MOST_BYTES, Generation, Record, parse_record
 from infinity.tiers.striping import Stripe
 from infinity.tiers.swap_file import open_swap_directory
 
-_NAME = re.compile(r"infinity-(?P<run>[0-9a-f]{8,64})-r(?P<rank>\d{1,9})(?:-d\d{1,4}\.slots|\.record(?:\.new)?)")
+_NAME = re.compile(
+    r"infinity-(?P<run>[0-9a-f]{8,64})-r(?P<rank>\d{1,9})(?:-d\d{1,4}\.slots(?:\.swap)?|\.record(?:\.new)?)"
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,15 @@ class KeptFile:
     @property
     def is_record(self) -> bool:
         return self.path.suffix == ".record"
+
+    @property
+    def is_data(self) -> bool:
+        return self.path.suffix in (".slots", ".swap")
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Nobody can go on from it: a record that was being written, states before the first one."""
+        return self.path.suffix in (".new", ".swap")
 
 
 def kept_files(directory: Path) -> list[KeptFile]:
@@ -79,9 +91,13 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
     """What this rank can go on from; None if it has left nothing.
 
     Raises:
-        CheckpointError: it is of several runs, or damaged, or there are states without a record.
+        CheckpointError: it is of several runs, or damaged, or there are states without a record, or a living process
+            has it.
     """
     files = [file for path in dict.fromkeys(directories) for file in kept_files(path) if file.rank == rank]
+    check_not_held(files)
+    remove([file for file in files if file.is_unfinished])
+    files = [file for file in files if not file.is_unfinished]
     records = [file for file in files if file.is_record and file.path.parent == directories[0]]
     runs = sorted({file.run for file in files})
     if len(runs) > 1:
@@ -95,6 +111,9 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
             "of: give the paths in the order that the run had, or remove it (infinity states remove)"
         )
     record = read_record(records[0].path) if records else None
+    if record is not None and not record.generations:
+        remove(files)  # the run said that it has ended, and was killed while it cleaned up
+        return None
     if record is not None:
         wanted = [path / data_name(record.run, rank, index) for index, path in enumerate(directories)]
         missing = [path for path in wanted if not path.exists()]
@@ -110,16 +129,24 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
 
 
 def remove(files: Sequence[KeptFile]) -> None:
-    """Remove a dead run's files, the record first.
+    """Remove a dead run's files.
 
     Raises:
         CheckpointError: a living process has one of them.
     """
+    check_not_held(files)
     for file in files:
-        if not file.is_record and is_held(file.path):
-            raise CheckpointError(f"{file.path} is in use: a living process trains with it")
-    for file in sorted(files, key=lambda file: not file.is_record):
         file.path.unlink(missing_ok=True)
+
+
+def check_not_held(files: Sequence[KeptFile]) -> None:
+    """Raises CheckpointError if a living process has one of these."""
+    for file in files:
+        if file.is_data and is_held(file.path):
+            raise CheckpointError(
+                f"{file.path} is in use: a living process trains run {file.run} with it. End that one first, or give "
+                "each run a directory of its own"
+            )
 
 
 def data_name(run: str, rank: int, index: int) -> str:
@@ -158,6 +185,7 @@ class RunFiles:
         self._directory = directories[0]
         self._facts = facts
         self._descriptor: int | None = None
+        self._ended = False
 
     @property
     def adopts(self) -> bool:
@@ -205,13 +233,15 @@ class RunFiles:
         os.rename(new, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
         os.fsync(self._descriptor)
 
-    def discard(self) -> None:
-        """Remove the record: there is nothing to go on from any more."""
-        for path in (self.record_path, self.record_path.with_name(self.record_path.name + ".new")):
-            path.unlink(missing_ok=True)
+    def end(self) -> None:
+        """There is nothing to go on from any more, whatever is still there; raises as `write`."""
+        self.write((), (), "", ())
+        self._ended = True
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Nothing is written any more; of a run that has ended, the states are gone by now."""
+        if self._ended:
+            self.record_path.unlink(missing_ok=True)
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -221,13 +251,21 @@ def is_held(path: Path) -> bool:
     """A living process has this file.
 
     Raises:
-        OSError: it cannot be opened.
+        CheckpointError: nobody can tell.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
     except BlockingIOError:
         return True
-    finally:
-        os.close(descriptor)
+    except FileNotFoundError:
+        return False  # removed just now
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be locked ({error.strerror}), so nobody can tell whether a living process has it; "
+            "tiering.crash_consistent needs a filesystem with locks"
+        ) from error
     return False

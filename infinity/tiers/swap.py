@@ -179,7 +179,7 @@ class SwapSpace:
         try:
             if run.found is not None:
                 return adopt_owned(directory, run.data_name(index), size, run.found.sizes[index])
-            return create_owned(directory, self._rank, size)
+            return create_owned(directory, self._rank, size, f"{run.data_name(index)}.swap")
         except StorageError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise self._two_slots(error) from error
@@ -299,7 +299,7 @@ class SwapSpace:
     def discard_files(self) -> None:
         """The run is over: its files go when they are closed."""
         if self.run is not None and self.run.kept:
-            self.run.discard()
+            self.run.end()
             self.run.kept = False
             for owned in self._owned:
                 owned.lose()

@@ -159,14 +159,17 @@ def _attempt(action: Callable[[], None], path: Path) -> None:
         _log.warning("%s could not be removed (%s): remove it by hand", path, error.strerror)
 
 
-def create_owned(directory: Path, rank: int, nbytes: int) -> OwnedFile:
+def create_owned(directory: Path, rank: int, nbytes: int, name: str | None = None) -> OwnedFile:
     """A new, locked swap file of reserved space.
+
+    Args:
+        name: of a swap file; one that nobody has by default.
 
     Raises:
         StorageError: the directory cannot be used or has too little space; nothing is left behind.
     """
     remove_stale(directory)
-    name = f"{_PREFIX}r{rank}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
+    name = name or f"{_PREFIX}r{rank}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
     place = _Place(directory / name, open_swap_directory(directory), os.getpid())
     try:
         _remove_on_sigterm(place)

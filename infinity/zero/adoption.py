@@ -49,7 +49,11 @@ def open_run(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> RunF
         if record is not None:
             remove([file for path in directories for file in kept_files(path) if file.rank == ranks.rank])
         return RunFiles(run, nonce, ranks.rank, ranks.size, directories, facts)
-    found = replace(record, generations=[g for g in record.generations if g.sequence == sequence])
+    found = replace(
+        record,
+        generations=[g for g in record.generations if g.sequence == sequence],
+        stripes=[replace(stripe, path=path) for stripe, path in zip(record.stripes, directories, strict=True)],  # moved
+    )
     return RunFiles(record.run, nonce, ranks.rank, ranks.size, directories, facts, found)
 
 
@@ -59,7 +63,7 @@ def _record(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> Recor
     if record is None:
         return None
     difference = first_difference(record.facts, facts)
-    if [stripe.path for stripe in record.stripes] != list(directories):
+    if len(record.stripes) != len(directories):
         there = ", ".join(str(stripe.path) for stripe in record.stripes)
         difference = f"its paths were {there}"
     if difference is None:
