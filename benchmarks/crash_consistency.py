@@ -26,6 +26,7 @@ import signal
 import statistics
 import sys
 import time
+import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import infinity
-from infinity.errors import InfinityError
+import infinity.setup  # before the children are forked
 from infinity.tiers.run_files import kept_files, read_record
 
 STEPS = 24  # of a run
@@ -157,7 +158,8 @@ class Child:
             try:
                 body(lambda **facts: os.write(writer, (json.dumps(facts) + "\n").encode()) and None)
                 code = 0
-            except InfinityError as error:
+            except BaseException as error:
+                traceback.print_exc()
                 os.write(writer, (json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n").encode())
             finally:
                 os._exit(code)

@@ -70,6 +70,7 @@ class Engine(Accessors):
         optimizer.loss_scaler = self._step.losses.loss_scale
         with ExitStack() as undo:  # a model that is refused keeps nothing of the engine's
             undo.callback(self._step.remove_hooks)
+            undo.callback(self._session.close_commits)
             claim(self, model, runtime.partition.units)
             undo.callback(disclaim, model)
             self._guards = Guards(model, runtime, self)

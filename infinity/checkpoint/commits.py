@@ -28,7 +28,7 @@ from torch import nn
 
 from infinity.checkpoint.extra import Parts, apply_extra, check_extra, collect_extra
 from infinity.checkpoint.save import serialise
-from infinity.errors import CheckpointError, RankError
+from infinity.errors import CheckpointError, InfinityError, RankError
 from infinity.io import IoFuture
 from infinity.io.threads import start_thread
 from infinity.optim.optimizer import TieredOptimizer
@@ -137,10 +137,12 @@ class Commits:
         assert due is not None
         self._gate.result()  # one at a time
         gate: Future[None] = Future()
+        self._slots.torn = True  # and stays so after an interrupt at any line from here on
         slots, writes = self._slots.close_epoch(gate)
         self._gate = gate
         self._sequence += 1
         self._queue.put(_Closed(Generation(self._sequence, due.state, slots, due.extra), writes, gate))
+        self._slots.torn = False
 
     # What its thread does #
 
@@ -272,6 +274,7 @@ class Commits:
         if os.getpid() == self._owner:  # a child has no such thread
             self._queue.put(None)
             self._thread.join(timeout_s)
+            self._slots.give_up(InfinityError("the engine was closed before its last step was committed"))
 
 
 def _read(path: Path, content: bytes) -> dict[str, Any]:

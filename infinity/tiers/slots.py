@@ -102,9 +102,13 @@ class Slots:
     """All slotted extents of one rank: which slots are the newest, and what may be written.
 
     The compute thread closes epochs; it and the optimizer's worker write.
+
+    Attributes:
+        torn: an interrupt has left an epoch that is closed, and that nobody commits.
     """
 
     def __init__(self) -> None:
+        self.torn = False
         self._extents: list[SlotExtent] = []
         self._epoch = 1
         self._gate: Future[None] | None = None  # of the epoch that was closed last
@@ -162,6 +166,11 @@ class Slots:
                 except OSError as error:
                     self._failed = self._failed or error
         self._open.append(write)
+
+    def give_up(self, error: Exception) -> None:
+        """Nothing is committed any more: whoever waits for it gets the error."""
+        if self._gate is not None and not self._gate.done():
+            self._gate.set_exception(error)
 
     # Epochs #
 

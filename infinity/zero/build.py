@@ -97,7 +97,8 @@ class Runtime:
     @property
     def torn(self) -> bool:
         """An interrupt has left something in nobody's books."""
-        return self.executor.torn or self.arena.torn or self.grads.torn or self.params.torn
+        parts = (self.executor, self.arena, self.grads, self.params, self.swap.slots)
+        return any(part.torn for part in parts)
 
     def peak_bytes(self) -> dict[str, int]:
         """High-water mark of each tier since the start."""
