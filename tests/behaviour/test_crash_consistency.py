@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 import infinity
 from infinity.cli.main import main
+from infinity.config import load_config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StorageError
+from infinity.planner import plan_training
 from infinity.tiers.run_files import kept_files, read_record
 from infinity.tiers.swap import SwapSpace
 from infinity.tiers.swap_file import remove_stale
@@ -109,6 +111,33 @@ def test_a_run_that_is_closed_and_resumed_is_one_run(case, tmp_path) -> None:
         engine.end_run()
     assert losses == expected
     assert left(path) == []
+
+
+def test_two_drives_that_are_mounted_elsewhere(whole, tmp_path) -> None:
+    def drives(place: Path) -> list[dict[str, Any]]:
+        rates = {"fast": 4e9, "slow": 1e9}
+        return [{"path": str(place / name), "bandwidth": rate} for name, rate in rates.items()]
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    with start(first, nvme=drives(first)) as engine:
+        losses = train(engine, DATA[:3])
+    first.rename(second)
+    with pytest.raises(CheckpointError, match=r"is not in|in the order"):
+        start(second, nvme=drives(second)[::-1])
+    with start(second, nvme=drives(second)) as engine:
+        engine.resume()
+        assert losses + train(engine) == whole[0]
+        engine.end_run()
+    assert [left(second / name) for name in ("fast", "slow")] == [[], []]
+
+
+def test_the_plan_knows_the_space(tmp_path) -> None:
+    config = load_config(config_of(tmp_path, host_memory="1250KiB"))
+    planned = plan_training(ARCHITECTURES["gpt2"](0), config)
+    with start(tmp_path, host_memory="1250KiB") as engine:
+        train(engine, DATA[:1])
+        assert engine.stats().peak_bytes["nvme"] == planned.nvme_bytes
+        engine.end_run()
 
 
 def test_nothing_is_kept_without_the_key(tmp_path) -> None:
