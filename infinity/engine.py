@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
@@ -70,6 +70,7 @@ class Engine(Accessors):
         optimizer.loss_scaler = self._step.losses.loss_scale
         with ExitStack() as undo:  # a model that is refused keeps nothing of the engine's
             undo.callback(self._step.remove_hooks)
+            undo.callback(self._session.close_commits)
             claim(self, model, runtime.partition.units)
             undo.callback(disclaim, model)
             self._guards = Guards(model, runtime, self)
@@ -264,10 +265,14 @@ class Engine(Accessors):
     def synchronize(self) -> None:
         """Carry out every pending update and wait for it and its writes.
 
+        Under `tiering.crash_consistent` the last step is committed then.
+
         Raises:
             StorageError: a read or write of the NVMe tier failed.
         """
         self._step.drain()
+        if self._session.commits is not None:
+            self._session.commits.wait()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -459,10 +464,71 @@ class Engine(Accessors):
             frozen=not exclude_frozen_parameters,
         )
 
+    # Steps that outlive the process (tiering.crash_consistent) #
+
+    def resume(self) -> tuple[Path | None, dict[str, Any] | None]:
+        """Go on from the last step that an earlier process of this run has finished, without a checkpoint.
+
+        All ranks call this together, before they train, under `tiering.crash_consistent`: parameters, optimizer and
+        schedule states, counters, random states and loss scale become what they were when that step was over.
+
+        Returns:
+            (the record of the step, what `keep_with_steps` had kept with it), or (None, None) if there is none.
+
+        Raises:
+            CheckpointError: the step does not fit this run. The engine is unchanged.
+            ConfigError: `tiering.crash_consistent` is not set.
+            StorageError: the states cannot be read; the engine trains no more.
+        """
+        return self._session.resume()
+
+    def check_resumed(self, what: str) -> None:
+        """See that there is no step to go on from, which `what` would end.
+
+        Raises:
+            CheckpointError: there is one: call `resume`, or remove it by `infinity states remove`.
+        """
+        if self._session.commits is not None:
+            self._session.commits.check_resumed(what)
+
+    def keep_with_steps(self, client_state: Callable[[], Mapping[str, Any]]) -> None:
+        """Have something of the training loop's own kept with every step, such as its position in the data.
+
+        Args:
+            client_state: called at the end of every `step()` that updates; gives tensors and plain values, which
+                `resume` returns. What is not known by then belongs to the next step, unless `commit` is called.
+
+        Raises:
+            ConfigError: `tiering.crash_consistent` is not set.
+        """
+        self._session.keep_with_steps(client_state)
+
+    def commit(self) -> None:
+        """Have on the drives what is now, as the last step: what a loop has changed after it, too.
+
+        `step()` commits by itself; this is for changes between steps. All ranks call it together.
+
+        Raises:
+            ConfigError: `tiering.crash_consistent` is not set.
+            StorageError: a drive has failed.
+        """
+        self._session.commit()
+
+    def end_run(self) -> None:
+        """The run is over: its states on the drives are removed when the engine is closed. All ranks call it.
+
+        Raises:
+            ConfigError: `tiering.crash_consistent` is not set.
+        """
+        self._session.end_run()
+
     # End #
 
     def close(self) -> None:
-        """Finish what is in flight, remove the hooks and the swap files. The model is left without values."""
+        """Finish what is in flight, remove the hooks and the swap files. The model is left without values.
+
+        Under `tiering.crash_consistent` the last step is committed and its files stay, unless `end_run` was called.
+        """
         self._close()
 
     def destroy(self) -> None:
@@ -489,7 +555,7 @@ class Engine(Accessors):
 
 def _close(model: nn.Module, optimizer: TieredOptimizer, step: Step, guards: Guards, session: Session) -> None:
     """The end of an engine, also of one that nobody has closed: the garbage collector may call this in any thread."""
-    if step.in_worker:  # which cannot wait for its own end
+    if step.in_worker or session.in_worker:  # which cannot wait for its own end
         threading.Thread(target=_close, args=(model, optimizer, step, guards, session)).start()
         return
     optimizer.run_step = optimizer.drop_gradients = None
@@ -497,4 +563,5 @@ def _close(model: nn.Module, optimizer: TieredOptimizer, step: Step, guards: Gua
     with ExitStack() as rest:
         rest.callback(session.close)
         rest.callback(step.close)
+        rest.callback(session.close_commits)
         guards.remove()

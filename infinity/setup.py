@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.identity import model_identity
 from infinity.config import Config, load_config
 from infinity.config.resolved import CommunicationConfig
 from infinity.engine import Engine
@@ -23,7 +24,17 @@ from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.optim.torch_schedules import is_factory, rebind
 from infinity.telemetry.monitor import check_packages
 from infinity.tiers import AcceleratorLink, HostMemory, Link, accelerator
-from infinity.zero.agreement import agree, configuration_facts, model_facts, optimizer_facts, tell_of_machines, versions
+from infinity.zero.adoption import RunFacts
+from infinity.zero.agreement import (
+    Facts,
+    agree,
+    configuration_facts,
+    identity_facts,
+    model_facts,
+    optimizer_facts,
+    tell_of_machines,
+    versions,
+)
 from infinity.zero.build import Runtime, build_runtime
 from infinity.zero.compiled import unwrapped
 from infinity.zero.gathered import check_unowned
@@ -95,7 +106,7 @@ def initialize(
     link = link or _default_link(device)
     if trains is None:
         trains = optimizer is not None or resolved.optimizer is not None
-    tiered, groups = _agreed_optimizer(model, resolved, ranks, model_parameters, optimizer, trains=trains)
+    tiered, groups, facts = _agreed_optimizer(model, resolved, ranks, model_parameters, optimizer, trains=trains)
     values = InitialValues(model, init_function, weights, keep=ranks.size > 1)
     outside = OutsideUnits(model)
     runtime: Runtime | None = None
@@ -105,7 +116,16 @@ def initialize(
         _rebind(tiered, model, groups)
         outside.place(compute_dtype(resolved), link.device, ranks)
         runtime = build_runtime(
-            model, groups, resolved, tiered.kind.layout, link, ranks, parts, values.made, values.in_files(groups, ranks)
+            model,
+            groups,
+            resolved,
+            tiered.kind.layout,
+            link,
+            ranks,
+            parts,
+            values.made,
+            values.in_files(groups, ranks),
+            facts,
         )
         with runtime.counters.aside("initialize"):
             materialize(runtime, values)
@@ -178,8 +198,8 @@ def _agreed_optimizer(
     optimizer: torch.optim.Optimizer | None,
     *,
     trains: bool,
-) -> tuple[TieredOptimizer, dict[str, int]]:
-    """What is trained and how, and the group of each parameter, once all ranks have the same.
+) -> tuple[TieredOptimizer, dict[str, int], RunFacts]:
+    """What is trained and how, the group of each parameter, and all facts of it, once all ranks have the same.
 
     Raises:
         ConfigError: a rank's model or optimizer cannot work, or they are not the same on all ranks.
@@ -195,7 +215,7 @@ def _agreed_optimizer(
 
     ranks.each(make, "infinity.initialize(): the model", ConfigError)
     tiered, groups = made[0]
-    topics = {
+    topics: dict[str, Facts] = {
         "versions": versions(),
         "configuration": configuration_facts(config),
         "model": model_facts(model),
@@ -203,7 +223,8 @@ def _agreed_optimizer(
     }
     agree(ranks, topics)
     tell_of_machines(ranks, config)
-    return tiered, groups
+    alike = {topic: facts for topic, facts in topics.items() if topic != "versions"}
+    return tiered, groups, alike | {"identity of the model": identity_facts(model_identity(model))}
 
 
 def _check_arguments(model: Any, config: Any, optimizer: Any) -> None:

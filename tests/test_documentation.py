@@ -54,6 +54,17 @@ def test_the_readme_and_the_checkpoint_examples_run(tmp_path, monkeypatch) -> No
     exec(load + ending, scope | {"config": Recipe("bf16").config(Placement())})
 
 
+def test_the_example_of_crash_consistent_steps_runs(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = [code for _, code in BLOCK.findall((ROOT / "docs/tiers.md").read_text()) if "crash_consistent" in code]
+    stopped = code.replace("engine.end_run()", "").replace("global_steps < 10", "global_steps < 4")
+    exec(stopped, {})
+    scope: dict[str, object] = {}
+    exec(code, scope)
+    assert scope["position"] == {"sample": 10}
+    assert not list((tmp_path / "swap").iterdir())
+
+
 def test_the_timeline_example_runs(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     ((_, code),) = BLOCK.findall((ROOT / "docs/timeline.md").read_text())

@@ -89,7 +89,7 @@ def save_checkpoint(
 def _begin(directory: Path, extra: Mapping[str, Any] | None) -> bytes:
     """Make the directory, and what goes into the file beside the tensors."""
     make_directory(directory)
-    return b"" if extra is None else _serialise(extra)
+    return b"" if extra is None else serialise(extra)
 
 
 def _take(new: Replacement, path: Path, run: Run) -> None:
@@ -124,7 +124,12 @@ def _prune(directory: Path, newest: str, run: Run, keep_last: int) -> None:
             remove(directory, tag)
 
 
-def _serialise(extra: Mapping[str, Any]) -> bytes:
+def serialise(extra: Mapping[str, Any]) -> bytes:
+    """Tensors and plain values as bytes that `torch.load` reads without running code.
+
+    Raises:
+        CheckpointError: there is something else among them.
+    """
     buffer = io.BytesIO()
     torch.save(dict(extra), buffer)
     try:

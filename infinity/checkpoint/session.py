@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.commits import ClientState, Commits
 from infinity.checkpoint.export import export_16bit
 from infinity.checkpoint.extra import Parts, apply_extra, check_extra, collect_extra
 from infinity.checkpoint.load import Loaded, load_tensors, open_checkpoint
 from infinity.checkpoint.runs import Run
 from infinity.checkpoint.save import save_checkpoint
+from infinity.errors import ConfigError
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.zero.build import Runtime
 from infinity.zero.phases import Counts
@@ -22,7 +24,11 @@ from infinity.zero.step import Step
 
 
 class Session:
-    """Saves and loads one engine's state, between its steps; all ranks call every method together."""
+    """Saves and loads one engine's state, between its steps; all ranks call every method together.
+
+    Attributes:
+        commits: keeps every step on the drives, if that is configured.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer: TieredOptimizer, runtime: Runtime, step: Step, accumulation: int
@@ -33,6 +39,9 @@ class Session:
         self._step = step
         self._accumulation = accumulation
         self._run = Run(model)
+        run = runtime.swap.run
+        self.commits = None if run is None else Commits(model, optimizer, runtime, step, run)
+        step.keeper = self.commits
 
     def save(
         self,
@@ -69,6 +78,8 @@ class Session:
         self, directory: Path, tag: str | None, parts: Parts, *, strict_model: bool, all_weights: bool = True
     ) -> tuple[Path | None, dict[str, Any] | None]:
         """See `Engine.load_checkpoint`."""
+        if self.commits is not None:
+            self.commits.check_resumed("engine.load_checkpoint()")
         self._begin("load_checkpoint")
         scheduler = self._step.lr_scheduler
         opened = open_checkpoint(
@@ -126,6 +137,33 @@ class Session:
         export_16bit(directory, self._model, self._runtime, values, max_shard_size, file_name=file_name, frozen=frozen)
         return directory
 
+    def resume(self) -> tuple[Path | None, dict[str, Any] | None]:
+        """See `Engine.resume`."""
+        commits = self._kept("resume")
+        self._begin("resume")
+        return commits.resume()
+
+    def commit(self) -> None:
+        """See `Engine.commit`."""
+        commits = self._kept("commit")
+        self._begin("commit")
+        commits.commit()
+
+    def end_run(self) -> None:
+        """See `Engine.end_run`."""
+        commits = self._kept("end_run")
+        self._begin("end_run")
+        commits.end()
+
+    def keep_with_steps(self, client_state: ClientState) -> None:
+        """See `Engine.keep_with_steps`."""
+        self._kept("keep_with_steps").client_state = client_state
+
+    def _kept(self, what: str) -> Commits:
+        if self.commits is None:
+            raise ConfigError(f"engine.{what}() is for runs that keep every step: set tiering.crash_consistent to true")
+        return self.commits
+
     def unclaim(self) -> None:
         """Other runs may save where this one did so far."""
         self._run.unclaim()
@@ -134,11 +172,23 @@ class Session:
         """Other runs may save where this one did."""
         self._run.close()
 
+    @property
+    def in_worker(self) -> bool:
+        """This thread is the one that commits steps."""
+        return self.commits is not None and self.commits.is_worker()
+
+    def close_commits(self) -> None:
+        """The last step is committed, and no other will be."""
+        if self.commits is not None:
+            self.commits.close()
+
     def _begin(self, what: str) -> None:
         """No step is under way, and all updates are done."""
         self._step.check_boundary(what)
         self._runtime.ranks.together(f"engine.{what}()")
         self._step.drain()
+        if self.commits is not None:
+            self.commits.wait()
 
     def _of_this_part(self, directory: Path) -> Path:
         """Where the checkpoints of this process's part of the model are."""

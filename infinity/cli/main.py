@@ -19,6 +19,7 @@ from infinity.cli import (
     plan,
     profile,
     run,
+    states,
     timeline,
     train,
 )
@@ -32,6 +33,7 @@ COMMANDS = (
     timeline,
     checkpoint,
     convert_checkpoint,
+    states,
     bench_io,
     bench_adam,
     profile,

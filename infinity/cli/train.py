@@ -33,7 +33,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--save-dir", type=Path, default=Path("checkpoints"), help="where checkpoints go")
     parser.add_argument("--save-every", type=int, metavar="N", help="save a checkpoint every N steps and at the end")
     parser.add_argument("--keep-last", type=int, metavar="N", help="remove all but the run's last N checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from the last whole checkpoint in --save-dir")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last step on the drives, or the last whole checkpoint in --save-dir",
+    )
     parser.add_argument(
         "--checkpoint-activations", action="store_true", help="keep the inputs of blocks only, and recompute the rest"
     )

@@ -251,6 +251,12 @@ def _tiering(
             "tiering.activations is nvme but no path is given: set tiering.nvme to "
             '[{"path": "/a/directory/on/the/drive"}]'
         )
+    if tiering.crash_consistent and "nvme" not in (params.device, states.device):
+        raise ConfigError(
+            "tiering.crash_consistent keeps every step on the drives, but nothing lives there: set "
+            "zero_optimization.offload_optimizer.device to nvme (what host_memory has room for stays there, and is "
+            "written through), or leave crash_consistent out and save checkpoints"
+        )
     return TieringConfig(
         device_memory_bytes=tiering.device_memory,
         host_memory_bytes=tiering.host_memory,
@@ -260,6 +266,7 @@ def _tiering(
         accumulation=tiering.accumulation,
         io_backend=tiering.io_backend,
         checksum=tiering.checksum,
+        crash_consistent=tiering.crash_consistent,
         tile_size_bytes=tiering.tile_size or default_tile_bytes(len(nvme) if states.device == "nvme" else 0),
         activations=activations,
         activation_memory_bytes=tiering.activation_memory,

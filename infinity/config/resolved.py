@@ -82,6 +82,7 @@ class TieringConfig:
     accumulation: Literal["micro_batch", "layer"]
     io_backend: str
     checksum: bool
+    crash_consistent: bool
     tile_size_bytes: int
     activations: Literal["none", "cpu", "nvme"]
     activation_memory_bytes: int

@@ -166,6 +166,7 @@ class TieringSection(Section):
     accumulation: Literal["micro_batch", "layer"] = "micro_batch"
     io_backend: Literal["auto", "io_uring", "threads", "aiofiles"] = "auto"
     checksum: Bool = False
+    crash_consistent: Bool = False
     tile_size: SizeOrAuto = None
     activations: Literal["auto", "none", "cpu", "nvme"] = "auto"
     activation_memory: Size = 256 << 20

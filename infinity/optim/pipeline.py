@@ -216,6 +216,15 @@ class UpdatePipeline:
         for write in writes:
             write.result()
 
+    def take_over(self) -> None:
+        """All states are those that an earlier process has left on the drives; no job may be queued.
+
+        Raises:
+            StorageError: they cannot be read.
+        """
+        self._park()
+        self._states.take_over()
+
     def geometry(self, unit: int) -> list[tuple[int, int]]:
         """First element and elements of every tile of a unit."""
         return [(tile.start, tile.numel) for tile in self._states.tiles(unit)]

@@ -157,7 +157,9 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
         split=split,
         host_used_bytes=_host_used(needs, split),
         device_used_bytes=sum(part.capacity_bytes for part in there.ledger.parts.values()),
-        nvme_bytes=_nvme_bytes(sizing, placement),
+        nvme_bytes=_kept_bytes(sizing, placement)
+        if config.tiering.crash_consistent
+        else _nvme_bytes(sizing, placement),
         steps=steps,
         traffic=traffic_of(
             sizing, placement, steps, config.gradient_accumulation_steps, machine.ranks, there.sums.capacity_bytes
@@ -189,4 +191,16 @@ def _nvme_bytes(sizing: Sizing, placement: Placement) -> int:
     """Whole pages for every parameter that has its home there, beside the states and gradients."""
     homes = zip(sizing.specs, placement.params, strict=True)
     sizes = [spec.shard_nbytes for spec, home in homes if home.memory is Memory.NVME]
-    return placement.stored_bytes + sum(-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in sizes)
+    return placement.stored_bytes + sum(map(_aligned, sizes))
+
+
+def _kept_bytes(sizing: Sizing, placement: Placement) -> int:
+    """Two slots of all states and parameters, wherever they live, beside the gradients."""
+    slots = sum(
+        map(_aligned, [*sizing.shards.tile_sizes, *(spec.shard_nbytes for spec in sizing.specs if not spec.runs)])
+    )
+    return 2 * slots + sum(sizing.shards.grad_sizes[unit] for unit in placement.grad_homes.spilled)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES

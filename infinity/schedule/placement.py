@@ -114,6 +114,15 @@ class Rules:
             "zero_optimization.offload_param.device to nvme, or read them with in_place=False"
         )
 
+    def commit_problem(self) -> str:
+        """Why not every step can be kept on the drives; or nothing."""
+        if self.states is not Memory.DEVICE:
+            return ""
+        return (
+            "tiering.crash_consistent writes through what an update changes in host memory, but with "
+            "offload_optimizer.device none the states are updated on the device: set it to cpu or nvme"
+        )
+
     def no_sync_problem(self) -> str:
         """Why a rank cannot keep the gradients of several passes to itself, before they are reduced; or nothing."""
         if self.stage >= 2:

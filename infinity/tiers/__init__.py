@@ -19,8 +19,9 @@ from infinity.tiers.link import (
 from infinity.tiers.norms import Norms
 from infinity.tiers.params import Device, FlatSpec, Params, Residency
 from infinity.tiers.sharding import WHOLE, Piece, Sharding, overlap
+from infinity.tiers.slots import Extent
 from infinity.tiers.states import StateStore, Tile
-from infinity.tiers.swap import Extent, SwapPath, SwapSpace, open_swap
+from infinity.tiers.swap import SwapPath, SwapSpace, open_swap
 from infinity.tiers.weight_files import FileRun, StoredTensor, WeightFile, WeightFiles, lay_out_image
 
 __all__ = [

@@ -13,6 +13,9 @@ NVME copy would be, and there is nothing to write to (see weight_files.py).
 A HOST copy lies in the unit's home lease, or, where the home is elsewhere, in staging memory while a fetch or an update
 needs it.
 
+Where every step is to stay on the drives (slots.py), each unit that is not a file's has an NVME copy beside its home:
+what an update or anybody else changes is written through to it.
+
 [Note: uploads]
 An upload waits for what still uses the memory that it fills, and not for all that was queued until it begins, since the
 host runs ahead of the device: a next forward pass may be queued while an update is computed. Memory that was taken anew
@@ -42,7 +45,8 @@ from infinity.telemetry import Counters, StallCause
 from infinity.tiers.copies import Field, Memory, Move, State, Transfer
 from infinity.tiers.link import Link
 from infinity.tiers.sharding import WHOLE, Piece, Sharding
-from infinity.tiers.swap import Extent, SwapSpace
+from infinity.tiers.slots import Extent, SlotExtent
+from infinity.tiers.swap import SwapSpace
 from infinity.tiers.weight_files import FileRun, WeightFiles
 
 
@@ -126,25 +130,34 @@ class _Unit:
     Attributes:
         home: where the newest value is whenever the unit is not on the device; DEVICE if it always is.
         site: where it is changed.
+        written: it has an NVME copy, which is written whenever the unit changes.
         lease: of the HOST copy.
         since: what the device was given from this moment on does not touch the memory that the next upload fills, see
             [Note: uploads]; None where nobody knows.
         extent: of the NVME or the FILE copy.
     """
 
-    __slots__ = ("buffer", "extent", "field", "home", "index", "lease", "since", "site", "spec", "tensor")
+    __slots__ = ("buffer", "extent", "field", "home", "index", "lease", "since", "site", "spec", "tensor", "written")
 
     def __init__(
-        self, index: int, spec: FlatSpec, home: Memory, place: Lease | Extent | None, device: torch.device | None
+        self,
+        index: int,
+        spec: FlatSpec,
+        home: Memory,
+        lease: Lease | None,
+        extent: Extent | SlotExtent | None,
+        device: torch.device | None,
     ) -> None:
         self.index = index
         self.spec = spec
         self.home = home
         self.site = Memory.DEVICE if device is None else Memory.HOST
         self.since: Transfer | None = None
-        self.field = Field(f"unit {spec.name}", {Memory.DEVICE, home, self.site})
-        self.lease = place if isinstance(place, Lease) else None
-        self.extent = place if isinstance(place, Extent) else None
+        self.lease = lease
+        self.extent = extent
+        self.written = extent is not None and home is not Memory.FILE
+        memories = {Memory.DEVICE, home, self.site} | ({Memory.NVME} if self.written else set())
+        self.field = Field(f"unit {spec.name}", memories)
         self.buffer = stable_memory(spec.nbytes, _CPU if device is None else device)
         self.buffer.allocate()
         self.tensor = self.buffer.tensor(spec.dtype, spec.numel)
@@ -171,8 +184,11 @@ class Params:
         swap: where the other homes are.
         files: where homes are that somebody else wrote.
         device: None if the compute device is the CPU.
+        written_through: elements of a tile, where every unit has a place on the drives, of two slots; 0 where none has
+            one but those that live there.
 
     Attributes:
+        keeps_steps: what changes is always written through.
         coming: updated units whose new values are on their way up; nothing on the device waits for them yet.
         passing: units on their way to the device through host memory, oldest first; each has pinned its HOST copy.
         torn: an interrupt has left new values that the device does not have, and nobody knows of.
@@ -189,7 +205,9 @@ class Params:
         swap: SwapSpace,
         files: WeightFiles | None = None,
         device: Device | None = None,
+        written_through: int = 0,
     ) -> None:
+        self.keeps_steps = written_through > 0
         self.specs = tuple(specs)
         self.torn = False
         self.coming: dict[int, Move] = {}
@@ -201,14 +219,15 @@ class Params:
         self._device = device
         self._units: list[_Unit] = []
         for index, (spec, home) in enumerate(zip(specs, homes, strict=True)):
-            place: Lease | Extent | None = None
-            if home is Memory.HOST:
-                place = arena.lease(spec.shard_nbytes)
+            lease = arena.lease(spec.shard_nbytes) if home is Memory.HOST else None
+            extent: Extent | SlotExtent | None = None
+            if home is Memory.FILE:
+                extent = self._files.add(spec.runs, spec.sharding.rank * spec.shard_nbytes, spec.shard_nbytes)
+            elif self.keeps_steps and spec.shard_nbytes and not spec.runs:
+                extent = swap.reserve_slots(spec.shard_nbytes, _bounds(spec, written_through))
             elif home is Memory.NVME:
-                place = swap.reserve(spec.shard_nbytes)
-            elif home is Memory.FILE:
-                place = self._files.add(spec.runs, spec.sharding.rank * spec.shard_nbytes, spec.shard_nbytes)
-            self._units.append(_Unit(index, spec, home, place, None if device is None else device.link.device))
+                extent = swap.reserve(spec.shard_nbytes)
+            self._units.append(_Unit(index, spec, home, lease, extent, None if device is None else device.link.device))
         self._leaving: list[_Unit] = []  # whose staging memory something still touches
 
     # State #
@@ -276,7 +295,7 @@ class Params:
         if each.site is Memory.HOST:
             if each.home is Memory.DEVICE:
                 self._order_behind(each, self._start_upload(each))
-            elif each.home is Memory.NVME:
+            if each.written:
                 self.write_home(unit)
             self._leave_host(each)
 
@@ -444,7 +463,7 @@ class Params:
     def write_through(self, unit: int, writes: Transfer) -> Move | None:
         """The change that is under way is written home piece by piece; None where there is nothing to write to."""
         field = self._units[unit].field
-        if self._units[unit].home is not Memory.NVME:
+        if not self._units[unit].written:
             return None
         site = self._units[unit].site
         return field.begin_move(site, Memory.NVME, writes, StallCause.DISK_WRITE, at=field.version + 1)
@@ -507,15 +526,43 @@ class Params:
                 each.field.finish_move(move)
 
     def write_tile(self, unit: int, start: int, numel: int) -> IoFuture | None:
-        """Write a range of `host_tensor` to the home; None where there is nothing to write to."""
+        """Write a range of `host_tensor` to the drive; None where there is nothing to write to."""
         each = self._units[unit]
-        if each.home is not Memory.NVME:
+        if not each.written:
             return None
         assert each.extent is not None
         span = each.span(each.site, start, numel)
         write = self._swap.write(each.extent, span, start * each.spec.dtype.itemsize)
         self._counters.moved("nvme_write", span.nbytes, write, unit, "parameters")
         return write
+
+    # Steps that stay #
+
+    def unwritten(self) -> list[int]:
+        """Units whose newest values are to be on the drive and are not."""
+        return [
+            each.index
+            for each in self._units
+            if each.written and each.field.version and not each.field.is_newest(Memory.NVME)
+        ]
+
+    def has_found(self, unit: int) -> bool:
+        """An earlier process has left the unit's values; not where they are in somebody's files."""
+        return self._units[unit].written
+
+    def read_found(self, unit: int) -> None:
+        """Fill `host_tensor`, which is held to be changed, with what an earlier process has left on the drive.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        each = self._units[unit]
+        assert isinstance(each.extent, SlotExtent)
+        bits = next(bits for extent, bits in self._swap.slots.found() if extent is each.extent)
+        parts = each.extent.parts(bits, each.span(each.site, 0, each.spec.shard_numel), 0)
+        read = self._swap.read_parts(parts, Priority.DEMAND)
+        self._counters.moved("nvme_read", each.spec.shard_nbytes, read, unit, "parameters")
+        read.result()
 
     def close(self) -> None:
         """Give all memory back, once no copy over the link touches it. Nothing else may be in flight."""
@@ -614,8 +661,12 @@ class Params:
 
     def _read(self, each: _Unit, target: Memory, priority: Priority) -> None:
         assert each.extent is not None
-        drive = self._files if each.home is Memory.FILE else self._swap
-        read = drive.read(each.extent, each.span(target, 0, each.spec.shard_numel), priority=priority)
+        span = each.span(target, 0, each.spec.shard_numel)
+        if each.home is Memory.FILE:
+            assert isinstance(each.extent, Extent)
+            read = self._files.read(each.extent, span, priority=priority)
+        else:
+            read = self._swap.read(each.extent, span, priority=priority)
         each.field.begin_move(each.home, target, read, StallCause.DISK_READ)
         self._counters.moved("nvme_read", each.spec.shard_nbytes, read, each.index, "parameters")
 
@@ -657,6 +708,13 @@ class Params:
         with self._counters.stalled(StallCause.HOST_LINK):
             self._device.link.compute_waits(upload.transfer)
         each.field.order_behind(upload)
+
+
+def _bounds(spec: FlatSpec, tile_numel: int) -> list[int]:
+    """First byte of each range of a shard that is always written whole: what an update changes, and what is frozen."""
+    trained = spec.trainable_numel // spec.sharding.count
+    starts = [*range(0, trained, tile_numel), *([trained] if trained < spec.shard_numel else []), spec.shard_numel]
+    return [start * spec.dtype.itemsize for start in starts]
 
 
 def _shard_part(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:

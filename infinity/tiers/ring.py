@@ -113,6 +113,7 @@ class Ring:
             InfinityError: its values are lost.
         """
         if tile.home is _HOST:
+            self._settle_through(tile)
             if fresh:
                 tile.consume()
             elif tile.copies[_HOST].state is not _VALID:
@@ -138,7 +139,8 @@ class Ring:
         if copy.state is _WRITING:  # it was left half way
             tile.fail_write(_HOST)
         if tile.home is _HOST:
-            return None
+            through = tile.is_written_through and copy.state is _VALID and not tile.is_newest(Memory.NVME)
+            return self._states.write(tile) if through else None
         write = None
         try:
             if copy.state is _VALID:
@@ -162,6 +164,13 @@ class Ring:
             self._finish_write()
         if not self._free:
             self.give_up(next(reversed(self._arriving)))
+
+    def _settle_through(self, tile: Tile) -> None:
+        """Wait for the writing of a tile that lives here: only then it may change."""
+        write = tile.arriving(Memory.NVME) if tile.is_written_through else None
+        if write is not None:
+            with suppress(Exception):  # whoever waits for the ticket gets the error
+                self._finish(tile, write)
 
     def _settle(self, tile: Tile) -> None:
         """Wait for the write of a tile, if there is one: only then it may be read."""

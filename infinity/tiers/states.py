@@ -15,7 +15,8 @@ from infinity.memory import Arena, Lease
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers.copies import Field, Memory, State, Transfer
 from infinity.tiers.link import Link
-from infinity.tiers.swap import Extent, SwapSpace
+from infinity.tiers.slots import Extent, SlotExtent
+from infinity.tiers.swap import SwapSpace
 
 
 class Tile(Field):
@@ -27,7 +28,7 @@ class Tile(Field):
         start, numel: range of elements within the shard.
         nbytes: bytes of the optimizer's fields for that range.
         home: the memory in which it lives; home_copy: its copy there.
-        extent: where it lives on NVMe; None for others.
+        extent: where it lives on NVMe, or is written through to; None for others.
         there: its bytes where it lives on the device, uint8; None for others.
         lease: the memory of its host copy: its home, or a slot of the ring; None while it has none.
     """
@@ -35,21 +36,34 @@ class Tile(Field):
     __slots__ = ("extent", "home", "home_copy", "index", "lease", "nbytes", "numel", "start", "there", "unit")
 
     def __init__(
-        self, unit: int, index: int, start: int, numel: int, nbytes: int, place: Lease | Extent | torch.Tensor
+        self,
+        unit: int,
+        index: int,
+        start: int,
+        numel: int,
+        nbytes: int,
+        place: Lease | torch.Tensor | None,
+        extent: Extent | SlotExtent | None,
     ) -> None:
         self.lease: Lease | None = place if isinstance(place, Lease) else None
-        self.extent: Extent | None = place if isinstance(place, Extent) else None
+        self.extent = extent
         self.there: torch.Tensor | None = place if isinstance(place, torch.Tensor) else None
         self.home = Memory.HOST
         if self.lease is None:
             self.home = Memory.NVME if self.there is None else Memory.DEVICE
-        super().__init__(f"tile {index} of the optimizer states of unit {unit}", {self.home, Memory.HOST})
+        memories = {self.home, Memory.HOST} | ({Memory.NVME} if extent is not None else set())
+        super().__init__(f"tile {index} of the optimizer states of unit {unit}", memories)
         self.home_copy = self.copies[self.home]
         self.unit = unit
         self.index = index
         self.start = start
         self.numel = numel
         self.nbytes = nbytes
+
+    @property
+    def is_written_through(self) -> bool:
+        """It lives in host memory, and what changes goes to the drive too."""
+        return self.extent is not None and self.home is Memory.HOST
 
 
 class StateStore:
@@ -61,6 +75,7 @@ class StateStore:
         tile_bytes: bytes of a tile of so many elements.
         homes: where each tile lives, in the order of the units.
         link: to the device, where some live there.
+        written_through: every tile has a place on the drives, of two slots, also those that live in memory.
     """
 
     def __init__(
@@ -74,7 +89,9 @@ class StateStore:
         swap: SwapSpace,
         counters: Counters,
         link: Link | None = None,
+        written_through: bool = False,
     ) -> None:
+        self._written_through = written_through
         self._arena = arena
         self._swap = swap
         self._counters = counters
@@ -86,15 +103,22 @@ class StateStore:
             for index, start in enumerate(range(0, shard_numel, tile_numel)):
                 numel = min(tile_numel, shard_numel - start)
                 nbytes = tile_bytes(numel)
-                tiles.append(Tile(unit, index, start, numel, nbytes, self._place(next(places), nbytes)))
+                home = next(places)
+                extent = self._reserve(home, nbytes)
+                tiles.append(Tile(unit, index, start, numel, nbytes, self._place(home, nbytes), extent))
             self._tiles.append(tiles)
-        self._stored_tiles = [[tile for tile in tiles if tile.extent is not None] for tiles in self._tiles]
+        self._stored_tiles = [[tile for tile in tiles if tile.home is Memory.NVME] for tiles in self._tiles]
 
-    def _place(self, home: Memory, nbytes: int) -> Lease | Extent | torch.Tensor:
+    def _reserve(self, home: Memory, nbytes: int) -> Extent | SlotExtent | None:
+        if self._written_through:
+            return self._swap.reserve_slots(nbytes, (0, nbytes))
+        return self._swap.reserve(nbytes) if home is Memory.NVME else None
+
+    def _place(self, home: Memory, nbytes: int) -> Lease | torch.Tensor | None:
         if home is Memory.HOST:
             return self._arena.lease(nbytes)
         if home is Memory.NVME:
-            return self._swap.reserve(nbytes)
+            return None
         assert self._link is not None
         return torch.empty(nbytes, dtype=torch.uint8, device=self._link.device)
 
@@ -114,16 +138,17 @@ class StateStore:
         """
         if tile.state(tile.home) is not State.VALID:  # or being written: the ring waits for that
             raise InfinityError(f"{tile.name} is lost: an update or a write of it has failed")
-        if tile.extent is None:
+        if tile.home is Memory.DEVICE:
             self._download(tile, slot)
             return
+        assert tile.extent is not None
         read = self._swap.read(tile.extent, slot.span(0, tile.nbytes), priority=priority)
         tile.lease = slot
         tile.begin_move(Memory.NVME, Memory.HOST, read, StallCause.DISK_READ)
         self._counters.moved("nvme_read", tile.nbytes, read, tile.unit, "states")
 
     def write(self, tile: Tile) -> Transfer:
-        """Start writing such a tile from the slot where it is."""
+        """Start writing a tile from the slot where it is, or from where it lives."""
         assert tile.lease is not None
         if tile.extent is None:
             return self._upload(tile, tile.lease)
@@ -131,6 +156,31 @@ class StateStore:
         tile.begin_move(Memory.HOST, Memory.NVME, write, StallCause.DISK_WRITE)
         self._counters.moved("nvme_write", tile.nbytes, write, tile.unit, "states")
         return write
+
+    def take_over(self) -> None:
+        """Every tile has the value that an earlier process has left on the drive; nothing is on its way.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        found = {id(extent): bits for extent, bits in self._swap.slots.found()}
+        for tile in itertools.chain.from_iterable(self._tiles):
+            assert isinstance(tile.extent, SlotExtent)
+            for move in tile.moves():
+                move.transfer.result()
+            tile.consume()
+            self._swap.slots.give_back(tile.extent, found[id(tile.extent)])
+            tile.begin_write(Memory.NVME)  # by that process
+            tile.end_write(Memory.NVME)
+            if tile.home is Memory.HOST:
+                self._read_home(tile)
+
+    def _read_home(self, tile: Tile) -> None:
+        assert tile.extent is not None
+        assert tile.lease is not None
+        read = self._swap.read(tile.extent, tile.lease.span(0, tile.nbytes), priority=Priority.DEMAND)
+        self._counters.moved("nvme_read", tile.nbytes, read, tile.unit, "states")
+        tile.finish_move(tile.begin_move(Memory.NVME, Memory.HOST, read, StallCause.DISK_READ))
 
     # The device #
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from infinity.errors import CheckpointError, StorageError
 from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, Priority, Span, open_engine
 from infinity.io.bench import BenchSession, bench_file
 from infinity.memory import Arena
 from infinity.telemetry import Times
 from infinity.tiers.checksums import Checksums, check_available
+from infinity.tiers.records import Generation
+from infinity.tiers.run_files import RunFiles
+from infinity.tiers.slots import Extent, Part, SlotExtent, Slots
 from infinity.tiers.striping import Piece, Stripe, Striping
-from infinity.tiers.swap_file import OwnedFile, create_owned, remove_stale
+from infinity.tiers.swap_file import OwnedFile, adopt_owned, create_owned, remove_stale
 
 _log = logging.getLogger(__name__)
 ALIGN_BYTES = 4096
@@ -41,21 +46,6 @@ class SwapPath:
     bytes_per_s: float | None = None
 
 
-@dataclass(frozen=True)
-class Extent:
-    """Space for `nbytes` that lies in one piece on each of some drives.
-
-    Attributes:
-        pieces: in the order of the content.
-        nbytes: length, aligned.
-        slot: copy number; a second copy of the same content is a layout choice.
-    """
-
-    pieces: tuple[Piece, ...]
-    nbytes: int
-    slot: int = 0
-
-
 def open_swap(
     paths: Sequence[SwapPath],
     options: IoOptions,
@@ -63,8 +53,12 @@ def open_swap(
     *,
     checksum: bool = False,
     rank: int = 0,
+    run: RunFiles | None = None,
 ) -> SwapSpace:
     """Swap space on these directories, with an engine, and so a queue of `options.queue_depth`, for each drive.
+
+    Args:
+        run: whose files they are, if they are to outlive the process.
 
     Raises:
         ConfigError: the backend does not work here, or checksums are asked for without the xxhash package.
@@ -75,16 +69,18 @@ def open_swap(
     for path in paths:
         remove_stale(path.path)  # what dead runs hold is free
     drives = [path.path.stat().st_dev for path in paths]
-    weights = _weights(paths, drives, options, backend)
-    stripes = [
-        Stripe(path.path, weight, _capacity(path, len(paths))) for path, weight in zip(paths, weights, strict=True)
-    ]
+    stripes = [] if run is None else list(run.stripes)  # where what is adopted lies follows from these
+    if not stripes:
+        weights = _weights(paths, drives, options, backend)
+        stripes = [
+            Stripe(path.path, weight, _capacity(path, len(paths))) for path, weight in zip(paths, weights, strict=True)
+        ]
     engines: dict[int, IoEngine] = {}
     try:
         for drive in drives:
             if drive not in engines:
                 engines[drive] = open_engine(options, backend)
-        return SwapSpace([engines[drive] for drive in drives], stripes, checksum=checksum, rank=rank)
+        return SwapSpace([engines[drive] for drive in drives], stripes, checksum=checksum, rank=rank, run=run)
     except BaseException:
         for engine in engines.values():
             engine.close()
@@ -100,11 +96,26 @@ class SwapSpace:
     Args:
         engines: of each directory; one engine may serve several. Closed with the space.
         checksum: verify on every read what was written.
+        run: whose files they are, if they are to outlive the process.
+
+    Attributes:
+        slots: what of the space has two slots.
+        run: as it was given.
+        flush: has a file's bytes on its drive when it returns; given a descriptor.
     """
 
     def __init__(
-        self, engines: Sequence[IoEngine], stripes: Sequence[Stripe], *, checksum: bool = False, rank: int = 0
+        self,
+        engines: Sequence[IoEngine],
+        stripes: Sequence[Stripe],
+        *,
+        checksum: bool = False,
+        rank: int = 0,
+        run: RunFiles | None = None,
     ) -> None:
+        self.slots = Slots()
+        self.run = run
+        self.flush: Callable[[int], None] = os.fdatasync
         self._engines = tuple(engines)
         self._stripes = tuple(stripes)
         self._rank = rank
@@ -129,28 +140,70 @@ class SwapSpace:
             self._checksums[extent] = Checksums()
         return extent
 
+    def reserve_slots(self, nbytes: int, bounds: Sequence[int]) -> SlotExtent:
+        """Reserve an aligned extent of two slots.
+
+        Args:
+            bounds: first byte of each range that is written whole, then the end of the last.
+
+        Raises:
+            StorageError: no directory has room for it within its capacity.
+        """
+        try:
+            slots = self.reserve(nbytes), self.reserve(nbytes)
+        except StorageError as error:
+            raise self._two_slots(error) from error
+        extent = SlotExtent(slots, tuple(bounds))
+        self.slots.add(extent)
+        return extent
+
     def create(self) -> None:
-        """Create the files at full size.
+        """Create the files at full size, or take over those that are there.
 
         Raises:
             StorageError: a path is missing, read-only or too full; nothing is left behind.
         """
         try:
-            for stripe, size in zip(self._stripes, self._striping.sizes, strict=True):
-                self._owned.append(create_owned(stripe.path, self._rank, size))
+            for index, (stripe, size) in enumerate(zip(self._stripes, self._striping.sizes, strict=True)):
+                self._owned.append(self._own(index, stripe.path, size))
             for engine, owned in zip(self._engines, self._owned, strict=True):
                 self._files.append(engine.open(owned.path, descriptor=owned.descriptor))
         except BaseException:
             self.close()
             raise
 
+    def _own(self, index: int, directory: Path, size: int) -> OwnedFile:
+        run = self.run
+        if run is None:
+            return create_owned(directory, self._rank, size)
+        try:
+            if run.found is not None:
+                return adopt_owned(directory, run.data_name(index), size, run.found.sizes[index])
+            return create_owned(directory, self._rank, size, f"{run.data_name(index)}.swap")
+        except StorageError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise self._two_slots(error) from error
+            raise
+
+    def _two_slots(self, error: StorageError) -> StorageError:
+        """The error, with a reason that users may not think of."""
+        return StorageError(
+            error.errno or errno.ENOSPC,
+            f"{error.strerror}; tiering.crash_consistent keeps two slots of what a step writes "
+            f"({self.slots.nbytes} bytes so far, of rank {self._rank}), without it half of that is enough",
+            str(error.filename),
+            error.offset,
+        )
+
     def register(self, span: Span) -> None:
         """Have the kernel keep memory pinned that many requests will use."""
         for engine in dict.fromkeys(self._engines):
             engine.register(span)
 
-    def read(self, extent: Extent, span: Span, offset: int = 0, *, priority: Priority) -> IoFuture:
-        """Start reading `span.nbytes` from `offset` within the extent."""
+    def read(self, extent: Extent | SlotExtent, span: Span, offset: int = 0, *, priority: Priority) -> IoFuture:
+        """Start reading `span.nbytes` from `offset` within the extent; of two slots, the newest version."""
+        if isinstance(extent, SlotExtent):
+            return self.read_parts(extent.parts(extent.newest, span, offset), priority)
         read = together(
             [
                 self._engines[piece.file].read(self._files[piece.file], piece.offset, part, priority)
@@ -161,12 +214,30 @@ class SwapSpace:
             return read
         return self._checksums[extent].verified(read, offset, span, partial(_locate, self.files(), extent))
 
-    def locate(self, extent: Extent, nbytes: int) -> list[tuple[Path, int, int]]:
+    def read_parts(self, parts: Sequence[Part], priority: Priority) -> IoFuture:
+        """Start reading what lies in these parts."""
+        return together([self.read(part.extent, part.span, part.offset, priority=priority) for part in parts])
+
+    def locate(self, extent: Extent | SlotExtent, nbytes: int) -> list[tuple[Path, int, int]]:
         """Where the first bytes of an extent are: (file, offset, bytes) of each piece."""
+        if isinstance(extent, SlotExtent):
+            parts = extent.parts(extent.newest, Span(0, nbytes, None), 0)
+            return [
+                place for part in parts for place in _locate(self.files(), part.extent, part.offset, part.span.nbytes)
+            ]
         return _locate(self.files(), extent, 0, nbytes)
 
-    def write(self, extent: Extent, span: Span, offset: int = 0) -> IoFuture:
-        """Start writing `span` at `offset` within the extent."""
+    def write(self, extent: Extent | SlotExtent, span: Span, offset: int = 0) -> IoFuture:
+        """Start writing `span` at `offset` within the extent; of two slots, into the one that may be written.
+
+        Raises:
+            Exception: why the step before cannot be committed, where there are two slots.
+        """
+        if isinstance(extent, SlotExtent):
+            parts = self.slots.to_write(extent, span, offset)
+            write = together([self.write(part.extent, part.span, part.offset) for part in parts])
+            self.slots.opened(write)
+            return write
         if self._checksums is not None:
             self._checksums[extent].written(offset, span)
         return together(
@@ -176,11 +247,68 @@ class SwapSpace:
             ]
         )
 
+    def sync(self) -> None:
+        """Have on the drives what was written; the writes are over.
+
+        Raises:
+            StorageError: a drive has failed.
+        """
+        for owned in self._owned:
+            try:
+                self.flush(owned.descriptor)
+            except OSError as error:
+                raise StorageError(
+                    error.errno or errno.EIO, "cannot flush what a step has written", str(owned.path), 0
+                ) from error
+
+    # A run that outlives the process #
+
+    def adopt(self) -> None:
+        """Go on from what an earlier process has committed, if there is that; other steps that it had are no more.
+
+        Raises:
+            CheckpointError: it has another layout.
+            StorageError: the record cannot be written.
+        """
+        if self.run is None or self.run.found is None:
+            return
+        found = self.run.found
+        if found.layout != self.slots.layout():
+            raise CheckpointError(
+                f"{self.run.record_path} is of states that are laid out in another way, by another version: go on with "
+                "that one, or from a checkpoint, and remove these states (infinity states remove)"
+            )
+        self.slots.adopt(found.generations[0].slots)
+        # Before any slot is written: another rank may have the other step still, and find that both have it.
+        self.run.write(found.stripes, found.sizes, found.layout, found.generations)
+
+    def record(self, steps: Sequence[Generation]) -> None:
+        """Commit: what was written is on the drives, and these steps can be gone on from, the newest first.
+
+        Raises:
+            StorageError: a drive has failed, or has no room for the record.
+        """
+        assert self.run is not None
+        self.sync()
+        self.run.write(self._stripes, self._striping.sizes, self.slots.layout(), steps)
+        if not self.run.kept:
+            for index, owned in enumerate(self._owned):
+                owned.keep(self.run.data_name(index))
+            self.run.kept = True
+
+    def discard_files(self) -> None:
+        """The run is over: its files go when they are closed."""
+        if self.run is not None and self.run.kept:
+            self.run.end()
+            self.run.kept = False
+            for owned in self._owned:
+                owned.lose()
+
     def files(self) -> tuple[Path, ...]:
         return tuple(owned.path for owned in self._owned)
 
     def close(self) -> None:
-        """Finish what is in flight, then close and remove the files."""
+        """Finish what is in flight, then close the files, and remove those that are not kept."""
         for engine in self._engines:
             engine.close()
         for file in self._files:
@@ -189,6 +317,8 @@ class SwapSpace:
         for owned in self._owned:
             owned.remove()
         self._owned.clear()
+        if self.run is not None:
+            self.run.close()
 
 
 # Requests over several drives #

@@ -1,4 +1,4 @@
-"""Swap files: reserved up front, and never left behind.
+"""Swap files: reserved up front, and never left behind, but for those that a later process is to go on from.
 
 [Note: who owns a swap file]
 A swap file belongs to one process, which holds an exclusive `flock` on it for as long as it lives. The kernel
@@ -6,6 +6,7 @@ drops the lock when the process dies, however it dies, so a file whose lock can 
 removed at the next start. A new file is locked under a name of its own before it gets that of a swap file, so that
 no starting run sees one that is not locked yet. Nobody ever waits for a lock: others may hold one on anything here.
 Process ids would not do: they are reused, and mean nothing across containers that share a drive.
+A file that is kept (see run_files.py) gets a name that `remove_stale` leaves alone.
 """
 
 from __future__ import annotations
@@ -81,13 +82,18 @@ def _removed(directory: int, name: str) -> bool:
     return True
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Place:
-    """A name in a directory that is open, and the process that may remove it: not its forked children."""
+    """A name in a directory that is open, and the process that may remove it: not its forked children.
+
+    Attributes:
+        kept: the file stays when its owner goes.
+    """
 
     path: Path
     directory: int
     pid: int
+    kept: bool = False
 
     def unlink(self) -> None:
         """Remove the file under either of its names, unless somebody has; raises OSError."""
@@ -97,17 +103,42 @@ class _Place:
 
 
 class OwnedFile:
-    """A locked swap file that goes when its owner closes it, is collected, or exits.
+    """A locked swap file that goes when its owner closes it, is collected, or exits, unless it is kept.
 
     Attributes:
-        path: its name, for messages.
         descriptor: the file, by which alone it is opened (see infinity.io.directory).
+        remove: close it, and remove it if it is not kept.
     """
 
     def __init__(self, place: _Place, descriptor: int) -> None:
-        self.path = place.path
+        self._place = place
         self.descriptor = descriptor
         self.remove = weakref.finalize(self, _remove_own, place, descriptor)
+
+    @property
+    def path(self) -> Path:
+        """Its name, for messages."""
+        return self._place.path
+
+    def keep(self, name: str) -> None:
+        """Have the file outlive this process, under another name; it is flushed already.
+
+        Raises:
+            StorageError: it cannot be renamed.
+        """
+        place = self._place
+        try:
+            os.rename(place.path.name, name, src_dir_fd=place.directory, dst_dir_fd=place.directory)
+            os.fsync(place.directory)
+        except OSError as error:
+            raise StorageError(error.errno or errno.EIO, f"cannot become {name}", str(place.path), 0) from error
+        place.path = place.path.with_name(name)
+        place.kept = True
+        _live.discard(place)
+
+    def lose(self) -> None:
+        """The file goes when it is closed, after all."""
+        self._place.kept = False
 
 
 def _remove_own(place: _Place, descriptor: int) -> None:
@@ -115,7 +146,8 @@ def _remove_own(place: _Place, descriptor: int) -> None:
         return  # a forked child must not remove its parent's file
     _live.discard(place)
     # All of it whatever fails, and no error: a drive that has died is reported by what was read or written.
-    _attempt(place.unlink, place.path)
+    if not place.kept:
+        _attempt(place.unlink, place.path)
     _attempt(lambda: os.close(descriptor), place.path)
     _attempt(lambda: os.close(place.directory), place.path)
 
@@ -127,14 +159,17 @@ def _attempt(action: Callable[[], None], path: Path) -> None:
         _log.warning("%s could not be removed (%s): remove it by hand", path, error.strerror)
 
 
-def create_owned(directory: Path, rank: int, nbytes: int) -> OwnedFile:
+def create_owned(directory: Path, rank: int, nbytes: int, name: str | None = None) -> OwnedFile:
     """A new, locked swap file of reserved space.
+
+    Args:
+        name: of a swap file; one that nobody has by default.
 
     Raises:
         StorageError: the directory cannot be used or has too little space; nothing is left behind.
     """
     remove_stale(directory)
-    name = f"{_PREFIX}r{rank}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
+    name = name or f"{_PREFIX}r{rank}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
     place = _Place(directory / name, open_swap_directory(directory), os.getpid())
     try:
         _remove_on_sigterm(place)
@@ -146,6 +181,46 @@ def create_owned(directory: Path, rank: int, nbytes: int) -> OwnedFile:
         if not isinstance(error, OSError):
             raise
         raise StorageError(error.errno or errno.EIO, "cannot create a swap file here", str(directory), 0) from error
+    _reserve(owned, directory, nbytes)
+    return owned
+
+
+def adopt_owned(directory: Path, name: str, nbytes: int, kept_bytes: int) -> OwnedFile:
+    """A file that another process has kept, locked and of at least `nbytes`; it goes on being kept.
+
+    Args:
+        kept_bytes: what it had.
+
+    Raises:
+        StorageError: it is not there, a living process has it, or there is too little space.
+    """
+    place = _Place(directory / name, open_swap_directory(directory), os.getpid(), kept=True)
+    descriptor = -1
+    try:
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(name, flags, dir_fd=place.directory)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file")
+        if (size := os.fstat(descriptor).st_size) < kept_bytes:
+            raise OSError(errno.ENODATA, f"it has {size} bytes where {kept_bytes} were kept")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        os.close(place.directory)
+        if not isinstance(error, OSError):
+            raise
+        why = f"cannot take over the states of an earlier process ({error.strerror})"
+        if isinstance(error, BlockingIOError):
+            why = "a living process has these states: end it first, or give each run a directory of its own"
+        raise StorageError(error.errno or errno.EIO, why, str(place.path), 0) from error
+    owned = OwnedFile(place, descriptor)
+    _reserve(owned, directory, max(nbytes, os.fstat(descriptor).st_size))
+    return owned
+
+
+def _reserve(owned: OwnedFile, directory: Path, nbytes: int) -> None:
+    """Have a file's space; where there is too little, it is closed."""
     try:
         if nbytes:
             os.posix_fallocate(owned.descriptor, 0, nbytes)
@@ -158,7 +233,6 @@ def create_owned(directory: Path, rank: int, nbytes: int) -> OwnedFile:
             str(directory),
             0,
         ) from error
-    return owned
 
 
 def _create_locked(place: _Place) -> int:

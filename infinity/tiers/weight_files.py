@@ -25,8 +25,9 @@ import torch
 from infinity.errors import StorageError
 from infinity.io import IoEngine, IoFile, IoFuture, Priority, Span
 from infinity.telemetry import Times
+from infinity.tiers.slots import Extent
 from infinity.tiers.striping import Piece
-from infinity.tiers.swap import ALIGN_BYTES, Extent, overlapping, together
+from infinity.tiers.swap import ALIGN_BYTES, overlapping, together
 
 
 @dataclass(frozen=True)

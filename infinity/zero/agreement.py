@@ -80,6 +80,11 @@ def optimizer_facts(groups: list[dict[str, Any]], members: Mapping[str, int]) ->
     return found
 
 
+def identity_facts(identity: Mapping[str, Any]) -> Facts:
+    """What a model is beside its parameters, see `infinity.checkpoint.identity`, as plain values by name."""
+    return _flat("", identity)
+
+
 def agree(ranks: Ranks, topics: Mapping[str, Facts]) -> None:
     """See that all ranks have the same; all of them call this.
 

@@ -39,6 +39,7 @@ from infinity.tiers import (
     WeightFiles,
     open_swap,
 )
+from infinity.zero.adoption import RunFacts, open_run
 from infinity.zero.budgets import agreed, device_budgets, host_capacity
 from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
@@ -100,7 +101,8 @@ class Runtime:
     @property
     def torn(self) -> bool:
         """An interrupt has left something in nobody's books."""
-        return self.executor.torn or self.arena.torn or self.grads.torn or self.params.torn
+        parts = (self.executor, self.arena, self.grads, self.params, self.swap.slots)
+        return any(part.torn for part in parts)
 
     def peak_bytes(self) -> dict[str, int]:
         """High-water mark of each tier since the start."""
@@ -145,6 +147,7 @@ def build_runtime(
     parts: ModelParts = UNDIVIDED,
     made: Collection[str] = (),
     in_files: Mapping[str, StoredTensor] | None = None,
+    facts: RunFacts | None = None,
 ) -> Runtime:
     """Lay out the model's states and acquire what they need.
 
@@ -156,8 +159,10 @@ def build_runtime(
         parts: who holds the other parts of the model, if it is divided.
         made: parameters whose values do not come with the model.
         in_files: frozen ones that are to stay where they are stored.
+        facts: what another process must have alike to go on from this one's states.
 
     Raises:
+        CheckpointError: an earlier process has left states that this one cannot go on from.
         CapacityError: a memory budget is too small; the message has the number that is needed.
         StorageError: an nvme path cannot be used or does not have the space.
     """
@@ -175,7 +180,7 @@ def build_runtime(
         arena_bytes = split.ring_bytes + split.grads_bytes + split.states_bytes + split.homes_bytes
         arena = Arena(arena_bytes, pin=link.pinned_for)
         undo.callback(arena.close)
-        swap = _open_disk(sizing.rules, config, ranks, undo)
+        swap = _open_disk(sizing.rules, config, ranks, undo, facts or {})
         slots = [arena.lease(sizing.tile_bytes) for _ in range(split.ring_bytes // sizing.tile_bytes)]
         there = device_budgets(sizing, config, split, host, link.free_bytes())  # before anything is taken
         states = StateStore(
@@ -187,17 +192,29 @@ def build_runtime(
             swap=swap,
             counters=counters,
             link=link,
+            written_through=config.tiering.crash_consistent,
         )
         sums = DeviceSums(sizing.shards.numels, sizing.grad_dtype, there.sums, link.device)
-        grads = _hold_gradients(sizing, placement, split, there.grads, arena, swap, counters, link)
-        undo.callback(grads.close)
         host.count("gradients, states and what is on its way", arena)
         host.fix("values on their way at initialize", needs.initial_extra_bytes(split))
         apart = _apart(sizing, config, arena, link)
         homes = [home.memory for home in placement.params]
         files = _open_weights(sizing, config, undo)
-        params = Params(sizing.specs, homes, there.params, counters, arena=arena, swap=swap, files=files, device=apart)
-        swap.create()
+        params = Params(
+            sizing.specs,
+            homes,
+            there.params,
+            counters,
+            arena=arena,
+            swap=swap,
+            files=files,
+            device=apart,
+            written_through=sizing.tile_numel if config.tiering.crash_consistent else 0,
+        )
+        # Behind what a later process goes on from: how many gradients are there follows from the memory of the day.
+        grads = _hold_gradients(sizing, placement, split, there.grads, arena, swap, counters, link)
+        undo.callback(grads.close)
+        _create_files(swap, config, ranks)
         for slot in slots:
             swap.register(slot.span())
         pipeline = UpdatePipeline(sizing.layout, states, slots, counters)
@@ -343,13 +360,37 @@ def _io_options(config: Config) -> IoOptions:
     return IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll)
 
 
-def _open_disk(rules: Rules, config: Config, ranks: Ranks, undo: ExitStack) -> SwapSpace:
+def _open_disk(rules: Rules, config: Config, ranks: Ranks, undo: ExitStack, facts: RunFacts) -> SwapSpace:
     paths = [SwapPath(nvme.path, nvme.capacity_bytes, nvme.bytes_per_s) for nvme in rules.drives]
+    run = None
+    if config.tiering.crash_consistent:
+        problem = rules.commit_problem()
+        if problem:
+            raise ConfigError(problem)
+        run = open_run([path.path for path in paths], facts, ranks)
     swap = open_swap(
-        paths, _io_options(config), config.tiering.io_backend, checksum=config.tiering.checksum, rank=ranks.rank
+        paths,
+        _io_options(config),
+        config.tiering.io_backend,
+        checksum=config.tiering.checksum,
+        rank=ranks.rank,
+        run=run,
     )
     undo.callback(swap.close)
     return swap
+
+
+def _create_files(swap: SwapSpace, config: Config, ranks: Ranks) -> None:
+    """Make the files, or take over those of an earlier process, of which one finished step counts from now on."""
+    if not config.tiering.crash_consistent:
+        swap.create()
+        return
+
+    def create() -> None:
+        swap.create()
+        swap.adopt()
+
+    ranks.each(create, "infinity.initialize(): the files")
 
 
 def _open_weights(sizing: Sizing, config: Config, undo: ExitStack) -> WeightFiles:

@@ -259,7 +259,7 @@ class Executor:
     def _urgency(self, unit: int) -> tuple[bool, int]:
         """How an update of the unit is carried out: whether it is written home, and when the unit is needed next."""
         needed = _NOW if self._cycle.is_leaving(unit) else self._cycle.first_use(unit)
-        return self._cycle.leaves_memory(unit), needed
+        return self._cycle.leaves_memory(unit) or self._params.keeps_steps, needed
 
     def free_gradients(self, unit: int) -> bool:
         """Free memory that the unit's gradients may take: what can be on the drive, or an update has; False if none."""
@@ -286,6 +286,27 @@ class Executor:
                 continue  # shown when it is used
             if self._params.residency(unit) is Residency.RESIDENT and self._gathering.is_whole(unit):
                 self.views.show(unit)
+
+    @property
+    def all_computed(self) -> bool:
+        """No update is still to be computed."""
+        return self._in_flight.all_computed
+
+    def compute_all(self) -> None:
+        """Have every pending update computed; some may still be on their way home."""
+        for unit in list(self._in_flight.pending):
+            self._params.pin(unit)
+            self._bring(unit)
+            self._params.unpin(unit)
+        for unit in self._in_flight.units:
+            self._in_flight.wait_computed(unit)
+
+    def write_changed(self) -> None:
+        """Where every step is to stay on the drives: write what somebody else than an update has changed."""
+        for unit in self._params.unwritten() if self._params.keeps_steps else ():
+            if unit not in self._in_flight:
+                with self.resident(unit):
+                    self._params.write_home(unit)
 
     def drain(self) -> None:
         """Carry out every pending update and wait for all of them."""
@@ -354,6 +375,18 @@ class Executor:
                 self.views.outdate(unit, trained=False)
                 if self._gathering.is_whole(unit):
                     self.views.show(unit)
+
+    def take_over(self) -> None:
+        """All values are those that an earlier process has left on the drives; all ranks call this, between steps.
+
+        Raises:
+            StorageError: they cannot be read; some have changed then.
+        """
+        for unit in range(len(self._params.specs)):
+            if self._params.has_found(unit):
+                with self.changing(unit):
+                    self._params.read_found(unit)
+        self._pipeline.take_over()
 
     def refresh(self, unit: int) -> None:
         """Let the model's parameters of the unit be what they are for it again: its memory, or NaN while it is away."""

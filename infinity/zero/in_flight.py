@@ -133,6 +133,11 @@ class InFlight:
                     "raise tiering.host_memory"
                 )
 
+    @property
+    def all_computed(self) -> bool:
+        """No update is still to be computed; some may still be on their way home."""
+        return not self.pending and all(handed.ticket.computed.done() for handed in self._handed.values())
+
     # Out of it #
 
     def wait_computed(self, unit: int) -> None:

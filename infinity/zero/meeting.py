@@ -89,6 +89,25 @@ class Meeting:
             self._told_s = now_s
             self._store.add(f"progress/{self._rank}", 1)
 
+    def tell(self, what: str) -> None:
+        """Say that this rank has done something once more; from any thread."""
+        self._store.add(f"told/{what}/{self._rank}", 1)
+
+    def untold(self, what: str, count: int) -> list[int]:
+        """Ranks that have not said `count` times that they have done it; from any thread.
+
+        Raises:
+            RankError: one of them has ended.
+        """
+        ranks = [r for r in range(self._size) if int(self._store.add(f"told/{what}/{r}", 0)) < count]
+        for rank in ranks if self.processes else []:
+            if rank != self._rank and self.processes[rank].has_ended:
+                raise RankError(
+                    f"rank {self._rank} of {self._size}: rank {rank} (process {self.processes[rank].pid}) has ended; "
+                    "what it said last is the message to look at"
+                )
+        return ranks
+
     def lonely(self) -> str | None:
         """A rank that waits for this one at a door, or has given up there."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with its rank

@@ -34,6 +34,11 @@ class OnDevice:
         self._states = states
         self._layout = layout
 
+    @property
+    def all_computed(self) -> bool:
+        """No update is still to be computed."""
+        return not self.pending
+
     def __contains__(self, unit: int) -> bool:
         return False
 

@@ -266,6 +266,19 @@ class Ranks:
         if self.meeting is not None:
             self.meeting.progress()
 
+    def tell(self, what: str) -> None:
+        """Say that this rank has done something once more; from any thread, with no collective."""
+        if self.meeting is not None:
+            self.meeting.tell(what)
+
+    def untold(self, what: str, count: int) -> list[int]:
+        """Ranks that have not yet said so `count` times; from any thread, with no collective.
+
+        Raises:
+            RankError: one of them has ended.
+        """
+        return [] if self.meeting is None else self.meeting.untold(what, count)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.any(False)

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -38,6 +38,19 @@ from infinity.zero.stand_ins import StandIns
 from infinity.zero.updates import StepOutcome, Updates
 
 _log = logging.getLogger(__name__)
+
+
+class StepKeeper(Protocol):
+    """Keeps every finished step on the drives."""
+
+    def before_updates(self) -> None:
+        """Updates are about to begin: what the last step has made must not be overwritten before it is kept."""
+
+    def step_over(self) -> None:
+        """A step is over, but for updates that are still under way."""
+
+    def look(self) -> None:
+        """Keep the last step, if all of its updates are computed by now; cheap to call often."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,7 @@ class Step:
         losses: what backward passes begin with.
         lr_scheduler: stepped after every update that was not skipped, if there is one.
         layer_major: takes micro-batches through the blocks together, if that is configured.
+        keeper: keeps every step on the drives, if that is configured.
         boundary: what the user has said of the micro-batch that comes: it is its step's last, or is not; None to count.
     """
 
@@ -117,6 +131,7 @@ class Step:
             except BaseException:  # a model that is refused keeps no hooks
                 self.remove_hooks()
                 raise
+        self.keeper: StepKeeper | None = None
         self._syncs = True
         self._only_evaluates = not any(unit.trainable_numel for unit in runtime.partition.units)
         self.boundary: bool | None = None if config.managed_accumulation else True
@@ -156,6 +171,12 @@ class Step:
             self._failure = f"{type(error).__name__}: {error}"
             self._open = None
             self._go(Phase.FAILED)
+
+    @property
+    def at_rest(self) -> bool:
+        """The states are those of one step, or will be when its updates are done."""
+        whole = self._phase not in (Phase.FAILED, Phase.CLOSED, Phase.UPDATE)
+        return whole and not self.updates.under_way and not self._runtime.torn
 
     def check_boundary(self, what: str) -> None:
         """Nothing of a step is under way; a forward pass whose backward never came is dropped.
@@ -208,6 +229,8 @@ class Step:
         self.check()
         with self.stopped_by_failures():
             self._executor.drain()
+            if self.keeper is not None:
+                self.keeper.look()
 
     # Forward #
 
@@ -312,6 +335,9 @@ class Step:
             )
         if direct is None:
             self._drop_what_was_taken_away()
+        last = self.is_last
+        if self.keeper is not None and last:
+            self.keeper.before_updates()
         before, self._open = self._phase, _Open(Phase.BACKWARD, self._phase, direct)
         self._stand_ins.lift()
         self._arrived.clear()
@@ -319,7 +345,6 @@ class Step:
         if in_parts is None:
             # A model that was called past the engine has not shown which.
             in_parts = self.hooks.in_parts() if before is Phase.FORWARD else self.all_units
-        last = self.is_last
         self._began_with = self._optimizer.rules()
         self.updates.begin_backward(last=last, in_parts=in_parts, early=self._is_whole)
         self.gradients.begin_backward(last=last)
@@ -398,6 +423,9 @@ class Step:
         with self._counters.phase("update"):
             if self._phase is Phase.FORWARD:  # its backward never came
                 self._end_cycle(learn=False)
+            if self.keeper is not None:
+                with self.stopped_by_failures():
+                    self.keeper.before_updates()
             self._go(Phase.UPDATE)
             outcome = self._update()
             self.outcome = outcome
@@ -408,6 +436,9 @@ class Step:
                 skipped_steps=counted.skipped_steps + int(outcome.skipped),
             )
             self._go(Phase.IDLE)
+        if self.keeper is not None:
+            with self.stopped_by_failures():
+                self.keeper.step_over()
         self.stats = self._counters.end_step(
             self._runtime.peak_bytes(), grad_norm=outcome.grad_norm, skipped=outcome.skipped
         )
@@ -531,6 +562,8 @@ class Step:
                 self._executor.end_cycle(learn=True)
                 self._executor.begin_cycle()
         self._executor.enter(units)
+        if self.keeper is not None:
+            self.keeper.look()
 
     def backward_enter(self, units: tuple[int, ...]) -> None:
         if not self._in_backward and not self.hooks.in_forward:  # where autograd.grad may be part of the model

@@ -124,3 +124,21 @@ def test_what_a_signal_interrupts_is_reported_as_json_lines_only(workspace) -> N
         output, _ = process.communicate(timeout=TIMEOUT_S)
         numbers = [first["step"], *(step["step"] for step in lines(output))]
         assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_steps_on_the_drives_are_resumed_without_a_checkpoint(workspace, capsys) -> None:
+    swap = workspace / "swap"
+    assert main(train_arguments(workspace, "--steps", "6")) == 0
+    whole = lines(capsys.readouterr().out)
+    write_config(workspace, tiering={"nvme": [{"path": str(swap)}], "tile_size": "64KiB", "crash_consistent": True})
+    assert main(train_arguments(workspace, "--steps", "3")) == 0
+    captured = capsys.readouterr()
+    assert "step 3 stays in" in captured.err
+    assert main(train_arguments(workspace, "--steps", "6")) == 2
+    assert "at step 3" in capsys.readouterr().err
+    assert main(train_arguments(workspace, "--steps", "6", "--resume", "--save-every", "6")) == 0
+    losses = [step["loss"] for step in lines(captured.out) + lines(capsys.readouterr().out)]
+    assert losses == [step["loss"] for step in whole]
+    assert not list(swap.iterdir())
+    assert main(train_arguments(workspace, "--steps", "7", "--resume")) == 0  # from the checkpoint
+    assert [step["step"] for step in lines(capsys.readouterr().out)] == [7]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -71,6 +72,8 @@ def train(settings: Settings) -> int:
         run = _Run(engine, samples, settings, progress)
         if settings.resume:
             run.resume()
+        elif engine.config.tiering.crash_consistent:
+            engine.check_resumed("infinity train without --resume")
         signum = 0
         while engine.global_steps < settings.steps and not signum:
             run.step()
@@ -80,6 +83,8 @@ def train(settings: Settings) -> int:
                 if over or engine.global_steps % settings.save_every == 0:
                     run.save()
         engine.synchronize()
+        if engine.config.tiering.crash_consistent and not signum:
+            run.end()
         progress.finish()
     return 128 + signum if signum else 0
 
@@ -94,18 +99,32 @@ class _Run:
         self._progress = progress
         self._next_sample = 0
         self._skipped = 0  # steps one after the other
+        self._saved_step = -1
+        if engine.config.tiering.crash_consistent:
+            engine.keep_with_steps(self._position)
+
+    def _position(self) -> dict[str, Any]:
+        return {"next_sample": self._next_sample, "data": self._fingerprint}
+
+    @cached_property
+    def _fingerprint(self) -> dict[str, int]:
+        return self._samples.fingerprint()
 
     def resume(self) -> None:
-        """Go on from the last checkpoint, at the sample where it was saved."""
+        """Go on from the last step that is on the drives, or from the last checkpoint, at the sample where it was."""
         directory = self._settings.save_dir
-        path, state = self._engine.load_checkpoint(directory)
+        path, state = None, None
+        if self._engine.config.tiering.crash_consistent:
+            path, state = self._engine.resume()
+        if path is None:
+            path, state = self._engine.load_checkpoint(directory)
         if path is None or state is None:
             self._progress.note(f"no checkpoint in {directory}; starting afresh")
             return
         self._progress.note(f"resumed from {path}")
         seen = self._engine.micro_steps * self._engine.config.micro_batch_size * rank_and_size()[1]
         self._next_sample = int(state.get("next_sample", seen))  # saved by a loop of the user's own, it has none
-        fingerprint = self._samples.fingerprint()
+        fingerprint = self._fingerprint
         if state.get("data") != fingerprint:
             saved = state.get("data") or {}
             changed = ", ".join(key for key in fingerprint if saved.get(key) != fingerprint[key])
@@ -118,11 +137,22 @@ class _Run:
 
     def save(self) -> None:
         """Save a checkpoint that `resume` can go on from."""
-        state = {"next_sample": self._next_sample, "data": self._samples.fingerprint()}
         path = self._engine.save_checkpoint(
-            self._settings.save_dir, client_state=state, keep_last=self._settings.keep_last
+            self._settings.save_dir, client_state=self._position(), keep_last=self._settings.keep_last
         )
+        self._saved_step = self._engine.global_steps
         self._progress.note(f"saved {path}")
+
+    def end(self) -> None:
+        """All steps are done: what is on the drives may go, if a checkpoint has it."""
+        if self._saved_step == self._engine.global_steps:
+            self._engine.end_run()
+        else:
+            paths = ", ".join(str(nvme.path) for nvme in self._engine.config.tiering.nvme)
+            self._progress.note(
+                f"step {self._engine.global_steps} stays in {paths}: --resume with more --steps goes on from it, "
+                "`infinity states remove` frees the space"
+            )
 
     def _micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
         """What the model is given; a micro-batch that is taken counts as seen."""

@@ -1,0 +1,287 @@
+"""Every finished step stays on the drives: committed behind the training's back, and gone on from after a crash.
+
+[Note: commits]
+A step is *over* when `step()` returns, though some of its updates may go on under the next forward pass. What belongs
+to it beside tensors (counters, schedule, random states, the client's state) is noted then. When its last update is
+computed its epoch is closed (see slots.py), and a thread of its own waits for the writes, flushes the drives, writes
+the record, and tells the other ranks. Meanwhile the next step computes; its first write waits for all ranks' records.
+So one rank is at most one commit ahead of another, and both of a rank's slots are of use.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.extra import Parts, apply_extra, check_extra, collect_extra
+from infinity.checkpoint.save import serialise
+from infinity.errors import CheckpointError, InfinityError, RankError
+from infinity.io import IoFuture
+from infinity.io.threads import start_thread
+from infinity.optim.optimizer import TieredOptimizer
+from infinity.tiers.records import Generation
+from infinity.tiers.run_files import RunFiles
+from infinity.zero.build import Runtime
+from infinity.zero.phases import Counts
+from infinity.zero.step import Step
+
+ClientState = Callable[[], Mapping[str, Any]]
+_POLL_S = 0.002
+_LEAVE_S = 10.0  # a drive that hangs must not keep the process from ending
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A step that is over.
+
+    Attributes:
+        state: its counters and the like, plain.
+        extra: what else belongs to it.
+    """
+
+    state: Mapping[str, Any]
+    extra: bytes
+
+
+@dataclass(frozen=True)
+class _Closed:
+    """A step whose epoch is closed: what is left is to have it on the drives."""
+
+    generation: Generation
+    writes: list[IoFuture]
+    gate: Future[None]
+
+
+class Commits:
+    """Commits the steps of one engine; the compute thread drives it.
+
+    Args:
+        run: the files.
+
+    Attributes:
+        client_state: gives what the training loop wants to have kept with every step.
+        checkpoints_of: name under which the run saves checkpoints.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: TieredOptimizer, runtime: Runtime, step: Step, run: RunFiles
+    ) -> None:
+        self.client_state: ClientState = dict
+        self._model = model
+        self._optimizer = optimizer
+        self._runtime = runtime
+        self._step = step
+        self._run = run
+        self._slots = runtime.swap.slots
+        self._due: _Due | None = None
+        self._told = 0  # commits of these processes
+        self._last = run.found.generations[0] if run.found is not None else None
+        self._sequence = 0 if self._last is None else self._last.sequence
+        self._gate: Future[None] = Future()
+        self._gate.set_result(None)
+        self._queue: SimpleQueue[_Closed | None] = SimpleQueue()
+        self._owner = os.getpid()
+        self._thread = start_thread(self._work, "infinity-commit")
+        atexit.register(self._stop, _LEAVE_S)
+
+    # What a step tells, see `StepKeeper` #
+
+    def before_updates(self) -> None:
+        """See `StepKeeper`.
+
+        Raises:
+            CheckpointError: nobody has said what becomes of an earlier process's step.
+            StorageError: the last step cannot be committed.
+        """
+        self.check_resumed("training")
+        if self._due is not None:
+            self._runtime.executor.compute_all()
+            self._close_epoch()
+        if self._gate.done():
+            self._gate.result()  # raises why it could not be committed
+        self._runtime.executor.write_changed()
+
+    def step_over(self) -> None:
+        """See `StepKeeper`."""
+        self._due = self._note()
+        self.look()
+
+    def look(self) -> None:
+        """See `StepKeeper`."""
+        if self._due is not None and self._runtime.executor.all_computed:
+            self._close_epoch()
+
+    def _note(self) -> _Due:
+        step = self._step
+        loss_scale, client = step.losses.loss_scale, dict(self.client_state())
+        extra = collect_extra(self._model, self._optimizer, step.lr_scheduler, loss_scale, client)
+        state = {"counters": asdict(step.counts), "steps": dict(step.updates.steps), "time_s": time.time()}
+        return _Due(state, serialise(extra))
+
+    def _close_epoch(self) -> None:
+        due, self._due = self._due, None
+        assert due is not None
+        self._gate.result()  # one at a time
+        gate: Future[None] = Future()
+        self._slots.torn = True  # and stays so after an interrupt at any line from here on
+        slots, writes = self._slots.close_epoch(gate)
+        self._gate = gate
+        self._sequence += 1
+        self._queue.put(_Closed(Generation(self._sequence, due.state, slots, due.extra), writes, gate))
+        self._slots.torn = False
+
+    # What its thread does #
+
+    def _work(self) -> None:
+        while (closed := self._queue.get()) is not None:
+            try:
+                self._commit(closed)
+            except BaseException as error:  # whoever writes next, or waits, gets it
+                closed.gate.set_exception(error)
+            else:
+                closed.gate.set_result(None)
+
+    def _commit(self, closed: _Closed) -> None:
+        for write in closed.writes:
+            write.result()
+        before = () if self._last is None else (self._last,)
+        self._runtime.swap.record((closed.generation, *before))
+        self._last = closed.generation
+        self._told += 1
+        self._tell_ranks()
+
+    def _tell_ranks(self) -> None:
+        """Say that this rank's record is there, and wait until all ranks' are."""
+        ranks, what = self._runtime.ranks, f"committed/{self._run.nonce}"
+        ranks.tell(what)
+        deadline_s = time.monotonic() + ranks.timeout_s
+        while missing := ranks.untold(what, self._told):
+            if time.monotonic() > deadline_s:
+                raise RankError(
+                    f"rank {ranks.rank} of {ranks.size}: rank {missing[0]} has not committed its step within "
+                    f"{ranks.timeout_s:g} s (communication.timeout)"
+                )
+            time.sleep(_POLL_S)
+
+    # What users ask for #
+
+    @property
+    def resumable_step(self) -> int | None:
+        """The step of an earlier process that nobody has gone on from yet."""
+        if self._run.found is None or not self._slots.has_found:
+            return None
+        return int(self._run.found.generations[0].state["counters"]["global_steps"])
+
+    def check_resumed(self, what: str) -> None:
+        """Raises CheckpointError if there is a step to go on from, which `what` would end."""
+        step = self.resumable_step
+        if step is not None:
+            raise CheckpointError(
+                f"{what} would overwrite what an earlier process has left: run {self._run.id} at step {step} "
+                f"({self._run.record_path}). Call engine.resume() first (infinity train --resume) to go on from it, or "
+                f"remove it: infinity states remove {self._run.record_path.parent}"
+            )
+
+    def wait(self) -> None:
+        """Wait until every step that is over is committed on all ranks; no update may be pending.
+
+        Raises:
+            StorageError: it cannot be.
+        """
+        self.look()
+        self._gate.result()
+
+    def commit(self) -> None:
+        """Commit what is now: parameters, states and what else belongs to the last step. All ranks call this."""
+        self.check_resumed("engine.commit()")
+        self.wait()
+        self._runtime.executor.write_changed()
+        self._due = self._note()
+        self.wait()
+
+    def resume(self) -> tuple[Path | None, dict[str, Any] | None]:
+        """Go on from the step that an earlier process has finished last. All ranks call this.
+
+        Returns:
+            (the record, the client's state), or (None, None) if there is none.
+
+        Raises:
+            CheckpointError: it does not fit; nothing has changed.
+            StorageError: it cannot be read; the engine trains no more then.
+        """
+        if self.resumable_step is None:
+            return None, None
+        ranks, step, path = self._runtime.ranks, self._step, self._run.record_path
+        assert self._last is not None
+        generation = self._last
+        extra: dict[str, Any] = {}
+
+        def check() -> None:
+            extra.update(_read(path, generation.extra))
+            check_extra(path, extra, self._model, self._optimizer, step.lr_scheduler, Parts())
+
+        ranks.each(check, "resuming: what came with the step")
+        try:
+            with self._runtime.counters.aside("resume"):
+                ranks.each(self._runtime.executor.take_over, "resuming: the tensors")
+            self._runtime.settle()
+            step.updates.steps = dict(generation.state["steps"])
+            step.counts = Counts(**generation.state["counters"])
+            apply_extra(0, extra, self._model, self._optimizer, step.lr_scheduler, step.losses.loss_scale, Parts())
+        except BaseException as error:
+            step.fail(error)  # values of two runs may be mixed
+            raise
+        self._slots.forget_found()
+        return path, extra["client_state"]
+
+    def end(self) -> None:
+        """The run is over: nobody is to go on from its last step, whose files go with the engine."""
+        self.wait()
+        self._runtime.swap.discard_files()
+
+    def is_worker(self) -> bool:
+        """This thread is the one that commits."""
+        return threading.current_thread() is self._thread
+
+    def close(self) -> None:
+        """Commit the last step, if that can be had, and stop."""
+        try:
+            if self.resumable_step is None and self._step.at_rest:
+                self._step.drain()
+                self._gate.result()
+        except Exception as error:  # the engine closes whatever is the matter
+            _log.warning("the last step is not committed: %s", error)
+        finally:
+            self._stop()
+            atexit.unregister(self._stop)
+
+    def _stop(self, timeout_s: float | None = None) -> None:
+        """End the thread; a step whose epoch is closed is committed before."""
+        if os.getpid() == self._owner:  # a child has no such thread
+            self._queue.put(None)
+            self._thread.join(timeout_s)
+            self._slots.give_up(InfinityError("the engine was closed before its last step was committed"))
+
+
+def _read(path: Path, content: bytes) -> dict[str, Any]:
+    try:
+        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever unpickling objects to
+        raise CheckpointError(f"what came with the step of {path} cannot be loaded: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is damaged: what came with its step is a {type(found).__name__}")
+    return found

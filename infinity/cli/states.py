@@ -1,0 +1,125 @@
+"""`infinity states`: what runs with tiering.crash_consistent have kept on a drive, and its removal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infinity.config import format_size
+from infinity.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from infinity.tiers.run_files import KeptFile
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What one rank of a run has in a directory.
+
+    Attributes:
+        step: that it can go on from; None where the record is elsewhere.
+        nbytes: on the drive.
+        in_use: a living process has it.
+        problem: why nobody can go on from it, if so.
+    """
+
+    run: str
+    rank: int
+    step: int | None
+    nbytes: int
+    in_use: bool
+    problem: str | None
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command and its own commands."""
+    parser = subparsers.add_parser("states", help="list or remove what crash-consistent runs have kept on a drive")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add(commands, "list", _list, "say which runs have kept states, and of which step")
+    removing = _add(commands, "remove", _remove, "remove the states of runs that have ended; there is no way back")
+    removing.add_argument("--run", dest="name", metavar="RUN", help="of this run alone (default: of all)")
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.add_argument("directory", type=Path, help="a path of tiering.nvme")
+    parser.add_argument("--json", action="store_true", help="one JSON line on standard output")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _list(args: argparse.Namespace) -> int:
+    found = _look(args.directory)
+    if args.json:
+        print(json.dumps([asdict(each) for each in found]))
+        return 0
+    for each in found:
+        state = "in use" if each.in_use else each.problem or "can be gone on from"
+        step = "step ?" if each.step is None else f"step {each.step:,}"
+        print(f"run {each.run}  rank {each.rank}  {step}  {format_size(each.nbytes)}  {state}")
+    if not found:
+        print(f"{args.directory}: no states of any run")
+    return 0
+
+
+def _remove(args: argparse.Namespace) -> int:
+    from infinity.tiers.run_files import remove  # noqa: PLC0415  (torch takes seconds to load)
+
+    files = _files(args.directory)
+    if args.name is not None:
+        files = [file for file in files if file.run == args.name]
+        if not files:
+            raise ConfigError(f"--run {args.name} has no states in {args.directory}")
+    nbytes = sum(file.path.stat().st_size for file in files)
+    remove(files)
+    if args.json:
+        print(json.dumps({"runs": sorted({file.run for file in files}), "bytes": nbytes}))
+    else:
+        print(f"{args.directory}: removed {format_size(nbytes)} of {len({file.run for file in files})} runs")
+    return 0
+
+
+def _files(directory: Path) -> list[KeptFile]:
+    from infinity.tiers.run_files import kept_files  # noqa: PLC0415  (torch takes seconds to load)
+
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is no directory; give a path of tiering.nvme")
+    return kept_files(directory)
+
+
+def _look(directory: Path) -> list[_Kept]:
+    """What there is, by run and rank."""
+    groups: dict[tuple[str, int], list[KeptFile]] = {}
+    for file in _files(directory):
+        groups.setdefault((file.run, file.rank), []).append(file)
+    return [_describe(run, rank, files) for (run, rank), files in sorted(groups.items())]
+
+
+def _describe(run: str, rank: int, files: list[KeptFile]) -> _Kept:
+    from infinity.tiers.run_files import is_held, read_record  # noqa: PLC0415  (torch takes seconds to load)
+
+    step, problem = None, None
+    record = next((file for file in files if file.is_record), None)
+    if record is None:
+        problem = "its record is on another path"
+    else:
+        try:
+            generations = read_record(record.path).generations
+            if generations:
+                step = int(generations[0].state["counters"]["global_steps"])
+            else:
+                problem = "it has ended, and goes with the next start"
+        except CheckpointError:
+            problem = "its record is damaged"
+    nbytes = sum(file.path.stat().st_size for file in files)
+    in_use = any(is_held(file.path) for file in files if file.is_data)
+    return _Kept(run, rank, step, nbytes, in_use, problem)

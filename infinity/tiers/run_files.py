@@ -1,0 +1,271 @@
+"""The files of a run that outlive its processes: found, taken over, and removed when the run is over.
+
+A rank's states are in `infinity-<run>-r<rank>-d<index>.slots`, one file for each of its directories, and its record
+(see records.py) in `infinity-<run>-r<rank>.record` in the first of them. Until the first step is finished there is
+nothing to go on from: the states are swap files by name (`.slots.swap`), which whoever starts next cleans away. They
+get their names when the first record is there, so a first record without them is of a commit that was interrupted.
+A living process has its states locked, under either name.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import CheckpointError, StorageError
+from infinity.io.directory import create_private
+from infinity.tiers.records import MOST_BYTES, Generation, Record, parse_record
+from infinity.tiers.striping import Stripe
+from infinity.tiers.swap_file import open_swap_directory
+
+_NAME = re.compile(
+    r"infinity-(?P<run>[0-9a-f]{8,64})-r(?P<rank>\d{1,9})(?:-d\d{1,4}\.slots(?:\.swap)?|\.record(?:\.new)?)"
+)
+
+
+@dataclass(frozen=True)
+class KeptFile:
+    """A file that a run has kept."""
+
+    path: Path
+    run: str
+    rank: int
+
+    @property
+    def is_record(self) -> bool:
+        return self.path.suffix == ".record"
+
+    @property
+    def is_data(self) -> bool:
+        return self.path.suffix in (".slots", ".swap")
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Nobody can go on from it: a record that was being written, states before the first one."""
+        return self.path.suffix in (".new", ".swap")
+
+
+def kept_files(directory: Path) -> list[KeptFile]:
+    """What runs have kept in a directory, by name.
+
+    Raises:
+        StorageError: the directory cannot be used.
+    """
+    descriptor = open_swap_directory(directory)
+    try:
+        with os.scandir(descriptor) as entries:
+            names = sorted(entry.name for entry in entries)
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, "cannot look for states", str(directory), 0) from error
+    finally:
+        os.close(descriptor)
+    found = [(name, match) for name in names if (match := _NAME.fullmatch(name))]
+    return [KeptFile(directory / name, match["run"], int(match["rank"])) for name, match in found]
+
+
+def read_record(path: Path) -> Record:
+    """A record.
+
+    Raises:
+        CheckpointError: it is damaged, or cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise CheckpointError(f"{path} is no plain file: remove it")
+            return parse_record(path, file.read(MOST_BYTES))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def find_record(directories: Sequence[Path], rank: int) -> Record | None:
+    """What this rank can go on from; None if it has left nothing.
+
+    Raises:
+        CheckpointError: it is of several runs, or damaged, or there are states without a record, or a living process
+            has it.
+    """
+    files = [file for path in dict.fromkeys(directories) for file in kept_files(path) if file.rank == rank]
+    check_not_held(files)
+    remove([file for file in files if file.is_unfinished])
+    files = [file for file in files if not file.is_unfinished]
+    records = [file for file in files if file.is_record and file.path.parent == directories[0]]
+    runs = sorted({file.run for file in files})
+    if len(runs) > 1:
+        raise CheckpointError(
+            f"{directories[0]} has the states of several runs ({', '.join(runs)}), and tiering.crash_consistent keeps "
+            "one in a directory: remove those that are not needed (infinity states list, infinity states remove --run)"
+        )
+    if files and not records:
+        raise CheckpointError(
+            f"{files[0].path} is of a run whose record is not in {directories[0]}, so nobody can tell which step it is "
+            "of: give the paths in the order that the run had, or remove it (infinity states remove)"
+        )
+    record = read_record(records[0].path) if records else None
+    if record is not None and not record.generations:
+        remove(files)  # the run said that it has ended, and was killed while it cleaned up
+        return None
+    if record is not None:
+        wanted = [path / data_name(record.run, rank, index) for index, path in enumerate(directories)]
+        missing = [path for path in wanted if not path.exists()]
+        if missing and record.generations[0].sequence > 1:
+            raise CheckpointError(
+                f"{missing[0]} is missing, of the states that {records[0].path} describes: give all paths in the order "
+                "that the run had, or go on from a checkpoint and remove these states (infinity states remove)"
+            )
+        if missing:
+            remove(files)
+            return None
+    return record
+
+
+def remove(files: Sequence[KeptFile]) -> None:
+    """Remove a dead run's files.
+
+    Raises:
+        CheckpointError: a living process has one of them.
+    """
+    check_not_held(files)
+    for file in files:
+        file.path.unlink(missing_ok=True)
+
+
+def check_not_held(files: Sequence[KeptFile]) -> None:
+    """Raises CheckpointError if a living process has one of these."""
+    for file in files:
+        if file.is_data and is_held(file.path):
+            raise CheckpointError(
+                f"{file.path} is in use: a living process trains run {file.run} with it. End that one first, or give "
+                "each run a directory of its own"
+            )
+
+
+def data_name(run: str, rank: int, index: int) -> str:
+    """Name of a rank's states in its directory of this index."""
+    return f"infinity-{run}-r{rank}-d{index}.slots"
+
+
+class RunFiles:
+    """The files of one rank of a run, and what is known of them.
+
+    Args:
+        run: its name; of `found`, if there is that.
+        nonce: of these processes of it; the same on all ranks.
+        found: what an earlier process has left, with the one generation that counts.
+
+    Attributes:
+        kept: there are files that outlive this process.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        nonce: str,
+        rank: int,
+        ranks: int,
+        directories: Sequence[Path],
+        facts: Mapping[str, Mapping[str, Any]],
+        found: Record | None = None,
+    ) -> None:
+        self.id = run
+        self.nonce = nonce
+        self.found = found
+        self.kept = found is not None
+        self._rank = rank
+        self._ranks = ranks
+        self._directory = directories[0]
+        self._facts = facts
+        self._descriptor: int | None = None
+        self._ended = False
+
+    @property
+    def adopts(self) -> bool:
+        """The states are those of an earlier process."""
+        return self.found is not None
+
+    @property
+    def stripes(self) -> Sequence[Stripe]:
+        """Of the earlier process; none if there was none."""
+        return () if self.found is None else self.found.stripes
+
+    @property
+    def record_path(self) -> Path:
+        return self._directory / f"infinity-{self.id}-r{self._rank}.record"
+
+    def data_name(self, index: int) -> str:
+        """Name of the states in the directory of this index."""
+        return data_name(self.id, self._rank, index)
+
+    def write(self, stripes: Sequence[Stripe], sizes: Sequence[int], layout: str, steps: Sequence[Generation]) -> None:
+        """Replace the record; what it describes is on the drives.
+
+        Raises:
+            StorageError: it cannot be written; the one before is still there.
+        """
+        record = Record(self.id, self._rank, self._ranks, self._facts, stripes, sizes, layout, steps)
+        try:
+            self._replace(record.to_bytes())
+        except OSError as error:
+            raise StorageError(
+                error.errno or errno.EIO, "cannot write the record of a finished step", str(self.record_path), 0
+            ) from error
+
+    def _replace(self, content: bytes) -> None:
+        """One rename, of a file that is on the drive; raises OSError."""
+        if self._descriptor is None:
+            self._descriptor = open_swap_directory(self._directory)
+        name, new = self.record_path.name, self.record_path.name + ".new"
+        with suppress(FileNotFoundError):
+            os.unlink(new, dir_fd=self._descriptor)
+        with os.fdopen(create_private(new, self._descriptor), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(new, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        os.fsync(self._descriptor)
+
+    def end(self) -> None:
+        """There is nothing to go on from any more, whatever is still there; raises as `write`."""
+        self.write((), (), "", ())
+        self._ended = True
+
+    def close(self) -> None:
+        """Nothing is written any more; of a run that has ended, the states are gone by now."""
+        if self._ended:
+            self.record_path.unlink(missing_ok=True)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def is_held(path: Path) -> bool:
+    """A living process has this file.
+
+    Raises:
+        CheckpointError: nobody can tell.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False  # removed just now
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be locked ({error.strerror}), so nobody can tell whether a living process has it; "
+            "tiering.crash_consistent needs a filesystem with locks"
+        ) from error
+    return False

@@ -1,0 +1,107 @@
+"""Which run's states the ranks go on from, and from which step; or that they begin one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infinity.errors import CheckpointError
+from infinity.tiers.records import Record, first_difference
+from infinity.tiers.run_files import RunFiles, find_record, kept_files, remove
+from infinity.zero.ranks import Ranks
+
+RunFacts = Mapping[str, Mapping[str, Any]]  # plain values by name, by topic
+
+
+class _Told(NamedTuple):
+    """What one rank has of an earlier process: the steps by sequence."""
+
+    run: str
+    steps: Mapping[int, int]
+
+
+def open_run(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> RunFiles:
+    """The run that the ranks train: the one that has left its states here, or a new one. All ranks call this.
+
+    Several ranks may have come one commit apart; what counts is the newest step that all of them have.
+
+    Raises:
+        CheckpointError: the states cannot be gone on from: of other facts, damaged, or not those of all ranks.
+    """
+    held: list[Record | None] = []
+    facts = {"ranks": {"number": ranks.size, "this": ranks.rank}, **facts}
+
+    def look() -> _Told | None:
+        held.append(_record(directories, facts, ranks))
+        record = held[0]
+        if record is None:
+            return None
+        return _Told(record.run, {g.sequence: g.state["counters"]["global_steps"] for g in record.generations})
+
+    told = ranks.each(look, "infinity.initialize(): the states of an earlier process")
+    sequence = _agreed(told, directories[0])
+    run, nonce = ranks.on_rank_0(lambda: (secrets.token_hex(8), secrets.token_hex(4)))
+    record = held[0]
+    if sequence is None or record is None:
+        if record is not None:
+            remove([file for path in directories for file in kept_files(path) if file.rank == ranks.rank])
+        return RunFiles(run, nonce, ranks.rank, ranks.size, directories, facts)
+    found = replace(
+        record,
+        generations=[g for g in record.generations if g.sequence == sequence],
+        stripes=[replace(stripe, path=path) for stripe, path in zip(record.stripes, directories, strict=True)],  # moved
+    )
+    return RunFiles(record.run, nonce, ranks.rank, ranks.size, directories, facts, found)
+
+
+def _record(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> Record | None:
+    """What this rank has, if it is of this run's kind."""
+    record = find_record(directories, ranks.rank)
+    if record is None:
+        return None
+    difference = first_difference(record.facts, facts)
+    if len(record.stripes) != len(directories):
+        there = ", ".join(str(stripe.path) for stripe in record.stripes)
+        difference = f"its paths were {there}"
+    if difference is None:
+        return record
+    step = record.generations[0].state["counters"]["global_steps"]
+    raise CheckpointError(
+        f"{directories[0]} has the states of run {record.run} at step {step}, which is not the one that is started "
+        f"({difference}). To go on from there, give what it had; a checkpoint can be loaded into another "
+        f"configuration; `infinity states remove {directories[0]}` removes these states"
+    )
+
+
+def _agreed(told: Sequence[_Told | None], directory: Path) -> int | None:
+    """The newest sequence that all ranks have; None if no step was finished by all."""
+    having = {rank: each for rank, each in enumerate(told) if each is not None}
+    if not having:
+        return None
+    if len(having) < len(told):
+        if all(max(each.steps) == 1 for each in having.values()):
+            return None  # the first commit was interrupted
+        missing = next(rank for rank, each in enumerate(told) if each is None)
+        rank, each = next(iter(having.items()))
+        raise CheckpointError(
+            f"rank {missing} has no record of run {each.run}, which rank {rank} has in {directory}: each rank goes on "
+            "from its own drives, on the machine that it ran on; or go on from a checkpoint and remove these states "
+            "(infinity states remove)"
+        )
+    runs = sorted({each.run for each in having.values()})
+    if len(runs) > 1:
+        raise CheckpointError(
+            f"the ranks have states of several runs ({', '.join(runs)}): remove those that are not needed (infinity "
+            "states list, infinity states remove --run)"
+        )
+    sequence = min(max(each.steps) for each in having.values())
+    steps = {each.steps.get(sequence) for each in having.values()}
+    if len(steps) > 1 or None in steps:
+        raise CheckpointError(
+            f"the ranks have no finished step of run {runs[0]} in common: go on from a checkpoint, and remove these "
+            "states (infinity states remove)"
+        )
+    return sequence
