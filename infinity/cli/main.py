@@ -21,6 +21,7 @@ from infinity.cli import (
     run,
     timeline,
     train,
+    tune,
 )
 from infinity.errors import InfinityError
 
@@ -29,6 +30,7 @@ COMMANDS = (
     run,
     estimate,
     plan,
+    tune,
     timeline,
     checkpoint,
     convert_checkpoint,

@@ -21,6 +21,7 @@ _GATHERED = "saving always gathers, one unit at a time"
 _CHECKPOINTS = "checkpoints are always stored by parameter name, in safetensors"
 
 NO_EFFECT: dict[str, str] = {
+    "tuned": "what `infinity tune` chose, and why",
     "steps_per_print": "printing is the training loop's; see engine.stats()",
     "wall_clock_breakdown": "engine.stats() always has the seconds of each phase",
     "memory_breakdown": "engine.stats() always has the peak bytes of each tier",

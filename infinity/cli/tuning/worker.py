@@ -1,0 +1,121 @@
+"""Processes that measure for `infinity tune`: the machine, or a few steps of training. One JSON object a line.
+
+A parent that has loaded everything, and run nothing of it, forks one for each job that standard input names. Standard
+output has `{"event": "began", "pid"}` and `{"event": "ended", "code"}` of the parent; between them of the child
+`{"event": "doing", "what"}`, `{"event": "machine", "found"}`, `{"event": "ready", "init_s"}`,
+`{"event": "step", "step_s", "skipped", ...}`, `{"event": "error", "error"}`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+from typing import Any, NoReturn
+
+import torch
+import transformers
+
+from infinity.cli.training.models import build_model, checkpoint_activations
+from infinity.engine import Engine
+from infinity.errors import InfinityError
+from infinity.setup import initialize
+from infinity.tuning import MachineJob, measure_machine
+
+_MOST_STEPS = 60
+
+
+def main() -> int:
+    """Serve until standard input ends; returns the exit code."""
+    for line in iter(sys.stdin.readline, ""):
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            _become(line)
+        _say("began", pid=pid)
+        _, status = os.waitpid(pid, 0)
+        _say("ended", code=os.waitstatus_to_exitcode(status))
+    return 0
+
+
+def _become(line: str) -> NoReturn:
+    """Do one job as a process of its own, which ends as any other does."""
+    try:
+        code = perform(json.loads(line))
+    except SystemExit as ending:
+        code = int(ending.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()  # what is to be removed at exit
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the rest of the parent's code is not for this process
+
+
+def perform(job: dict[str, Any]) -> int:
+    """Measure what a job asks for; returns the exit code."""
+    try:
+        if job["kind"] == "machine":
+            _measure(job)
+        else:
+            _train(job)
+    except InfinityError as error:
+        _say("error", error=str(error))
+        return 1
+    except Exception as error:  # of torch, or of the model: it is this setting's failure, not the search's
+        _say("error", error=f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def _say(event: str, **facts: Any) -> None:
+    print(json.dumps({"event": event, **facts}), flush=True)
+
+
+def _measure(job: dict[str, Any]) -> None:
+    asked = {**job["machine"], "aio": tuple(job["machine"]["aio"])}
+    _say("machine", found=measure_machine(MachineJob(**asked), lambda what: _say("doing", what=what), job["profile"]))
+
+
+def _train(job: dict[str, Any]) -> None:
+    """Steps on random tokens, until there are enough that count."""
+    parent = os.getppid()
+    transformers.logging.set_verbosity_error()
+    start_s = time.perf_counter()
+    torch.manual_seed(0)
+    model, weights = build_model(job["model"])
+    if job["checkpointing"]:
+        checkpoint_activations(model)
+    kinds = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    engine, *_ = initialize(model=model, config=job["values"], weights=weights, device=job["device"])
+    del model
+    with engine:
+        size = engine.config.micro_batch_size
+        ids = torch.randint(0, kinds, (size, job["seq_len"])).to(engine.device)
+        batches = [{"input_ids": ids, "labels": ids}] * engine.config.gradient_accumulation_steps
+        _say("ready", init_s=time.perf_counter() - start_s)
+        counted, counted_s, written = -job["warm_up"], 0.0, 0
+        for _ in range(_MOST_STEPS):
+            start_s = time.perf_counter()
+            engine.train_batch(iter(batches))
+            step_s = time.perf_counter() - start_s
+            counted += not engine.stats().skipped  # a step that updates nothing is too short
+            counted_s += step_s if counted > 0 else 0.0
+            written += engine.stats().tier_bytes.get("nvme_write", 0)
+            _say("step", step_s=step_s, skipped=engine.stats().skipped, **_peaks(engine, written))
+            if os.getppid() != parent or (counted >= job["steps"] and counted_s >= job["least_s"]):
+                break
+
+
+def _peaks(engine: Engine, written: int) -> dict[str, int]:
+    peaks = engine.stats().peak_bytes
+    return {
+        "peak_host_bytes": peaks.get("host", 0),
+        "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "written_bytes": written + peaks.get("nvme", 0),
+    }
