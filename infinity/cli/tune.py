@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _KNOBS = ("placement", "state_format", "schedule", "tile", "aio", "batch", "memory")
 _EXIT_INTERRUPTED = 130
+_MOST_SHARE = 0.08  # of the budget, for the measured steps of one run
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -43,7 +44,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--checkpoint-activations", action="store_true", help="keep the inputs of blocks only, as `infinity train` does"
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    parser.add_argument("--steps", type=int, default=4, help="measured steps of a run, after two to warm up")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="measured steps of a run, after two to warm up (fewer where they are long)"
+    )
     limits = parser.add_argument_group("limits (default: the configuration's, and what is free)")
     limits.add_argument("--host-memory", type=size_argument, help="most that tiering.host_memory may be")
     limits.add_argument("--device-memory", type=size_argument, help="most that tiering.device_memory may be")
@@ -147,6 +150,8 @@ def _look(
     progress: _Shown,
 ) -> tuple[Outlook, Choices]:
     """Measure the machine, unless the record has it, and lay out what there is to choose from."""
+    import transformers  # noqa: PLC0415  (torch takes seconds)
+
     from infinity.cli.planning import libraries_bytes  # noqa: PLC0415
     from infinity.cli.training.models import build_model, max_tokens  # noqa: PLC0415
     from infinity.cli.tuning.launcher import measure_in_process  # noqa: PLC0415
@@ -155,6 +160,7 @@ def _look(
     from infinity.tuning import Bounds, Outlook, best_ways, choices_of, setting_of  # noqa: PLC0415
     from infinity.zero.sizing import compute_dtype  # noqa: PLC0415
 
+    transformers.logging.set_verbosity_error()  # its remarks on configurations are for model authors
     model = build_model(args.model)[0]
     longest = max_tokens(model)
     if longest is not None and args.seq_len > longest:
@@ -192,7 +198,15 @@ def _look(
 def _trial_job(args: argparse.Namespace, progress: _Shown) -> TrialJob:
     from infinity.cli.tuning.launcher import TrialJob  # noqa: PLC0415
 
-    return TrialJob(args.model, args.seq_len, args.checkpoint_activations, args.device, args.steps, tick=progress.tick)
+    return TrialJob(
+        args.model,
+        args.seq_len,
+        args.checkpoint_activations,
+        args.device,
+        args.steps,
+        most_s=_MOST_SHARE * args.budget,
+        tick=progress.tick,
+    )
 
 
 class _Shown:

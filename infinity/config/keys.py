@@ -117,7 +117,7 @@ REFUSED: dict[str, str] = {
     "comet": "not supported; log engine.stats() from the training loop",
     "flops_profiler": "not supported",
     "comms_logger": "not supported",
-    "autotuning": "not supported",
+    "autotuning": "use `infinity tune`",
     "elasticity": "not supported",
     "compression_training": "not supported",
     "data_efficiency": "not supported",

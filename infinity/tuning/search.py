@@ -3,9 +3,9 @@
 [Note: what a measurement is worth]
 Other work on the machine makes the same step take half as long again, for minutes. So a challenger is compared with a
 run of the holder from just before, never with one of long ago, and wins only if it was faster by more than a little in
-two such pairs, or in the median of three. It loses by one pair if it was clearly slower, and its process is ended as
-soon as even its fastest step says so. Where the holder has won its place from another than the given configuration,
-it is compared with that one, too, before it is handed out.
+two such pairs, or in the median of three; or in one where it takes less than half. It loses by one pair if it was
+clearly slower, and its process is ended as soon as even its fastest step says so. Where the holder has won its place
+from another than the given configuration, it is compared with that one, too, before it is handed out.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from infinity.tuning.space import Choices, Setting
 GAIN = 0.97  # of the holder's step: less of a difference is none
 CLOSE = 1.05  # a challenger that is slower than that has lost
 CLEAR = 0.8  # one pair is enough where there is no time for two
+DECISIVE = 0.5  # one pair is enough
 CANNOT_WIN = 1.15  # of the holder's median: even the fastest step takes longer
 HOPELESS = 1.5  # of the holder's step, by the plan, which is wrong by a fifth
 _MOST_PAIRS = 3
@@ -229,21 +230,22 @@ class Search:
         """For the last comparison with the given configuration, if the holder has not met it."""
         if self.holder == self.given or self._direct(self.holder):
             return 0.0
-        return 2 * self._run_s()
+        return self._run_s(self.holder) + self._run_s(self.given)
 
-    def _run_s(self) -> float:
-        """What a run takes."""
-        took = [run.took_s for run in self._record.runs if run.step_s]
-        return max(took[-4:], default=0.0)
+    def _run_s(self, setting: Setting) -> float:
+        """What a run with it takes."""
+        took = [run.took_s for run in self._record.runs_of(setting)]
+        return max(took[-2:], default=0.0)
 
     def _affordable(self, runs: int) -> bool:
-        return self._left_s() - self._reserve_s() >= runs * self._run_s()
+        """So many runs, of the holder or of what may beat it, which take no longer."""
+        return self._left_s() - self._reserve_s() >= runs * self._run_s(self.holder)
 
 
 def _decided(ratios: Sequence[float]) -> bool:
     """See [Note: what a measurement is worth]."""
     if len(ratios) < 2:
-        return bool(ratios) and ratios[0] > CLOSE
+        return bool(ratios) and not DECISIVE <= ratios[0] <= CLOSE
     alike = len({ratio < GAIN for ratio in ratios}) == 1
     return alike or len(ratios) >= _MOST_PAIRS
 

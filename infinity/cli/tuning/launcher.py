@@ -34,7 +34,7 @@ class TrialJob:
 
     Attributes:
         warm_up: steps before those that count.
-        steps: that count at least, and for at least `least_s`.
+        steps: that count at least, and for at least `least_s`; fewer where they take longer than `most_s`.
         tick: called every now and then while a trial runs, with its step times so far.
     """
 
@@ -45,6 +45,7 @@ class TrialJob:
     steps: int
     warm_up: int = 2
     least_s: float = 2.0
+    most_s: float = 60.0
     tick: Callable[[list[float]], None] = lambda seconds: None
 
 
@@ -86,8 +87,9 @@ class Trials:
             "steps": self._job.steps,
             "warm_up": self._job.warm_up,
             "least_s": self._job.least_s,
+            "most_s": self._job.most_s,
         }
-        heard = _Heard(self._job.warm_up)
+        heard = _Heard()
         with self._workers.at(job) as worker:
             for event in worker.listen():
                 heard.take(event)
@@ -120,13 +122,12 @@ def _for_a_trial(values: dict[str, Any]) -> dict[str, Any]:
 class _Heard:
     """What a training process has said so far."""
 
-    warm_up: int
     init_s: float = 0.0
     stopped: bool = False
     step_s: list[float] = field(default_factory=list)
     last_s: float = 0.0
     peaks: dict[str, int] = field(default_factory=dict)
-    _seen: int = 0
+    _seen: int = 0  # steps, those to warm up included
 
     def take(self, event: dict[str, Any]) -> None:
         if event.get("event") == "ready":
@@ -135,10 +136,9 @@ class _Heard:
             return
         self.last_s = float(event["step_s"])
         self.peaks = {name: int(value) for name, value in event.items() if name.endswith("_bytes")}
-        if not event["skipped"]:
-            self._seen += 1
-            if self._seen > self.warm_up:
-                self.step_s.append(self.last_s)
+        self._seen += 1
+        if event["counts"]:
+            self.step_s.append(self.last_s)
 
     def hopeless(self, stop_above_s: float) -> bool:
         """Even the fastest of several steps is too slow."""
@@ -169,8 +169,10 @@ class Workers:
     @contextmanager
     def at(self, job: dict[str, Any]) -> Iterator[_Worker]:
         """A process that does this job; it ends with the block."""
-        if self._process is None or self._process.poll() is not None:
-            self._process = self._start()
+        if self._process is not None and self._process.poll() is not None:
+            _end(self._process)
+            self._process = None
+        self._process = self._process or self._start()
         assert self._process.stdin is not None  # it was asked for
         with suppress(BrokenPipeError):  # it has ended meanwhile, and its exit code says so
             self._process.stdin.write(json.dumps(job) + "\n")
@@ -195,8 +197,9 @@ class Workers:
 
         def hear() -> None:
             assert process.stdout is not None  # it was asked for
-            for line in process.stdout:
-                said.put(line)
+            with process.stdout:
+                for line in process.stdout:
+                    said.put(line)
             said.put(None)
 
         threading.Thread(target=hear, name="infinity-tune", daemon=True).start()

@@ -3,7 +3,7 @@
 A parent that has loaded everything, and run nothing of it, forks one for each job that standard input names. Standard
 output has `{"event": "began", "pid"}` and `{"event": "ended", "code"}` of the parent; between them of the child
 `{"event": "doing", "what"}`, `{"event": "machine", "found"}`, `{"event": "ready", "init_s"}`,
-`{"event": "step", "step_s", "skipped", ...}`, `{"event": "error", "error"}`.
+`{"event": "step", "step_s", "counts", ...}`, `{"event": "error", "error"}`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +27,7 @@ from infinity.errors import InfinityError
 from infinity.setup import initialize
 from infinity.tuning import MachineJob, measure_machine
 
-_MOST_STEPS = 60
+_MOST_STEPS = 50
 
 
 def main() -> int:
@@ -99,17 +100,49 @@ def _train(job: dict[str, Any]) -> None:
         ids = torch.randint(0, kinds, (size, job["seq_len"])).to(engine.device)
         batches = [{"input_ids": ids, "labels": ids}] * engine.config.gradient_accumulation_steps
         _say("ready", init_s=time.perf_counter() - start_s)
-        counted, counted_s, written = -job["warm_up"], 0.0, 0
-        for _ in range(_MOST_STEPS):
+        count, written = _Count(job["warm_up"], job["steps"], job["least_s"], job["most_s"]), 0
+        while not count.enough and os.getppid() == parent:
             start_s = time.perf_counter()
             engine.train_batch(iter(batches))
             step_s = time.perf_counter() - start_s
-            counted += not engine.stats().skipped  # a step that updates nothing is too short
-            counted_s += step_s if counted > 0 else 0.0
+            # A step that updates nothing is too short to count.
+            counts = not engine.stats().skipped and count.take(step_s)
             written += engine.stats().tier_bytes.get("nvme_write", 0)
-            _say("step", step_s=step_s, skipped=engine.stats().skipped, **_peaks(engine, written))
-            if os.getppid() != parent or (counted >= job["steps"] and counted_s >= job["least_s"]):
-                break
+            _say("step", step_s=step_s, counts=counts, **_peaks(engine, written))
+
+
+@dataclass
+class _Count:
+    """Which steps count, and when there are enough.
+
+    Args:
+        warm_up: steps that do not count; fewer where they take longer than `most_s`, but one.
+        steps: that count at least, and for at least `least_s`; fewer where they take longer than `most_s`, but one.
+    """
+
+    warm_up: int
+    steps: int
+    least_s: float
+    most_s: float
+    seen: int = 0
+    counted: int = 0
+    warm_s: float = 0.0
+    counted_s: float = 0.0
+
+    def take(self, step_s: float) -> bool:
+        """A step took so long; returns whether it counts."""
+        self.seen += 1
+        if self.seen <= self.warm_up and (self.seen == 1 or self.warm_s < self.most_s):
+            self.warm_s += step_s
+            return False
+        self.counted += 1
+        self.counted_s += step_s
+        return True
+
+    @property
+    def enough(self) -> bool:
+        long = self.counted >= self.steps and self.counted_s >= self.least_s
+        return long or self.counted >= _MOST_STEPS or (self.counted > 0 and self.counted_s >= self.most_s)
 
 
 def _peaks(engine: Engine, written: int) -> dict[str, int]:
