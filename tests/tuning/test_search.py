@@ -10,7 +10,7 @@ import pytest
 
 from infinity.config import edited, load_config
 from infinity.errors import ConfigError
-from infinity.planner import shape_of, stand_in
+from infinity.planner import Drive, shape_of, stand_in
 from infinity.tuning import (
     Bounds,
     Limits,
@@ -256,6 +256,30 @@ def test_disk_and_memory_limits_prune_with_words(tmp_path) -> None:
     assert outcome.best.placement == ("none", "none")
     assert "--max-disk" in record.runs[0].error
     assert all(outlook.of(setting).nvme_bytes <= 1 << 20 for setting in machine.asked)
+
+
+def test_a_drive_that_fills_up_meanwhile_ends_no_search(outlook, monkeypatch) -> None:
+    """What does not fit beside what others have written is not even begun."""
+    monkeypatch.setattr("infinity.tuning.outlook.drives_here", lambda config: [Drive("there", 4 << 20)])
+    machine, record = Machine(outlook), Record({})
+    outcome = search_of(outlook, machine, record).run()
+    assert "the drives have 3.80 MiB to spare" in record.runs[0].error
+    assert outcome.best.placement == ("none", "none") or not machine.asked
+
+
+def test_a_device_of_its_own_has_more_placements(tmp_path) -> None:
+    facts = json.loads(json.dumps(MACHINE).replace('"cpu"', '"cuda"'))
+    both = ("to_device", "to_host", "both_to_device", "both_to_host")
+    facts["profile"]["link"] = {"device": "cuda", **{f"{name}_bytes_per_s": 1e10 for name in both}}
+    facts |= {"device": "cuda", "device_bytes": 2 << 30}
+    values = edited(VALUES, {"tiering.nvme": [{"path": str(tmp_path)}]})
+    outlook = Outlook(stand_in(shape_of(20e6)), values, facts, Bounds(NO_LIMITS, 64 << 30, 300 << 20), 64)
+    choices = choices_of(outlook.config, NO_LIMITS, aio=[GOOD], discrete=True)
+    assert ("cpu", "nvme") in choices["placement"]
+    best = outlook.best(choices)
+    assert best.placement == ("none", "none")
+    assert outlook.of(best).parts["link"] == 0.0
+    assert outlook.of(best).step_s < outlook.of(outlook.given).step_s
 
 
 def test_settings_are_those_of_their_files(outlook) -> None:

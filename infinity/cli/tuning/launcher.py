@@ -191,6 +191,8 @@ class Workers:
             stderr=self._errors,
             text=True,
             start_new_session=True,
+            # Or asking for a GPU would start CUDA in the parent, which no process that it forks could use then.
+            env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         )
         said: queue.Queue[str | None] = queue.Queue()
         self._said = said
