@@ -67,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
         from infinity.cli.tuning import report as reports  # noqa: PLC0415  (torch takes seconds)
         from infinity.cli.tuning.launcher import Trials, Workers  # noqa: PLC0415
         from infinity.tuning import Search  # noqa: PLC0415
+        from infinity.zero.launch import launch_of  # noqa: PLC0415
+    if launch_of(os.environ) is not None:
+        raise ConfigError("`infinity tune` measures one process: start it alone, not as one of several ranks")
     record = _record(args, values)
     progress = _Shown(args.budget)
     interrupted = False

@@ -21,7 +21,6 @@ from infinity.tuning.space import Choices, Setting
 
 GAIN = 0.97  # of the holder's step: less of a difference is none
 CLOSE = 1.05  # a challenger that is slower than that has lost
-CLEAR = 0.8  # one pair is enough where there is no time for two
 DECISIVE = 0.5  # one pair is enough
 CANNOT_WIN = 1.15  # of the holder's median: even the fastest step takes longer
 HOPELESS = 1.5  # of the holder's step, by the plan, which is wrong by a fifth
@@ -155,13 +154,13 @@ class Search:
                 why = "the configuration before does not run"
             else:
                 ratios.append(run.median_s / reference.median_s)
-                why = "ended early: even its fastest step was too slow" if run.stopped else ""
-            if not why and not self._affordable(2):
+            if not self._affordable(2):
                 break
-        won = _wins(ratios) or bool(run and run.step_s and not run.error and not ratios)
+        assert run is not None  # nothing is decided without one
+        won = not run.error and (_wins(ratios) if ratios else bool(run.step_s))
         self._record.duels.append(Duel(challenger, holder, tuple(ratios), won, why))
         if won:
-            self._reference, self._reused = run if run and run.step_s else None, 0
+            self._reference, self._reused = run if run.step_s else None, 0
         self._record.write()
 
     def _confirm(self) -> None:
@@ -253,4 +252,4 @@ def _decided(ratios: Sequence[float]) -> bool:
 def _wins(ratios: Sequence[float]) -> bool:
     if not ratios:
         return False
-    return statistics.median(ratios) < (CLEAR if len(ratios) == 1 else GAIN)
+    return statistics.median(ratios) < (DECISIVE if len(ratios) == 1 else GAIN)

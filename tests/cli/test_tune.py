@@ -155,6 +155,13 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(options, words, t
     assert not (tmp_path / "tuned.search.json").exists()
 
 
+def test_one_of_several_ranks_is_refused(tmp_path, monkeypatch, capsys) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert tune(tmp_path) == 2
+    assert "not as one of several ranks" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("budget", ["0", "5x", "-3m"])
 def test_a_budget_is_a_time(budget, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit):

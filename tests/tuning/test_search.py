@@ -180,6 +180,21 @@ def test_noise_between_pairs_does_not_make_a_winner(outlook) -> None:
     assert outcome.best == outlook.given
 
 
+def test_what_fails_in_its_second_run_does_not_win(outlook) -> None:
+    machine, seen = Machine(outlook), list[object]()
+
+    def measure(setting, stop_above_s, within_s) -> Run:
+        machine.now_s += 10
+        seen.append(setting)
+        if setting != outlook.given and seen.count(setting) > 1:
+            return Run(setting, error="it was killed", took_s=10.0)
+        return Run(setting, (1.0 if setting == outlook.given else 0.7,) * 4, took_s=10.0)
+
+    choices = choices_of(outlook.config, Limits(), aio=[GOOD])
+    outcome = Search(outlook, choices, Record({}), measure, 1e9, clock=machine.clock).run()
+    assert outcome.best == outlook.given
+
+
 def test_a_winner_that_was_luck_loses_against_the_given_one_in_the_end(outlook) -> None:
     machine = Machine(outlook)
     record = Record({})
