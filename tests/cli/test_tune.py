@@ -14,7 +14,7 @@ from infinity.cli.tuning import launcher, worker
 from infinity.cli.tuning.launcher import TrialJob, Trials, Workers, measure_in_process
 from infinity.config import load_config, read_json
 from infinity.errors import InfinityError
-from infinity.tuning import Bounds, Limits, Outlook
+from infinity.tuning import Bounds, Limits, MachineJob, Outlook
 from tests.tuning.test_search import MACHINE
 from tests.tuning.test_space import VALUES
 
@@ -223,7 +223,7 @@ def test_a_process_that_dies_is_told_with_its_last_word(ending, words, stand_in,
         for _ in range(2):  # the next job starts another one
             assert words in trials.measure(outlook.given, float("inf"), 60.0).error
         with pytest.raises(InfinityError, match="this machine could not be measured: it"):
-            measure_in_process(workers, {}, None, lambda what: None)
+            measure_in_process(workers, MachineJob((), (4096, 1, "auto"), 1, False, False, "float32"), None, print)
 
 
 def test_a_worker_trains_and_counts_what_it_wrote(tmp_path, capsys) -> None:

@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from infinity.cli.launch import __file__ as _LAUNCH
 from infinity.errors import InfinityError
-from infinity.tuning import Outlook, Run, Setting
+from infinity.tuning import MachineJob, Outlook, Run, Setting
 
 _SCRIPT = Path(_LAUNCH).parent / "trial.py"
 _ENDS_IN_S = 20.0  # a process that is asked to end removes its swap files
@@ -50,14 +50,14 @@ class TrialJob:
 
 
 def measure_in_process(
-    workers: Workers, machine: dict[str, Any], profile: dict[str, Any] | None, doing: Callable[[str], None]
+    workers: Workers, machine: MachineJob, profile: dict[str, Any] | None, doing: Callable[[str], None]
 ) -> dict[str, Any]:
     """What `measure_machine` finds, of a process of its own.
 
     Raises:
         InfinityError: it failed.
     """
-    with workers.at({"kind": "machine", "machine": machine, "profile": profile}) as worker:
+    with workers.at({"kind": "machine", "machine": asdict(machine), "profile": profile}) as worker:
         for event in worker.listen():
             if event.get("event") == "doing":
                 doing(event["what"])

@@ -120,7 +120,9 @@ def report_of(model: str, seq_len: int, outcome: Outcome, outlook: Outlook, choi
         rows=_rows(outcome, outlook, record),
         curve=outlook.over_budgets(outcome.best),
         history=[
-            (run.at_s, run.median_s, _what(run.setting, outcome.given)) for run in record.runs if run.median_s < 1e300
+            (run.at_s, run.median_s, _what(run.setting, outcome.given))
+            for run in record.runs
+            if run.step_s and not run.error
         ],
         spent_s=record.spent_s,
         written_bytes=sum(run.written_bytes for run in record.runs),

@@ -79,7 +79,9 @@ def _say(event: str, **facts: Any) -> None:
 
 
 def _measure(job: dict[str, Any]) -> None:
-    asked = {**job["machine"], "aio": tuple(job["machine"]["aio"])}
+    asked: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in job["machine"].items()
+    }
     _say("machine", found=measure_machine(MachineJob(**asked), lambda what: _say("doing", what=what), job["profile"]))
 
 
