@@ -25,11 +25,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from matplotlib.figure import Figure
 from torch import nn
 
 import infinity
 import infinity.tiers.swap
+from benchmarks.predictions import errors_line, plot_errors
 from infinity.config import load_config
 from infinity.io import IoEngine, IoFile, IoFuture, Priority, Span
 from infinity.planner import Duplex, Machine, Rates, Work, plan_training, predict_step
@@ -242,27 +242,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cells = f"{row['predicted_s']:.2f} | {row['measured_s']:.2f} | {row['error']:+.0%}"
         lines.append(f"| {row['name']} | {row['bottleneck']} | {cells} |")
-    errors = sorted(abs(row["error"]) for row in rows)
-    middle = statistics.median(errors)
-    lines.append(f"\nmedian error {middle:.1%}, worst {errors[-1]:.1%}, of {len(rows)} configurations")
-    return "\n".join(lines)
-
-
-def plot(path: Path, rows: list[dict[str, Any]]) -> None:
-    figure = Figure(figsize=(6.5, 6), layout="constrained")
-    axes = figure.subplots()
-    for row in rows:
-        color = {"disk": "tab:blue", "compute": "tab:orange"}.get(row["bottleneck"], "tab:gray")
-        axes.plot(row["measured_s"], row["predicted_s"], marker="o", color=color)
-        place = row["measured_s"], row["predicted_s"]
-        axes.annotate(row["name"], place, fontsize=7, xytext=(4, 4), textcoords="offset points")
-    ends = [min(row["measured_s"] for row in rows), max(row["measured_s"] for row in rows)]
-    axes.plot(ends, ends, color="black", linewidth=0.8)
-    for factor in (1.25, 0.8):
-        axes.plot(ends, [factor * end for end in ends], color="gray", linewidth=0.6, linestyle="--")
-    axes.set(xscale="log", yscale="log", xlabel="measured step, s", ylabel="predicted step, s")
-    axes.set_title("blue: bound by the drive, orange: by computing; dashed: 25%")
-    figure.savefig(path)
+    return "\n".join([*lines, errors_line(rows)])
 
 
 def main() -> None:
@@ -284,7 +264,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     if args.plot:
-        plot(args.plot, rows)
+        plot_errors(args.plot, rows)
 
 
 if __name__ == "__main__":

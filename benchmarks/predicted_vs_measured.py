@@ -29,10 +29,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from matplotlib.figure import Figure
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import infinity
+from benchmarks.predictions import errors_line, plot_errors
 from infinity import kernels
 from infinity.config import load_config
 from infinity.io import IoOptions
@@ -294,10 +294,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['predicted_s']:.3f} | {row['measured_s']:.3f} | {row['error']:+.0%} | {low:+.0%} to {high:+.0%} | "
             f"{row['wall_s']:.3f} |"
         )
-    errors = sorted(abs(row["error"]) for row in rows)
-    middle = statistics.median(errors)
-    lines.append(f"\nmedian error {middle:.1%}, worst {errors[-1]:.1%}, of {len(rows)} configurations")
-    return "\n".join(lines)
+    return "\n".join([*lines, errors_line(rows)])
 
 
 def memory_table(rows: list[dict[str, Any]]) -> str:
@@ -312,29 +309,6 @@ def memory_table(rows: list[dict[str, Any]]) -> str:
         cells = " | ".join(f"{expected / 1e6:.0f} / {found / 1e6:.0f}" for expected, found in pairs)
         lines.append(f"| {row['name']} | {cells} | {pairs[2][0] / pairs[2][1] - 1:+.0%} |")
     return "\n".join(lines)
-
-
-def plot(path: Path, rows: list[dict[str, Any]]) -> None:
-
-    figure = Figure(figsize=(6.5, 6), layout="constrained")
-    axes = figure.subplots()
-    for row in rows:
-        axes.errorbar(
-            row["measured_s"],
-            row["predicted_s"],
-            xerr=[[row["measured_s"] - row["measured_min_s"]], [row["measured_max_s"] - row["measured_s"]]],
-            marker="o",
-            color={"disk": "tab:blue", "compute": "tab:orange"}.get(row["bottleneck"], "tab:gray"),
-        )
-        place = row["measured_s"], row["predicted_s"]
-        axes.annotate(row["name"], place, fontsize=7, xytext=(4, 4), textcoords="offset points")
-    ends = [min(row["measured_min_s"] for row in rows), max(row["measured_max_s"] for row in rows)]
-    axes.plot(ends, ends, color="black", linewidth=0.8)
-    axes.plot(ends, [1.25 * end for end in ends], color="gray", linewidth=0.6, linestyle="--")
-    axes.plot(ends, [end / 1.25 for end in ends], color="gray", linewidth=0.6, linestyle="--")
-    axes.set(xscale="log", yscale="log", xlabel="measured step, s", ylabel="predicted step, s")
-    axes.set_title("blue: bound by the drive, orange: by computing; dashed: 25%")
-    figure.savefig(path)
 
 
 def main() -> None:
@@ -367,7 +341,7 @@ def main() -> None:
     print()
     print(memory_table(rows))
     if args.plot:
-        plot(args.plot, rows)
+        plot_errors(args.plot, rows)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from infinity.config import parse_size
 
@@ -13,3 +14,14 @@ def size_argument(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+def duration_argument(text: str) -> float:
+    """Seconds of `90`, `90s`, `5m` or `1.5h`, as argparse wants its types."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90s, 5m or 1.5h")
+    return float(match[1]) * _SECONDS[match[2]]

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.planning import add_arguments, read_arguments
+from infinity.cli.planning import add_arguments, lay_out
 from infinity.config import format_size
 
 if TYPE_CHECKING:
@@ -32,18 +32,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the estimate; returns the exit code."""
-    asked = read_arguments(args, "estimate")
-    from infinity.planner import estimate, largest_model, plan_training, problems  # noqa: PLC0415  (torch takes seconds)
+    draft = lay_out(args, "estimate")
+    from infinity.planner import largest_model  # noqa: PLC0415  (torch takes seconds)
 
+    asked, plan, needs = draft.asked, draft.plan, draft.needs
     largest = largest_model(asked.config, asked.machine, asked.drives) if args.largest else None
-    plan = plan_training(asked.model, asked.config, asked.machine)
-    work = asked.work(plan)
-    needs = estimate(plan, work, libraries_bytes())
-    found = list(problems(plan, needs, asked.drives, asked.host_bytes))
     if args.json:
         facts: dict[str, Any] = {"model": asked.name, "params": plan.params, "ranks": plan.machine.ranks}
         facts |= asdict(needs) | {"free_nvme_bytes": sum(drive.free_bytes for drive in asked.drives)}
-        facts |= {"tokens": work.tokens, "host_budget_bytes": plan.host_bytes, "problems": found}
+        facts |= {"tokens": draft.work.tokens, "host_budget_bytes": plan.host_bytes, "problems": draft.problems}
         if args.largest:
             facts["largest_params"] = largest.params if largest is not None else None
         print(json.dumps(facts))
@@ -52,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(estimate_lines(plan, needs)))
         if args.largest:
             print(f"largest here    {'none' if largest is None else f'{largest.params:,} parameters, by their states'}")
-    return report_problems(found)
+    return report_problems(draft.problems)
 
 
 def estimate_lines(plan: TrainingPlan, needs: Estimate) -> list[str]:
@@ -75,13 +72,6 @@ def estimate_lines(plan: TrainingPlan, needs: Estimate) -> list[str]:
     if plan.machine.neighbours > 1:
         lines.append(f"  each machine  {format_size(needs.machine_nvme_bytes)}")
     return lines
-
-
-def libraries_bytes() -> int:
-    """What this process takes: it has loaded what training loads, and nothing of a model."""
-    import psutil  # noqa: PLC0415  (measured at the end, so loaded late)
-
-    return int(psutil.Process().memory_info().rss)
 
 
 def report_problems(found: list[str]) -> int:

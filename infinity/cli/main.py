@@ -22,6 +22,7 @@ from infinity.cli import (
     states,
     timeline,
     train,
+    tune,
 )
 from infinity.errors import InfinityError
 
@@ -30,6 +31,7 @@ COMMANDS = (
     run,
     estimate,
     plan,
+    tune,
     timeline,
     checkpoint,
     convert_checkpoint,

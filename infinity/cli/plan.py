@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import size_argument
-from infinity.cli.estimate import estimate_lines, libraries_bytes, report_problems
-from infinity.cli.planning import add_arguments, read_arguments
+from infinity.cli.estimate import estimate_lines, report_problems
+from infinity.cli.planning import add_arguments, lay_out
 from infinity.config import format_size
 from infinity.errors import ConfigError
 
@@ -40,25 +40,26 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; returns the exit code."""
     if args.plot is not None and args.sweep is None:
         raise ConfigError("--plot draws a sweep: give --sweep tokens, host-memory or drives, too")
-    asked = read_arguments(args, "plan")
-    from infinity.planner import Sweep, estimate, plan_training, predict_step, problems  # noqa: PLC0415  (takes seconds)
+    draft = lay_out(args, "plan")
+    from infinity.planner import Sweep, predict_step  # noqa: PLC0415  (torch takes seconds)
 
-    plan = plan_training(asked.model, asked.config, asked.machine)
-    work = asked.work(plan)
-    needs = estimate(plan, work, libraries_bytes())
-    step = predict_step(plan, asked.config, work, asked.rates)
+    asked, plan, needs = draft.asked, draft.plan, draft.needs
+    step = predict_step(plan, asked.config, draft.work, asked.rates)
     sweep = Sweep(asked.model, asked.config, asked.machine, asked.rates, asked.seq_len, asked.checkpointing)
     points = sweep.over(args.sweep) if args.sweep else []
-    found = list(problems(plan, needs, asked.drives, asked.host_bytes))
     if args.plot is not None:
         from infinity.cli.plots import plot_sweep  # noqa: PLC0415  (matplotlib is an extra)
 
         plot_sweep(args.plot, args.sweep, points)
     if args.json:
         facts = {"model": asked.name, **plan.facts(), **asdict(needs), "disk_s_per_step": step.parts["disk"]}
-        facts |= {"step": _step_facts(step, args.tbw), "sweep": [asdict(point) for point in points], "problems": found}
+        facts |= {
+            "step": _step_facts(step, args.tbw),
+            "sweep": [asdict(point) for point in points],
+            "problems": draft.problems,
+        }
         print(json.dumps(facts))
-        return report_problems(found)
+        return report_problems(draft.problems)
     print(f"model           {asked.name}")
     _print_sizes(plan)
     print("\n".join(estimate_lines(plan, needs)))
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{point.label:<16}{point.step_s:>8.2f} s{point.tokens_per_s:>12.1f}  {point.bottleneck}")
     if args.explain:
         _print_steps(plan)
-    return report_problems(found)
+    return report_problems(draft.problems)
 
 
 def _step_facts(step: StepTime, rated_bytes: int | None) -> dict[str, Any]:

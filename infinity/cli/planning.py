@@ -1,4 +1,4 @@
-"""What `estimate` and `plan` ask alike: the model, the configuration, the machine, its rates."""
+"""How `estimate` and `plan` begin alike: model, configuration, machine and its rates; then what a training takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-    from infinity.planner import Drive, Machine, Rates, TrainingPlan, Work
+    from infinity.planner import Drive, Estimate, Machine, Rates, TrainingPlan, Work
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _TOKENS = 1024
@@ -94,6 +94,45 @@ class Asked:
         partition, dtype = plan.sizing.partition, compute_dtype(self.config)
         batch = self.config.micro_batch_size
         return count_work(self.model, partition, dtype, batch, self.seq_len, checkpointing=self.checkpointing)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What was asked for, laid out.
+
+    Attributes:
+        work: of one micro-batch.
+        problems: why it cannot train there, in words.
+    """
+
+    asked: Asked
+    plan: TrainingPlan
+    work: Work
+    needs: Estimate
+    problems: list[str]
+
+
+def lay_out(args: argparse.Namespace, command: str) -> Draft:
+    """Resolve the options and plan the training.
+
+    Raises:
+        ConfigError: an option or the configuration cannot work.
+        CapacityError: a budget is too small.
+    """
+    asked = read_arguments(args, command)
+    from infinity.planner import estimate, plan_training, problems  # noqa: PLC0415  (torch takes seconds)
+
+    plan = plan_training(asked.model, asked.config, asked.machine)
+    work = asked.work(plan)
+    needs = estimate(plan, work, libraries_bytes())
+    return Draft(asked, plan, work, needs, list(problems(plan, needs, asked.drives, asked.host_bytes)))
+
+
+def libraries_bytes() -> int:
+    """What this process takes: it has loaded what training loads, and nothing of a model."""
+    import psutil  # noqa: PLC0415  (measured at the end, so loaded late)
+
+    return int(psutil.Process().memory_info().rss)
 
 
 def read_arguments(args: argparse.Namespace, command: str) -> Asked:

@@ -1,6 +1,8 @@
 """The typed schema of the JSON file."""
 
+from infinity.config.edit import edited
 from infinity.config.load import load_config, with_values
+from infinity.config.read import read_json
 from infinity.config.resolve import default_tile_bytes
 from infinity.config.resolved import (
     AioConfig,
@@ -32,8 +34,10 @@ __all__ = [
     "WandbConfig",
     "ZeroConfig",
     "default_tile_bytes",
+    "edited",
     "format_size",
     "load_config",
     "parse_size",
+    "read_json",
     "with_values",
 ]

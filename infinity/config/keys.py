@@ -21,6 +21,7 @@ _GATHERED = "saving always gathers, one unit at a time"
 _CHECKPOINTS = "checkpoints are always stored by parameter name, in safetensors"
 
 NO_EFFECT: dict[str, str] = {
+    "tuned": "what `infinity tune` chose, and why",
     "steps_per_print": "printing is the training loop's; see engine.stats()",
     "memory_breakdown": "engine.stats() always has the peak bytes of each tier",
     "dump_state": "the resolved configuration is logged at level DEBUG",
@@ -113,7 +114,7 @@ REFUSED: dict[str, str] = {
     "trackio": "not supported; see tensorboard, wandb and csv_monitor",
     "flops_profiler": "not supported",
     "comms_logger": "not supported",
-    "autotuning": "not supported",
+    "autotuning": "use `infinity tune`",
     "elasticity": "not supported",
     "compression_training": "not supported",
     "data_efficiency": "not supported",

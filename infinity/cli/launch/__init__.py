@@ -1,1 +1,1 @@
-"""Holds the script that ranks start with, alone: Python puts a script's directory first on its path."""
+"""Holds the scripts that processes of commands start with: Python puts a script's directory first on its path."""

@@ -1,0 +1,52 @@
+"""`infinity tune`: the fastest configuration for a model on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from infinity.cli.arguments import duration_argument, size_argument
+from infinity.cli.packages import needed_packages
+
+_KNOBS = ("placement", "state_format", "schedule", "tile", "aio", "batch", "memory")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "tune",
+        help="find the fastest configuration for a model on this machine",
+        description="Measures short runs of the model, each in a process of its own, the given configuration first. "
+        "What a training computes stays: batch, optimizer, precision, exact state formats. Ctrl-C ends with the best "
+        "so far; --resume goes on.",
+    )
+    parser.add_argument("config", type=Path, help="configuration to begin with (JSON)")
+    parser.add_argument("--model", required=True, help="as `infinity train --model` takes it")
+    parser.add_argument("--out", type=Path, required=True, help="where the tuned configuration goes")
+    parser.add_argument("--budget", type=duration_argument, default=300.0, help="time of the search (default 5m)")
+    parser.add_argument("--seq-len", type=int, default=256, help="tokens in a sample")
+    parser.add_argument(
+        "--checkpoint-activations", action="store_true", help="keep the inputs of blocks only, as `infinity train` does"
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="measured steps of a run, after two to warm up (fewer where they are long)"
+    )
+    limits = parser.add_argument_group("limits (default: the configuration's, and what is free)")
+    limits.add_argument("--host-memory", type=size_argument, help="most that tiering.host_memory may be")
+    limits.add_argument("--device-memory", type=size_argument, help="most that tiering.device_memory may be")
+    limits.add_argument("--max-disk", type=size_argument, help="most that swap files may take")
+    limits.add_argument("--keep", choices=_KNOBS, action="append", default=[], help="leave this as it is; repeatable")
+    limits.add_argument("--allow-lossy", action="store_true", help="try state formats that round moments, too")
+    parser.add_argument("--profile", type=Path, help="what `infinity profile --output` wrote, in place of measuring")
+    parser.add_argument("--resume", action="store_true", help="go on with the search of this --out")
+    parser.add_argument("--html", type=Path, help="write a report with plots, one page, to this file")
+    parser.add_argument("--json", action="store_true", help="the report as one JSON object on standard output")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, write and report; returns the exit code."""
+    with needed_packages("tune"):
+        from infinity.cli.tuning.command import tune  # noqa: PLC0415  (torch and transformers take seconds)
+    return tune(args)

@@ -1,0 +1,1 @@
+"""What `infinity tune` consists of: processes that measure, and reports."""

@@ -1,0 +1,227 @@
+"""What `infinity tune` does, from its options to the files that it writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from typing import Any
+
+import transformers
+
+from infinity import __version__
+from infinity.cli.planning import libraries_bytes
+from infinity.cli.progress import Progress
+from infinity.cli.training.models import build_model, max_tokens
+from infinity.cli.tuning.launcher import TrialJob, Trials, Workers, measure_in_process
+from infinity.cli.tuning.page import page
+from infinity.cli.tuning.report import Report, report_of
+from infinity.config import Config, load_config, read_json
+from infinity.errors import ConfigError
+from infinity.memory import available_memory_bytes
+from infinity.profiling import read_profile
+from infinity.tuning import (
+    Bounds,
+    Choices,
+    Limits,
+    MachineJob,
+    Outlook,
+    Record,
+    Search,
+    best_ways,
+    choices_of,
+    read_record,
+    setting_of,
+    write_json,
+)
+from infinity.zero.launch import launch_of
+from infinity.zero.sizing import compute_dtype
+
+_ASKED = (  # options that a search cannot change when it goes on
+    "model",
+    "seq_len",
+    "checkpoint_activations",
+    "device",
+    "steps",
+    "host_memory",
+    "device_memory",
+    "max_disk",
+    "keep",
+    "allow_lossy",
+)
+_EXIT_INTERRUPTED = 130
+_WAYS = 2  # of asking the drives, beside the given one, that training is measured with
+_MOST_SHARE = 0.08  # of the budget, for the measured steps of one run
+
+
+def tune(args: argparse.Namespace) -> int:
+    """Search, write and report; returns the exit code.
+
+    Raises:
+        ConfigError: an option or the configuration cannot work; nothing has been measured then.
+    """
+    values, config = _read(args)
+    if launch_of(os.environ) is not None:
+        raise ConfigError("`infinity tune` measures one process: start it alone, not as one of several ranks")
+    record = _record(args, values)
+    progress = _Shown(args.budget)
+    interrupted = False
+    try:
+        with Workers() as workers:
+            outlook, choices = _look(args, values, config, record, workers, progress)
+            trials = Trials(workers, outlook, _trial_job(args, progress))
+            search = Search(outlook, choices, record, trials.measure, args.budget, tell=progress.tell)
+            try:
+                outcome = search.run()
+            except KeyboardInterrupt:
+                interrupted = True
+                outcome = search.outcome("interrupted; --resume goes on")
+    finally:
+        progress.clear()
+    report = report_of(args.model, args.seq_len, outcome, outlook, choices, record)
+    _write(args, report)
+    print(json.dumps(report.facts()) if args.json else "\n".join(report.lines()))
+    if not args.json:
+        print(f"written to {args.out}")
+    return _EXIT_INTERRUPTED if interrupted else 0
+
+
+# Before #
+
+
+def _read(args: argparse.Namespace) -> tuple[dict[str, Any], Config]:
+    """The file as it is, and what it means.
+
+    Raises:
+        ConfigError: it cannot work, or an option cannot.
+    """
+    for name in ("seq_len", "steps"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
+    for name in ("out", "html"):
+        path = getattr(args, name)
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ConfigError(f"--{name} {path}: there is no such directory")
+    if args.out.exists() and args.config.exists() and args.out.samefile(args.config):
+        raise ConfigError(f"--out {args.out} is the given configuration, which stays as it is: name another file")
+    values = read_json(args.config)
+    values.pop("tuned", None)  # the notes of a search before
+    return values, load_config(values)
+
+
+def _record(args: argparse.Namespace, values: dict[str, Any]) -> Record:
+    """A new search, or the one that is to go on."""
+    path = args.out.with_name(f"{args.out.stem}.search.json")
+    asked = {
+        "config": values,
+        "infinity": __version__,
+        "cores": len(os.sched_getaffinity(0)),
+        **{name: getattr(args, name) for name in _ASKED},
+    }
+    if args.resume:
+        return read_record(path, asked)
+    if path.exists():
+        raise ConfigError(f"{path} holds a search that was begun before: give --resume to go on with it, or remove it")
+    return Record(asked, path)
+
+
+def _look(
+    args: argparse.Namespace,
+    values: dict[str, Any],
+    config: Config,
+    record: Record,
+    workers: Workers,
+    progress: _Shown,
+) -> tuple[Outlook, Choices]:
+    """Measure the machine, unless the record has it, and lay out what there is to choose from."""
+    transformers.logging.set_verbosity_error()  # its remarks on configurations are for model authors
+    model = build_model(args.model)[0]
+    longest = max_tokens(model)
+    if longest is not None and args.seq_len > longest:
+        raise ConfigError(f"--seq-len is {args.seq_len}, but {args.model} takes at most {longest} tokens")
+    limits = Limits(args.host_memory, args.device_memory, args.max_disk)
+    setting_of(config, limits)  # refused before anything is measured
+    if record.machine is None:
+        began_s = time.monotonic()
+        profile = None if args.profile is None else read_profile(args.profile)
+        record.machine = measure_in_process(workers, _machine_job(args, config), profile, progress.doing)
+        record.spent_s += time.monotonic() - began_s
+        record.write()
+    bounds = Bounds(limits, available_memory_bytes(), libraries_bytes())
+    outlook = Outlook(model, values, record.machine, bounds, args.seq_len, checkpointing=args.checkpoint_activations)
+    choices = choices_of(
+        config,
+        limits,
+        aio=best_ways(record.machine, _WAYS),
+        discrete=record.machine["device_bytes"] is not None,
+        keep=args.keep,
+        lossy=args.allow_lossy,
+    )
+    return outlook, choices
+
+
+def _machine_job(args: argparse.Namespace, config: Config) -> MachineJob:
+    aio = config.aio
+    return MachineJob(
+        paths=tuple(str(nvme.path) for nvme in config.tiering.nvme),
+        aio=(aio.block_size_bytes, aio.queue_depth, config.tiering.io_backend),
+        threads=aio.threads,
+        sqpoll=aio.sqpoll,
+        iopoll=aio.iopoll,
+        dtype=str(compute_dtype(config)).removeprefix("torch."),
+        on_cpu=args.device == "cpu",
+    )
+
+
+def _trial_job(args: argparse.Namespace, progress: _Shown) -> TrialJob:
+    return TrialJob(
+        args.model,
+        args.seq_len,
+        args.checkpoint_activations,
+        args.device,
+        args.steps,
+        most_s=_MOST_SHARE * args.budget,
+        tick=progress.tick,
+    )
+
+
+class _Shown:
+    """The search on a progress bar."""
+
+    def __init__(self, budget_s: float) -> None:
+        self._progress: Progress = Progress()
+        self._budget_s = budget_s
+        self._text = "this machine"
+        self._share = 0.0
+        self._told_s = time.monotonic()
+
+    def doing(self, what: str) -> None:
+        """While the machine is measured."""
+        self._progress.show(f"this machine: {what}", 0.0)
+
+    def tell(self, text: str, share: float) -> None:
+        """A run begins."""
+        self._text, self._share, self._told_s = text, share, time.monotonic()
+        self._progress.show(text, share)
+
+    def tick(self, step_s: list[float]) -> None:
+        """A run goes on."""
+        seen = f": {min(step_s):.2f} s a step" if step_s else ""
+        share = self._share + (time.monotonic() - self._told_s) / self._budget_s
+        self._progress.show(self._text + seen, share)
+
+    def clear(self) -> None:
+        self._progress.clear()
+
+
+# After #
+
+
+def _write(args: argparse.Namespace, report: Report) -> None:
+    write_json(args.out, report.values, "the configuration")
+    if args.html is not None:
+        try:
+            args.html.write_text(page(report), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--html {args.html}: {error.strerror}") from error

@@ -1,0 +1,132 @@
+"""A search as one page of HTML that needs nothing else: no other file, no script, no network."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+
+from infinity.cli.tuning.charts import Series, axis, chart
+from infinity.cli.tuning.report import Report
+
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; } td, th { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: left; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; } tr.best { background: #eaf5ea; }
+figure { display: inline-block; margin: 0 1rem 1rem 0; } figcaption { color: #555; max-width: 560px; }
+svg text { font-size: 12px; fill: #444; } .frame { fill: none; stroke: #999; } .grid { stroke: #eee; }
+pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; } .changed { font-weight: 600; }
+"""
+
+
+def page(report: Report) -> str:
+    """The whole document."""
+    title = f"infinity tune: {report.model}, {report.seq_len} tokens a sample"
+    return "\n".join(
+        [
+            "<!doctype html>",
+            f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
+            f"<style>{_STYLE}</style></head><body>",
+            f"<h1>{escape(title)}</h1><p>{escape(report.headline)}. {escape(report.outcome.ending.capitalize())}, "
+            f"after {report.spent_s:.0f} s.</p>",
+            "<h2>Every choice, and why</h2>",
+            _choices(report),
+            "<h2>Measured and predicted</h2>",
+            _predicted(report),
+            _over_time(report),
+            _over_memory(report),
+            "<h2>All that was measured</h2>",
+            _runs(report),
+            "<h2>The configuration</h2>",
+            f"<pre>{escape(json.dumps(report.values, indent=2))}</pre>",
+            "</body></html>",
+            "",
+        ]
+    )
+
+
+def _choices(report: Report) -> str:
+    rows = []
+    for reason in report.reasons:
+        mark = ' class="changed"' if reason.chosen != reason.given else ""
+        cells = f"<td>{escape(reason.title)}</td><td>{escape(reason.given)}</td><td{mark}>{escape(reason.chosen)}</td>"
+        rows.append(f"<tr>{cells}<td>{escape(reason.why)}</td></tr>")
+    return _table(("choice", "given", "now", "why"), rows)
+
+
+def _runs(report: Report) -> str:
+    rows = []
+    for row in report.rows:
+        cells = "".join(f'<td class="number">{_number(value)}</td>' for value in (row.step_s, row.predicted_s))
+        mark = ' class="best"' if row.best else ""
+        texts = f"<td>{row.runs}</td><td>{escape(row.what)}</td><td>{escape(row.note)}</td>"
+        rows.append(f"<tr{mark}>{cells}{texts}</tr>")
+    return _table(("step, s", "predicted, s", "runs", "what differs from the given one", ""), rows)
+
+
+def _table(heads: tuple[str, ...], rows: list[str]) -> str:
+    return "<table><tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>" + "".join(rows) + "</table>"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _predicted(report: Report) -> str:
+    known = [(row, row.step_s, row.predicted_s) for row in report.rows if row.step_s and row.predicted_s]
+    if not known:
+        return ""
+    values = [value for _, step_s, predicted_s in known for value in (step_s, predicted_s)]
+    ends = min(values), max(values)
+    dots = [
+        Series(
+            name,
+            [(step_s, predicted_s) for row, step_s, predicted_s in known if row.best == best],
+            [
+                f"{row.what}: {step_s:.3g} s, predicted {predicted_s:.3g} s"
+                for row, step_s, predicted_s in known
+                if row.best == best
+            ],
+            color,
+        )
+        for name, best, color in (("measured", False, "#1f77b4"), ("the best", True, "#2ca02c"))
+    ]
+    same = Series("", [(end, end) for end in ends], color="#999", line=True, dots=False)
+    drawn = chart(
+        axis("measured step, s", values, log=True), axis("predicted step, s", values, log=True), [same, *dots]
+    )
+    return _figure(drawn, "On the line, the plan was right. What lies right of it took longer than predicted.")
+
+
+def _over_time(report: Report) -> str:
+    if not report.history:
+        return ""
+    points = [(at_s, step_s) for at_s, step_s, _ in report.history]
+    best: list[tuple[float, float]] = []
+    for at_s, step_s in points:
+        best.append((at_s, min(step_s, best[-1][1] if best else step_s)))
+    series = [
+        Series("fastest so far", best, color="#2ca02c", line=True, dots=False, steps=True),
+        Series("a run's median step", points, [f"{what}: {step_s:.3g} s" for _, step_s, what in report.history]),
+    ]
+    x = axis("seconds of the search", [at_s for at_s, _ in points], zero=True)
+    drawn = chart(x, axis("step, s", [step_s for _, step_s in points], zero=True), series)
+    return _figure(
+        drawn, "What the time of the search has bought. The same setting twice shows how the machine varies."
+    )
+
+
+def _over_memory(report: Report) -> str:
+    if len(report.curve) < 2:
+        return ""
+    points = [(point.value / (1 << 30), point.step_s) for point in report.curve]
+    labels = [f"{point.label}: {point.step_s:.3g} s, bound by {point.bottleneck}" for point in report.curve]
+    x = axis("tiering.host_memory, GiB", [across for across, _ in points], zero=True)
+    drawn = chart(
+        x, axis("predicted step, s", [up for _, up in points], zero=True), [Series("", points, labels, line=True)]
+    )
+    return _figure(drawn, "The best setting with other budgets, by the plan.")
+
+
+def _figure(drawn: str, caption: str) -> str:
+    return f"<figure>{drawn}<figcaption>{escape(caption)}</figcaption></figure>"

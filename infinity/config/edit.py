@@ -1,0 +1,59 @@
+"""A configuration file with other values for some keys, and everything else in it as its author left it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from infinity.config.keys import DEPRECATED
+from infinity.config.values import shown
+from infinity.errors import ConfigError
+
+
+def edited(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a file's content with new values at dotted paths.
+
+    Keys keep their order and their spelling (`{"tiering.tile_size": ...}` stays dotted); new ones come last in their
+    section. One of DeepSpeed's old switches goes where the section that has replaced it is given a value.
+
+    Raises:
+        ConfigError: there is something else where a section should be.
+    """
+    result = copy.deepcopy(dict(values))
+    for path, value in changes.items():
+        for old, new in DEPRECATED.items():
+            if path.startswith(f"{new}."):
+                _remove(result, old)
+        _set(result, path, value)
+    return result
+
+
+def _set(section: dict[str, Any], path: str, value: Any) -> None:
+    key, rest = _split(section, path)
+    if not rest:
+        section[key] = value
+        return
+    if section.get(key) is None:
+        section[key] = {}
+    if not isinstance(section[key], dict):
+        raise ConfigError(f"{key} is {shown(section[key])}; it must be an object of keys and values")
+    _set(section[key], rest, value)
+
+
+def _split(section: Mapping[str, Any], path: str) -> tuple[str, str]:
+    """The longest beginning of `path` that is a key here, or else its first part; and what is left of it."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        key = ".".join(parts[:count])
+        if key in section:
+            return key, ".".join(parts[count:])
+    return parts[0], ".".join(parts[1:])
+
+
+def _remove(section: dict[str, Any], path: str) -> None:
+    key, rest = _split(section, path)
+    if not rest:
+        section.pop(key, None)
+    elif isinstance(section.get(key), dict):
+        _remove(section[key], rest)

@@ -1,0 +1,234 @@
+"""What a setting would do, by the plan: seconds of a step and bytes of every memory, or why it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from infinity.config import Config, edited, format_size, load_config
+from infinity.errors import InfinityError
+from infinity.planner import (
+    Drive,
+    Estimate,
+    Machine,
+    Point,
+    Rates,
+    Sweep,
+    TrainingPlan,
+    Work,
+    count_work,
+    drives_here,
+    estimate,
+    plan_training,
+    predict_step,
+    problems,
+    rates_of,
+)
+from infinity.tuning.machine import drives_of
+from infinity.tuning.space import KNOBS, Choices, Limits, Setting, canonical, keys_of, setting_of
+from infinity.zero.sizing import compute_dtype
+
+SPARE_SHARE = 0.05  # of what a drive has free, which swap files leave
+_BETTER = 0.995  # of the seconds before: less of a difference is none
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A setting as planned.
+
+    Attributes:
+        step_s: what its step takes; infinite where it cannot run.
+        refused: why it cannot, in words; empty where it can.
+        parts: seconds of compute, link, disk, optimizer and collectives, each as if alone.
+        nvme_bytes: of its swap files.
+        moved_bytes: from and to the drives in a step.
+    """
+
+    step_s: float
+    refused: str = ""
+    bottleneck: str = "nothing"
+    parts: Mapping[str, float] | None = None
+    nvme_bytes: int = 0
+    moved_bytes: int = 0
+    written_bytes: int = 0
+    host_bytes: int = 0
+    process_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What is there: drives as they are now, host memory that is free, and what was set as a limit.
+
+    Attributes:
+        libraries_bytes: what a process takes before it trains.
+    """
+
+    limits: Limits
+    host_bytes: int
+    libraries_bytes: int
+
+
+class Outlook:
+    """Predicts settings of one model and file.
+
+    Args:
+        values: the file's content.
+        machine: what `measure_machine` found.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        values: Mapping[str, Any],
+        machine: Mapping[str, Any],
+        bounds: Bounds,
+        seq_len: int,
+        *,
+        checkpointing: bool = False,
+    ) -> None:
+        self._model = model
+        self._values = values
+        self._bounds = bounds
+        self._seq_len = seq_len
+        self._checkpointing = checkpointing
+        self._machine = Machine(device_bytes=machine["device_bytes"])
+        self.config = load_config(values)
+        self.given = setting_of(self.config, bounds.limits)
+        dtype = str(compute_dtype(self.config)).removeprefix("torch.")
+        device = machine["device"] or "cpu"
+        self._rates = {
+            name: rates_of(machine["profile"], dtype=dtype, state_format=name, device=device)
+            for name in ("fp32", "split", "master", "bf16", "int8")
+        }
+        disk = self._rates["split"].disk
+        self._drives = {} if disk is None else drives_of(disk, dict(machine), self.given.aio)
+        self._works: dict[int, Work] = {}
+        self._known: dict[Setting, Prediction] = {}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The file as it is given."""
+        return dict(self._values)
+
+    def values_of(self, setting: Setting) -> dict[str, Any]:
+        """The file with this setting."""
+        return edited(self._values, keys_of(self.config, setting))
+
+    def of(self, setting: Setting) -> Prediction:
+        """What it would do."""
+        if setting not in self._known:
+            try:
+                self._known[setting] = self._predict(setting)
+            except InfinityError as error:
+                self._known[setting] = Prediction(float("inf"), str(error))
+        return self._known[setting]
+
+    def no_room(self, setting: Setting) -> str:
+        """Why its swap files would fill the drives as they are now; empty where they would not."""
+        needed, limit = self.of(setting).nvme_bytes, self._bounds.limits.disk_bytes
+        free = int(sum(drive.free_bytes for drive in self._drives_here(setting)) * (1 - SPARE_SHARE))
+        if limit is not None and needed > limit:
+            return f"its swap files take {format_size(needed)}, more than --max-disk {format_size(limit)}"
+        if needed > free:
+            return f"its swap files take {format_size(needed)}, and the drives have {format_size(free)} to spare"
+        return ""
+
+    def _drives_here(self, setting: Setting) -> list[Drive]:
+        return drives_here(load_config(self.values_of(setting)))
+
+    def _predict(self, setting: Setting) -> Prediction:
+        config = load_config(self.values_of(setting))
+        plan = plan_training(self._model, config, self._machine)
+        work = self._work(plan, config)
+        needs = estimate(plan, work, self._bounds.libraries_bytes)
+        step = predict_step(plan, config, work, self._rates_of(setting))
+        return Prediction(
+            step_s=step.seconds,
+            refused="; ".join(self._problems(plan, needs, config)),
+            bottleneck=step.bottleneck,
+            parts=dict(step.parts),
+            nvme_bytes=plan.nvme_bytes,
+            moved_bytes=plan.read_bytes + plan.write_bytes,
+            written_bytes=plan.write_bytes,
+            host_bytes=plan.host_used_bytes,
+            process_bytes=needs.process_bytes,
+        )
+
+    def _problems(self, plan: TrainingPlan, needs: Estimate, config: Config) -> Iterator[str]:
+        bounds, limits = self._bounds, self._bounds.limits
+        yield from problems(plan, needs, drives_here(config), bounds.host_bytes)
+        if limits.disk_bytes is not None and plan.nvme_bytes > limits.disk_bytes:
+            yield (
+                f"swap files of {format_size(plan.nvme_bytes)} are more than --max-disk "
+                f"{format_size(limits.disk_bytes)}"
+            )
+
+    def _work(self, plan: TrainingPlan, config: Config) -> Work:
+        key = config.micro_batch_size
+        if key not in self._works:
+            self._works[key] = count_work(
+                self._model,
+                plan.sizing.partition,
+                compute_dtype(config),
+                config.micro_batch_size,
+                self._seq_len,
+                checkpointing=self._checkpointing,
+            )
+        return self._works[key]
+
+    def _rates_of(self, setting: Setting) -> Rates:
+        rates = self._rates[setting.state_format]
+        return replace(rates, disk=self._drives.get(setting.aio, rates.disk))
+
+    def over_budgets(self, setting: Setting) -> list[Point]:
+        """It with other budgets of host memory, by the plan; none where they make no difference."""
+        config = load_config(self.values_of(setting))
+        needs = plan_training(self._model, config, self._machine).needs
+        if not 0 < needs.least_bytes < needs.most_bytes:
+            return []
+        rates = self._rates_of(setting)
+        sweep = Sweep(self._model, config, self._machine, rates, self._seq_len, self._checkpointing)
+        return sweep.over("host-memory")
+
+    # Which are worth a look #
+
+    def best(self, choices: Choices) -> Setting:
+        """The fastest by the plan: knob by knob, from every placement on, until nothing changes."""
+        starts = [replace(self.given, placement=placement) for placement in choices["placement"]]
+        found = [self._descend(start, choices) for start in starts]
+        return min(found, key=lambda setting: (bool(self.of(setting).refused), self.of(setting).step_s))
+
+    def _descend(self, setting: Setting, choices: Choices) -> Setting:
+        for _ in KNOBS:
+            before = setting
+            for knob in KNOBS:
+                setting = self._best_of(setting, knob, choices)
+            if setting == before:
+                break
+        return setting
+
+    def _best_of(self, setting: Setting, knob: str, choices: Choices) -> Setting:
+        """Another value of one knob only where it is faster."""
+        best = setting
+        for value in choices[knob]:
+            other = canonical(replace(setting, **{knob: value}), self.given)
+            runs, ran = not self.of(other).refused, not self.of(best).refused
+            if runs and (not ran or self.of(other).step_s < _BETTER * self.of(best).step_s):
+                best = other
+        return best
+
+    def neighbours(self, setting: Setting, choices: Choices) -> list[Setting]:
+        """What differs from it by one knob and can run, the fastest by the plan first."""
+        found = dict.fromkeys(
+            canonical(replace(setting, **{knob: value}), self.given) for knob in KNOBS for value in choices[knob]
+        )
+        found.pop(setting, None)
+        runs = [other for other in found if not self.of(other).refused and not self._alike(setting, other)]
+        return sorted(runs, key=lambda other: self.of(other).step_s)
+
+    def _alike(self, one: Setting, other: Setting) -> bool:
+        """They differ in how drives are asked that have nothing to do."""
+        return replace(one, aio=other.aio) == other and not self.of(one).moved_bytes

@@ -1,0 +1,95 @@
+"""Why each knob is where it is: by what was measured, and where nothing was, by the plan."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from infinity.tuning.outlook import Outlook
+from infinity.tuning.record import Record
+from infinity.tuning.space import KNOBS, TITLES, Choices, Setting, canonical, keys_of, shown
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One knob of the outcome.
+
+    Attributes:
+        knob: its name; `title` for people.
+        given, chosen: its value before and now, for people.
+        changed: keys of the file that have another value, by dotted path.
+        why: in words.
+    """
+
+    knob: str
+    title: str
+    given: str
+    chosen: str
+    changed: Mapping[str, Any]
+    why: str
+
+
+def reasons(best: Setting, outlook: Outlook, choices: Choices, record: Record) -> list[Reason]:
+    """One for each knob."""
+    return [_reason(knob, best, outlook, choices, record) for knob in KNOBS]
+
+
+def _reason(knob: str, best: Setting, outlook: Outlook, choices: Choices, record: Record) -> Reason:
+    before, after = getattr(outlook.given, knob), getattr(best, knob)
+    if len(choices[knob]) == 1:
+        why = "left as it was given"
+    elif knob == "aio" and not outlook.of(best).moved_bytes:
+        why = "the drives have nothing to do"
+    elif before == after:
+        why = _why_kept(knob, best, outlook, choices, record)
+    else:
+        why = _compared(knob, best, before, outlook, record)
+    changed = keys_of(outlook.config, best, (knob,))
+    return Reason(knob, TITLES[knob], shown(knob, before), shown(knob, after), changed, why)
+
+
+def _compared(knob: str, best: Setting, value: Any, outlook: Outlook, record: Record) -> str:
+    """`best` beside the same with another value of one knob."""
+    name = shown(knob, value)
+    other = canonical(replace(best, **{knob: value}), outlook.given)
+    ratios = _measured(best, other, record)
+    if ratios:
+        return f"measured: {_times(statistics.median(ratios))} with {name} ({_pairs(len(ratios))})"
+    failed = next((run.error for run in record.runs if run.setting == other and run.error), "")
+    prediction = outlook.of(other)
+    if failed or prediction.refused:
+        return f"{name} cannot run: {failed or prediction.refused}"
+    return f"by the plan: {outlook.of(best).step_s:.3g} s a step, and {prediction.step_s:.3g} s with {name}"
+
+
+def _why_kept(knob: str, best: Setting, outlook: Outlook, choices: Choices, record: Record) -> str:
+    """Beside the best of the other values."""
+    others = [value for value in choices[knob] if value != getattr(best, knob)]
+    settings = {value: canonical(replace(best, **{knob: value}), outlook.given) for value in others}
+
+    def rank(value: Any) -> tuple[bool, float]:
+        ratios = _measured(best, settings[value], record)
+        return not ratios, statistics.median(ratios) if ratios else outlook.of(settings[value]).step_s
+
+    return _compared(knob, best, min(others, key=rank), outlook, record)
+
+
+def _measured(best: Setting, other: Setting, record: Record) -> list[float]:
+    """Steps of `other` over those of `best`, of runs next to one another."""
+    ratios: list[float] = []
+    for duel in record.duels:
+        if (duel.challenger, duel.holder) == (other, best):
+            ratios += duel.ratios
+        elif (duel.challenger, duel.holder) == (best, other):
+            ratios += [1 / ratio for ratio in duel.ratios]
+    return ratios
+
+
+def _times(ratio: float) -> str:
+    return f"a step takes {ratio - 1:+.0%}" if abs(ratio - 1) >= 0.005 else "a step takes as long"
+
+
+def _pairs(count: int) -> str:
+    return "one pair of runs" if count == 1 else f"{count} pairs of runs"
