@@ -5,7 +5,8 @@
 The claim: linear. A block computes next to nothing, so that a step is the engine's own work: hooks, plan, transitions,
 gradients, updates. `memory` has all that moves in host memory; `drive` has parameters and optimizer states on a drive,
 and room for half of the parameters, so that every unit is fetched, evicted and written. Beside them is the time to make
-a plan. Prints microseconds a unit.
+a plan. Prints microseconds a unit, and those that the computing thread itself worked (`cpu`), which a busy machine
+changes less.
 """
 
 from __future__ import annotations
@@ -44,17 +45,19 @@ def least_memory(units: int, path: str) -> int:
     raise RuntimeError("a budget of one byte was not refused")
 
 
-def step_s(units: int, steps: int, config: dict[str, Any]) -> float:
-    """Median of the steps that follow a plan."""
+def step_us(units: int, steps: int, config: dict[str, Any]) -> tuple[float, float]:
+    """Microseconds a unit of the steps that follow a plan, and the computing thread's own; medians."""
     x = torch.randn(2, WIDTH, requires_grad=True)
-    times = []
+    times, worked = [], []
     with infinity.initialize(model=overhead.Blocks(units, WIDTH), config=config, device="cpu")[0] as engine:
         for _ in range(2 + steps):
-            start_s = time.perf_counter()
+            start_s, worked_s = time.perf_counter(), time.thread_time()
             engine.backward(engine(x))
             engine.step()
             times.append(time.perf_counter() - start_s)
-    return statistics.median(times[2:])
+            worked.append(time.thread_time() - worked_s)
+    median, median_worked = (statistics.median(each[2:]) / units * 1e6 for each in (times, worked))
+    return median, median_worked
 
 
 def plan_s(units: int) -> float:
@@ -78,10 +81,14 @@ def main() -> None:
     for units in map(int, args.units.split(",")):
         with tempfile.TemporaryDirectory(dir=args.path) as path:
             half = least_memory(units, path) + units * WIDTH * (WIDTH + 1) * 4 // 2
+            memory_us, memory_cpu_us = step_us(units, args.steps, config_of(path, "none", "auto"))
+            drive_us, drive_cpu_us = step_us(units, args.steps, config_of(path, "nvme", half))
             row = {
                 "units": units,
-                "memory_us": step_s(units, args.steps, config_of(path, "none", "auto")) / units * 1e6,
-                "drive_us": step_s(units, args.steps, config_of(path, "nvme", half)) / units * 1e6,
+                "memory_us": memory_us,
+                "memory_cpu_us": memory_cpu_us,
+                "drive_us": drive_us,
+                "drive_cpu_us": drive_cpu_us,
                 "plan_us": plan_s(units) / units * 1e6,
             }
         print(json.dumps(row), flush=True)
