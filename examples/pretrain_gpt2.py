@@ -36,7 +36,13 @@ def main() -> None:
     text = b"\n\n".join(file.read_bytes() for file in sorted(args.data.rglob("*.txt")))
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     shape = GPT2Config(
-        vocab_size=256, n_positions=args.length, n_embd=args.width, n_layer=args.layers, n_head=args.width // 64 or 1
+        vocab_size=256,
+        n_positions=args.length,
+        n_embd=args.width,
+        n_layer=args.layers,
+        n_head=args.width // 64 or 1,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     torch.manual_seed(0)
     with infinity.zero.Init(config=args.config):  # memory need not hold the model
