@@ -2,10 +2,11 @@
 
 [Note: what a measurement is worth]
 Other work on the machine makes the same step take half as long again, for minutes. So a challenger is compared with a
-run of the holder from just before, never with one of long ago, and wins only if it was faster by more than a little in
-two such pairs, or in the median of three; or in one where it takes less than half. It loses by one pair if it was
-clearly slower, and its process is ended as soon as even its fastest step says so. Where the holder has won its place
-from another than the given configuration, it is compared with that one, too, before it is handed out.
+run of the holder from just before, never with one of long ago, and wins if it was faster by more than a little in the
+median of two to five such pairs: the more runs of one setting differ among themselves, the more are needed. One pair is
+enough where it takes less than half, or longer by more than twice what they differ; its process is ended as soon as
+even its fastest step says so. Where the holder has won its place from another than the given configuration, it is
+compared with that one, too, before it is handed out.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from infinity.tuning.record import Duel, Record, Run
 from infinity.tuning.space import Choices, Setting
 
 GAIN = 0.97  # of the holder's step: less of a difference is none
-CLOSE = 1.05  # a challenger that is slower than that has lost
+CLOSE, NOISE = 0.05, 0.3  # the least and the most that runs of one setting are taken to differ by
 DECISIVE = 0.5  # one pair is enough
-CANNOT_WIN = 1.15  # of the holder's median: even the fastest step takes longer
+CANNOT_WIN = 0.1  # beyond that: even the fastest step is so much slower than the holder's median
 HOPELESS = 1.5  # of the holder's step, by the plan, which is wrong by a fifth
-_MOST_PAIRS = 3
+_MOST_PAIRS = 5
+_SPREAD_OVER = 4  # runs of a setting
 _REUSED = 2  # challengers that one run of the holder is compared with
 
 Measure = Callable[[Setting, float, float], Run]
@@ -143,11 +145,12 @@ class Search:
 
     def _duel(self, challenger: Setting) -> None:
         holder, ratios, why, run = self.holder, list[float](), "", None
-        while not _decided(ratios) and not why:
+        while not _decided(ratios, self._noise()) and not why:
             reference = self._holders_run() if self._stale() or ratios else self._reference
             assert reference is not None  # of a holder that is not stale
             self._reused += 1
-            run = self._run(challenger, CANNOT_WIN * reference.median_s, self._left_s() - self._reserve_s())
+            limit_s = (1 + self._noise() + CANNOT_WIN) * reference.median_s
+            run = self._run(challenger, limit_s, self._left_s() - self._reserve_s())
             if run.error or not run.step_s:
                 why = run.error or "no step of it ended in the time that was left"
             elif reference.median_s == float("inf"):
@@ -219,6 +222,15 @@ class Search:
         before, after = self._record.median_s(self.given), self._record.median_s(setting)
         return 1.0 if before == after else after / before
 
+    def _noise(self) -> float:
+        """How much longer one run takes than another of the same setting, from `CLOSE` to `NOISE`."""
+        spreads = []
+        for setting in {run.setting for run in self._record.runs}:
+            seen = [run.median_s for run in self._record.runs_of(setting) if not run.stopped][-_SPREAD_OVER:]
+            if len(seen) > 1:
+                spreads.append(max(seen) / min(seen) - 1)
+        return min(NOISE, max(CLOSE, statistics.median(spreads) if spreads else 0.0))
+
     def _spent_s(self) -> float:
         return self._clock() - self._began_s
 
@@ -241,15 +253,21 @@ class Search:
         return self._left_s() - self._reserve_s() >= runs * self._run_s(self.holder)
 
 
-def _decided(ratios: Sequence[float]) -> bool:
+def _decided(ratios: Sequence[float], noise: float) -> bool:
     """See [Note: what a measurement is worth]."""
-    if len(ratios) < 2:
-        return bool(ratios) and not DECISIVE <= ratios[0] <= CLOSE
-    alike = len({ratio < GAIN for ratio in ratios}) == 1
-    return alike or len(ratios) >= _MOST_PAIRS
+    if not ratios:
+        return False
+    middle, margin = statistics.median(ratios), noise / len(ratios)
+    if len(ratios) == 1:
+        return not DECISIVE <= middle <= GAIN + 2 * margin
+    if len(ratios) == 2 and min(ratios) < GAIN <= max(ratios):
+        return False  # the median of two is no median
+    return not GAIN - margin <= middle <= GAIN + margin or len(ratios) >= _MOST_PAIRS
 
 
 def _wins(ratios: Sequence[float]) -> bool:
     if not ratios:
         return False
-    return statistics.median(ratios) < (DECISIVE if len(ratios) == 1 else GAIN)
+    if len(ratios) < 3:  # the time was up
+        return max(ratios) < (DECISIVE if len(ratios) == 1 else GAIN)
+    return statistics.median(ratios) < GAIN

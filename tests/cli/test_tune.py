@@ -111,6 +111,23 @@ def test_json_and_a_tuned_file_that_is_tuned_again(stand_in, tmp_path, capsys) -
     assert first == second
 
 
+def test_an_auto_budget_is_limited_even_where_nothing_else_changes(stand_in, tmp_path, capsys) -> None:
+    keep = [word for knob in ("schedule", "tile", "aio", "batch", "memory") for word in ("--keep", knob)]
+    values = read_json(config_file(tmp_path))
+    values["tiering"]["host_memory"] = "auto"
+    path = tmp_path / "auto.json"
+    path.write_text(json.dumps(values))
+    out = tmp_path / "tuned.json"
+    arguments = ["tune", str(path), "--model", "gpt2:tiny", "--out", str(out), "--seq-len", "16", "--keep", "placement"]
+    assert main([*arguments, *keep, "--host-memory", "8MiB"]) == 0
+    assert "nothing beats the given configuration" in capsys.readouterr().out
+    tuned = read_json(out)
+    assert tuned["tiering"].pop("host_memory") == "8MiB"
+    tuned.pop("tuned")
+    values["tiering"].pop("host_memory")
+    assert tuned == values
+
+
 def test_ctrl_c_leaves_the_best_so_far_and_resume_goes_on(stand_in, tmp_path, monkeypatch, capsys) -> None:
     measure, asked = Trials.measure, []
 

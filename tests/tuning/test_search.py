@@ -24,6 +24,7 @@ from infinity.tuning import (
     reasons,
     setting_of,
 )
+from tests.tuning.simulated import simulated_search
 from tests.tuning.test_space import VALUES
 
 NO_LIMITS = Limits()
@@ -178,6 +179,15 @@ def test_noise_between_pairs_does_not_make_a_winner(outlook) -> None:
     choices = choices_of(outlook.config, Limits(), aio=[GOOD])
     outcome = Search(outlook, choices, Record({}), measure, 1e9, clock=machine.clock).run()
     assert outcome.best == outlook.given
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_within_five_percent_of_an_exhaustive_search(seed, outlook) -> None:
+    choices = choices_of(outlook.config, NO_LIMITS, aio=[GOOD], keep=["batch"])
+    found = simulated_search(outlook, choices, seed, noise=0.02)
+    assert found.over_best <= 1.05
+    assert found.over_given <= 1.0
+    assert found.runs < found.settings
 
 
 def test_what_fails_in_its_second_run_does_not_win(outlook) -> None:

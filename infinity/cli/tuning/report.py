@@ -134,9 +134,7 @@ def tuned_values(
     outlook: Outlook, outcome: Outcome, why: list[Reason], given_s: float | None, best_s: float | None
 ) -> dict[str, Any]:
     """The file with the best setting, and a section `tuned` that says why; the rest as its author left it."""
-    values = outlook.values
-    if outcome.best != outcome.given:
-        values = edited(values, keys_of(outlook.config, outcome.best, KNOBS))
+    values = edited(outlook.values, keys_of(outlook.config, outcome.best, KNOBS))  # of the given one, a limit on "auto"
     notes: Mapping[str, Any] = {
         "by": "infinity tune",
         "step_s": {"given": given_s, "tuned": best_s},
