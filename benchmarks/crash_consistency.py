@@ -324,6 +324,7 @@ def cost(args: argparse.Namespace) -> dict[str, Any]:
             seconds, read, written = (statistics.median(column) for column in zip(*results[keeps], strict=True))
             row |= {
                 f"{label}_step_s": seconds,
+                f"{label}_step_min_s": min(result[0] for result in results[keeps]),
                 f"{label}_read_bytes_per_param": read / params,
                 f"{label}_write_bytes_per_param": written / params,
                 f"{label}_nvme_bytes": engines[keeps].stats().peak_bytes["nvme"],

@@ -16,6 +16,7 @@ from infinity.io import IoFuture, Span
 from infinity.memory import Arena
 from infinity.telemetry import Counters, Times
 from infinity.tiers import Extent, GradHomes, GradStore, HostMemory, Move, Norms
+from infinity.tiers.striping import Piece
 
 UNIT = 1024  # elements; a page of float32
 UNITS = 5
@@ -55,7 +56,7 @@ class LateSwap:
 
     def reserve(self, nbytes: int) -> Extent:
         self.reserved += 1
-        return Extent((), nbytes, self.reserved)
+        return Extent((Piece(self.reserved, 0, nbytes),), nbytes)
 
     def write(self, extent: Extent, span: Span) -> LateFuture:
         def act() -> None:
