@@ -7,12 +7,11 @@ import math
 import torch
 
 from infinity.config import Config
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, NonFiniteError
 from infinity.optim.loss_scale import LossScale
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import Norms, Transfer
 from infinity.zero.ranks import Ranks
-from infinity.zero.updates import UpdateSchedule
 
 
 class Losses:
@@ -25,6 +24,7 @@ class Losses:
 
     Args:
         norms: of the last loss, where the device measures it.
+        early: units are updated before all gradients of a step are known.
         keeps: add the losses of a step up, for `take_sum`.
     """
 
@@ -32,10 +32,10 @@ class Losses:
         self,
         config: Config,
         ranks: Ranks,
-        schedule: UpdateSchedule,
         counters: Counters,
         norms: Norms,
         *,
+        early: bool,
         keeps: bool = False,
     ) -> None:
         self.count = config.gradient_accumulation_steps * ranks.size
@@ -46,10 +46,10 @@ class Losses:
         self._sum: torch.Tensor | None = None
         self._fp16 = config.fp16 is not None
         self._ranks = ranks
-        self._schedule = schedule
+        self._early = early
         self._counters = counters
         self._norms = norms
-        self._coming: Transfer | None = None  # whether the loss is a number
+        self._coming: tuple[int, Transfer] | None = None  # the step whose loss is measured
 
     def scale(self, loss: torch.Tensor, *, whole_step: bool = False) -> torch.Tensor:
         """What the backward of a micro-batch's loss begins with: its share of the step's, times the loss scale.
@@ -73,29 +73,33 @@ class Losses:
         """What the step has had so far is dropped."""
         self._sum = None
 
-    def usable(self, loss: torch.Tensor, *, late: bool) -> bool:
-        """The loss of every rank is a number, or the step can be left out when its gradients turn out to be none, or
-        `was_usable` will tell.
+    def check(self, loss: torch.Tensor, step: int, *, late: bool) -> None:
+        """See that the loss of every rank is a number, unless the step can be left out when its gradients are none.
 
         Args:
-            late: nothing that came before would be lost if it were known only when the pass changes something.
+            step: that the loss is of, for messages.
+            late: nothing would be lost if that were known only in `check_late`.
+
+        Raises:
+            NonFiniteError: it is not.
         """
         self._coming = None
-        if self._schedule is not UpdateSchedule.BACKWARD:
-            return True
+        if not self._early:
+            return
         if late and self._norms and not loss.is_cpu:
-            self._coming = self._norms.bring(0, loss.detach())
-            return True
-        return self._agreed(bool(torch.isfinite(loss).all()))
+            self._coming = step, self._norms.bring(0, loss.detach())
+        elif not self._agreed(bool(torch.isfinite(loss).all())):
+            raise _not_finite(step, str(loss.item()))
 
-    def was_usable(self) -> bool:
-        """The loss whose backward is running is a number, on every rank: asked before anything is changed by it."""
+    def check_late(self) -> None:
+        """Before anything is changed by the loss whose backward is running: as `check`, if the device says so now."""
         if self._coming is None:
-            return True
+            return
+        (step, copy), self._coming = self._coming, None
         with self._counters.stalled(StallCause.HOST_LINK):
-            self._coming.result()
-        self._coming = None
-        return self._agreed(math.isfinite(self._norms.values[0].item()))
+            copy.result()
+        if not self._agreed(math.isfinite(self._norms.values[0].item())):
+            raise _not_finite(step, "not finite")
 
     def forget(self) -> None:
         """The pass is given up."""
@@ -124,3 +128,10 @@ class Losses:
         if grad is not None and self.count > 1:
             with torch.no_grad():
                 grad.div_(self.count)
+
+
+def _not_finite(step: int, found: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"the loss of step {step} is {found}; no parameter was changed by it. Leave this batch out, or set "
+        "tiering.update_schedule to deferred to have such steps skipped"
+    )

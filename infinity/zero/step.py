@@ -35,7 +35,7 @@ from infinity.zero.layer_major import LayerMajor
 from infinity.zero.losses import Losses
 from infinity.zero.phases import FOLLOWS, Counts, Phase
 from infinity.zero.stand_ins import StandIns
-from infinity.zero.updates import StepOutcome, Updates
+from infinity.zero.updates import StepOutcome, Updates, UpdateSchedule
 
 _log = logging.getLogger(__name__)
 
@@ -89,9 +89,9 @@ class Step:
         self.losses = Losses(
             config,
             runtime.ranks,
-            runtime.schedule,
             runtime.counters,
             runtime.loss_norm,
+            early=runtime.schedule is UpdateSchedule.BACKWARD,
             keeps=runtime.monitor.writes,
         )
         self.lr_scheduler: Any | None = None
@@ -115,8 +115,7 @@ class Step:
             optimizer.rule,
             runtime.schedule,
             config.gradient_clipping,
-            self.losses.loss_scale,
-            self._check_loss,
+            self.losses,
         )
         self.activations = open_activations(config, runtime, model)
         self._stand_ins = StandIns(model, runtime.partition.units)
@@ -302,23 +301,13 @@ class Step:
 
     def check_finite(self, loss: torch.Tensor) -> None:
         """Under the `backward` schedule, which updates before all gradients are known, the loss must be finite."""
-        if self.losses.usable(loss, late=self._is_whole):
-            return
-        if self._open is None and self._phase is Phase.FORWARD:
-            self._end_cycle(learn=False)
-            self._go(Phase.IDLE)
-        raise self._not_finite(loss.item())
-
-    def _check_loss(self) -> None:
-        """Before the first update of a backward pass: as `check_finite`, if the device has not said so before."""
-        if not self.losses.was_usable():
-            raise self._not_finite("not finite")
-
-    def _not_finite(self, found: object) -> NonFiniteError:
-        return NonFiniteError(
-            f"the loss of step {self.counts.global_steps} is {found}; no parameter was changed by it. Leave "
-            "this batch out, or set tiering.update_schedule to deferred to have such steps skipped"
-        )
+        try:
+            self.losses.check(loss, self.counts.global_steps, late=self._is_whole)
+        except NonFiniteError:
+            if self._open is None and self._phase is Phase.FORWARD:
+                self._end_cycle(learn=False)
+                self._go(Phase.IDLE)
+            raise
 
     @property
     def _is_whole(self) -> bool:

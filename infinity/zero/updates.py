@@ -16,11 +16,11 @@ from enum import Enum
 
 from infinity.errors import CapacityError, NonFiniteError
 from infinity.kernels import Rule
-from infinity.optim.loss_scale import LossScale
 from infinity.optim.pipeline import Segment
 from infinity.tiers import overlap
 from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
+from infinity.zero.losses import Losses
 from infinity.zero.partition import Partition, Unit
 from infinity.zero.reduction import Addend
 
@@ -54,8 +54,7 @@ class Updates:
     Args:
         rule_of: the update rule of a group now.
         max_norm: clip the global norm to this; 0 for no clipping.
-        loss_scale: what the gradients are too large by; 1 unless training is in fp16.
-        check_loss: raises NonFiniteError, before anything is changed, if the loss turns out not to be finite.
+        losses: what backward passes begin with; its loss scale is what the gradients are too large by.
     """
 
     def __init__(
@@ -66,8 +65,7 @@ class Updates:
         rule_of: RuleOf,
         schedule: UpdateSchedule,
         max_norm: float,
-        loss_scale: LossScale,
-        check_loss: Callable[[], None],
+        losses: Losses,
     ) -> None:
         self._partition = partition
         self._executor = executor
@@ -75,8 +73,7 @@ class Updates:
         self._rule_of = rule_of
         self._schedule = schedule
         self._max_norm = max_norm
-        self._loss_scale = loss_scale
-        self._check_loss = check_loss
+        self._losses = losses
         self._sum_sq = 0.0  # of the units that `backward` has handed over in this step
         self._due: dict[int, None] = {}  # units whose gradients are final, and may still be on their way to the host
         self._finals: list[int] = []
@@ -107,7 +104,7 @@ class Updates:
         """The backward pass is over: so are units in parts, and those with parameters that had no part in it."""
         self._in_parts = frozenset()
         if self._last_pass and self._schedule is UpdateSchedule.BACKWARD:
-            self._check_loss()
+            self._losses.check_late()
             self._all_final()
 
     def final(self, unit: int) -> None:
@@ -148,7 +145,7 @@ class Updates:
         return done > 0
 
     def _update_final(self, unit: int) -> None:
-        self._check_loss()
+        self._losses.check_late()
         if not self._gradients.is_finite(unit):
             changed = "parameters of later units are already updated" if self.under_way else "nothing was changed by it"
             raise NonFiniteError(
@@ -229,12 +226,12 @@ class Updates:
             self._all_final()
             norm, self._sum_sq = self._gradients.norm_of(self._sum_sq), 0.0
             return StepOutcome(norm, skipped=False)
-        loss_scale = self._loss_scale.value
+        loss_scale = self._losses.loss_scale.value
         norm = self._gradients.norm() / loss_scale
         overflow = norm != norm
         if overflow:
             self._gradients.drop_all()
-        self._loss_scale.after_step(overflow=overflow)
+        self._losses.loss_scale.after_step(overflow=overflow)
         if overflow:
             return StepOutcome(norm, skipped=True)
         scale = 1.0 / loss_scale
