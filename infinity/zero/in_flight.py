@@ -71,7 +71,7 @@ class InFlight:
         """Start the pending update of a unit in memory, unless its gradients have no room: it is tried again then.
 
         Args:
-            write: the new parameters are written to their home.
+            write: the new parameters are written to their home, tile by tile as they are updated.
             needed: when the unit is needed next; of those that nobody waits for the lowest goes first.
         """
         if unit not in self.pending:
@@ -82,6 +82,8 @@ class InFlight:
             self._stuck[unit] = write, needed
             return
         self._stuck.pop(unit, None)
+        # Of a unit whose home has older values, those that this update leaves alone would stay as old there.
+        write = write and not self._params.is_dirty(unit)
         self.torn = True
         self.open_host(unit)
         grad, arriving = self._grads.hand_over(unit)

@@ -11,19 +11,13 @@ from tests.behaviour.test_parity import assert_same_bits
 from tests.device import simdev
 from tests.device.training import engine_on, on_cpu_like, tiny, train_here
 
-PLACEMENTS = [("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")]
 
-
-@pytest.mark.parametrize(("params", "optimizer"), PLACEMENTS)
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("clipping", [0.0, 0.5])
+@pytest.mark.parametrize(("params", "optimizer"), [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")])
+@pytest.mark.parametrize(("accumulation", "clipping"), [(1, 0.0), (1, 0.5), (4, 0.5)])
 def test_a_step_waits_for_no_stream(clipping, accumulation, params, optimizer, tmp_path) -> None:
     """Single events may be waited for: a norm, or memory that the host is too far ahead of."""
     recipe = Recipe("bf16", accumulation, clipping, 6)
-    schedule = "auto" if accumulation == 1 else "deferred"  # that of the loss of each micro-batch needs none, either
-    with engine_on(
-        "simdev", tiny(), recipe, Placement(params, optimizer, tmp_path, "64KiB", schedule=schedule)
-    ) as engine:
+    with engine_on("simdev", tiny(), recipe, Placement(params, optimizer, tmp_path, "64KiB")) as engine:
         data = [ids.to(engine.device) for ids in batches(6 * accumulation)]
         waits = []
         for ids in data:
