@@ -26,6 +26,7 @@ class Norms:
         if count:
             self.values = self._arena.lease(self._arena.capacity_bytes).tensor(torch.float64)
         self._sources = [torch.empty(0)] * count  # the device's memory of each, which the last copy may still read
+        self._last: Transfer | None = None  # one comes after the other
 
     def __bool__(self) -> bool:
         return bool(self._sources)
@@ -35,9 +36,12 @@ class Norms:
         norm = torch.linalg.vector_norm(gradients, dtype=torch.float64)
         copy = self._link.download(self.values[index], norm)
         self._sources[index] = norm  # the last one's copy comes before this one's
+        self._last = copy
         return copy
 
     def close(self) -> None:
-        """Give the memory back; nothing may be on its way."""
+        """Give the memory back, once nothing is on its way to it that nobody waited for."""
+        if self._last is not None:
+            self._last.result()
         self._sources.clear()
         self._arena.close()
