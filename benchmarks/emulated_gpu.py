@@ -7,7 +7,7 @@ cores belong to the optimizer and the drive; its link gives what it is told to. 
 machine: seconds of compute, link, optimizer and drive. Here a small model stands for it, and everything is stretched by
 one factor, so that compute : link : optimizer, or compute : link : drive, stand to each other as on that machine; what
 cannot be stretched is measured first (the optimizer in two steps of this training, or the drive under reads and writes)
-and gives the factor. Seconds of Python are not stretched: a unit of the small model has a quarter of a Llama block's
+and gives the factor. Seconds of Python are not stretched: a unit of the small model has a tenth of a Llama block's
 parameters, so that they count for more here than there.
 
 The floor of a step is its busiest engine: compute, each direction of the link, the optimizer, the drive. Printed are
@@ -41,7 +41,7 @@ from infinity.memory.filled import random_memory
 from tests.device import simdev
 
 GPU_PARAMS = 8.0e9  # of the model whose step a regime tells
-LAYERS, WIDTH, VOCAB, SEQ, BATCH = 8, 1536, 1024, 256, 4
+LAYERS, WIDTH, VOCAB, SEQ, BATCH = 8, 1024, 1024, 256, 4
 FORWARD_SHARE = 1 / 4  # of what a micro-batch computes; backward computes it again and twice as much beside it
 PROBE_FLOPS = 1e12
 STATES_ON_DEVICE_STEP_S = 0.6  # as long as the other regimes that are bound by compute
