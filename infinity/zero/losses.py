@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from infinity.config import Config
 from infinity.errors import InfinityError, NonFiniteError
 from infinity.optim.loss_scale import LossScale
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import Norms, Transfer
+from infinity.tiers import Norms
+from infinity.zero.landing import Coming
 from infinity.zero.ranks import Ranks
 
 
@@ -49,7 +48,7 @@ class Losses:
         self._early = early
         self._counters = counters
         self._norms = norms
-        self._coming: tuple[int, Transfer] | None = None  # the step whose loss is measured
+        self._coming: tuple[int, Coming] | None = None  # the step whose loss is measured
 
     def scale(self, loss: torch.Tensor, *, whole_step: bool = False) -> torch.Tensor:
         """What the backward of a micro-batch's loss begins with: its share of the step's, times the loss scale.
@@ -87,7 +86,7 @@ class Losses:
         if not self._early:
             return
         if late and self._norms and not loss.is_cpu:
-            self._coming = step, self._norms.bring(0, loss.detach())
+            self._coming = step, Coming(self._norms.values[0], self._norms.bring(0, loss.detach()))
         elif not self._agreed(bool(torch.isfinite(loss).all())):
             raise _not_finite(step, str(loss.item()))
 
@@ -95,10 +94,8 @@ class Losses:
         """Before anything is changed by the loss whose backward is running: as `check`, if the device says so now."""
         if self._coming is None:
             return
-        (step, copy), self._coming = self._coming, None
-        with self._counters.stalled(StallCause.HOST_LINK):
-            copy.result()
-        if not self._agreed(math.isfinite(self._norms.values[0].item())):
+        (step, coming), self._coming = self._coming, None
+        if not self._agreed(coming.stats(self._counters).finite):
             raise _not_finite(step, "not finite")
 
     def forget(self) -> None:
