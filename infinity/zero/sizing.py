@@ -63,6 +63,7 @@ class Sizing:
     layer_major: bool
     initial_numel: int
     embeddings: frozenset[str]
+    has_slots: bool
 
     @cached_property
     def shards(self) -> Shards:
@@ -145,7 +146,9 @@ def choose_schedule(config: Config) -> UpdateSchedule:
     asked = config.tiering.update_schedule
     if asked == "auto":
         waits = not config.managed_accumulation or config.gradient_clipping > 0 or config.precision == "fp16"
-        return UpdateSchedule.DEFERRED if waits else UpdateSchedule.BACKWARD
+        if not waits:
+            return UpdateSchedule.BACKWARD
+        return UpdateSchedule.SPECULATIVE if _has_slots(config) else UpdateSchedule.DEFERRED
     schedule = UpdateSchedule(asked)
     if schedule is UpdateSchedule.BACKWARD and config.precision == "fp16":
         raise ConfigError(
@@ -158,6 +161,11 @@ def choose_schedule(config: Config) -> UpdateSchedule:
             "known only after backward. Use deferred (or auto), or set gradient_clipping to 0"
         )
     return schedule
+
+
+def _has_slots(config: Config) -> bool:
+    """All that updates of units change has two slots on the drives anyway, and users look at none of it between."""
+    return config.tiering.crash_consistent and config.zero.stage == 3 and config.managed_accumulation
 
 
 def size_up(
@@ -222,6 +230,7 @@ def size_up(
         layer_major=accumulates and config.tiering.accumulation == "layer",
         initial_numel=max(_initial_numel(unit, made, rules) for unit in partition.units),
         embeddings=_embeddings(model),
+        has_slots=config.tiering.crash_consistent or schedule is UpdateSchedule.SPECULATIVE,
     )
 
 
