@@ -23,6 +23,7 @@ from infinity.schedule.placement import (
     collecting_bytes,
     device_share,
     host_needs,
+    may_run_ahead,
     param_bytes,
     rules_of,
 )
@@ -148,7 +149,7 @@ def choose_schedule(config: Config) -> UpdateSchedule:
         waits = not config.managed_accumulation or config.gradient_clipping > 0 or config.precision == "fp16"
         if not waits:
             return UpdateSchedule.BACKWARD
-        return UpdateSchedule.SPECULATIVE if _has_slots(config) else UpdateSchedule.DEFERRED
+        return UpdateSchedule.SPECULATIVE if may_run_ahead(config) else UpdateSchedule.DEFERRED
     schedule = UpdateSchedule(asked)
     if schedule is UpdateSchedule.BACKWARD and config.precision == "fp16":
         raise ConfigError(
@@ -161,11 +162,6 @@ def choose_schedule(config: Config) -> UpdateSchedule:
             "known only after backward. Use deferred (or auto), or set gradient_clipping to 0"
         )
     return schedule
-
-
-def _has_slots(config: Config) -> bool:
-    """All that updates of units change has two slots on the drives anyway, and users look at none of it between."""
-    return config.tiering.crash_consistent and config.zero.stage == 3 and config.managed_accumulation
 
 
 def size_up(
