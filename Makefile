@@ -2,6 +2,7 @@
 # make test   pass the tests
 # make test-device   pass those on an emulated accelerator
 # make lint   what CI checks beside them
+# make docs   the documentation as a site, in build/site
 # Each sets up what it needs, once.
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 DEMO_STEPS ?= 50
 
-.PHONY: demo test test-device lint format sanitize clean
+.PHONY: demo test test-device lint docs format sanitize clean
 
 demo: $(VENV)/.built
 	$(BIN)/infinity train --model gpt2 --config configs/nvme.json --steps $(DEMO_STEPS)
@@ -31,6 +32,9 @@ lint: $(VENV)/.built
 	$(BIN)/python tools/count_placement_branches.py --most 45
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.cpp' -o -name '*.h')
 	PATH="$(abspath $(BIN)):$$PATH" tools/check_warnings.sh
+
+docs: $(VENV)/.built
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 format: $(VENV)/.built
 	$(BIN)/ruff check --fix .
