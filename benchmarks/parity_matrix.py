@@ -8,8 +8,9 @@ refused by name. Ranks are gloo processes on this machine.
 
 Three distances are taken over a run: of the losses and of the gradient norms, relative, the largest over the steps, and
 of the final weights, over the way that they have come. They are at most 1e-4 in fp32. In 16 bits they are at most four
-times those between the plain loops in that precision and in fp32: the plain loop itself is that far from the truth. The
-last table has those, and what a mistake would give.
+times those between the plain loops in that precision and in fp32: the plain loop itself is that far from the truth. A
+norm may also differ by one rounding to that precision, since a plain loop that comes closer does so by chance. The last
+table has those distances, and what a mistake would give.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Case:
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
             "zero_optimization": zero,
             # budgets that the model does not fit in, so that tiles and units move
-            "tiering": {"tile_size": "64KiB"} | ({"host_memory": "2MB"} if self.offload == "nvme" else {}),
+            "tiering": {"tile_size": "64KiB"} | ({"host_memory": "2.3MB"} if self.offload == "nvme" else {}),
         }
 
 
@@ -214,6 +215,7 @@ def compare(cases: Sequence[Case], results: Sequence[Curve | str]) -> list[dict[
         bound = Distance(*[FP32_TOLERANCE] * 3)
         if case.precision != "fp32":
             bound = Distance.of(plain, expected["fp32", case.clipping], start).times(ROUNDINGS)
+            bound = replace(bound, norm=max(bound.norm, torch.finfo(DTYPES[case.precision]).eps))
         distance = Distance.of(result, plain, start)
         reference = in_memory.get(replace(case, offload="none"))
         same = isinstance(reference, Curve) and torch.equal(reference.weights, result.weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from pathlib import Path
@@ -16,6 +17,8 @@ from infinity.tiers import StoredTensor, WeightFile
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
+
+_SAMPLES, _SAMPLE_NUMEL = 8, 256
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +57,24 @@ class PretrainedWeights:
         key, entry = self._keys[name]
         with TensorReader(self._directory, {key: entry}) as reader:
             return reader.read(key, 0, torch.Size(entry.shape).numel()).view(entry.shape)
+
+    def read_slice(self, name: str, start: int, numel: int) -> torch.Tensor:
+        """Elements `[start, start + numel)` of a parameter, flat, in the dtype of the file."""
+        key, entry = self._keys[name]
+        with TensorReader(self._directory, {key: entry}) as reader:
+            return reader.read(key, start, numel)
+
+    def fingerprint(self, name: str) -> str:
+        """Where a parameter lies in its file, and a digest of elements from all over it: trainings differ in those."""
+        key, entry = self._keys[name]
+        numel = torch.Size(entry.shape).numel()
+        samples = hashlib.sha256()
+        with TensorReader(self._directory, {key: entry}) as reader:
+            for index in range(_SAMPLES):
+                start = numel * index // _SAMPLES
+                taken = reader.read(key, start, min(_SAMPLE_NUMEL, numel - start))
+                samples.update(taken.view(torch.uint8).numpy().tobytes())
+        return f"{entry.dtype} {entry.shape} {samples.hexdigest()}"
 
     def stored(self, name: str) -> StoredTensor | None:
         """Where the values of a parameter are; None where they are to be copied."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Set
 from dataclasses import dataclass, field
@@ -40,6 +41,17 @@ class FilesSource(WeightSource, Protocol):
 
     def stored(self, name: str) -> StoredTensor | None:
         """Where the values are; None where they are to be copied."""
+
+
+@runtime_checkable
+class SlicedSource(WeightSource, Protocol):
+    """One whose values may be read in parts."""
+
+    def fingerprint(self, name: str) -> str:
+        """What tells a parameter's values from others, whatever directory they are in."""
+
+    def read_slice(self, name: str, start: int, numel: int) -> torch.Tensor:
+        """Neighbouring elements of the values, flat."""
 
 
 @dataclass
@@ -137,6 +149,22 @@ class InitialValues:
                 like = torch.empty_like(values, device="meta")
                 self._originals[name] = _Original(param, values, like, values.device)
                 set_local_part(param, _placeholder(values))
+
+    def stored_alike(self, ranks: Ranks) -> Set[str]:
+        """Parameters that each of several ranks may read for itself, a part at a time: all have the same in files."""
+        if ranks.size == 1:
+            return frozenset()
+        found = {}
+        if isinstance(self._weights, SlicedSource):
+            keys = {name: self._stored(name) for name in sorted(self._valueless)}
+            found = {name: self._weights.fingerprint(key) for name, key in keys.items() if key is not None}
+        theirs = ranks.of_all(hashlib.sha256(repr(found).encode()).hexdigest())
+        return found.keys() if len(set(theirs)) == 1 else frozenset()
+
+    def read_slice(self, name: str, elements: slice) -> torch.Tensor:
+        """Neighbouring elements of a parameter that is `stored_alike`, flat."""
+        assert isinstance(self._weights, SlicedSource)
+        return self._weights.read_slice(str(self._stored(name)), elements.start, elements.stop - elements.start)
 
     # Taking out #
 

@@ -3,11 +3,15 @@
 A model that was built in memory gives its values up as they are moved. A model that was built on the meta device
 (see meta.py) has none: when a unit's turn comes, its values are read from where they are stored, or its modules are
 initialised one by one, so that the whole model never exists outside of the tiers.
+
+Of several ranks, the first one's values count, which it sends to the others. But what all of them have in the same
+files each reads for itself, and only its shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -21,16 +25,22 @@ from infinity.zero.ranks import Ranks
 
 
 def materialize(runtime: Runtime, values: InitialValues) -> None:
-    """Write every unit's parameters and fresh optimizer states to their tiers; rank 0's values count."""
+    """Write every unit's parameters and fresh optimizer states to their tiers."""
     partition, layout = runtime.partition, runtime.layout
+    alike = values.stored_alike(runtime.ranks)
     for unit in partition.units:
         if unit.runs:
             _fetch_from_files(runtime, unit)
             values.placed(unit)
             continue
+        if all(slot.name in alike for slot in unit.slots):
+            with runtime.executor.created(unit.index) as flat:
+                _fill_unit(partition, unit, flat, values.read_slice, runtime.pipeline, layout)
+            values.placed(unit)
+            continue
         with runtime.executor.created(unit.index) as flat:
             initial = _from_rank_0(values, unit, runtime.ranks)
-            _fill_unit(partition, unit, flat, initial, runtime.pipeline, layout)
+            _fill_unit(partition, unit, flat, partial(_slice_of, initial), runtime.pipeline, layout)
         frozen = [slot.name for slot in unit.slots if not slot.trainable]
         values.placed(unit, {name for name in frozen if not _holds(layout.param_dtype, initial[name])})
 
@@ -61,22 +71,26 @@ def _from_rank_0(values: InitialValues, unit: Unit, ranks: Ranks) -> dict[str, t
     return initial
 
 
+def _slice_of(initial: Mapping[str, torch.Tensor], name: str, elements: slice) -> torch.Tensor:
+    return initial[name][elements]
+
+
 def _fill_unit(
     partition: Partition,
     unit: Unit,
     flat: torch.Tensor,
-    initial: Mapping[str, torch.Tensor],
+    initial: Callable[[str, slice], torch.Tensor],
     pipeline: UpdatePipeline,
     layout: StateLayout,
 ) -> None:
     for part in partition.parts(unit):
         if not part.slot.trainable:
-            flat[part.shard].copy_(initial[part.slot.name][part.param])
+            flat[part.shard].copy_(initial(part.slot.name, part.param))
     for tile, fields in pipeline.tiles(unit.index, writable=True, fresh=True):
         start, stop = tile.start, tile.start + tile.numel
         master = torch.zeros(tile.numel, dtype=torch.float32, device="cpu")
         for part in partition.parts(unit, start, stop):
-            master[part.start - start : part.stop - start].copy_(initial[part.slot.name][part.param])
+            master[part.start - start : part.stop - start].copy_(initial(part.slot.name, part.param))
         init_states(layout, master, flat[start:stop], fields)
 
 

@@ -22,6 +22,7 @@ from infinity.checkpoint.tensors import RangeReader
 from infinity.zero import shared_directory
 from infinity.zero.ranks import Ranks
 from tests.behaviour.ranks import run_ranks
+from tests.behaviour.reference import tiny_llama
 from tests.doors.small_models import CONFIG
 
 WIDE = 512  # so that headers are little beside it
@@ -214,3 +215,44 @@ def test_a_rank_that_cannot_write_is_named_on_all_and_nothing_is_left(tmp_path) 
     assert "free some space or save elsewhere" in second[1]
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["latest", "tag"]
     assert json.loads((tmp_path / "saved" / "tag" / "manifest.json").read_text())["ranks"] == 2
+
+
+# The weights that a training begins with #
+
+
+def _load_on_rank(base: str, other: str) -> tuple[int, int, dict[str, torch.Tensor]]:
+    """Elements that this rank is sent, bytes that it reads, and what it has then."""
+    sent, read = [], []
+    broadcast, read_range = Ranks.broadcast, RangeReader.read
+
+    def counted(self: Ranks, tensor: torch.Tensor, source: int = 0) -> None:
+        sent.append(tensor.numel())
+        broadcast(self, tensor, source)
+
+    def counted_read(self: RangeReader, name: str, start: int, nbytes: int, key: str) -> bytearray:
+        read.append(nbytes)
+        return read_range(self, name, start, nbytes, key)
+
+    Ranks.broadcast, RangeReader.read = counted, counted_read  # type: ignore[method-assign]
+    mine = base if not dist.is_initialized() or dist.get_rank() == 0 else other
+    config = CONFIG | {"zero_optimization": {"stage": 3}, "communication": {"timeout": 30}}
+    with infinity.integrations.from_pretrained(mine, config)[0] as engine:
+        engine_read = sum(read)
+        return sum(sent), engine_read, weights(engine)
+
+
+def test_ranks_read_their_own_parts_of_the_weights(tmp_path) -> None:
+    base, other = str(tmp_path / "a"), str(tmp_path / "b")
+    tiny_llama(0).save_pretrained(base)
+    tiny_llama(1).save_pretrained(other)
+    meetings = [tmp_path / str(index) for index in range(3)]
+    for meeting in meetings:
+        meeting.mkdir()
+    _, whole, expected = run_ranks(1, _load_on_rank, base, "", path=meetings[0])[0]
+    for sent, read, found in run_ranks(2, _load_on_rank, base, base, path=meetings[1]):
+        assert sent < 100  # a buffer
+        assert read < 0.6 * whole + 200_000  # and a sample of each tensor, by which they are compared
+        assert_same(found, expected)
+    for sent, _, found in run_ranks(2, _load_on_rank, base, other, path=meetings[2]):
+        assert sent > 100_000
+        assert_same(found, expected)
