@@ -21,6 +21,7 @@ from infinity.cli import (
     run,
     states,
     timeline,
+    top,
     train,
     tune,
 )
@@ -32,6 +33,7 @@ COMMANDS = (
     estimate,
     plan,
     tune,
+    top,
     timeline,
     checkpoint,
     convert_checkpoint,

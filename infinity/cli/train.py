@@ -41,6 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--checkpoint-activations", action="store_true", help="keep the inputs of blocks only, and recompute the rest"
     )
+    parser.add_argument("--log", type=Path, metavar="FILE", help="append every step to it, for `infinity report`")
     parser.add_argument("--json", action="store_true", help="one JSON line a step on standard output")
     parser.set_defaults(run=run)
 
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
             keep_last=args.keep_last,
             resume=args.resume,
             checkpoint_activations=args.checkpoint_activations,
+            log=args.log,
             json=args.json,
         )
     )

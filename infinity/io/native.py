@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -97,6 +98,8 @@ class NativeEngine(IoEngine):
             iopoll=options.iopoll,
             faults=dict(faults or {}),
         )
+        self._asked_lock = threading.Lock()
+        self._asked_bytes = [0, 0]  # to be read, and to be written
         self._registered: list[Span] = []  # the kernel uses their pages until the engine is closed
 
     def _open(self, source: Path, read_only: bool, name: Path) -> IoFile:
@@ -115,6 +118,8 @@ class NativeEngine(IoEngine):
         if not isinstance(file, _NativeFile):
             raise TypeError(f"{file.path} was opened by another engine")
         check_aligned(file, offset, span)
+        with self._asked_lock:
+            self._asked_bytes[write] += span.nbytes
         try:
             request = self._engine.submit(
                 write, file.opened(), offset, span.address, span.nbytes, int(priority), span.owner
@@ -134,7 +139,8 @@ class NativeEngine(IoEngine):
         return refusal == 0
 
     def stats(self) -> IoStats:
-        return IoStats(*self._engine.stats())
+        moved = self._engine.stats()
+        return IoStats(*moved, *self._asked_bytes)
 
     def latencies(self) -> Latencies:
         reads, writes = self._engine.latencies()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 import transformers
 
+from infinity import __version__
 from infinity.cli.training.data import ByteTokens, Samples, TokenizedFiles, find_files
+from infinity.cli.training.log import RunLog
 from infinity.cli.training.models import build_model, checkpoint_activations, max_tokens
 from infinity.cli.training.progress import Progress, StepReport
 from infinity.cli.training.ranks import agreed, first_sample, mean_over_ranks, rank_and_size
@@ -47,6 +50,7 @@ class Settings:
     keep_last: int | None
     resume: bool
     checkpoint_activations: bool
+    log: Path | None
     json: bool
 
 
@@ -66,9 +70,10 @@ def train(settings: Settings) -> int:
     check_vocabulary(model, tokens.vocabulary, settings.model)
     samples = Samples(tokens, settings.seq_len, settings.seed)
     engine, *_ = initialize(model=model, config=_config(settings), weights=weights, device=settings.device)
-    with engine, _stop_signal() as stop:
-        progress = Progress(settings.steps, json_lines=settings.json, silent=rank_and_size()[0] > 0)
+    shown = _progress(settings, engine)
+    with engine, shown as progress, _stop_signal() as stop:
         progress.note(f"tokens: {'bytes' if tokenizer is None else tokenizer.name_or_path} ({tokens.vocabulary} kinds)")
+        engine.tell(steps=settings.steps)
         run = _Run(engine, samples, settings, progress)
         if settings.resume:
             run.resume()
@@ -87,6 +92,30 @@ def train(settings: Settings) -> int:
             run.end()
         progress.finish()
     return 128 + signum if signum else 0
+
+
+def _progress(settings: Settings, engine: Engine) -> Progress:
+    """What shows and logs the run, on rank 0; nothing on others."""
+    rank, ranks = rank_and_size()
+    log = None
+    if settings.log is not None and rank == 0:
+        timeline = engine.config.tiering.timeline
+        if timeline is not None and ranks > 1:
+            timeline = timeline.with_suffix(f".rank0{timeline.suffix}")
+        about = {
+            "infinity": __version__,
+            "model": settings.model,
+            "data": [str(path) for path in settings.data],
+            "resume": settings.resume,
+            "steps": settings.steps,
+            "seq_len": settings.seq_len,
+            "ranks": ranks,
+            "host": platform.node(),
+            "timeline": None if timeline is None else str(timeline.resolve()),
+            "config": dict(engine.config.source),
+        }
+        log = RunLog(settings.log, about)
+    return Progress(settings.steps, json_lines=settings.json, silent=rank > 0, log=log)
 
 
 class _Run:
@@ -182,7 +211,9 @@ class _Run:
             tokens=accumulation * ranks * size * self._settings.seq_len,
             lr=engine.get_lr()[0],
             stats=engine.stats(),
+            tiers=engine.tiers(),
         )
+        engine.tell(tokens=report.tokens, loss=report.loss)
         self._progress.show(report)
         self._skipped = self._skipped + 1 if report.stats.skipped else 0
         if self._skipped == MAX_SKIPPED:
