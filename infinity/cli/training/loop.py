@@ -17,12 +17,15 @@ import torch
 import transformers
 
 from infinity import __version__
-from infinity.cli.training.data import ByteTokens, Samples, TokenizedFiles, find_files
+from infinity.cli.training.apart import check_apart, model_inputs
+from infinity.cli.training.data import Samples
+from infinity.cli.training.evaluation import Evaluator
 from infinity.cli.training.log import RunLog
 from infinity.cli.training.models import build_model, checkpoint_activations, max_tokens
 from infinity.cli.training.progress import Progress, StepReport
 from infinity.cli.training.ranks import agreed, first_sample, mean_over_ranks, rank_and_size
-from infinity.cli.training.tokenizers import check_vocabulary, find_tokenizer
+from infinity.cli.training.sources import DataOptions, open_data
+from infinity.cli.training.tokenizers import find_tokenizer
 from infinity.config import with_values
 from infinity.engine import Engine
 from infinity.errors import ConfigError, NonFiniteError
@@ -36,15 +39,14 @@ class Settings:
     """The command line of `infinity train`."""
 
     model: str
-    data: tuple[Path, ...]
+    data: DataOptions
+    eval_every: int
     tokenizer: str | None
     config: Path
     steps: int
-    seq_len: int
     micro_batch_size: int | None
     device: str | None
     lr: float | None
-    seed: int
     save_dir: Path
     save_every: int | None
     keep_last: int | None
@@ -57,24 +59,27 @@ class Settings:
 def train(settings: Settings) -> int:
     """Train until `settings.steps`, or until a signal asks to stop; returns the exit code."""
     transformers.logging.set_verbosity_error()  # its remarks on configurations are for model authors
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(settings.data.seed)
     model, weights = build_model(settings.model)
     if settings.checkpoint_activations:
         checkpoint_activations(model)
     longest = max_tokens(model)
-    if longest is not None and settings.seq_len > longest:
-        raise ConfigError(f"--seq-len is {settings.seq_len}, but {settings.model} takes at most {longest} tokens")
+    if longest is not None and settings.data.seq_len > longest:
+        raise ConfigError(f"--seq-len is {settings.data.seq_len}, but {settings.model} takes at most {longest} tokens")
     tokenizer = find_tokenizer(settings.model, settings.tokenizer)
-    files = find_files(settings.data)
-    tokens = ByteTokens(files) if tokenizer is None else TokenizedFiles(files, tokenizer)
-    check_vocabulary(model, tokens.vocabulary, settings.model)
-    samples = Samples(tokens, settings.seq_len, settings.seed)
+    data = open_data(settings.data, tokenizer, model, settings.model)
     engine, *_ = initialize(model=model, config=_config(settings), weights=weights, device=settings.device)
     shown = _progress(settings, engine)
     with engine, shown as progress, _stop_signal() as stop:
-        progress.note(f"tokens: {'bytes' if tokenizer is None else tokenizer.name_or_path} ({tokens.vocabulary} kinds)")
+        kinds = data.source.vocabulary
+        progress.note(f"tokens: {'bytes' if tokenizer is None else tokenizer.name_or_path} ({kinds} kinds)")
+        for note in data.notes:
+            progress.note(note)
+        if data.packed:
+            check_apart(engine)
+        evaluator = None if data.held_out is None else Evaluator(engine, data.source, data.held_out)
         engine.tell(steps=settings.steps)
-        run = _Run(engine, samples, settings, progress)
+        run = _Run(engine, data.samples, settings, progress)
         if settings.resume:
             run.resume()
         elif engine.config.tiering.crash_consistent:
@@ -83,10 +88,12 @@ def train(settings: Settings) -> int:
         while engine.global_steps < settings.steps and not signum:
             run.step()
             signum = agreed(stop[0] if stop else 0, engine.device)
-            if settings.save_every is not None:
-                over = signum or engine.global_steps == settings.steps
-                if over or engine.global_steps % settings.save_every == 0:
-                    run.save()
+            last = engine.global_steps == settings.steps
+            if evaluator is not None and not signum and (last or engine.global_steps % settings.eval_every == 0):
+                progress.evaluated(evaluator.run())
+            every = settings.save_every
+            if every is not None and (signum or last or engine.global_steps % every == 0):
+                run.save()
         engine.synchronize()
         if engine.config.tiering.crash_consistent and not signum:
             run.end()
@@ -105,10 +112,10 @@ def _progress(settings: Settings, engine: Engine) -> Progress:
         about = {
             "infinity": __version__,
             "model": settings.model,
-            "data": [str(path) for path in settings.data],
+            "data": [str(path) for path in settings.data.data],
             "resume": settings.resume,
             "steps": settings.steps,
-            "seq_len": settings.seq_len,
+            "seq_len": settings.data.seq_len,
             "ranks": ranks,
             "host": platform.node(),
             "timeline": None if timeline is None else str(timeline.resolve()),
@@ -183,14 +190,14 @@ class _Run:
                 "`infinity states remove` frees the space"
             )
 
-    def _micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+    def _micro_batches(self) -> Iterator[dict[str, torch.Tensor | bool]]:
         """What the model is given; a micro-batch that is taken counts as seen."""
         size = self._engine.config.micro_batch_size
         _, ranks = rank_and_size()
         while True:
-            ids = self._samples.batch(first_sample(self._next_sample, size), size).to(self._engine.device)
+            batch = self._samples.batch(first_sample(self._next_sample, size), size)
             self._next_sample += ranks * size
-            yield {"input_ids": ids, "labels": ids}
+            yield model_inputs({name: values.to(self._engine.device) for name, values in batch.items()})
 
     def step(self) -> None:
         """One update, over all of its micro-batches.
@@ -208,7 +215,7 @@ class _Run:
             step=engine.global_steps,
             loss=mean_over_ranks(loss),
             step_s=time.perf_counter() - start_s,
-            tokens=accumulation * ranks * size * self._settings.seq_len,
+            tokens=accumulation * ranks * size * self._settings.data.seq_len,
             lr=engine.get_lr()[0],
             stats=engine.stats(),
             tiers=engine.tiers(),
