@@ -98,8 +98,8 @@ class NativeEngine(IoEngine):
             iopoll=options.iopoll,
             faults=dict(faults or {}),
         )
-        self._asked_lock = threading.Lock()
-        self._asked_bytes = [0, 0]  # to be read, and to be written
+        # By thread, and whether it is to be written: without a lock, which a forked child might find taken.
+        self._asked_bytes: dict[tuple[int, bool], int] = {}
         self._registered: list[Span] = []  # the kernel uses their pages until the engine is closed
 
     def _open(self, source: Path, read_only: bool, name: Path) -> IoFile:
@@ -118,8 +118,8 @@ class NativeEngine(IoEngine):
         if not isinstance(file, _NativeFile):
             raise TypeError(f"{file.path} was opened by another engine")
         check_aligned(file, offset, span)
-        with self._asked_lock:
-            self._asked_bytes[write] += span.nbytes
+        asker = threading.get_ident(), write
+        self._asked_bytes[asker] = self._asked_bytes.get(asker, 0) + span.nbytes
         try:
             request = self._engine.submit(
                 write, file.opened(), offset, span.address, span.nbytes, int(priority), span.owner
@@ -140,7 +140,10 @@ class NativeEngine(IoEngine):
 
     def stats(self) -> IoStats:
         moved = self._engine.stats()
-        return IoStats(*moved, *self._asked_bytes)
+        asked = {False: 0, True: 0}
+        for (_, write), nbytes in list(self._asked_bytes.items()):
+            asked[write] += nbytes
+        return IoStats(*moved, asked[False], asked[True])
 
     def latencies(self) -> Latencies:
         reads, writes = self._engine.latencies()

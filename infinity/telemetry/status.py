@@ -32,6 +32,7 @@ PERIOD_S = 1.0
 SILENT_S = 15.0  # without a word: the interpreter is held up, or the process stopped
 _KEPT_S = 120.0  # the file of a process that has gone, so that somebody may find out
 _VERSION = 1
+_END_S = 5.0  # for a thread to end that hangs in a filesystem
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count(1)
@@ -104,7 +105,7 @@ class Publisher:
         atexit.unregister(self.close)
         self._over.set()
         if thread is not threading.current_thread():  # the garbage collector may close an engine anywhere
-            thread.join()
+            thread.join(_END_S)
         self._remove()
 
     def _run(self) -> None:

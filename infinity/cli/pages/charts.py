@@ -9,7 +9,7 @@ from html import escape
 from itertools import pairwise
 
 _WIDTH, _HEIGHT = 560, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 14, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 14, 44
 _TICKS = 5
 _LETTER, _LINE, _MARK = 6.8, 18, 26  # of the legend: about the width of a letter, a line's height, a mark's room
 _MOST_POINTS = 400  # of a line; more are not seen
@@ -133,7 +133,7 @@ def _drawn_frame(frame: _Frame, x: Axis, y: Axis) -> list[str]:
         f'<text x="{(_LEFT + right) / 2}" y="{frame.height - 8}" text-anchor="middle">{escape(x.title)}</text>'
     )
     parts.append(
-        f'<text x="16" y="{middle}" text-anchor="middle" transform="rotate(-90 16 {middle})">{escape(y.title)}</text>'
+        f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{escape(y.title)}</text>'
     )
     return parts
 

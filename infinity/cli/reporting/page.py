@@ -19,6 +19,7 @@ _BLUE, _SKY, _GREEN, _ORANGE, _RED, _PINK, _GREY = (
     *("#3d8fd1", "#56b4e9", "#009e73", "#e69f00", "#d55e00"),
     *("#cc79a7", "#888888"),
 )
+_DIM = "#9aa7b3"
 _CAUSES = {
     "disk_read": _BLUE,
     "disk_write": _SKY,
@@ -74,7 +75,7 @@ def _losses(run: RunLines) -> str:
     if not rows:
         return "<p>No loss of this run was finite.</p>"
     many = len(rows) > _FEW
-    series = [_curve(rows, lambda row: row["loss"], "loss of a step", _SKY if many else _BLUE, dots=not many)]
+    series = [_curve(rows, lambda row: row["loss"], "loss of a step", _DIM if many else _BLUE, dots=not many)]
     if many:
         steps, losses = [float(row["step"]) for row in rows], [row["loss"] for row in rows]
         mean = list(zip(thinned(steps, _SMOOTH), thinned(losses, _SMOOTH), strict=True))
