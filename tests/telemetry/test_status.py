@@ -200,6 +200,20 @@ def test_top_prints_a_row_a_run_that_fits(two_runs, capsys) -> None:
         assert "step" in lines[0]
 
 
+def test_a_process_that_is_there_and_says_nothing_is_called_silent(place, capsys) -> None:
+    place.mkdir(mode=0o700)
+    me = {"pid": os.getpid(), "started": status._started(os.getpid()), "namespace": status._namespace()}
+    path = place / "1-1.json"
+    path.write_text(json.dumps({**FACTS, **me}))
+    os.utime(path, (0, time.time() - 60))
+    (run,) = read_runs()
+    assert (run.alive, run.silent) == (True, True)
+    assert main(["top", "--once"]) == 0
+    assert "silent for 60 s" in capsys.readouterr().out
+    path.write_text(json.dumps({**FACTS, **me, "started": me["started"] - 1}))  # another process had this number
+    assert [run.alive for run in read_runs()] == [False]
+
+
 def test_top_tells_all_of_one_run(two_runs, capsys) -> None:
     assert main(["top", "--once", "4194304"]) == 0
     shown = capsys.readouterr().out
