@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -35,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([_facts(status) for status in _chosen(args.run_name)]))
         return 0
     if args.once or not sys.stdout.isatty():
-        print("\n".join(_lines(args.run_name, _PIPE_COLUMNS if not sys.stdout.isatty() else _columns())))
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPE_COLUMNS
+        print("\n".join(_lines(args.run_name, columns)))
         return 0
     return _watch(args.run_name)
 
@@ -63,12 +65,6 @@ def _watch(name: str | None) -> int:
                 time.sleep(PERIOD_S)
     except KeyboardInterrupt:
         return 0
-
-
-def _columns() -> int:
-    import shutil  # noqa: PLC0415
-
-    return shutil.get_terminal_size().columns
 
 
 def _lines(name: str | None, columns: int) -> list[str]:
