@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from infinity.cli.main import main
 from infinity.cli.training.apart import check_apart, model_inputs
 from infinity.cli.training.documents import Document, read_documents
+from infinity.cli.training.evaluation import Evaluator
 from infinity.cli.training.packing import Packed
 from infinity.errors import ConfigError
 from infinity.setup import initialize
@@ -307,3 +308,55 @@ def test_documents_and_plain_text_do_not_mix(workspace, capsys) -> None:
     path = write(workspace / "a.jsonl", {"text": "x"})
     assert main(train_arguments(workspace, "--steps", "1", "--data", str(path), str(workspace / "text.txt"))) == 2
     assert "give either .jsonl files or plain text" in capsys.readouterr().err
+
+
+class Counted:
+    """Stands for an engine: its loss is the mean of the tokens that are learned, and it counts its passes."""
+
+    class Settings:
+        micro_batch_size = 2
+
+    config = Settings()
+    device = torch.device("cpu")
+    global_steps = 5
+
+    def __init__(self) -> None:
+        self.module = torch.nn.Identity()
+        self.passes = 0
+
+    def eval(self) -> None:
+        self.module.eval()
+
+    def train(self, mode: bool) -> None:
+        self.module.train(mode)
+
+    def __call__(self, labels: torch.Tensor, **more: Any) -> Any:
+        assert not self.module.training
+        self.passes += 1
+        shifted = labels[:, 1:]
+        return type("Output", (), {"loss": shifted[shifted != IGNORED].float().mean()})
+
+
+@pytest.mark.parametrize("count", [1, 4, 7, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_share_the_evaluation_out_and_every_token_counts_once(ranks, count, monkeypatch) -> None:
+    sizes = [3, 9, 2, 16, 5, 16, 8, 11][:count]
+    packed = Packed([document(*range(2, 2 + size), learned=[True] * size) for size in sizes], 16, 32, fill=0)
+    chosen = torch.arange(len(packed)).flip(0)
+    labels = torch.cat([packed.sample(index)["labels"][1:] for index in range(len(packed))])
+    learned_ids = labels[labels != IGNORED].double()
+    totals: list[torch.Tensor] = []
+    engines = [Counted() for _ in range(ranks)]
+    for rank, engine in enumerate(engines):
+        monkeypatch.setattr("infinity.cli.training.evaluation.rank_and_size", lambda rank=rank: (rank, ranks))
+        monkeypatch.setattr("torch.distributed.all_reduce", lambda total: totals.append(total.clone()) or total.add_(1))
+        found = Evaluator(engine, packed, chosen).run()  # type: ignore[arg-type]
+        assert engine.module.training
+    assert len({engine.passes for engine in engines}) == 1, "or ranks would wait for one another"
+    if ranks == 1:
+        assert (found.step, found.tokens) == (5, len(learned_ids))
+        assert found.loss == pytest.approx(float(learned_ids.mean()))
+        return
+    losses, tokens = torch.stack(totals).sum(0).tolist()
+    assert tokens == len(learned_ids)
+    assert losses / tokens == pytest.approx(float(learned_ids.mean()))

@@ -48,8 +48,8 @@ def test_an_engine_tells_what_it_does_until_it_is_closed(tmp_path, place) -> Non
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
-    engine.tell(steps=7, tokens=100)
     engine.synchronize()
+    engine.tell(steps=7, tokens=100)  # what is told with it was looked at when all was at rest
     wanted = (3, 7)
     run = eventually(
         lambda: next((run for run in read_runs() if (run.facts["step"], run.facts["steps"]) == wanted), None), "no word"
