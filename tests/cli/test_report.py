@@ -194,6 +194,7 @@ def test_what_train_logs_is_reported(workspace, capsys) -> None:
     assert "<h2>Timeline</h2>" in page
     assert main(train_arguments(workspace, "--steps", "1", "--log", str(workspace))) == 2
     assert "--log" in capsys.readouterr().err
+    assert not list((workspace / "swap").iterdir())
 
 
 def test_charts_keep_what_they_are_given() -> None:

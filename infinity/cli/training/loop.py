@@ -69,8 +69,7 @@ def train(settings: Settings) -> int:
     tokenizer = find_tokenizer(settings.model, settings.tokenizer)
     data = open_data(settings.data, tokenizer, model, settings.model)
     engine, *_ = initialize(model=model, config=_config(settings), weights=weights, device=settings.device)
-    shown = _progress(settings, engine)
-    with engine, shown as progress, _stop_signal() as stop:
+    with engine, _progress(settings, engine) as progress, _stop_signal() as stop:
         kinds = data.source.vocabulary
         progress.note(f"tokens: {'bytes' if tokenizer is None else tokenizer.name_or_path} ({kinds} kinds)")
         for note in data.notes:
