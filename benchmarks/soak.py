@@ -113,7 +113,7 @@ def micro_batch(rng: random.Random) -> dict[str, torch.Tensor]:
 def random_config(rng: random.Random, path: Path) -> dict[str, Any]:
     """A placement that works, with the least memory in a quarter of the cases."""
     clipping = rng.choice([0.0, 1.0])
-    schedules = ["auto", "deferred", "barrier"] + ([] if clipping else ["backward"])
+    schedules = ["auto", "deferred", "speculative", "barrier"] + ([] if clipping else ["backward"])
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": rng.choice([1, 2, 3]),

@@ -56,7 +56,7 @@ class Round:
 
 def draw(random_: random.Random, steps: int) -> Round:
     on_drive = random_.random() < 0.3
-    tiering: dict[str, Any] = {"update_schedule": random_.choice(["auto", "deferred", "barrier"])}
+    tiering: dict[str, Any] = {"update_schedule": random_.choice(["auto", "deferred", "speculative", "barrier"])}
     if on_drive:
         tiering |= {"activations": "nvme", "activation_memory": random_.choice(["512KiB", "2MiB"])}
     return Round(

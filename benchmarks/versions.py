@@ -28,9 +28,10 @@ WORKER = Path(__file__).parent / "peers" / "paced_step.py"
 class Version:
     """One engine, which trains when it is told to."""
 
-    def __init__(self, python: str, options: Sequence[str]) -> None:
+    def __init__(self, python: str, options: Sequence[str], ranks: int = 1) -> None:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         self._process = subprocess.Popen(
-            [python, str(WORKER), *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python, *launch, str(WORKER), *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def run(self, steps: int) -> dict[str, float]:
@@ -55,7 +56,10 @@ def upper_bound(ratios: Sequence[float], samples: int = 4000) -> float:
 def compare(args: argparse.Namespace, path: str) -> dict[str, Any]:
     args.nvme = Path(path)
     options = worker_options(args)
-    versions = {"here": Version(sys.executable, options), "other": Version(args.other_python, options)}
+    versions = {
+        "here": Version(sys.executable, options, args.ranks),
+        "other": Version(args.other_python, options, args.ranks),
+    }
     try:
         for version in versions.values():
             version.run(args.warmup)
@@ -77,6 +81,7 @@ def compare(args: argparse.Namespace, path: str) -> dict[str, Any]:
         "offload": args.offload,
         "host_memory": args.host_memory,
         "clip": args.clip,
+        "ranks": args.ranks,
         "wide_matmul": bool(args.wide_matmul),
         "pairs": args.pairs,
         "steps_a_turn": args.group,
@@ -94,6 +99,7 @@ def main() -> int:
     parser.add_argument("--other-python", required=True, help="an interpreter whose infinity is the other version")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--group", type=int, default=3, help="steps a turn")
+    parser.add_argument("--ranks", type=int, default=1, help="of each version, on this machine")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     directory = args.nvme

@@ -31,6 +31,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--nvme", type=Path, default=Path())
     parser.add_argument("--host-memory", default="auto", help="budget of infinity, for example 1GiB")
     parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument("--schedule", default="auto", help="tiering.update_schedule of infinity")
     parser.add_argument("--wide-matmul", type=int, default=0, help="1: multiply bf16 in fp32, see peers/wide_matmul.py")
     parser.add_argument("--no-update", action="store_true", help="torch alone: forward and backward, and no optimizer")
     return parser
@@ -66,7 +67,11 @@ def infinity_config(args: argparse.Namespace) -> dict[str, object]:
             "offload_param": {"device": args.offload},
             "offload_optimizer": {"device": args.offload},
         },
-        "tiering": {"nvme": [{"path": str(args.nvme)}], "host_memory": args.host_memory},
+        "tiering": {
+            "nvme": [{"path": str(args.nvme)}],
+            "host_memory": args.host_memory,
+            "update_schedule": args.schedule,
+        },
     }
 
 

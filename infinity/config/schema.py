@@ -162,7 +162,7 @@ class TieringSection(Section):
     host_memory: SizeOrAuto = None
     nvme: list[NvmeSection] = []
     state_format: Literal["auto", "fp32", "split", "master", "bf16", "int8"] = "auto"
-    update_schedule: Literal["auto", "backward", "deferred", "barrier"] = "auto"
+    update_schedule: Literal["auto", "backward", "deferred", "speculative", "barrier"] = "auto"
     accumulation: Literal["micro_batch", "layer"] = "micro_batch"
     io_backend: Literal["auto", "io_uring", "threads", "aiofiles"] = "auto"
     checksum: Bool = False

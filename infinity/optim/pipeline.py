@@ -70,6 +70,7 @@ class UpdateJob:
         seed: of this update's stochastic rounding.
         first: position of the shard's first element in the unit; shards of several ranks round differently.
         needed: when the unit is needed next; the lowest goes first among units that nobody waits for yet.
+        tiles: indices of those to update; None for all.
     """
 
     unit: int
@@ -81,6 +82,7 @@ class UpdateJob:
     seed: int = 0
     first: int = 0
     needed: int = 0
+    tiles: frozenset[int] | None = None
 
 
 @dataclass(eq=False)
@@ -144,6 +146,7 @@ class UpdatePipeline:
         self._views: dict[tuple[Lease, int], dict[str, torch.Tensor]] = {}  # of that many elements in a lease
         self._queued: Counter[int] = Counter()  # by unit
         self._expected: dict[int, None] = {}
+        self._undoing: deque[tuple[Sequence[UpdateTicket], Future[None]]] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._leaving = False
@@ -162,7 +165,7 @@ class UpdatePipeline:
 
     def submit(self, job: UpdateJob) -> UpdateTicket:
         """Queue a job; its tensors must stay valid until the ticket is finished."""
-        ticket = UpdateTicket(job, deque(self._states.tiles(job.unit)), job.ready)
+        ticket = UpdateTicket(job, deque(self._tiles_of(job)), job.ready)
         with self._wake:
             if self._closing:
                 raise InfinityError("the optimizer pipeline is closed")
@@ -171,6 +174,9 @@ class UpdatePipeline:
             self._expected.pop(job.unit, None)
             self._wake.notify()
         return ticket
+
+    def _tiles_of(self, job: UpdateJob) -> Iterator[Tile]:
+        return (tile for tile in self._states.tiles(job.unit) if job.tiles is None or tile.index in job.tiles)
 
     def wait_computed(self, ticket: UpdateTicket) -> None:
         """Wait until this update is computed, which now goes before all others.
@@ -185,6 +191,28 @@ class UpdatePipeline:
                     ticket.awaited = True
                     insort(self._queue, ticket, key=_rank)
         ticket.computed.result()
+
+    def all_tiles(self, unit: int) -> frozenset[int]:
+        """Indices of the unit's tiles."""
+        return frozenset(range(len(self._states.tiles(unit))))
+
+    def can_undo(self, unit: int) -> frozenset[int]:
+        """Indices of the unit's tiles of which an update that is submitted now can be undone."""
+        return frozenset(tile.index for tile in self._states.tiles(unit) if self._states.can_undo(tile))
+
+    def undo(self, tickets: Sequence[UpdateTicket]) -> None:
+        """Have the states be what they were before these updates, which may not be done yet; waits for that.
+
+        Only of tiles that `can_undo` has named before they were submitted.
+
+        Raises:
+            StorageError: they cannot be read again.
+        """
+        undone: Future[None] = Future()
+        with self._wake:
+            self._undoing.append((tickets, undone))
+            self._wake.notify()
+        undone.result()
 
     def tiles(
         self, unit: int, *, writable: bool, fresh: bool = False
@@ -271,24 +299,44 @@ class UpdatePipeline:
     def _run(self) -> None:
         while self._has_work():
             self._ring.reap()
+            self._undo_next()
             self._read_ahead()
             ticket = self._next_ticket()
             if ticket is not None:
                 self._advance(ticket)
         for ticket in tuple(self._queue):
             self._end(ticket, InfinityError("the process ends before this update is done; close the engine first"))
+        for _, undone in self._undoing:
+            undone.set_exception(InfinityError("the engine was closed before an update was undone"))
 
     def _has_work(self) -> bool:
         """Wait until there is something to do; False if there never will be again."""
         with self._wake:
-            while not self._queue and not self._closing and not self._could_read_ahead():
+            while not (self._queue or self._undoing or self._closing or self._could_read_ahead()):
                 self._idle = True
                 self._wake.notify_all()
                 self._wake.wait()
-            self._idle = self._closing and (self._leaving or not self._queue)
+            self._idle = self._closing and (self._leaving or not (self._queue or self._undoing))
             if self._idle:
                 self._wake.notify_all()
             return not self._idle
+
+    def _undo_next(self) -> None:
+        """Undo the updates that are to be undone first."""
+        if not self._undoing:
+            return
+        tickets, undone = self._undoing.popleft()
+        for ticket in tickets:
+            if ticket in self._queue:
+                self._end(ticket)  # what is left of it
+        try:
+            for ticket in tickets:
+                for tile in self._tiles_of(ticket.job):
+                    self._ring.undo(tile)
+        except BaseException as error:  # whoever waits gets it
+            undone.set_exception(error)
+        else:
+            undone.set_result(None)
 
     def _next_ticket(self) -> UpdateTicket | None:
         """The one to go on with: the nearest to being updated, and of those the first in rank."""

@@ -247,6 +247,8 @@ def _windows(plan: TrainingPlan, forward: Lanes, backward: Lanes, update: Lanes,
     first, last = _scaled(forward, 1 / passes), _scaled(backward, 1 / passes)
     most = 1.0
     least = 1.0
+    if schedule is UpdateSchedule.SPECULATIVE:
+        least = 0.0
     if schedule is UpdateSchedule.BACKWARD:
         grads = sum(plan.sizing.shards.grad_sizes)
         least, most = 0.0, min(1.0, plan.split.grads_bytes / max(1, grads))

@@ -191,7 +191,9 @@ def _nvme_bytes(sizing: Sizing, placement: Placement) -> int:
     """Whole pages for every parameter that has its home there, beside the states and gradients."""
     homes = zip(sizing.specs, placement.params, strict=True)
     sizes = [spec.shard_nbytes for spec, home in homes if home.memory is Memory.NVME]
-    return placement.stored_bytes + sum(map(_aligned, sizes))
+    spilled = sum(sizing.shards.grad_sizes[unit] for unit in placement.grad_homes.spilled)
+    lasting = placement.stored_bytes - spilled + sum(map(_aligned, sizes))
+    return spilled + (2 if sizing.has_slots else 1) * lasting
 
 
 def _kept_bytes(sizing: Sizing, placement: Placement) -> int:

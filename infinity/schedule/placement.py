@@ -191,6 +191,11 @@ def rules_of(
     )
 
 
+def may_run_ahead(config: Config) -> bool:
+    """All that updates change has two slots on the drives anyway, and users look at none of it between the steps."""
+    return config.tiering.crash_consistent and config.zero.stage == 3 and config.managed_accumulation
+
+
 @dataclass(frozen=True)
 class Shards:
     """What is placed, beside the parameters.

@@ -13,7 +13,8 @@ A *field* is one state of one unit, or of one tile of it. Every change raises it
 - A copy is dropped only if it is old, or if the same version is VALID in another memory or on its way there from it.
   Its memory may be used again once no move touches it; until then it is LEAVING, and may be kept after all.
 - What has nothing below it (gradients that were used, activations whose graph is gone) ends by `consume`.
-- Slots a and b hold two versions in turn: what was committed is not overwritten before the next is committed.
+- Where the drive has two slots (slots.py), they are one NVME copy here: the newest. What the other one has comes back
+  by `take_back`.
 
 The transitions of one field are driven by one thread at a time; threads that carry bytes only report, through
 `Transfer.done`. So there is no lock, and a transition costs a dictionary look-up and a comparison.
@@ -33,9 +34,8 @@ class Memory(IntEnum):
 
     FILE = 0  # a range of somebody's file, which is never written
     NVME = 1
-    NVME_B = 2  # the other slot
-    HOST = 3
-    DEVICE = 4
+    HOST = 2
+    DEVICE = 3
 
 
 class State(Enum):
@@ -142,16 +142,14 @@ class Field:
 
     Attributes:
         version: of the newest value; 0 before there is one.
-        committed: the last version that a crash leaves behind, where there are two slots; else None.
     """
 
-    __slots__ = ("committed", "copies", "name", "version")
+    __slots__ = ("copies", "name", "version")
 
     def __init__(self, name: str, memories: Iterable[Memory]) -> None:
         self.name = name
         self.version = 0
         self.copies = {memory: Copy(memory) for memory in memories}
-        self.committed: int | None = 0 if Memory.NVME_B in self.copies else None
 
     # Questions #
 
@@ -170,15 +168,7 @@ class Field:
     def can_drop(self, memory: Memory) -> bool:
         """Nobody uses this copy, and the value would not be lost with it."""
         copy = self.copies[memory]
-        return (
-            copy.state is _VALID
-            and not copy.pins
-            and not self._is_committed(copy)
-            and (copy.version < self.version or self._is_safe_without(copy))
-        )
-
-    def _is_committed(self, copy: Copy) -> bool:
-        return self.committed is not None and copy.memory in _SLOTS and copy.version == self.committed > 0
+        return copy.state is _VALID and not copy.pins and (copy.version < self.version or self._is_safe_without(copy))
 
     def _is_safe_without(self, copy: Copy) -> bool:
         """The same version is in another memory, or on its way there from this one."""
@@ -224,8 +214,6 @@ class Field:
             # What fills the source may still read the target: who changes the source waits for it first.
             raise RuntimeError(f"{self.name} cannot come to {target.name} yet: {_told(copy)}")
         self._check_not_file(target)
-        if self._is_committed(copy):
-            raise RuntimeError(f"{self.name}: version {version} would overwrite the committed {copy.version}")
         if copy.state is _VALID and copy.version < version:
             copy.state = _ABSENT
         if copy.state is not _ARRIVING:
@@ -317,6 +305,17 @@ class Field:
         """The value has changed where this field has no copy: all of them are old."""
         self.version += 1
 
+    def take_back(self, memory: Memory) -> None:
+        """The last change is undone: this memory has what was before it, in its other slot, and all copies are old."""
+        if not self.version:
+            raise RuntimeError(f"{self.name} has no value to be taken back")
+        for copy in self.copies.values():
+            if copy.state is _WRITING or copy.state is _ARRIVING or not copy.is_still():
+                raise RuntimeError(f"{self.name} cannot be taken back: in {copy.memory.name} it is {_told(copy)}")
+        copy = self.copies[memory]
+        copy.state = _VALID  # or what was written of the change has failed
+        self.version = copy.version = self.version + 1
+
     def fail_write(self, memory: Memory) -> None:
         """The change was left half way: this copy is nothing any more."""
         copy = self.copies[memory]
@@ -372,16 +371,6 @@ class Field:
             copy.state = _ABSENT if copy.is_still() else _LEAVING
         self.version = 0
 
-    def commit(self) -> None:
-        """The newest version is what a crash leaves behind; the slot with the one before may be written.
-
-        Raises:
-            RuntimeError: no slot has it.
-        """
-        if self.committed is None or not any(self.is_newest(slot) for slot in _SLOTS):
-            raise RuntimeError(f"{self.name}: version {self.version} is in no slot and cannot be committed")
-        self.committed = self.version
-
     def _check_readable(self, copy: Copy, state: State) -> None:
         if copy.state is not state:
             raise RuntimeError(f"{self.name}: what is in {copy.memory.name} is {copy.state.name} and cannot be read")
@@ -397,9 +386,6 @@ class Field:
                 f"{self.name} cannot become {target.name} in {copy.memory.name}: it is {_told(copy)}, not {source.name}"
             )
         copy.state = target
-
-
-_SLOTS = (Memory.NVME, Memory.NVME_B)
 
 
 def _nearness(copy: Copy) -> Memory:

@@ -271,6 +271,11 @@ class GradStore:
         self._fields[unit].unpin(_HOST)
         self.drop(unit)
 
+    def returned(self, unit: int) -> None:
+        """The update does not use the gradients any more, and they may be of use again; in place of `used`."""
+        self._fields[unit].unpin(_HOST)
+        self.rest(unit)
+
     # Memory #
 
     def _bring(self, unit: int, priority: Priority) -> bool:

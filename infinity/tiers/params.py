@@ -14,7 +14,8 @@ A HOST copy lies in the unit's home lease, or, where the home is elsewhere, in s
 needs it.
 
 Where every step is to stay on the drives (slots.py), each unit that is not a file's has an NVME copy beside its home:
-what an update or anybody else changes is written through to it.
+what an update or anybody else changes is written through to it. Where updates run ahead, units that live on the drive
+are written through, too: then what they were before is in the other slot, and nowhere else.
 
 [Note: uploads]
 An upload waits for what still uses the memory that it fills, and not for all that was queued until it begins, since the
@@ -184,11 +185,12 @@ class Params:
         swap: where the other homes are.
         files: where homes are that somebody else wrote.
         device: None if the compute device is the CPU.
-        written_through: elements of a tile, where every unit has a place on the drives, of two slots; 0 where none has
-            one but those that live there.
+        written_through: every unit has a place on the drives, of two slots; else none but those that live there.
+        slotted: elements of a tile, where units that live on the drives have two slots; 0 where they have one.
 
     Attributes:
-        keeps_steps: what changes is always written through.
+        keeps_steps: what changes is always written through, whoever changes it.
+        writes_updates: what an update changes is always written, as far as there is a place.
         coming: updated units whose new values are on their way up; nothing on the device waits for them yet.
         passing: units on their way to the device through host memory, oldest first; each has pinned its HOST copy.
         torn: an interrupt has left new values that the device does not have, and nobody knows of.
@@ -205,9 +207,11 @@ class Params:
         swap: SwapSpace,
         files: WeightFiles | None = None,
         device: Device | None = None,
-        written_through: int = 0,
+        written_through: bool = False,
+        slotted: int = 0,
     ) -> None:
-        self.keeps_steps = written_through > 0
+        self.keeps_steps = written_through
+        self.writes_updates = slotted > 0
         self.specs = tuple(specs)
         self.torn = False
         self.coming: dict[int, Move] = {}
@@ -223,8 +227,8 @@ class Params:
             extent: Extent | SlotExtent | None = None
             if home is Memory.FILE:
                 extent = self._files.add(spec.runs, spec.sharding.rank * spec.shard_nbytes, spec.shard_nbytes)
-            elif self.keeps_steps and spec.shard_nbytes and not spec.runs:
-                extent = swap.reserve_slots(spec.shard_nbytes, _bounds(spec, written_through))
+            elif slotted and spec.shard_nbytes and (home is Memory.NVME or (written_through and not spec.runs)):
+                extent = swap.reserve_slots(spec.shard_nbytes, _bounds(spec, slotted))
             elif home is Memory.NVME:
                 extent = swap.reserve(spec.shard_nbytes)
             self._units.append(_Unit(index, spec, home, lease, extent, None if device is None else device.link.device))
@@ -258,8 +262,9 @@ class Params:
         for index, each in enumerate(self._units):
             each.field.copies[Memory.DEVICE].pins = int(index in units)
 
-    def is_pinned(self, unit: int) -> bool:
-        return self._units[unit].field.copies[Memory.DEVICE].pins > 0
+    def is_pinned(self, unit: int, times: int = 0) -> bool:
+        """The unit is pinned more often than so many times."""
+        return self._units[unit].field.copies[Memory.DEVICE].pins > times
 
     def tensor(self, unit: int) -> torch.Tensor:
         """The flat tensor on the compute device; its memory is valid while the unit is RESIDENT."""
@@ -535,6 +540,46 @@ class Params:
         write = self._swap.write(each.extent, span, start * each.spec.dtype.itemsize)
         self._counters.moved("nvme_write", span.nbytes, write, unit, "parameters")
         return write
+
+    # Changes that are undone #
+
+    def begin_ahead(self) -> None:
+        """What is written from now on leaves what is on the drives in the other slots; commits see to it themselves."""
+        if not self.keeps_steps:
+            self._swap.slots.next_epoch()
+
+    def can_undo(self, unit: int) -> bool:
+        """A change of the unit that is written home would leave its values as they are now in the other slot."""
+        each = self._units[unit]
+        slotted = isinstance(each.extent, SlotExtent) and self._swap.slots.keeps(each.extent)
+        return slotted and each.home is not Memory.DEVICE and each.field.is_newest(Memory.NVME)
+
+    def undo(self, unit: int) -> None:
+        """The values are what they were before the last change, of which `can_undo` has told; nothing is on its way.
+
+        What the device has is old from now on, and may be evicted.
+
+        Raises:
+            StorageError: they cannot be read again.
+        """
+        each = self._units[unit]
+        assert isinstance(each.extent, SlotExtent)
+        self.await_update(unit)
+        for move in each.field.moves():
+            with self._counters.stalled(move.cause):
+                each.field.finish_move(move)
+        self._swap.slots.undo(each.extent)
+        each.field.take_back(Memory.NVME)
+        if each in self._leaving:
+            self._reap()  # or it would stay after all, with values that are undone
+        if each.home is Memory.HOST:
+            read = self._swap.read(
+                each.extent, each.span(Memory.HOST, 0, each.spec.shard_numel), priority=Priority.DEMAND
+            )
+            self._counters.moved("nvme_read", each.spec.shard_nbytes, read, unit, "parameters")
+            move = each.field.begin_move(Memory.NVME, Memory.HOST, read, StallCause.DISK_READ)
+            with self._counters.stalled(move.cause):
+                each.field.finish_move(move)
 
     # Steps that stay #
 

@@ -102,6 +102,13 @@ class Ring:
                 self._finish_read(tile)
                 self.let_go(tile)
 
+    def undo(self, tile: Tile) -> None:
+        """Undo an update that ran ahead, see `StateStore.undo`."""
+        self.give_up(tile)
+        self._settle(tile)
+        self._settle_through(tile)
+        self._states.undo(tile)
+
     def hold(self, tile: Tile, *, fresh: bool = False) -> None:
         """Have a tile in memory until `let_go`, reading it now if nothing did so ahead.
 

@@ -10,6 +10,9 @@ stay on the drive until that epoch is committed and the next one is closed.
 Until then only one slot of a range may be written, so a write in a new epoch waits for the commit of the one before
 (the *gate*). It waits here, where nobody can forget it. Slots are below the coherence protocol: to that, both are one
 NVME copy, which nobody reads while it is written.
+
+What was written in this epoch can also be undone: the other slot is the newest again. So updates may run ahead of what
+decides on them, whether or not anything is committed.
 """
 
 from __future__ import annotations
@@ -151,6 +154,22 @@ class Slots:
                 extent.epochs[index] = self._epoch
                 extent.newest[index] ^= 1
         return extent.parts(extent.newest, span, offset)
+
+    def keeps(self, extent: SlotExtent) -> bool:
+        """What is written now leaves what is there in the other slot."""
+        return self._epoch not in extent.epochs
+
+    def undo(self, extent: SlotExtent) -> bool:
+        """What was there before this epoch is the newest again; False if nothing was written in it."""
+        written = [index for index, epoch in enumerate(extent.epochs) if epoch == self._epoch]
+        for index in written:
+            extent.epochs[index] = 0
+            extent.newest[index] ^= 1
+        return bool(written)
+
+    def next_epoch(self) -> None:
+        """What is written from now on leaves what is there in the other slot, where nothing is committed."""
+        self._epoch += 1
 
     def wait_committed(self) -> None:
         """Wait until the epoch that was closed last is committed, on all ranks."""

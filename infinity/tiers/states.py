@@ -76,6 +76,7 @@ class StateStore:
         homes: where each tile lives, in the order of the units.
         link: to the device, where some live there.
         written_through: every tile has a place on the drives, of two slots, also those that live in memory.
+        slotted: those that live on the drives have two slots.
     """
 
     def __init__(
@@ -90,8 +91,10 @@ class StateStore:
         counters: Counters,
         link: Link | None = None,
         written_through: bool = False,
+        slotted: bool = False,
     ) -> None:
         self._written_through = written_through
+        self._slotted = slotted
         self._arena = arena
         self._swap = swap
         self._counters = counters
@@ -110,7 +113,7 @@ class StateStore:
         self._stored_tiles = [[tile for tile in tiles if tile.home is Memory.NVME] for tiles in self._tiles]
 
     def _reserve(self, home: Memory, nbytes: int) -> Extent | SlotExtent | None:
-        if self._written_through:
+        if self._written_through or (self._slotted and home is Memory.NVME):
             return self._swap.reserve_slots(nbytes, (0, nbytes))
         return self._swap.reserve(nbytes) if home is Memory.NVME else None
 
@@ -172,6 +175,22 @@ class StateStore:
             self._swap.slots.give_back(tile.extent, found[id(tile.extent)])
             tile.begin_write(Memory.NVME)  # by that process
             tile.end_write(Memory.NVME)
+            if tile.home is Memory.HOST:
+                self._read_home(tile)
+
+    def can_undo(self, tile: Tile) -> bool:
+        """An update of the tile would leave its states as they are now in the other slot."""
+        return isinstance(tile.extent, SlotExtent) and self._swap.slots.keeps(tile.extent)
+
+    def undo(self, tile: Tile) -> None:
+        """The tile is what it was before an update of this epoch, if it has had one; nothing of it is on its way.
+
+        Raises:
+            StorageError: it lives in memory, and cannot be read again.
+        """
+        assert isinstance(tile.extent, SlotExtent)
+        if self._swap.slots.undo(tile.extent):
+            tile.take_back(Memory.NVME)
             if tile.home is Memory.HOST:
                 self._read_home(tile)
 

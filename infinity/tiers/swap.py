@@ -195,22 +195,26 @@ class SwapSpace:
 
     def _own(self, index: int, directory: Path, size: int) -> OwnedFile:
         run = self.run
-        if run is None:
-            return create_owned(directory, self._rank, size)
         try:
+            if run is None:
+                return create_owned(directory, self._rank, size)
             if run.found is not None:
                 return adopt_owned(directory, run.data_name(index), size, run.found.sizes[index])
             return create_owned(directory, self._rank, size, f"{run.data_name(index)}.swap")
         except StorageError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if self.slots.nbytes and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise self._two_slots(error) from error
             raise
+
+    @property
+    def _slotted_by(self) -> str:
+        return 'tiering.update_schedule "speculative"' if self.run is None else "tiering.crash_consistent"
 
     def _two_slots(self, error: StorageError) -> StorageError:
         """The error, with a reason that users may not think of."""
         return StorageError(
             error.errno or errno.ENOSPC,
-            f"{error.strerror}; tiering.crash_consistent keeps two slots of what a step writes "
+            f"{error.strerror}; {self._slotted_by} keeps two slots of what a step writes "
             f"({self.slots.nbytes} bytes so far, of rank {self._rank}), without it half of that is enough",
             str(error.filename),
             error.offset,

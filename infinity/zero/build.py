@@ -203,6 +203,7 @@ def build_runtime(
             counters=counters,
             link=link,
             written_through=config.tiering.crash_consistent,
+            slotted=sizing.has_slots,
         )
         sums = DeviceSums(sizing.shards.numels, sizing.grad_dtype, there.sums, link.device)
         host.count("gradients, states and what is on its way", arena)
@@ -219,7 +220,8 @@ def build_runtime(
             swap=swap,
             files=files,
             device=apart,
-            written_through=sizing.tile_numel if config.tiering.crash_consistent else 0,
+            written_through=config.tiering.crash_consistent,
+            slotted=sizing.tile_numel if sizing.has_slots else 0,
         )
         # Behind what a later process goes on from: how many gradients are there follows from the memory of the day.
         grads = _hold_gradients(sizing, placement, split, there.grads, arena, swap, counters, link)

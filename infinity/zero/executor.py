@@ -74,6 +74,7 @@ class Executor:
 
     def enter(self, units: tuple[int, ...]) -> None:
         """Wait until the units may be computed on, and start what the plan says; after an exception none is in use."""
+        self.undo(*units)
         for unit in units:
             self._params.pin(unit)  # before anything is evicted for another of them
         entered: list[int] = []
@@ -112,6 +113,7 @@ class Executor:
         """Start to gather what is used next."""
         unit = self._cycle.expected
         if unit is not None and self._gathering.may_look_ahead(unit):
+            self.undo(unit)
             self._params.pin(unit)
             try:
                 self._bring(unit)
@@ -247,6 +249,72 @@ class Executor:
         if self._params.residency(unit) is not Residency.STORED:
             self._try_update(unit)
 
+    # Updates that run ahead of the norm, see [Note: updates ahead] in in_flight.py #
+
+    def ran_ahead(self, unit: int) -> tuple[Segment, ...] | None:
+        """What an update of the unit has done ahead; None if there was none."""
+        return self._in_flight.ran_ahead(unit)
+
+    def begin_ahead(self) -> None:
+        """Updates of the step that comes may run ahead: what is there now stays until it is over."""
+        self.write_changed()
+        self._params.begin_ahead()
+
+    def run_ahead(self, unit: int, segments: tuple[Segment, ...]) -> bool:
+        """Update of a unit what can be undone; False if that is nothing."""
+        if not self._in_flight.can_run_ahead(unit):
+            return False
+        assert isinstance(self._in_flight, InFlight)
+        self._gathering.changed(unit)
+        self.views.cover(unit)
+        self._in_flight.run_ahead(unit, segments, self._urgency(unit)[1])
+        return True
+
+    def confirm(self, unit: int) -> None:
+        """What ran ahead is the unit's update, which is finished as any other."""
+        assert isinstance(self._in_flight, InFlight)
+        self.views.outdate(unit, trained=True)
+        self._in_flight.confirm(unit)
+        if unit not in self._in_flight:
+            self._in_flight.finished.append(unit)
+        if self._params.residency(unit) is not Residency.STORED:
+            self._try_update(unit)
+
+    def undo(self, *units: int) -> None:
+        """Those of the units that were updated ahead have the values from before it again.
+
+        Raises:
+            InfinityError: a module uses one of them.
+            StorageError: they cannot be read again.
+        """
+        ahead = [unit for unit in units if unit in self._in_flight.ahead]
+        if not ahead or self.torn:  # nothing goes on from an engine that is torn
+            return
+        assert isinstance(self._in_flight, InFlight)
+        for unit in ahead:
+            if self._params.residency(unit) is Residency.FETCHING:  # the plan wants it next
+                self._params.fetch_wait(unit)
+                self._fetching.pop(unit, None)
+        self._in_flight.undo(ahead)
+        for unit in ahead:
+            self._gathering.changed(unit)
+            if self._params.residency(unit) is Residency.RESIDENT:
+                self.views.hide(unit)
+                self._params.evict(unit)
+                self._recency.pop(unit, None)
+
+    def undo_all(self) -> bool:
+        """As `undo`, of all units; returns whether there were any."""
+        units = tuple(self._in_flight.ahead)
+        self.undo(*units)
+        return bool(units)
+
+    def spoil(self, unit: int) -> None:
+        """An update of the unit may have run ahead: its gradients change, so that it is not confirmed."""
+        if unit in self._in_flight.ahead:
+            assert isinstance(self._in_flight, InFlight)
+            self._in_flight.finish_ahead(unit)
+
     @property
     def awaits_updates(self) -> bool:
         """Some updates are not finished, or wait for their units."""
@@ -259,7 +327,7 @@ class Executor:
     def _urgency(self, unit: int) -> tuple[bool, int]:
         """How an update of the unit is carried out: whether it is written home, and when the unit is needed next."""
         needed = _NOW if self._cycle.is_leaving(unit) else self._cycle.first_use(unit)
-        return self._cycle.leaves_memory(unit) or self._params.keeps_steps, needed
+        return self._cycle.leaves_memory(unit) or self._params.writes_updates, needed
 
     def free_gradients(self, unit: int) -> bool:
         """Free memory that the unit's gradients may take: what can be on the drive, or an update has; False if none."""
@@ -282,7 +350,7 @@ class Executor:
         """Units whose updates are over have their values again."""
         while self._in_flight.finished:
             unit = self._in_flight.finished.pop()
-            if unit in self._params.coming or unit in self._in_flight.pending:
+            if unit in self._params.coming or unit in self._in_flight.pending or unit in self._in_flight.ahead:
                 continue  # shown when it is used
             if self._params.residency(unit) is Residency.RESIDENT and self._gathering.is_whole(unit):
                 self.views.show(unit)
@@ -302,14 +370,15 @@ class Executor:
             self._in_flight.wait_computed(unit)
 
     def write_changed(self) -> None:
-        """Where every step is to stay on the drives: write what somebody else than an update has changed."""
-        for unit in self._params.unwritten() if self._params.keeps_steps else ():
+        """Write what somebody else than an update has changed, where updates are to find it on the drives."""
+        for unit in self._params.unwritten() if self._params.writes_updates else ():
             if unit not in self._in_flight:
                 with self.resident(unit):
                     self._params.write_home(unit)
 
     def drain(self) -> None:
-        """Carry out every pending update and wait for all of them."""
+        """Carry out every pending update and wait for all of them; those that only run ahead are undone."""
+        self.undo_all()
         for unit in list(self._in_flight.pending):
             self._params.pin(unit)
             self._bring(unit)
@@ -335,6 +404,7 @@ class Executor:
 
         All ranks call this together.
         """
+        self.undo(unit)
         self._params.pin(unit)
         try:
             self._bring(unit)
@@ -348,6 +418,7 @@ class Executor:
     @contextmanager
     def resident(self, unit: int) -> Iterator[torch.Tensor]:
         """This rank's shard of the unit in host memory, up to date, to look at while the context lasts."""
+        self.undo(unit)
         self._params.pin(unit)
         try:
             self._bring(unit)
@@ -392,7 +463,8 @@ class Executor:
         """Let the model's parameters of the unit be what they are for it again: its memory, or NaN while it is away."""
         self.views.forget(unit)
         self._params.await_update(unit)
-        behind = unit in self._in_flight.pending or unit in self._in_flight or self.views.detached
+        flight = self._in_flight
+        behind = unit in flight.pending or unit in flight or unit in flight.ahead or self.views.detached
         if self._params.residency(unit) is Residency.RESIDENT and not behind and self._gathering.is_whole(unit):
             self.views.show(unit)
         else:

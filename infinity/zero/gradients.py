@@ -234,13 +234,16 @@ class Gradients:
             )
         for other, part in self._sums.held():
             if other == unit:
-                if self.try_add(self._sum_of(unit, part)) is None:  # it stays where it is
-                    raise InfinityError("there is no room to look at gradients: raise tiering.host_memory")
+                while self.try_add(self._sum_of(unit, part)) is None:  # it stays where it is
+                    self._make_room_to_look(unit)
                 self._sums.drop(unit, part)
-        buffer = self._store.open(unit)
-        if buffer is None:
-            raise InfinityError("there is no room to look at gradients: raise tiering.host_memory (or device_memory)")
+        while (buffer := self._store.open(unit)) is None:
+            self._make_room_to_look(unit)
         return buffer
+
+    def _make_room_to_look(self, unit: int) -> None:
+        if not self._store.make_room(unit):
+            raise InfinityError("there is no room to look at gradients: raise tiering.host_memory (or device_memory)")
 
     def remeasure(self, unit: int) -> None:
         """The unit's gradients were changed from outside: their norm is another one."""

@@ -1,5 +1,11 @@
 """Updates from the moment that they are due until their values are in memory and written.
 
+[Note: updates ahead]
+Where the norm of all gradients decides on an update (clipping, a step that is skipped), it may *run ahead* of it, as if
+the norm were small: on those of a unit's tiles that have another slot on the drives, in which what they were before
+stays (slots.py). When the norm is known the update is *confirmed*, and what is left of the unit updated, or *undone*.
+Until then the unit keeps its gradients, and whoever wants its values has the update undone first.
+
 [Note: hand-overs]
 An exception may come between any two lines (Ctrl-C). While an update passes from one owner to the next, it is in
 neither's books: `torn` is set before that and cleared behind it, without `finally`, so that it stays if the hand-over
@@ -8,27 +14,43 @@ was left half way. Then some update is lost, or its values are not known to be n
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 
-from infinity.errors import CapacityError
+from infinity.errors import CapacityError, InfinityError
 from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import GradStore, Move, Params, Residency
 
 
-@dataclass(frozen=True)
+@dataclass
 class _HandedOver:
     """An update in the pipeline.
 
     Attributes:
         write: the writing of the new parameters to their home, if they are written.
+        keeps: its gradients may be of use again.
     """
 
     ticket: UpdateTicket
     write: Move | None
+    keeps: bool
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """An update that runs ahead, or has done so.
+
+    Attributes:
+        segments: what it does to the tiles in `tiles`.
+    """
+
+    segments: tuple[Segment, ...]
+    tiles: frozenset[int]
+    ticket: UpdateTicket
 
 
 class InFlight:
@@ -51,7 +73,9 @@ class InFlight:
         self._handed: dict[int, _HandedOver] = {}
         self._ended: SimpleQueue[int] = SimpleQueue()  # units whose updates are computed, or have failed
         self._computed: dict[int, None] = {}  # units of these, whose writes may be under way
-        self._stuck: dict[int, tuple[bool, int]] = {}  # in memory, but their gradients have no room yet
+        self._stuck: dict[int, tuple[bool, int]] = {}  # in memory, but they have to wait for room or another update
+        self._ahead: dict[int, _Ahead] = {}
+        self._begun: dict[int, frozenset[int]] = {}  # tiles of pending units that have had the update already
 
     def __contains__(self, unit: int) -> bool:
         """The unit's update is in the pipeline."""
@@ -76,8 +100,11 @@ class InFlight:
         """
         if unit not in self.pending:
             return
-        if unit in self._handed:  # last step's values are computed, but not all written yet
-            self._finish(unit)
+        if unit in self._handed:
+            if unit in self._begun:  # with this step's
+                self._stuck[unit] = write, needed
+                return
+            self._finish(unit)  # last step's values are computed, but not all written yet
         if not self._grads.can_hand_over(unit):
             self._stuck[unit] = write, needed
             return
@@ -86,9 +113,23 @@ class InFlight:
         write = write and not self._params.is_dirty(unit)
         self.torn = True
         self.open_host(unit)
+        begun = self._begun.pop(unit, None)
+        tiles = None if begun is None else self._pipeline.all_tiles(unit) - begun
+        self._hand_over(unit, self.pending.pop(unit), write=write, needed=needed, tiles=tiles, keeps=False)
+        self.torn = False
+
+    def _hand_over(
+        self,
+        unit: int,
+        segments: tuple[Segment, ...],
+        *,
+        write: bool,
+        needed: int,
+        tiles: frozenset[int] | None,
+        keeps: bool,
+    ) -> UpdateTicket:
         grad, arriving = self._grads.hand_over(unit)
         touching = self._params.begin_update(unit)
-        segments = self.pending.pop(unit)
         spec = self._params.specs[unit]
         trained = spec.trainable_numel // spec.sharding.count
         job = UpdateJob(
@@ -102,14 +143,84 @@ class InFlight:
             seed=segments[0].rule.step << 24 | unit if segments else 0,
             first=spec.sharding.rank * trained,
             needed=needed,
+            tiles=tiles,
         )
         ticket = self._pipeline.submit(job)
         ticket.computed.add_done_callback(partial(_put, self._ended, unit))
-        self._handed[unit] = _HandedOver(ticket, self._params.write_through(unit, ticket) if write else None)
+        self._handed[unit] = _HandedOver(ticket, self._params.write_through(unit, ticket) if write else None, keeps)
+        return ticket
+
+    # Ahead of what decides on it, see [Note: updates ahead] #
+
+    @property
+    def ahead(self) -> Collection[int]:
+        """Units whose updates run ahead, or have done so."""
+        return self._ahead.keys()
+
+    def ran_ahead(self, unit: int) -> tuple[Segment, ...] | None:
+        """What an update of the unit has done ahead, to some of its tiles; None if there was none."""
+        ahead = self._ahead.get(unit)
+        return None if ahead is None else ahead.segments
+
+    def can_run_ahead(self, unit: int) -> bool:
+        """The unit and its gradients have memory and are at rest, and something of it can be updated and be undone."""
+        busy = unit in self.pending or unit in self._handed or unit in self._ahead
+        can_undo = not busy and self._params.can_undo(unit) and bool(self._pipeline.can_undo(unit))
+        return can_undo and self._params.residency(unit) is Residency.RESIDENT and self._grads.can_hand_over(unit)
+
+    def run_ahead(self, unit: int, segments: tuple[Segment, ...], needed: int) -> None:
+        """Update what can be undone of a unit that `can_run_ahead`, and whose gradients are in memory."""
+        self.torn = True
+        self.open_host(unit)
+        tiles = self._pipeline.can_undo(unit)
+        ticket = self._hand_over(unit, segments, write=True, needed=needed, tiles=tiles, keeps=True)
+        self._ahead[unit] = _Ahead(segments, tiles, ticket)
         self.torn = False
+
+    def confirm(self, unit: int) -> None:
+        """What ran ahead is the unit's update; `pending` is what is left of it."""
+        self.torn = True
+        ahead, handed = self._ahead.pop(unit), self._handed.get(unit)
+        if ahead.tiles != self._pipeline.all_tiles(unit):
+            self._begun[unit], self.pending[unit] = ahead.tiles, ahead.segments
+        elif handed is None:
+            self._grads.drop(unit)
+        else:
+            handed.keeps = False
+        self.torn = False
+
+    def undo(self, units: Sequence[int]) -> None:
+        """The units are what they were before they were updated ahead, and have their gradients.
+
+        Raises:
+            InfinityError: a module uses one of them.
+            StorageError: what they were cannot be read again.
+        """
+        for unit in units:
+            if self._params.is_pinned(unit, times=int(unit in self._handed)):
+                raise InfinityError(
+                    f"the values of unit `{self._params.specs[unit].name}` are asked for while backward uses it, after "
+                    'its update has begun: set tiering.update_schedule to "deferred"'
+                )
+        self.torn = True
+        self._pipeline.undo([self._ahead[unit].ticket for unit in units])
+        for unit in units:
+            if unit in self._handed:
+                self._finish(unit)
+            self._params.undo(unit)
+            del self._ahead[unit]
+        self.torn = False
+
+    def finish_ahead(self, unit: int) -> None:
+        """Wait for an update that runs ahead: what it was made with is about to change."""
+        if unit in self._handed:
+            self._finish(unit)
+        self._ahead[unit] = replace(self._ahead[unit], segments=())
 
     def start(self, unit: int, write: bool, needed: int) -> None:
         """As `try_start`, waiting for room."""
+        if unit in self._begun and unit in self._handed:
+            self._finish(unit)
         while unit in self.pending:
             self.try_start(unit, write, needed)
             if unit in self.pending and not self.free_gradients(unit):
@@ -181,6 +292,8 @@ class InFlight:
             if self._params.residency(unit) is Residency.STORED:
                 del self._stuck[unit]
                 continue
+            if unit in self._begun and unit in self._handed:
+                continue
             self.try_start(unit, write, needed)
             if unit in self._stuck:
                 break  # the others need as much
@@ -197,7 +310,10 @@ class InFlight:
         within, self.torn = self.torn, True
         handed = self._handed.pop(unit)
         self._computed.pop(unit, None)
-        self._grads.used(unit)
+        if handed.keeps:
+            self._grads.returned(unit)
+        else:
+            self._grads.used(unit)
         self._params.close_host(unit)
         if handed.write is not None:
             self._params.written(unit, handed.write)

@@ -20,10 +20,12 @@ class OnDevice:
         pending: updates that wait for nothing but to be started.
         finished: units whose updates are over; whoever looks at them takes them out.
         units: none, since no update takes time that anybody sees.
+        ahead: none, for the same reason.
         torn: an interrupt has left an update half way.
     """
 
     units: frozenset[int] = frozenset()
+    ahead: frozenset[int] = frozenset()
 
     def __init__(self, params: Params, grads: DeviceGrads, states: StateStore, layout: StateLayout) -> None:
         self.pending: dict[int, tuple[Segment, ...]] = {}
@@ -80,6 +82,14 @@ class OnDevice:
                 second=None if layout.second is None else fields[layout.second],
             )
             tile.end_write(Memory.DEVICE)
+
+    def ran_ahead(self, unit: int) -> tuple[Segment, ...] | None:
+        """It did not."""
+        return None
+
+    def can_run_ahead(self, unit: int) -> bool:
+        """It need not."""
+        return False
 
     def open_host(self, unit: int) -> None:
         """Have the unit's values on their way to where they are looked at."""

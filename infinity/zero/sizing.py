@@ -23,6 +23,7 @@ from infinity.schedule.placement import (
     collecting_bytes,
     device_share,
     host_needs,
+    may_run_ahead,
     param_bytes,
     rules_of,
 )
@@ -63,6 +64,7 @@ class Sizing:
     layer_major: bool
     initial_numel: int
     embeddings: frozenset[str]
+    has_slots: bool
 
     @cached_property
     def shards(self) -> Shards:
@@ -145,7 +147,9 @@ def choose_schedule(config: Config) -> UpdateSchedule:
     asked = config.tiering.update_schedule
     if asked == "auto":
         waits = not config.managed_accumulation or config.gradient_clipping > 0 or config.precision == "fp16"
-        return UpdateSchedule.DEFERRED if waits else UpdateSchedule.BACKWARD
+        if not waits:
+            return UpdateSchedule.BACKWARD
+        return UpdateSchedule.SPECULATIVE if may_run_ahead(config) else UpdateSchedule.DEFERRED
     schedule = UpdateSchedule(asked)
     if schedule is UpdateSchedule.BACKWARD and config.precision == "fp16":
         raise ConfigError(
@@ -222,6 +226,7 @@ def size_up(
         layer_major=accumulates and config.tiering.accumulation == "layer",
         initial_numel=max(_initial_numel(unit, made, rules) for unit in partition.units),
         embeddings=_embeddings(model),
+        has_slots=config.tiering.crash_consistent or schedule is UpdateSchedule.SPECULATIVE,
     )
 
 

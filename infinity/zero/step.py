@@ -329,6 +329,7 @@ class Step:
             )
         if direct is None:
             self._drop_what_was_taken_away()
+        self.updates.undo_ahead()
         last = self.is_last
         if self.keeper is not None and last:
             self.keeper.before_updates()
@@ -493,6 +494,7 @@ class Step:
             if self.updates.under_way:
                 self.fail(error or InfinityError("a backward pass stopped after it had updated some units"))
                 return
+            self.updates.undo_ahead()
             self.gradients.drop_all()
             self._stand_ins.wipe()
             self.losses.forget_sum()
@@ -518,6 +520,7 @@ class Step:
                 "zero_grad() between the last backward pass of a step and step(): under tiering.update_schedule "
                 '"backward" its gradients have updated parameters already; set the schedule to "deferred"'
             )
+        self.updates.undo_ahead()
         self.gradients.drop_all()
         self._stand_ins.clear()
         self.losses.forget_sum()
@@ -537,6 +540,7 @@ class Step:
             )
             self.fail(error)
             raise error
+        self.updates.undo_ahead()
         self.gradients.drop_slots(gone)
         self._stand_ins.forget(gone)
 

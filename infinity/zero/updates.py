@@ -4,6 +4,8 @@
 `backward`: a unit is updated as soon as its gradients are final, under the rest of the backward pass; where updates
 cannot keep up, those that the next forward needs last are left to run under it.
 `deferred`: once the global norm is known, unit by unit as the next forward pass fetches them.
+`speculative`: as `deferred`, but while recent steps neither clipped nor skipped, updates run ahead under backward, see
+[Note: updates ahead] in in_flight.py.
 `barrier`: all of them inside `step()`.
 The numbers are the same. `backward` cannot wait for the global norm, so it serves training without clipping.
 """
@@ -19,6 +21,7 @@ from infinity.kernels import Rule
 from infinity.optim.pipeline import Segment
 from infinity.tiers import overlap
 from infinity.zero.executor import Executor
+from infinity.zero.foresight import Foresight
 from infinity.zero.gradients import Gradients
 from infinity.zero.losses import Losses
 from infinity.zero.partition import Partition, Unit
@@ -32,6 +35,7 @@ class UpdateSchedule(str, Enum):
 
     BACKWARD = "backward"
     DEFERRED = "deferred"
+    SPECULATIVE = "speculative"
     BARRIER = "barrier"
 
 
@@ -80,6 +84,7 @@ class Updates:
         self._last_pass = False  # the backward pass that is running, or was last, is the step's last one
         self._in_parts: frozenset[int] = frozenset()
         self._early = True
+        self._foresight = Foresight()
         self.under_way = False  # some units have had this step's update handed over and others not
         self.steps: dict[str, int] = {}  # updates that each parameter has had, by name
         self.outcome = StepOutcome(0.0, skipped=False)  # of the last step
@@ -96,7 +101,10 @@ class Updates:
         self._early = early
         self._in_parts = in_parts
         self._due.clear()
-        if last and self._schedule is UpdateSchedule.BACKWARD and self._finals:
+        runs_ahead = last and self._schedule is UpdateSchedule.SPECULATIVE and self._foresight.runs_ahead
+        if runs_ahead:
+            self._executor.begin_ahead()
+        if runs_ahead or (last and self._schedule is UpdateSchedule.BACKWARD):
             self._executor.expect_updates(list(dict.fromkeys(self._finals)))
             self._finals = []
 
@@ -116,9 +124,25 @@ class Updates:
         Raises:
             NonFiniteError: under the `backward` schedule, a gradient is not finite.
         """
-        if self._schedule is UpdateSchedule.BACKWARD and unit not in self._in_parts:
+        if unit in self._in_parts:
+            return
+        if self._schedule is UpdateSchedule.BACKWARD:
             self._due[unit] = None
             self._update_due()
+        elif self._schedule is UpdateSchedule.SPECULATIVE and self._foresight.runs_ahead:
+            self._run_ahead(unit)
+
+    def _run_ahead(self, unit: int) -> None:
+        """Update the unit as if the norm of all gradients were known, and small."""
+        segments = self._segments(self._partition.units[unit], 1.0 / self._losses.loss_scale.value)
+        if self._executor.run_ahead(unit, segments):
+            self._finals.append(unit)
+            self._foresight.tried()
+
+    def undo_ahead(self) -> None:
+        """Somebody wants what was before the updates of this step that have run ahead: they come later."""
+        if self._executor.undo_all():
+            self._foresight.disturbed()
 
     def _all_final(self) -> None:
         self._due |= dict.fromkeys(self._gradients.units_with_gradients())
@@ -166,6 +190,7 @@ class Updates:
         Raises:
             CapacityError: no room can be had within the budget.
         """
+        self._executor.spoil(addend.unit)
         due = self._gradients.sum_there(addend)
         return self._gradients.all_come(addend.unit) if due is None else self._add_below(due)
 
@@ -230,27 +255,51 @@ class Updates:
         norm = self._gradients.norm() / loss_scale
         overflow = norm != norm
         if overflow:
+            self._executor.undo_all()
             self._gradients.drop_all()
         self._losses.loss_scale.after_step(overflow=overflow)
         if overflow:
+            self._foresight.after_step(quiet=False)
             return StepOutcome(norm, skipped=True)
         scale = 1.0 / loss_scale
         if self._max_norm > 0:  # as torch.nn.utils.clip_grad_norm_ does
             scale *= min(1.0, self._max_norm / (norm + 1e-6))
-        units = self._executor.forward_order(self._gradients.units_with_gradients())
-        if self._schedule is UpdateSchedule.DEFERRED:
-            self._executor.expect_updates(units)
-        for unit in units:
-            self._update(unit, scale)
+        self._foresight.after_step(quiet=scale == 1.0 / loss_scale)
+        self._update_all(scale)
         if self._schedule is UpdateSchedule.BARRIER:
             self._executor.drain()
         return StepOutcome(norm, skipped=False)
 
+    def _update_all(self, scale: float) -> None:
+        """Update all units that have gradients; what ran ahead is their update, if that would be the same now."""
+        units = self._executor.forward_order(self._gradients.units_with_gradients())
+        segments = {unit: self._segments(self._partition.units[unit], scale) for unit in units}
+        ahead = {unit: self._executor.ran_ahead(unit) for unit in units}
+        self._executor.undo(*[unit for unit in units if ahead[unit] != segments[unit]])
+        if self._schedule is not UpdateSchedule.BARRIER:
+            self._executor.expect_updates([unit for unit in units if ahead[unit] != segments[unit]])
+        for unit in units:
+            self.under_way = True
+            self._count(unit)
+            self._gradients.forget(unit)
+            if ahead[unit] == segments[unit]:
+                self._executor.confirm(unit)
+            else:
+                self._executor.update(unit, segments[unit])
+
     def _update(self, unit: int, scale: float) -> None:
         self.under_way = True
         segments = self._segments(self._partition.units[unit], scale)
+        self._count(unit)
         self._gradients.forget(unit)
         self._executor.update(unit, segments)
+
+    def _count(self, unit: int) -> None:
+        """Parameters that have a gradient have one more update."""
+        slots = self._partition.units[unit].slots
+        for index in self._gradients.slots_with_gradients(unit):
+            name = slots[index].name
+            self.steps[name] = self.steps.get(name, 0) + 1
 
     def _segments(self, unit: Unit, scale: float) -> tuple[Segment, ...]:
         """Runs of neighbouring parameters that have a gradient, the same group and the same step count, as far as they
@@ -266,7 +315,6 @@ class Updates:
                 joinable = False
                 continue
             step = self.steps.get(slot.name, 0) + 1
-            self.steps[slot.name] = step
             stop = slot.offset + slot.numel
             if joinable and runs[-1][2:] == (slot.group, step):
                 runs[-1] = (runs[-1][0], stop, slot.group, step)

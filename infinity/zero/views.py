@@ -45,10 +45,18 @@ class ParameterViews:
         """
         slots = self._units[unit].slots
         old = [index for index, slot in enumerate(slots) if slot.trainable or not trained]
-        if self._shown[unit] is not False:
-            self._set(unit, old, self._nothing(unit))
-            self._shown[unit] = None
+        self._cover(unit, old)
         torch.autograd.graph.increment_version([self._parameters[unit][index] for index in old])
+
+    @torch.inference_mode(False)
+    def cover(self, unit: int) -> None:
+        """The values of the unit's trained parameters may be old, or not: nobody sees any."""
+        self._cover(unit, [index for index, slot in enumerate(self._units[unit].slots) if slot.trainable])
+
+    def _cover(self, unit: int, slots: Sequence[int]) -> None:
+        if self._shown[unit] is not False:
+            self._set(unit, slots, self._nothing(unit))
+            self._shown[unit] = None
 
     def values(self, unit: int, slot: int) -> torch.Tensor:
         """What the parameter lies in."""

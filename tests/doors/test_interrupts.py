@@ -25,6 +25,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import infinity
 from infinity.tiers import Link, SameMemory
+from infinity.zero.foresight import Foresight
 from tests.doors.sequences import WIDTH, Blocks
 
 STEPS, AT = 4, 2  # the interrupt comes in the third of four steps
@@ -42,6 +43,7 @@ class Case:
     accumulation: int = 1
     host_memory: int | None = None
     discrete: bool = False
+    clipping: float = 0.1
 
     @property
     def link(self) -> Link | None:
@@ -60,7 +62,7 @@ class Case:
         return {
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": self.accumulation,
-            "gradient_clipping": 0.0 if self.schedule == "backward" else 0.1,
+            "gradient_clipping": 0.0 if self.schedule == "backward" else self.clipping,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
             "zero_optimization": zero,
@@ -249,6 +251,16 @@ def test_an_interrupt_at_any_line_of_a_step_is_refused_or_nothing(case, tmp_path
 @pytest.mark.slow
 def test_an_interrupt_on_a_device_with_memory_of_its_own_is_refused_or_nothing(states, file, tmp_path) -> None:
     outcomes = sweep(Case("backward" if states == "cpu" else "deferred", states, discrete=True), tmp_path, EVERY, file)
+    assert outcomes["nothing"] > 0
+
+
+@pytest.mark.parametrize("clipping", [0.1, 1e6], ids=["undone", "confirmed"])
+@pytest.mark.parametrize("file", ["zero/in_flight.py", "zero/executor.py", "zero/updates.py", "tiers/params.py"])
+@pytest.mark.slow
+def test_an_interrupt_of_updates_that_run_ahead_is_refused_or_nothing(file, clipping, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Foresight, "runs_ahead", True)
+    case = Case("speculative", "nvme", host_memory=106_496, clipping=clipping)
+    outcomes = sweep(case, tmp_path, EVERY, file)
     assert outcomes["nothing"] > 0
 
 

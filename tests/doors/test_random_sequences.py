@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from infinity.zero.foresight import Foresight
 from tests.doors.sequences import CASES, DOORS, Case, run_sequence
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _eager() -> Iterator[None]:
+    """Under the `speculative` schedule, updates run ahead in every step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Foresight, "runs_ahead", True)
+        yield
 
 
 @pytest.mark.slow

@@ -18,12 +18,10 @@ LAYOUTS = [
     (Memory.HOST, Memory.DEVICE),
     (Memory.NVME, Memory.HOST),
     (Memory.NVME, Memory.HOST, Memory.DEVICE),
-    (Memory.NVME, Memory.NVME_B, Memory.HOST, Memory.DEVICE),
     (Memory.FILE, Memory.HOST, Memory.DEVICE),
     (Memory.DEVICE,),
     tuple(Memory),
 ]
-SLOTS = (Memory.NVME, Memory.NVME_B)
 UPLOAD = (Memory.HOST, Memory.DEVICE)
 LINK = (UPLOAD, UPLOAD[::-1])  # which does not fail
 
@@ -135,7 +133,6 @@ class Machine:
         self.writer: Writer | None = None
         self.is_elsewhere = False
         self.is_lost = False  # used for the last time, or half written
-        self.committed: Bytes | None = None
         place = Memory.FILE if Memory.FILE in layout else pick_from(layout, first)
         self.field.begin_write(place)
         self.held[place] = self.values[1] = Bytes("version 1")
@@ -179,7 +176,7 @@ class Machine:
             self.begin_move(None, target, transfer, version)
 
     def outdate(self, pick: int) -> None:
-        if self.writer is None and not self.is_lost and Memory.NVME_B not in self.layout:
+        if self.writer is None and not self.is_lost:
             self.field.outdate()
             self.values[self.field.version] = Bytes(f"version {self.field.version} of elsewhere")
             self.is_elsewhere = True
@@ -304,7 +301,7 @@ class Machine:
         self.is_allowed(self.field.keep, pick_from(self.layout, pick))
 
     def consume(self, pick: int) -> None:
-        if Memory.NVME_B not in self.layout and self.is_allowed(self.field.consume):
+        if self.is_allowed(self.field.consume):
             assert self.writer is None, "what somebody changes is taken away"
             self.is_lost = True
             self.values.clear()
@@ -312,9 +309,15 @@ class Machine:
                 if self.field.state(memory) is State.ABSENT:
                     self.is_free(memory)
 
-    def commit(self, pick: int) -> None:
-        if self.is_allowed(self.field.commit):
-            self.committed = self.values[self.field.version]
+    def take_back(self, pick: int) -> None:
+        """What was there before the last change is in the drive's other slot."""
+        if Memory.NVME not in self.layout or self.is_lost:
+            return
+        if self.is_allowed(self.field.take_back, Memory.NVME):
+            assert self.writer is None, "what somebody changes is taken back"
+            self.assert_untouched(Memory.NVME)
+            self.held[Memory.NVME] = self.values[self.field.version] = Bytes(f"version {self.field.version}, as before")
+            self.is_elsewhere = False
 
     # What is always so #
 
@@ -328,8 +331,6 @@ class Machine:
         assert newest is None or newest.version == self.field.version
         if not self.is_lost and not self.is_elsewhere and self.writer is None:
             assert self.values[self.field.version] in self.kept(), "the newest value is lost"
-        if self.committed is not None:
-            assert self.committed in (self.held[slot] for slot in SLOTS), "a crash finds no committed value"
         assert self.held.get(Memory.FILE) is self.file, "a file of somebody else is written"
 
     def end(self) -> None:
@@ -369,7 +370,7 @@ class Machine:
 
     def state(self) -> object:
         copies = [(copy.state, copy.version, copy.pins) for copy in self.field.copies.values()]
-        return copies, self.field.version, self.field.committed
+        return copies, self.field.version
 
     def assert_untouched(self, memory: Memory, besides: FakeTransfer | None = None) -> None:
         for transfer in map(transfer_of, self.moves):

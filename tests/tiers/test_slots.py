@@ -67,6 +67,48 @@ def test_what_was_closed_last_is_never_overwritten(events) -> None:
                 assert drive.get((e, bits[e * (len(BOUNDS) - 1) + r], r)) == value
 
 
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.integers(0, 1), st.integers(0, 2)), st.sampled_from(["close", "next", "undo 0", "undo 1"])
+        ),
+        max_size=40,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_what_an_epoch_has_written_can_be_undone(events) -> None:
+    """As above; `undo` finds what was the newest when the epoch began."""
+    slots, extents = Slots(), [extent(), extent(8 * BLOCK)]
+    for each in extents:
+        slots.add(each)
+    drive: dict[tuple[int, int, int], int] = {}
+    ranges = range(len(BOUNDS) - 1)
+
+    def newest(which: int) -> list[int | None]:
+        return [drive.get((which, extents[which].newest[index], index)) for index in ranges]
+
+    begun = [newest(0), newest(1)]
+    for number, event in enumerate(events):
+        if event in ("close", "next"):
+            if event == "close":
+                slots.close_epoch(committed())
+            else:
+                slots.next_epoch()
+            begun = [newest(0), newest(1)]
+            assert all(slots.keeps(each) for each in extents)
+        elif isinstance(event, str):
+            which = int(event[-1])
+            changed = newest(which) != begun[which]
+            assert slots.undo(extents[which]) == changed
+            assert newest(which) == begun[which]
+            assert slots.keeps(extents[which])
+        else:
+            which, index = event
+            slots.to_write(extents[which], Span(0, BOUNDS[index + 1] - BOUNDS[index], None), BOUNDS[index])
+            drive[which, extents[which].newest[index], index] = number
+            assert not slots.keeps(extents[which])
+
+
 def test_a_read_gets_the_newest_of_each_range_and_a_part_cannot_be_written(space: SwapSpace) -> None:
     each = space.reserve_slots(BOUNDS[-1], BOUNDS)
     space.create()
@@ -100,7 +142,7 @@ def test_a_write_waits_for_the_commit_before_and_gets_its_error(space: SwapSpace
 
 def test_no_room_for_two_slots_is_told_with_the_bytes(tmp_path) -> None:
     space = open_swap([SwapPath(tmp_path, capacity_bytes=6 * BLOCK)], IoOptions(), "threads")
-    with pytest.raises(StorageError, match=r"crash_consistent keeps two slots .* without it half"):
+    with pytest.raises(StorageError, match=r"keeps two slots .* without it half"):
         space.reserve_slots(BOUNDS[-1], BOUNDS)
     space.close()
 

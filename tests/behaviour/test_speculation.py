@@ -1,0 +1,348 @@
+"""Updates that run ahead of the norm: the bits of those that wait for it, whatever becomes of them."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.errors import CapacityError, InfinityError, StorageError
+from infinity.tiers import StateStore
+from infinity.zero.foresight import Foresight
+from infinity.zero.in_flight import InFlight
+from tests.behaviour.ranks import run_ranks
+from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, batches, loss_of
+
+STEPS = 6
+DATA = batches(STEPS)
+NEVER, SOMETIMES, ALWAYS = 100.0, -1.0, 0.1  # SOMETIMES: at a norm that half of the steps exceed
+
+Disturb = Callable[[infinity.Engine], None]
+
+
+@pytest.fixture
+def eager(monkeypatch) -> None:
+    """Updates run ahead in every step, whatever came of it in the last one."""
+    monkeypatch.setattr(Foresight, "runs_ahead", True)
+
+
+@pytest.fixture
+def seen(monkeypatch) -> list[str]:
+    """What became of updates that ran ahead, by unit."""
+    told: list[str] = []
+    confirm, undo = InFlight.confirm, InFlight.undo
+
+    def confirmed(self: InFlight, unit: int) -> None:
+        told.append("confirmed")
+        confirm(self, unit)
+
+    def undone(self: InFlight, units: list[int]) -> None:
+        told.extend("undone" for _ in units)
+        undo(self, units)
+
+    monkeypatch.setattr(InFlight, "confirm", confirmed)
+    monkeypatch.setattr(InFlight, "undo", undone)
+    return told
+
+
+@contextmanager
+def engine_of(
+    path: Path,
+    schedule: str,
+    *,
+    architecture: str = "gpt2",
+    clipping: float = NEVER,
+    precision: str = "bf16",
+    accumulation: int = 1,
+    host_memory: int | None = None,
+    params: str = "nvme",
+    tile_size: str = "64KiB",
+    **tiering: Any,
+) -> Iterator[infinity.Engine]:
+    path.mkdir(exist_ok=True)
+    if clipping == SOMETIMES:
+        clipping = middle_norm(architecture, precision, accumulation)
+    recipe = Recipe(precision, accumulation, clipping)
+    if host_memory is None:
+        host_memory = least_memory(architecture, precision, accumulation) * 5 // 4
+    config = recipe.config(Placement(params, "nvme", path, tile_size, host_memory, schedule))
+    config["tiering"] |= tiering
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 8}}
+    with infinity.initialize(model=model_of(architecture), config=config)[0] as engine:
+        yield engine
+
+
+def model_of(architecture: str) -> torch.nn.Module:
+    model = ARCHITECTURES[architecture](0)
+    if architecture == "llama":
+        model.get_input_embeddings().requires_grad_(False)  # a frozen unit
+        model.model.layers[1].mlp.requires_grad_(False)  # and one with both kinds
+    return model
+
+
+@cache
+def least_memory(architecture: str, precision: str, accumulation: int) -> int:
+    """The smallest budget, with which nearly all is on the drive."""
+    with tempfile.TemporaryDirectory() as path:
+        placement = Placement("nvme", "nvme", Path(path), "64KiB", 1, "deferred")
+        config = Recipe(precision, accumulation, NEVER).config(placement)
+        with pytest.raises(CapacityError) as refused:
+            infinity.initialize(model=model_of(architecture), config=config)
+    return int(str(refused.value).lower().split("raise ")[1].split(" to ")[1].split()[0])
+
+
+@cache
+def middle_norm(architecture: str, precision: str, accumulation: int) -> float:
+    """Of the steps of a training."""
+    norms = []
+    recipe = Recipe(precision, accumulation, NEVER)
+    with infinity.initialize(model=model_of(architecture), config=recipe.config(Placement()))[0] as engine:
+        for ids in batches(STEPS * accumulation):
+            engine.backward(loss_of(engine, ids))
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+    return statistics.median(norms[accumulation - 1 :: accumulation])
+
+
+def states_of(engine: infinity.Engine) -> list[torch.Tensor]:
+    """Everything that was trained, bit for bit."""
+    weights = [param.detach().clone() for _, param in engine.named_parameters()]
+    moments = [
+        infinity.utils.safe_get_full_optimizer_state(param, name)
+        for param in engine.module.parameters()
+        if param.requires_grad
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
+    return weights + [moment for moment in moments if moment is not None]
+
+
+def train(engine: infinity.Engine, disturb: Disturb | None = None, steps: int = STEPS) -> list[float]:
+    losses = []
+    accumulation = engine.gradient_accumulation_steps()
+    for index, ids in enumerate(batches(STEPS * accumulation)[: steps * accumulation]):
+        loss = loss_of(engine, ids)
+        engine.backward(loss)
+        if disturb is not None and index == 2:
+            disturb(engine)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def both(path: Path, disturb: Disturb | None = None, **changes: Any) -> None:
+    """Train with updates that wait and with updates that run ahead; compare all there is."""
+    with engine_of(path, "deferred", **changes) as engine:
+        expected = train(engine, disturb), states_of(engine)
+    with engine_of(path, "speculative", **changes) as engine:
+        losses, states = train(engine, disturb), states_of(engine)
+        assert losses == expected[0]
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(states, expected[1], strict=True))
+        assert engine.skipped_steps == 0 or changes.get("precision") == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "accumulation", "clipping"),
+    [
+        ("gpt2", 1, NEVER),
+        ("gpt2", 2, SOMETIMES),
+        ("gpt2", 1, ALWAYS),
+        ("llama", 1, SOMETIMES),
+        ("llama", 2, NEVER),
+    ],
+)
+def test_the_bits_are_those_of_updates_that_wait(architecture, accumulation, clipping, eager, seen, tmp_path) -> None:
+    both(tmp_path, architecture=architecture, clipping=clipping, accumulation=accumulation)
+    outcomes = set(seen)
+    assert outcomes == {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}, ALWAYS: {"undone"}}[clipping]
+
+
+@pytest.mark.parametrize("share", [1.0, 1.6, 2.2, 3.0])
+def test_at_any_budget(share, eager, seen, tmp_path) -> None:
+    """Gradients spill, tiles live on both sides, units come and go."""
+    both(tmp_path, clipping=SOMETIMES, host_memory=int(least_memory("gpt2", "bf16", 1) * share))
+    assert set(seen) == {"confirmed", "undone"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_precisions(precision, eager, seen, tmp_path) -> None:
+    both(tmp_path, precision=precision, clipping=SOMETIMES)
+    assert "undone" in seen
+
+
+def test_a_skipped_step_leaves_what_was(eager, seen, tmp_path) -> None:
+    """Under fp16 an overflow in the last block is known when others have been updated."""
+
+    def spoil(engine: infinity.Engine) -> None:
+        parameter = next(iter(engine.module.parameters()))
+        gradient = infinity.utils.safe_get_full_grad(parameter)
+        assert gradient is not None
+        infinity.utils.safe_set_full_grad(parameter, torch.full_like(gradient, float("inf")))
+
+    both(tmp_path, spoil, precision="fp16")
+    assert "undone" in seen
+
+
+def lower_rate(engine: infinity.Engine) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def look(engine: infinity.Engine) -> None:
+    for parameter in engine.module.parameters():
+        with infinity.zero.GatheredParameters(parameter):
+            assert not parameter.isnan().any()
+
+
+def change_gradients(engine: infinity.Engine) -> None:
+    for parameter in engine.module.parameters():
+        gradient = infinity.utils.safe_get_full_grad(parameter)
+        if gradient is not None:
+            infinity.utils.safe_set_full_grad(parameter, gradient * 0.25)
+
+
+def again(engine: infinity.Engine) -> None:
+    """A second backward pass of the same step, which adds to the first."""
+    engine.backward(loss_of(engine, DATA[0]))
+
+
+def drop(engine: infinity.Engine) -> None:
+    engine.zero_grad()
+    engine.backward(loss_of(engine, DATA[1]))
+
+
+def evaluate(engine: infinity.Engine) -> None:
+    engine.eval()
+    with torch.no_grad():
+        loss_of(engine, DATA[3])
+    engine.train()
+
+
+def fail(engine: infinity.Engine) -> None:
+    """A backward pass that ends half way takes the step's gradients with it; it is run again."""
+
+    def interrupt(gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("stop")
+
+    loss = loss_of(engine, DATA[2])
+    handle = engine.module.transformer.h[0].ln_1.weight.register_hook(interrupt)
+    with pytest.raises(ValueError, match="stop"):
+        engine.backward(loss)
+    handle.remove()
+    engine.backward(loss_of(engine, DATA[2]))
+
+
+def states(engine: infinity.Engine) -> None:
+    for parameter in engine.module.parameters():
+        moment = infinity.utils.safe_get_full_optimizer_state(parameter, "exp_avg")
+        assert moment is not None
+        assert moment.isfinite().all()
+
+
+@pytest.mark.parametrize("disturb", [lower_rate, look, change_gradients, again, drop, evaluate, fail])
+def test_what_comes_between_backward_and_step(disturb, eager, seen, tmp_path) -> None:
+    both(tmp_path, disturb)
+    assert {"undone", "confirmed"} == set(seen)
+
+
+def test_values_between_backward_and_step_are_the_old_ones(eager, tmp_path) -> None:
+    with engine_of(tmp_path, "speculative") as engine:
+        train(engine, steps=2)
+        before = [param.detach().clone() for _, param in engine.named_parameters()]
+        engine.backward(loss_of(engine, DATA[2]))
+        for param, old in zip(engine.module.parameters(), before, strict=True):
+            with infinity.zero.GatheredParameters(param):
+                assert torch.equal(param, old)
+        engine.step()
+        after = [param.detach().clone() for _, param in engine.named_parameters()]
+        assert not all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
+def test_of_steps_that_stay_on_the_drives(clipping, eager, tmp_path) -> None:
+    """Two slots are enough for what is committed and what runs ahead."""
+    with engine_of(tmp_path / "a", "deferred", clipping=clipping) as engine:
+        expected = train(engine), states_of(engine)
+    with engine_of(tmp_path / "b", "auto", clipping=clipping, crash_consistent=True) as engine:
+        losses = train(engine, steps=3)
+        engine.backward(loss_of(engine, DATA[3]))  # of a step that never ends
+    with engine_of(tmp_path / "b", "auto", clipping=clipping, crash_consistent=True) as engine:
+        assert engine.resume()[0] is not None
+        assert engine.global_steps == 3
+        for ids in DATA[3:]:
+            loss = loss_of(engine, ids)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        assert losses == expected[0]
+        assert all(torch.equal(a, b) for a, b in zip(states_of(engine), expected[1], strict=True))
+        engine.end_run()
+
+
+def test_a_drive_that_fails_ahead_stops_the_engine(eager, tmp_path, monkeypatch) -> None:
+    with engine_of(tmp_path, "speculative") as engine:
+        train(engine, steps=2)
+
+        def broken(self: StateStore, *_: Any) -> Any:
+            raise StorageError(5, "broken", "drive", 0)
+
+        monkeypatch.setattr(StateStore, "write", broken)
+        with pytest.raises((StorageError, InfinityError)):
+            train(engine, steps=2)
+        monkeypatch.undo()
+        with pytest.raises(InfinityError, match="close it"):
+            train(engine, steps=1)
+
+
+# Ranks #
+
+
+def _train_on_rank(path: Path) -> list[list[float]]:
+    Foresight.runs_ahead = True  # type: ignore[assignment, method-assign]
+    results = []
+    for schedule in ("deferred", "speculative"):
+        with engine_of(path, schedule, clipping=SOMETIMES) as engine:
+            losses = train(engine)
+            results.append([*losses, *(float(param.double().sum()) for _, param in engine.named_parameters())])
+    return results
+
+
+def test_ranks(tmp_path) -> None:
+    for waiting, ahead in run_ranks(2, _train_on_rank, tmp_path, path=tmp_path):
+        assert waiting == ahead
+
+
+# When #
+
+
+def test_updates_run_ahead_after_quiet_steps() -> None:
+    foresight = Foresight()
+    ran = []
+    for quiet in [False, True, True, False, True, True, True, True, True]:
+        ran.append(foresight.runs_ahead)
+        if foresight.runs_ahead:
+            foresight.tried()
+        foresight.after_step(quiet=quiet)
+    #              clipped, quiet; ahead, ahead and wrong; two quiet ones, ahead
+    assert ran == [False, False, True, True, False, False, True, True, True]
+
+
+def test_where_every_step_clips_none_runs_ahead(seen, tmp_path) -> None:
+    both(tmp_path, clipping=ALWAYS)
+    assert not seen
+
+
+def test_space_of_two_slots(tmp_path) -> None:
+    sizes = {}
+    for schedule in ("deferred", "speculative"):
+        with engine_of(tmp_path, schedule) as engine:
+            train(engine, steps=1)
+            sizes[schedule] = engine.stats().peak_bytes["nvme"]
+    assert sizes["deferred"] < sizes["speculative"] <= 2 * sizes["deferred"]

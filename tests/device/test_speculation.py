@@ -1,0 +1,60 @@
+"""Updates that run ahead of the norm, of a device with memory of its own: what is undone there is undone here."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from infinity.errors import CapacityError
+from infinity.zero.foresight import Foresight
+from infinity.zero.in_flight import InFlight
+from tests.behaviour.reference import Placement, Recipe
+from tests.behaviour.test_parity import assert_same_bits
+from tests.behaviour.test_speculation import SOMETIMES, middle_norm
+from tests.device import simdev
+from tests.device.training import SPEEDS, engine_on, on_cpu_like, tiny, train_on_device
+
+STEPS = 5
+
+
+@pytest.fixture(params=SPEEDS)
+def _speed(request):
+    with simdev.configured(**SPEEDS[request.param]):
+        yield
+
+
+@cache
+def least_memory(accumulation: int) -> int:
+    """The smallest budget, with which nearly all is on the drive."""
+    with tempfile.TemporaryDirectory() as path:
+        placement = Placement("nvme", "nvme", Path(path), "64KiB", 1, "speculative")
+        with pytest.raises(CapacityError) as refused:
+            engine_on("simdev", tiny(), Recipe("bf16", accumulation, 1.0), placement)
+    return int(str(refused.value).lower().split("raise ")[1].split(" to ")[1].split()[0])
+
+
+@pytest.mark.usefixtures("_speed")
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("clipping", [100.0, SOMETIMES])
+@pytest.mark.parametrize(("params", "keeps"), [("nvme", False), ("nvme", True), ("cpu", True)])
+def test_the_bits_are_those_of_the_cpu(params, keeps, clipping, accumulation, tmp_path, monkeypatch) -> None:
+    ahead: list[int] = []
+    run_ahead = InFlight.run_ahead
+
+    def counted(self: InFlight, unit: int, *rest: object) -> None:
+        ahead.append(unit)
+        run_ahead(self, unit, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Foresight, "runs_ahead", True)
+    monkeypatch.setattr(InFlight, "run_ahead", counted)
+    clipping = middle_norm("gpt2", "bf16", accumulation) if clipping == SOMETIMES else clipping
+    recipe = Recipe("bf16", accumulation, clipping, STEPS)
+    # Kept steps have two slots of what lives in memory, too.
+    host_memory = None if keeps else least_memory(accumulation) * 5 // 4
+    placement = Placement(params, "nvme", tmp_path, "64KiB", host_memory, "speculative")
+    trained = train_on_device(recipe, placement, crash_consistent=keeps)
+    assert ahead
+    assert_same_bits(trained, on_cpu_like(recipe))
