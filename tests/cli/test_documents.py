@@ -96,6 +96,11 @@ def test_only_the_assistants_turns_are_learned(template, tmp_path) -> None:
             [{"text": "a"}, chat("a", "b")],
             "x.jsonl:2 has `messages`, but the tokenizer words has no chat template",
         ),
+        (
+            "header",
+            [{"messages": [{"role": "assistant", "content": "a"}]}],
+            "x.jsonl:1: the chat template of words cannot",
+        ),
         ("header", ["{"], "x.jsonl:1 is no JSON"),
         ("header", [{"text": "a"}, "[1]"], "x.jsonl:2 must be an object with either `text` or `messages`"),
         ("header", [{"text": "a", **chat("a", "b")}], "x.jsonl:1 must be an object with either"),

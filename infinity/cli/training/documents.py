@@ -173,7 +173,7 @@ class _Reader:
             prompt = self._rendered(messages[:index], tools, add_generation_prompt=True) if index else ""
             until = self._rendered(messages[: index + 1], tools).rstrip()
             said = until[len(prompt) :]
-            prompted = prompt != plain or said.lstrip().startswith(str(message.get("content", "")).strip())
+            prompted = prompt != plain or said.lstrip().startswith(str(message.get("content") or "").strip())
             if not until.startswith(prompt) or not whole.startswith(until) or not said or not prompted:
                 raise ConfigError(
                     f"{place}: the chat template of {self._name} cannot mark the assistant's turns: message "
