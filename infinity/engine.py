@@ -19,9 +19,11 @@ from infinity.accessors import Accessors
 from infinity.checkpoint import Parts, Session
 from infinity.config import Config
 from infinity.errors import ConfigError, InfinityError
+from infinity.memory import Level
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.telemetry import Monitor, StepStats
+from infinity.telemetry.status import Publisher
 from infinity.zero.build import Runtime
 from infinity.zero.drivers import driven, train_layer_major
 from infinity.zero.gathered import check_room, claim, disclaim, newest_values
@@ -29,6 +31,7 @@ from infinity.zero.guards import Guards
 from infinity.zero.micro_batches import LossFn, call, loss_of
 from infinity.zero.phases import Phase
 from infinity.zero.stand_ins import StandIn
+from infinity.zero.status import publisher_of
 from infinity.zero.step import LAYER_MAJOR, Step
 
 _log = logging.getLogger(__name__)
@@ -77,8 +80,11 @@ class Engine(Accessors):
             undo.callback(self._guards.remove)
             runtime.settle()
             undo.pop_all()
+        publisher = publisher_of(self._step, runtime, optimizer, config)
         # Of nothing that leads here, so that an engine that nobody has any more goes.
-        self._close = weakref.finalize(self, _close, model, optimizer, self._step, self._guards, self._session)
+        self._close = weakref.finalize(
+            self, _close, model, optimizer, self._step, self._guards, self._session, publisher
+        )
         self._close.atexit = False
 
     def __getattr__(self, name: str) -> Any:
@@ -325,6 +331,23 @@ class Engine(Accessors):
         """What the last step cost."""
         return self._step.stats
 
+    def tiers(self) -> dict[str, Level]:
+        """How full `device`, `host` and `nvme` are now, where they have a budget."""
+        return self._runtime.tiers()
+
+    def tell(self, *, steps: int | None = None, tokens: int | None = None, loss: float | None = None) -> None:
+        """Say to whoever watches this run (`infinity top`) what the engine does not know.
+
+        Args:
+            steps: at which training will end.
+            tokens: of a step, over all ranks.
+            loss: of the last step, where the engine does not see it or would have to wait for the device.
+        """
+        said = {"steps": steps, "tokens": tokens}
+        self._step.told = self._step.told | {name: value for name, value in said.items() if value is not None}
+        if loss is not None:
+            self._step.loss = float(loss)
+
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last step's gradients before clipping."""
         outcome = self._step.outcome
@@ -553,10 +576,17 @@ class Engine(Accessors):
         self.close()
 
 
-def _close(model: nn.Module, optimizer: TieredOptimizer, step: Step, guards: Guards, session: Session) -> None:
+def _close(
+    model: nn.Module,
+    optimizer: TieredOptimizer,
+    step: Step,
+    guards: Guards,
+    session: Session,
+    publisher: Publisher | None,
+) -> None:
     """The end of an engine, also of one that nobody has closed: the garbage collector may call this in any thread."""
     if step.in_worker or session.in_worker:  # which cannot wait for its own end
-        threading.Thread(target=_close, args=(model, optimizer, step, guards, session)).start()
+        threading.Thread(target=_close, args=(model, optimizer, step, guards, session, publisher)).start()
         return
     optimizer.run_step = optimizer.drop_gradients = None
     disclaim(model)
@@ -564,4 +594,6 @@ def _close(model: nn.Module, optimizer: TieredOptimizer, step: Step, guards: Gua
         rest.callback(session.close)
         rest.callback(step.close)
         rest.callback(session.close_commits)
+        if publisher is not None:
+            rest.callback(publisher.close)  # before what it looks at
         guards.remove()

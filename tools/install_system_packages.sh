@@ -5,6 +5,7 @@ set -u
 missing=""
 command -v g++ >/dev/null || missing="$missing g++"
 pkg-config --exists liburing 2>/dev/null || missing="$missing liburing-dev pkg-config"
+command -v tmux >/dev/null || missing="$missing tmux"
 python3 -c 'import ensurepip' 2>/dev/null || missing="$missing python3-venv"
 [ -n "$missing" ] || exit 0
 

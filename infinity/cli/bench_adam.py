@@ -6,10 +6,10 @@ import argparse
 import json
 import os
 import platform
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infinity.cli.progress import Progress
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,12 +40,15 @@ def run(args: argparse.Namespace) -> int:
         if least < 1:
             raise ConfigError(f"--{name} is {least}; it must be at least 1")
     records = []
+    progress = Progress()
     for numel in args.size:
         for threads in args.threads:
             peers = tuple(_PEERS[name] for name in args.peer)
             job = AdamBenchJob(numel, threads, tuple(args.format), peers, args.peer_python, args.rounds)
-            results = run_adam_bench(job, _show_progress)
-            _show_progress("")
+            try:
+                results = run_adam_bench(job, progress.show)
+            finally:
+                progress.clear()
             block = [_record(result, results, numel, threads) for result in results]
             records.extend(block)
             if args.json:
@@ -119,8 +122,3 @@ def _plot(records: list[dict[str, Any]], path: Path) -> None:
     axes.set_ylabel("G parameters/s (median)")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def _show_progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
-_BAR_WIDTH = 30
+from infinity.cli.progress import Progress
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -25,22 +24,17 @@ def run(args: argparse.Namespace) -> int:
     """Convert; returns the exit code."""
     from infinity.checkpoint import convert  # noqa: PLC0415  (torch takes seconds to load)
 
-    live = sys.stderr.isatty() and not args.json
-    start_s = time.perf_counter()
-    path = convert(args.source, args.target, state_format=args.state_format, progress=_show_progress if live else None)
+    progress, start_s = Progress(), time.perf_counter()
+    show = None if args.json else lambda done, total: progress.show("written", done / max(1, total))
+    try:
+        path = convert(args.source, args.target, state_format=args.state_format, progress=show)
+    finally:
+        progress.clear()
     nbytes = sum(file.stat().st_size for file in path.iterdir())
     seconds = time.perf_counter() - start_s
-    if live:
-        print(file=sys.stderr)
     if args.json:
         record = {"path": str(path), "state_format": args.state_format, "bytes": nbytes, "seconds": seconds}
         print(json.dumps(record), flush=True)
     else:
         print(f"{path}: format {args.state_format}, {nbytes:,} bytes, {seconds:.1f} s")
     return 0
-
-
-def _show_progress(done: int, total: int) -> None:
-    share = done / total if total else 1.0
-    bar = "#" * round(share * _BAR_WIDTH)
-    print(f"\r\x1b[K[{bar:<{_BAR_WIDTH}}] {share:4.0%}", end="", file=sys.stderr, flush=True)

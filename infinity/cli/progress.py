@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from infinity.cli.terminal import Drawing, is_terminal
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _WIDTH = 24
 _EVERY_S = 0.25
@@ -17,54 +21,66 @@ class Progress:
     """One line that is drawn over and over; nothing where standard error is no terminal."""
 
     def __init__(self) -> None:
-        self._drawn = sys.stderr.isatty()
+        self._drawn = is_terminal()
+        self._drawing: Drawing | None = None
         self._began_s = time.monotonic()
+        self._text = ""
+        self._share: Callable[[], float | None] = lambda: None
 
-    def show(self, text: str, share: float) -> None:
-        """Draw `text` with how much is done, 0 to 1."""
+    def show(self, text: str, share: float | None = None) -> None:
+        """Draw `text` with how much is done, 0 to 1, if that is known."""
+        self._text, self._share = text, lambda: share
         if not self._drawn:
             return
-        share = min(1.0, max(0.0, share))
-        filled = round(_WIDTH * share)
-        left = self._left(share)
-        print(
-            f"\r\x1b[K[{'#' * filled}{'.' * (_WIDTH - filled)}] {share:4.0%}{left}  {text}",
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
+        if self._drawing is None:
+            self._drawing = Drawing(self._line)
+        else:
+            self._drawing.draw()
 
     def clear(self) -> None:
         """Leave the line empty for others, and count the time anew."""
-        if self._drawn:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        if self._drawing is not None:
+            self._drawing.end()
+            self._drawing = None
         self._began_s = time.monotonic()
 
     @contextmanager
     def following(self, text: str, share: Callable[[], float]) -> Iterator[None]:
         """Draw again and again what `share` says, from a thread, while the body works."""
-        if not self._drawn:
-            yield
-            return
-        over = threading.Event()
-
-        def draw() -> None:
-            while not over.wait(_EVERY_S):
-                self.show(text, share())
-
-        self._began_s = time.monotonic()
-        thread = threading.Thread(target=draw, name="infinity-progress", daemon=True)
-        thread.start()
+        self.clear()
+        self._text, self._share = text, share
+        if self._drawn:
+            self._drawing = Drawing(self._line, every_s=_EVERY_S)
         try:
             yield
         finally:
-            over.set()
-            thread.join()
             self.clear()
+
+    def _line(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar  # noqa: PLC0415  (see terminal.py)
+        from rich.table import Table  # noqa: PLC0415  (the same)
+        from rich.text import Text  # noqa: PLC0415  (the same)
+
+        text = Text(self._text, no_wrap=True, overflow="ellipsis")
+        share = self._share()
+        if share is None:
+            return text
+        share = min(1.0, max(0.0, share))
+        line = Table.grid(padding=(0, 1), expand=True)
+        for _ in range(2):
+            line.add_column(no_wrap=True)
+        line.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+        line.add_row(ProgressBar(1.0, share, width=_WIDTH), f"{share:4.0%}{self._left(share)}", text)
+        return line
 
     def _left(self, share: float) -> str:
         passed_s = time.monotonic() - self._began_s
         if passed_s < _SOON_S or not share:
             return ""
-        left_s = round(passed_s * (1 - share) / share)
-        return f" {left_s // 60}:{left_s % 60:02d} left"
+        return f" {clock(passed_s * (1 - share) / share)} left"
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds as `3:07`, hours before them if there are any."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

@@ -8,23 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from infinity.cli.reporting.lanes import COLOURS
 from infinity.config import format_size
 from infinity.errors import ConfigError
 from infinity.telemetry import Lane
 from infinity.telemetry.timeline_summary import Ran, TimelineSum, read_timeline, step_windows, sum_up
 
-# Colour-blind safe (Okabe and Ito).
-_COLOURS = {
-    Lane.PHASE: "#999999",
-    Lane.COMPUTE: "#009e73",
-    Lane.WAIT: "#d55e00",
-    Lane.UPDATE: "#cc79a7",
-    Lane.UPDATE_WAIT: "#e0bfd2",
-    Lane.PREFETCH: "#0072b2",
-    Lane.WRITE_BACK: "#56b4e9",
-    Lane.UPLOAD: "#e69f00",
-    Lane.DOWNLOAD: "#f0e442",
-}
 _LABELLED_SHARE = 0.05  # of the width of the picture; on narrower phases the name has no room
 
 
@@ -110,7 +99,7 @@ def _draw(path: Path, title: str, spans: Sequence[Ran], total: TimelineSum) -> N
             if span.lane is lane and span.start_s < end_s and span.end_s > begin_s
         ]
         edge = 1.0 if lane is Lane.PHASE else 0.0  # around narrow bars it would hide them
-        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=_COLOURS[lane], edgecolors="white", linewidth=edge)
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=COLOURS[lane], edgecolors="white", linewidth=edge)
     for span in spans:
         wide = span.end_s - span.start_s > _LABELLED_SHARE * (end_s - begin_s)
         if span.lane is Lane.PHASE and wide and begin_s <= span.start_s < end_s:

@@ -16,8 +16,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("train", help="train a language model with its states in the tiers")
     parser.add_argument("--model", default="gpt2", help="a size such as gpt2-xl or llama:1.3b, or a model directory")
     parser.add_argument(
-        "--data", type=Path, nargs="+", help="text files or directories (default: Python's own library)"
+        "--data",
+        type=Path,
+        nargs="+",
+        help="text files or directories (default: Python's own library), or .jsonl files with `text` or `messages`",
     )
+    parser.add_argument(
+        "--eval-split", type=float, metavar="SHARE", help="hold this share of the samples out, and evaluate on them"
+    )
+    parser.add_argument(
+        "--eval-data", type=Path, nargs="+", help="evaluate on these files, of the same kinds as --data"
+    )
+    parser.add_argument("--eval-every", type=int, default=100, metavar="N", help="steps (default 100), and at the end")
     parser.add_argument(
         "--tokenizer", help="a tokenizer directory, or `bytes` (default: the model directory's, or else bytes)"
     )
@@ -41,37 +51,49 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--checkpoint-activations", action="store_true", help="keep the inputs of blocks only, and recompute the rest"
     )
+    parser.add_argument("--log", type=Path, metavar="FILE", help="append every step to it, for `infinity report`")
     parser.add_argument("--json", action="store_true", help="one JSON line a step on standard output")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
-    for name in ("steps", "seq_len", "save_every", "keep_last", "micro_batch_size"):
+    for name in ("steps", "seq_len", "save_every", "keep_last", "micro_batch_size", "eval_every"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     if args.lr is not None and not 0 <= args.lr < math.inf:
         raise ConfigError(f"--lr is {args.lr}; it must be a number from 0 on")
+    if args.eval_split is not None and not 0 < args.eval_split < 1:
+        raise ConfigError(f"--eval-split is {args.eval_split}; it must be a share between 0 and 1, such as 0.05")
+    if args.eval_split is not None and args.eval_data is not None:
+        raise ConfigError("both --eval-split and --eval-data are given; give one")
     with needed_packages("train"):
         from infinity.cli.training.loop import Settings, train  # noqa: PLC0415  (torch and transformers take seconds)
+        from infinity.cli.training.sources import DataOptions  # noqa: PLC0415  (the same)
     return train(
         Settings(
             model=args.model,
-            data=tuple(args.data or [Path(sysconfig.get_path("stdlib"))]),
+            data=DataOptions(
+                data=tuple(args.data or [Path(sysconfig.get_path("stdlib"))]),
+                seq_len=args.seq_len,
+                seed=args.seed,
+                eval_split=args.eval_split,
+                eval_data=tuple(args.eval_data or ()),
+            ),
+            eval_every=args.eval_every,
             tokenizer=args.tokenizer,
             config=args.config,
             steps=args.steps,
-            seq_len=args.seq_len,
             micro_batch_size=args.micro_batch_size,
             device=args.device,
             lr=args.lr,
-            seed=args.seed,
             save_dir=args.save_dir,
             save_every=args.save_every,
             keep_last=args.keep_last,
             resume=args.resume,
             checkpoint_activations=args.checkpoint_activations,
+            log=args.log,
             json=args.json,
         )
     )

@@ -272,4 +272,5 @@ def _tiering(
         activation_memory_bytes=tiering.activation_memory,
         timeline=None if tiering.timeline is None else Path(tiering.timeline),
         timeline_steps=tiering.timeline_steps,
+        status=tiering.status,
     )

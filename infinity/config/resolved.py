@@ -88,6 +88,7 @@ class TieringConfig:
     activation_memory_bytes: int
     timeline: Path | None
     timeline_steps: int
+    status: bool = True
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,7 @@ class TieringSection(Section):
     activation_memory: Size = 256 << 20
     timeline: FileName | None = None
     timeline_steps: Count = Field(100, ge=1)
+    status: Bool = True
 
 
 class CommunicationSection(Section):

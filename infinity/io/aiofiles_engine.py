@@ -102,6 +102,7 @@ class AiofilesEngine(IoEngine):
         self._owner = os.getpid()
         self._stats_lock = threading.Lock()
         self._moved = {"read": 0, "write": 0}
+        self._asked = {"read": 0, "write": 0}
         self._taken_s: dict[str, Counter[float]] = {"read": Counter(), "write": Counter()}
         self._requests = 0
         self._closed = False
@@ -131,6 +132,8 @@ class AiofilesEngine(IoEngine):
             raise InfinityError("this I/O engine belongs to the parent process; open one in the child")
         if self._closed:
             raise InfinityError("the I/O engine is closed")
+        with self._stats_lock:
+            self._asked[operation] += span.nbytes
         file.opened.hold()
         stamps = _Stamps()
         moving = self._timed_move(operation, file.path, file.opened, offset, span, stamps)
@@ -174,7 +177,8 @@ class AiofilesEngine(IoEngine):
 
     def stats(self) -> IoStats:
         with self._stats_lock:
-            return IoStats(self._moved["read"], self._moved["write"], self._requests, 0)
+            asked = self._asked
+            return IoStats(self._moved["read"], self._moved["write"], self._requests, 0, asked["read"], asked["write"])
 
     def latencies(self) -> Latencies:
         with self._stats_lock:

@@ -72,12 +72,19 @@ class IoOptions:
 
 @dataclass(frozen=True)
 class IoStats:
-    """Totals since the engine was opened; `registered_blocks` used a buffer registered with the kernel."""
+    """Totals since the engine was opened.
+
+    Attributes:
+        registered_blocks: used a buffer registered with the kernel.
+        reads_asked_bytes, writes_asked_bytes: of all requests, those that are under way included.
+    """
 
     bytes_read: int
     bytes_written: int
     blocks: int
     registered_blocks: int
+    reads_asked_bytes: int = 0
+    writes_asked_bytes: int = 0
 
 
 class IoFuture(ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -97,6 +98,8 @@ class NativeEngine(IoEngine):
             iopoll=options.iopoll,
             faults=dict(faults or {}),
         )
+        # By thread, and whether it is to be written: without a lock, which a forked child might find taken.
+        self._asked_bytes: dict[tuple[int, bool], int] = {}
         self._registered: list[Span] = []  # the kernel uses their pages until the engine is closed
 
     def _open(self, source: Path, read_only: bool, name: Path) -> IoFile:
@@ -115,6 +118,8 @@ class NativeEngine(IoEngine):
         if not isinstance(file, _NativeFile):
             raise TypeError(f"{file.path} was opened by another engine")
         check_aligned(file, offset, span)
+        asker = threading.get_ident(), write
+        self._asked_bytes[asker] = self._asked_bytes.get(asker, 0) + span.nbytes
         try:
             request = self._engine.submit(
                 write, file.opened(), offset, span.address, span.nbytes, int(priority), span.owner
@@ -134,7 +139,11 @@ class NativeEngine(IoEngine):
         return refusal == 0
 
     def stats(self) -> IoStats:
-        return IoStats(*self._engine.stats())
+        moved = self._engine.stats()
+        asked = {False: 0, True: 0}
+        for (_, write), nbytes in list(self._asked_bytes.items()):
+            asked[write] += nbytes
+        return IoStats(*moved, asked[False], asked[True])
 
     def latencies(self) -> Latencies:
         reads, writes = self._engine.latencies()

@@ -2,7 +2,7 @@
 
 from infinity.memory.arena import Arena, FreeList, Lease
 from infinity.memory.available import available_memory_bytes, free_bytes, memory_limit_bytes
-from infinity.memory.budget import Budget, Ledger
+from infinity.memory.budget import Budget, Ledger, Level
 from infinity.memory.scratch import Loan, Scratch, scratch_on
 from infinity.memory.stable import StableBuffer, StableMemory, stable_memory
 
@@ -12,6 +12,7 @@ __all__ = [
     "FreeList",
     "Lease",
     "Ledger",
+    "Level",
     "Loan",
     "Scratch",
     "StableBuffer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from infinity.errors import CapacityError
@@ -16,7 +17,19 @@ class Part(Protocol):
     def capacity_bytes(self) -> int: ...
 
     @property
+    def used_bytes(self) -> int: ...
+
+    @property
     def peak_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Level:
+    """How full a tier is: now, at most so far, and what it may take."""
+
+    used_bytes: int
+    peak_bytes: int
+    capacity_bytes: int
 
 
 class Budget:
@@ -95,3 +108,8 @@ class Ledger:
     def peak_bytes(self) -> int:
         """The most that the parts have used."""
         return sum(part.peak_bytes for part in self.parts.values())
+
+    def level(self) -> Level:
+        """How full the memory is; any thread may ask."""
+        used_bytes = sum(part.used_bytes for part in tuple(self.parts.values()))
+        return Level(used_bytes, self.peak_bytes, self.capacity_bytes)

@@ -56,6 +56,10 @@ class Counters:
 
     Args:
         timeline: has everything that is counted recorded as well.
+
+    Attributes:
+        waiting: what the compute thread waits for right now, and since when (`time.perf_counter`).
+        step_wall_s: from the end of the step before the last to that of the last; None before there are two.
     """
 
     def __init__(self, timeline: Timeline | None = None) -> None:
@@ -67,6 +71,9 @@ class Counters:
         self._outside_stall_s: defaultdict[str, float] = defaultdict(float)
         self._optimizer_s = 0.0
         self._in_phase = False
+        self.waiting: tuple[StallCause, float] | None = None
+        self.step_wall_s: float | None = None
+        self._step_ended_s: float | None = None
         self._booked_s = 0.0  # of all stalls so far, so that one within another is not counted twice
 
     def moved(self, route: str, nbytes: int, move: Timed, unit: int | None = None, field: str = "") -> None:
@@ -154,6 +161,10 @@ class Counters:
             for counted in (self._phase_s, self._tier_bytes, self._stall_s, self._outside_stall_s):
                 counted.clear()
             self._optimizer_s = 0.0
+        ended_s = time.perf_counter()
+        if self._step_ended_s is not None:
+            self.step_wall_s = ended_s - self._step_ended_s
+        self._step_ended_s = ended_s
         if self.timeline is not None:
             self.timeline.end_step()
         return stats
@@ -162,7 +173,7 @@ class Counters:
 class _Stall(AbstractContextManager[None]):
     """One wait. A class, since a generator would cost several microseconds, a few times for every unit that moves."""
 
-    __slots__ = ("_booked_before_s", "_cause", "_counters", "_start_s", "_waits_before_s", "_worker")
+    __slots__ = ("_around", "_booked_before_s", "_cause", "_counters", "_start_s", "_waits_before_s", "_worker")
 
     def __init__(self, counters: Counters, cause: StallCause, worker: Waits | None) -> None:
         self._counters = counters
@@ -173,10 +184,13 @@ class _Stall(AbstractContextManager[None]):
         self._waits_before_s = {} if self._worker is None else self._worker.totals_s()
         self._booked_before_s = self._counters._booked_s
         self._start_s = time.perf_counter()
+        self._around = self._counters.waiting
+        self._counters.waiting = self._cause, self._start_s
 
     def __exit__(self, *exc: object) -> None:
         end_s = time.perf_counter()
         counters = self._counters
+        counters.waiting = self._around
         rest_s = end_s - self._start_s - (counters._booked_s - self._booked_before_s)
         if self._worker is not None:
             for deeper, total_s in self._worker.totals_s().items():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.errors import StorageError
-from infinity.io import IoEngine, IoFuture, Priority, Span
+from infinity.io import IoEngine, IoFuture, IoStats, Priority, Span
 from infinity.memory import FreeList
 from infinity.tiers.checksums import Checksums
 from infinity.tiers.swap_file import create_owned
@@ -68,6 +68,10 @@ class ActivationFiles:
             return [(file.path, place.offset + offset, nbytes)]
 
         return self._checksums[place].verified(read, 0, span, locate)
+
+    def io_stats(self) -> IoStats:
+        """What was asked for and has moved."""
+        return self._engine.stats()
 
     def close(self) -> None:
         """Finish what is under way, and remove the files."""

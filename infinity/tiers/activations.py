@@ -22,7 +22,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from infinity.errors import CapacityError, InfinityError
-from infinity.io import Priority
+from infinity.io import IoStats, Priority
 from infinity.memory import Arena, Lease
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers.activation_file import ActivationFiles, Place
@@ -76,9 +76,18 @@ class ActivationStore:
         return self._arena.capacity_bytes
 
     @property
+    def used_bytes(self) -> int:
+        """Host memory that it has taken."""
+        return self._arena.used_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """Host memory, at most so far."""
         return self._arena.peak_bytes
+
+    def io_stats(self) -> IoStats | None:
+        """What its files were asked for and have moved; None without any."""
+        return None if self._files is None else self._files.io_stats()
 
     @property
     def count(self) -> int:

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 
 from infinity.errors import CheckpointError, StorageError
-from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, Priority, Span, open_engine
+from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, IoStats, Priority, Span, open_engine
 from infinity.io.bench import BenchSession, bench_file
 from infinity.memory import Arena
 from infinity.telemetry import Times
@@ -127,6 +128,26 @@ class SwapSpace:
     @property
     def size_bytes(self) -> int:
         return sum(self._striping.sizes)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The most that may be laid on the drives, by what is free there now."""
+        free_bytes: dict[int, int] = {}
+        for stripe in self._stripes:
+            with suppress(OSError):  # a directory that has gone has nothing free
+                free_bytes[stripe.path.stat().st_dev] = _free_bytes(stripe.path)
+        limits = sum(stripe.capacity_bytes for stripe in self._stripes)
+        return min(limits, self.size_bytes + sum(free_bytes.values()))
+
+    def io_stats(self) -> list[tuple[list[Path], IoStats]]:
+        """What each drive was asked for and has moved, with its directories; any thread may ask."""
+        return [
+            (
+                [stripe.path for stripe, other in zip(self._stripes, self._engines, strict=True) if other is engine],
+                engine.stats(),
+            )
+            for engine in dict.fromkeys(self._engines)
+        ]
 
     def reserve(self, nbytes: int) -> Extent:
         """Reserve an aligned extent.

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from infinity.errors import StorageError
-from infinity.io import IoEngine, IoFile, IoFuture, Priority, Span
+from infinity.io import IoEngine, IoFile, IoFuture, IoStats, Priority, Span
 from infinity.telemetry import Times
 from infinity.tiers.slots import Extent
 from infinity.tiers.striping import Piece
@@ -156,6 +156,10 @@ class WeightFiles:
             files[piece.file] = self._files[piece.file]
             reads += files[piece.file].read(piece, part, priority)
         return _Checked(reads, tuple(files.values()))
+
+    def io_stats(self) -> IoStats | None:
+        """What was asked for and has moved; None where there is nothing to read."""
+        return None if self._engine is None else self._engine.stats()
 
     def close(self) -> None:
         """Finish what is in flight, then close the files."""

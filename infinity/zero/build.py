@@ -15,7 +15,7 @@ from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.io import IoOptions, open_engine
 from infinity.io.gds import DeviceReads
-from infinity.memory import Arena, Budget, Ledger
+from infinity.memory import Arena, Budget, Ledger, Level
 from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule import Cycle, MemorySplit, split_memory
@@ -107,6 +107,16 @@ class Runtime:
     def peak_bytes(self) -> dict[str, int]:
         """High-water mark of each tier since the start."""
         return {"device": self.device.peak_bytes, "host": self.host.peak_bytes, "nvme": self.swap.size_bytes}
+
+    def tiers(self) -> dict[str, Level]:
+        """How full each tier is that has a budget; any thread may ask."""
+        nvme_bytes = self.swap.size_bytes
+        tiers = {
+            "device": self.device.level(),
+            "host": self.host.level(),
+            "nvme": Level(nvme_bytes, nvme_bytes, self.swap.capacity_bytes),
+        }
+        return {name: level for name, level in tiers.items() if level.capacity_bytes}
 
     def together(self, what: str) -> None:
         """Where parameters are in the shards of several ranks, all must come to the same call `what`."""

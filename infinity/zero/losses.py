@@ -25,6 +25,7 @@ class Losses:
         norms: of the last loss, where the device measures it.
         early: units are updated before all gradients of a step are known.
         keeps: add the losses of a step up, for `take_sum`.
+        keeps_cheap: the same, where nobody has to wait for a device to know it.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class Losses:
         *,
         early: bool,
         keeps: bool = False,
+        keeps_cheap: bool = False,
     ) -> None:
         self.count = config.gradient_accumulation_steps * ranks.size
         self._ranks_count = ranks.size
         self.loss_scale = LossScale.of(config.fp16)
         self.scaled = False
         self._keeps = keeps
+        self._keeps_cheap = keeps_cheap
         self._sum: torch.Tensor | None = None
         self._fp16 = config.fp16 is not None
         self._ranks = ranks
@@ -57,7 +60,7 @@ class Losses:
             whole_step: the loss is its share of this rank's step already.
         """
         self.scaled = True
-        if self._keeps:
+        if (self._keeps or (self._keeps_cheap and loss.is_cpu)) and type(loss) is torch.Tensor:
             mean = loss.detach().float().mean() * (1 if whole_step else self._ranks_count / self.count)
             self._sum = mean if self._sum is None else self._sum + mean
         share = loss / (self._ranks_count if whole_step else self.count)

@@ -74,6 +74,8 @@ class Step:
         counts: assigned as one when a step or a micro-batch of it is over.
         outcome: of the last step; None before the first.
         stats: what the last step cost.
+        loss: mean of this rank's losses of the last step, where somebody is told and to know it costs nothing.
+        told: what the training loop has said of itself, for those who watch.
         losses: what backward passes begin with.
         lr_scheduler: stepped after every update that was not skipped, if there is one.
         layer_major: takes micro-batches through the blocks together, if that is configured.
@@ -85,6 +87,8 @@ class Step:
         self.counts = Counts()
         self.outcome: StepOutcome | None = None
         self.stats = StepStats()
+        self.loss: float | None = None
+        self.told: dict[str, Any] = {}
         self._monitor = runtime.monitor
         self.losses = Losses(
             config,
@@ -93,6 +97,7 @@ class Step:
             runtime.loss_norm,
             early=runtime.schedule is UpdateSchedule.BACKWARD,
             keeps=runtime.monitor.writes,
+            keeps_cheap=config.tiering.status,
         )
         self.lr_scheduler: Any | None = None
         self._phase = Phase.IDLE
@@ -436,6 +441,7 @@ class Step:
             loss_scale = self.losses.loss_scale
             scale = f"; the loss scale is {loss_scale.value:g} now" if loss_scale.dynamic else ""
             _log.warning("step %d is skipped: its gradients are not finite%s", counted.global_steps, scale)
+        self.loss = self.losses.take_sum()
         if self._monitor.writes:
             self._monitor.write_events(self._events())
 
@@ -455,9 +461,8 @@ class Step:
                 told[f"Train/Samples/elapsed_time_ms_{names.get(phase, phase)}"] = 1e3 * seconds
         told |= tier_costs(self.stats) | tier_peaks(self.stats)
         events = [(name, value, samples) for name, value in told.items()]
-        loss = self.losses.take_sum()
-        if loss is not None:
-            events.insert(0, ("Train/Samples/train_loss", loss, samples - config.train_batch_size))
+        if self.loss is not None:
+            events.insert(0, ("Train/Samples/train_loss", self.loss, samples - config.train_batch_size))
         return events
 
     def _update(self) -> StepOutcome:

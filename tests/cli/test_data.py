@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.cli.training.data import ByteTokens, Samples, TokenizedFiles, find_files
+from infinity.cli.training.data import ByteTokens, Samples, Stream, TokenizedFiles, find_files, hold_out
 from infinity.errors import ConfigError
 
 
@@ -23,6 +23,16 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def samples_of(corpus: Path, length: int = 20, seed: int = 3) -> Samples:
+    return Samples(Stream(ByteTokens(find_files([corpus])), length), seed)
+
+
+def ids(samples: Samples, first: int, size: int) -> torch.Tensor:
+    batch = samples.batch(first, size)
+    assert torch.equal(batch["input_ids"], batch["labels"])
+    return batch["input_ids"]
+
+
 def test_files_are_found_in_a_fixed_order_without_installed_packages(corpus) -> None:
     assert [path.name for path in find_files([corpus])] == ["b.txt", "a.py"]
 
@@ -35,24 +45,40 @@ def test_reads_cross_from_file_to_file(corpus) -> None:
 
 
 def test_every_sample_comes_once_an_epoch_and_epochs_differ(corpus) -> None:
-    samples = Samples(ByteTokens(find_files([corpus])), 20, seed=3)
-    first, second = samples.batch(0, 10), samples.batch(10, 10)
+    samples = samples_of(corpus)
+    first, second = ids(samples, 0, 10), ids(samples, 10, 10)
     assert sorted(first[:, 0].tolist()) == list(range(0, 200, 20))
     assert sorted(second[:, 0].tolist()) == sorted(first[:, 0].tolist())
     assert first.tolist() != second.tolist()
 
 
 def test_a_batch_depends_on_its_number_alone(corpus) -> None:
-    samples = Samples(ByteTokens(find_files([corpus])), 20, seed=3)
-    again = Samples(ByteTokens(find_files([corpus])), 20, seed=3)
+    samples = samples_of(corpus)
+    again = samples_of(corpus)
     samples.batch(0, 7)
-    assert torch.equal(samples.batch(13, 4), again.batch(13, 4))
-    assert not torch.equal(samples.batch(0, 10), Samples(ByteTokens(find_files([corpus])), 20, seed=4).batch(0, 10))
+    assert torch.equal(ids(samples, 13, 4), ids(again, 13, 4))
+    assert not torch.equal(ids(samples, 0, 10), ids(samples_of(corpus, seed=4), 0, 10))
+
+
+def test_what_is_held_out_is_not_trained_on(corpus) -> None:
+    source = Stream(ByteTokens(find_files([corpus])), 10)
+    chosen, held_out = hold_out(source, 0.25, seed=1)
+    assert sorted([*chosen.tolist(), *held_out.tolist()]) == list(range(20))
+    assert len(held_out) == 5
+    samples = Samples(source, 1, chosen)
+    seen = ids(samples, 0, 15)[:, 0]
+    assert sorted(seen.tolist()) == [10 * number for number in chosen.tolist()]
+    assert samples.fingerprint() == {**Samples(source, 1).fingerprint(), **samples.fingerprint()}
+    assert samples.fingerprint()["samples"] == 15
+    assert [part.tolist() for part in hold_out(source, 0.25, seed=1)] == [chosen.tolist(), held_out.tolist()]
+    for share in (0.01, 0.99):
+        with pytest.raises(ConfigError, match="of 20 samples are"):
+            hold_out(source, share, seed=1)
 
 
 def test_too_little_text_is_refused(corpus) -> None:
     with pytest.raises(ConfigError, match="fewer than one sample of --seq-len 500"):
-        Samples(ByteTokens(find_files([corpus])), 500, seed=0)
+        samples_of(corpus, length=500)
     with pytest.raises(ConfigError, match="no text files"):
         find_files([corpus / "empty.txt"])
 
@@ -97,7 +123,7 @@ def test_a_file_that_went_away_is_named(corpus) -> None:
 
 def test_the_fingerprint_tells_data_and_order_apart(corpus) -> None:
     def fingerprint(length: int = 20, seed: int = 3) -> dict[str, int]:
-        return Samples(ByteTokens(find_files([corpus])), length, seed).fingerprint()
+        return samples_of(corpus, length, seed).fingerprint()
 
     first = fingerprint()
     assert first == fingerprint()

@@ -15,6 +15,7 @@ from infinity.cli.tuning.launcher import TrialJob, Trials, Workers, measure_in_p
 from infinity.config import load_config, read_json
 from infinity.errors import InfinityError
 from infinity.tuning import Bounds, Limits, MachineJob, Outlook
+from tests.cli.test_report import check as check_page
 from tests.tuning.test_search import MACHINE
 from tests.tuning.test_space import VALUES
 
@@ -89,6 +90,7 @@ def test_what_is_written_trains_and_says_why(stand_in, tmp_path, capsys) -> None
     assert set(tuned["tuned"]["why"]) >= {"placement", "schedule", "tile", "aio", "batch", "memory", "state_format"}
     assert tuned["tuned"]["step_s"] == {"given": 1.0, "tuned": 0.5}
     page = (tmp_path / "report.html").read_text()
+    check_page(page)
     assert page.count("<svg") >= 2
     assert not re.search(r"https?:|<script|<link|src=|@import|url\(", page)
     assert "barrier" in page

@@ -12,12 +12,13 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 
 from infinity.errors import ConfigError, InfinityError, StorageError
-from infinity.io import IoEngine, IoOptions, Priority, Span, open_engine, probe_backends
+from infinity.io import IoEngine, IoFuture, IoOptions, Priority, Span, open_engine, probe_backends
 from infinity.io.native import NativeEngine
 from infinity.memory import Arena, Lease
 
@@ -54,6 +55,32 @@ def test_what_is_written_is_read_back(engine, arena, nbytes, tmp_path) -> None:
         assert torch.equal(source.tensor(torch.uint8), target.tensor(torch.uint8))
     assert engine.stats().bytes_written == nbytes
     assert engine.stats().bytes_read == nbytes
+    assert (engine.stats().writes_asked_bytes, engine.stats().reads_asked_bytes) == (nbytes, nbytes)
+    file.close()
+
+
+def test_what_many_threads_have_asked_for_is_counted_while_it_is_under_way(engine, arena, tmp_path) -> None:
+    """A total that lost one would show bytes in flight for good, or less than none."""
+    threads, times = 4, 50
+    file = engine.open(tmp_path / "f", create=True, size_bytes=MIB)
+    futures: list[IoFuture] = []
+    with arena.lease(4096) as target:
+
+        def ask() -> None:
+            for _ in range(times):
+                futures.append(engine.read(file, 0, target.span()))
+                seen = engine.stats()
+                assert seen.reads_asked_bytes >= seen.bytes_read
+
+        asking = [Thread(target=ask) for _ in range(threads)]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join()
+        assert engine.stats().reads_asked_bytes == threads * times * 4096
+        for future in futures:
+            future.result()
+        assert engine.stats().bytes_read == threads * times * 4096
     file.close()
 
 

@@ -10,4 +10,5 @@ if _ROOT not in sys.path:  # it was not installed
 
 from infinity.cli.main import main  # noqa: E402
 
+sys.argv[0] = "infinity"  # as `infinity top` shows it
 sys.exit(main())

@@ -36,7 +36,7 @@ class Tokens(Protocol):
         """Tokens `[start, start + count)` as a 1-D int64 tensor."""
 
 
-def find_files(paths: Iterable[Path]) -> list[Path]:
+def find_files(paths: Iterable[Path], option: str = "--data") -> list[Path]:
     """The text files among and below `paths`, in a fixed order.
 
     Raises:
@@ -50,10 +50,10 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
         elif path.is_file():
             files.append(path)
         else:
-            raise ConfigError(f"--data {path} does not exist")
+            raise ConfigError(f"{option} {path} does not exist")
     files = [path for path in files if path.stat().st_size]
     if not files:
-        raise ConfigError(f"--data has no text files ({', '.join(sorted(_SUFFIXES))}) with any content")
+        raise ConfigError(f"{option} has no text files ({', '.join(sorted(_SUFFIXES))}) with any content")
     return files
 
 
@@ -134,40 +134,108 @@ def _listed(files: Sequence[Path]) -> str:
     return f"{files[0]}" if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
 
 
-class Samples:
-    """Fixed-length samples in an order that seed and number alone decide, so that a run can go on anywhere.
+class Source(Protocol):
+    """Samples of one length, by number.
 
-    Args:
-        length: tokens in a sample.
-        seed: of the shuffle; every pass over the data has another order.
+    Attributes:
+        tokens: of all samples together.
+        vocabulary: no token is as large.
     """
 
-    def __init__(self, tokens: Tokens, length: int, seed: int) -> None:
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def sample(self, index: int) -> dict[str, torch.Tensor]:
+        """What the model is given, each a 1-D int64 tensor."""
+
+    def crc(self, index: int, crc: int) -> int:
+        """A checksum of the sample, continued from `crc`."""
+
+
+class Stream:
+    """A sequence of tokens cut into samples; the rest of it is left out.
+
+    Raises:
+        ConfigError: it is shorter than one.
+    """
+
+    def __init__(self, tokens: Tokens, length: int) -> None:
+        self.length = length
+        self.tokens = len(tokens)
+        self.vocabulary = tokens.vocabulary
         self._tokens = tokens
-        self._length = length
-        self._seed = seed
-        self._count = len(tokens) // length
-        if not self._count:
+        if self.tokens < length:
             raise ConfigError(f"--data has {len(tokens)} tokens, fewer than one sample of --seq-len {length}")
+
+    def __len__(self) -> int:
+        return self.tokens // self.length
+
+    def sample(self, index: int) -> dict[str, torch.Tensor]:
+        ids = self._tokens.read(index * self.length, self.length)
+        return {"input_ids": ids, "labels": ids}
+
+    def crc(self, index: int, crc: int) -> int:
+        return zlib.crc32(self._tokens.read(index * self.length, self.length).numpy().tobytes(), crc)
+
+
+def hold_out(source: Source, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of the samples to train on, and of a share of all, drawn by chance, that are not trained on.
+
+    Raises:
+        ConfigError: one of the two would be none.
+    """
+    count = len(source)
+    held = round(share * count)
+    if not 0 < held < count:
+        raise ConfigError(
+            f"--eval-split {share:g} of {count} samples are {held}, and {count - held} are left to train on"
+        )
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return order[held:].sort().values, order[:held].sort().values
+
+
+class Samples:
+    """Samples in an order that seed and number alone decide, so that a run can go on anywhere.
+
+    Args:
+        seed: of the shuffle; every pass over the data has another order.
+        chosen: numbers of the samples that there are; by default all of the source's.
+    """
+
+    def __init__(self, source: Source, seed: int, chosen: torch.Tensor | None = None) -> None:
+        self._source = source
+        self._seed = seed
+        self._chosen = chosen
+        self._count = len(source) if chosen is None else len(chosen)
         self._order = lru_cache(maxsize=2)(lambda epoch: self._permutation(seed, epoch))
 
     def fingerprint(self) -> dict[str, int]:
         """What decides which tokens a sample number stands for; `crc` is of tokens at places all over the data."""
         crc = 0
         for probe in range(min(_PROBES, self._count)):
-            start = probe * (self._count - 1) // max(1, _PROBES - 1) * self._length
-            crc = zlib.crc32(self._tokens.read(start, self._length).numpy().tobytes(), crc)
-        return {"tokens": len(self._tokens), "seq_len": self._length, "seed": self._seed, "crc": crc}
+            crc = self._source.crc(self._index(probe * (self._count - 1) // max(1, _PROBES - 1)), crc)
+        found = {"tokens": self._source.tokens, "seq_len": self._source.length, "seed": self._seed, "crc": crc}
+        return found if self._chosen is None else {**found, "samples": self._count}
 
     def _permutation(self, seed: int, epoch: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         return torch.randperm(self._count, generator=generator)
 
-    def batch(self, first: int, size: int) -> torch.Tensor:
-        """Samples number `first` to `first + size` of the run, shape [size, length], int64."""
+    def _index(self, position: int) -> int:
+        return position if self._chosen is None else int(self._chosen[position])
+
+    def batch(self, first: int, size: int) -> dict[str, torch.Tensor]:
+        """Samples number `first` to `first + size` of the run, each of shape [size, length], int64."""
         rows = []
         for number in range(first, first + size):
             epoch, position = divmod(number, self._count)
-            index = int(self._order(epoch)[position])
-            rows.append(self._tokens.read(index * self._length, self._length))
-        return torch.stack(rows)
+            rows.append(self._source.sample(self._index(int(self._order(epoch)[position]))))
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import signal
 import time
 from collections.abc import Iterator
@@ -15,11 +16,16 @@ from typing import Any
 import torch
 import transformers
 
-from infinity.cli.training.data import ByteTokens, Samples, TokenizedFiles, find_files
+from infinity import __version__
+from infinity.cli.training.apart import check_apart, model_inputs
+from infinity.cli.training.data import Samples
+from infinity.cli.training.evaluation import Evaluator
+from infinity.cli.training.log import RunLog
 from infinity.cli.training.models import build_model, checkpoint_activations, max_tokens
 from infinity.cli.training.progress import Progress, StepReport
 from infinity.cli.training.ranks import agreed, first_sample, mean_over_ranks, rank_and_size
-from infinity.cli.training.tokenizers import check_vocabulary, find_tokenizer
+from infinity.cli.training.sources import DataOptions, open_data
+from infinity.cli.training.tokenizers import find_tokenizer
 from infinity.config import with_values
 from infinity.engine import Engine
 from infinity.errors import ConfigError, NonFiniteError
@@ -33,43 +39,46 @@ class Settings:
     """The command line of `infinity train`."""
 
     model: str
-    data: tuple[Path, ...]
+    data: DataOptions
+    eval_every: int
     tokenizer: str | None
     config: Path
     steps: int
-    seq_len: int
     micro_batch_size: int | None
     device: str | None
     lr: float | None
-    seed: int
     save_dir: Path
     save_every: int | None
     keep_last: int | None
     resume: bool
     checkpoint_activations: bool
+    log: Path | None
     json: bool
 
 
 def train(settings: Settings) -> int:
     """Train until `settings.steps`, or until a signal asks to stop; returns the exit code."""
     transformers.logging.set_verbosity_error()  # its remarks on configurations are for model authors
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(settings.data.seed)
     model, weights = build_model(settings.model)
     if settings.checkpoint_activations:
         checkpoint_activations(model)
     longest = max_tokens(model)
-    if longest is not None and settings.seq_len > longest:
-        raise ConfigError(f"--seq-len is {settings.seq_len}, but {settings.model} takes at most {longest} tokens")
+    if longest is not None and settings.data.seq_len > longest:
+        raise ConfigError(f"--seq-len is {settings.data.seq_len}, but {settings.model} takes at most {longest} tokens")
     tokenizer = find_tokenizer(settings.model, settings.tokenizer)
-    files = find_files(settings.data)
-    tokens = ByteTokens(files) if tokenizer is None else TokenizedFiles(files, tokenizer)
-    check_vocabulary(model, tokens.vocabulary, settings.model)
-    samples = Samples(tokens, settings.seq_len, settings.seed)
+    data = open_data(settings.data, tokenizer, model, settings.model)
     engine, *_ = initialize(model=model, config=_config(settings), weights=weights, device=settings.device)
-    with engine, _stop_signal() as stop:
-        progress = Progress(settings.steps, json_lines=settings.json, silent=rank_and_size()[0] > 0)
-        progress.note(f"tokens: {'bytes' if tokenizer is None else tokenizer.name_or_path} ({tokens.vocabulary} kinds)")
-        run = _Run(engine, samples, settings, progress)
+    with engine, _progress(settings, engine) as progress, _stop_signal() as stop:
+        kinds = data.source.vocabulary
+        progress.note(f"tokens: {'bytes' if tokenizer is None else tokenizer.name_or_path} ({kinds} kinds)")
+        for note in data.notes:
+            progress.note(note)
+        if data.packed:
+            check_apart(engine)
+        evaluator = None if data.held_out is None else Evaluator(engine, data.source, data.held_out)
+        engine.tell(steps=settings.steps)
+        run = _Run(engine, data.samples, settings, progress)
         if settings.resume:
             run.resume()
         elif engine.config.tiering.crash_consistent:
@@ -78,15 +87,41 @@ def train(settings: Settings) -> int:
         while engine.global_steps < settings.steps and not signum:
             run.step()
             signum = agreed(stop[0] if stop else 0, engine.device)
-            if settings.save_every is not None:
-                over = signum or engine.global_steps == settings.steps
-                if over or engine.global_steps % settings.save_every == 0:
-                    run.save()
+            last = engine.global_steps == settings.steps
+            if evaluator is not None and not signum and (last or engine.global_steps % settings.eval_every == 0):
+                progress.evaluated(evaluator.run())
+            every = settings.save_every
+            if every is not None and (signum or last or engine.global_steps % every == 0):
+                run.save()
         engine.synchronize()
         if engine.config.tiering.crash_consistent and not signum:
             run.end()
         progress.finish()
     return 128 + signum if signum else 0
+
+
+def _progress(settings: Settings, engine: Engine) -> Progress:
+    """What shows and logs the run, on rank 0; nothing on others."""
+    rank, ranks = rank_and_size()
+    log = None
+    if settings.log is not None and rank == 0:
+        timeline = engine.config.tiering.timeline
+        if timeline is not None and ranks > 1:
+            timeline = timeline.with_suffix(f".rank0{timeline.suffix}")
+        about = {
+            "infinity": __version__,
+            "model": settings.model,
+            "data": [str(path) for path in settings.data.data],
+            "resume": settings.resume,
+            "steps": settings.steps,
+            "seq_len": settings.data.seq_len,
+            "ranks": ranks,
+            "host": platform.node(),
+            "timeline": None if timeline is None else str(timeline.resolve()),
+            "config": dict(engine.config.source),
+        }
+        log = RunLog(settings.log, about)
+    return Progress(settings.steps, json_lines=settings.json, silent=rank > 0, log=log)
 
 
 class _Run:
@@ -154,14 +189,14 @@ class _Run:
                 "`infinity states remove` frees the space"
             )
 
-    def _micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+    def _micro_batches(self) -> Iterator[dict[str, torch.Tensor | bool]]:
         """What the model is given; a micro-batch that is taken counts as seen."""
         size = self._engine.config.micro_batch_size
         _, ranks = rank_and_size()
         while True:
-            ids = self._samples.batch(first_sample(self._next_sample, size), size).to(self._engine.device)
+            batch = self._samples.batch(first_sample(self._next_sample, size), size)
             self._next_sample += ranks * size
-            yield {"input_ids": ids, "labels": ids}
+            yield model_inputs({name: values.to(self._engine.device) for name, values in batch.items()})
 
     def step(self) -> None:
         """One update, over all of its micro-batches.
@@ -179,10 +214,12 @@ class _Run:
             step=engine.global_steps,
             loss=mean_over_ranks(loss),
             step_s=time.perf_counter() - start_s,
-            tokens=accumulation * ranks * size * self._settings.seq_len,
+            tokens=accumulation * ranks * size * self._settings.data.seq_len,
             lr=engine.get_lr()[0],
             stats=engine.stats(),
+            tiers=engine.tiers(),
         )
+        engine.tell(tokens=report.tokens, loss=report.loss)
         self._progress.show(report)
         self._skipped = self._skipped + 1 if report.stats.skipped else 0
         if self._skipped == MAX_SKIPPED:

@@ -1,4 +1,4 @@
-"""What `infinity train` shows: a line a step, and at the end what moved where."""
+"""What `infinity train` shows: a display or a line a step, and at the end what moved where."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import json
 import math
 import sys
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from infinity.cli.terminal import is_terminal
+from infinity.cli.training.display import Display
+from infinity.cli.training.log import RunLog
 from infinity.config import format_size
+from infinity.memory import Level
 from infinity.telemetry import StepStats
 
 
@@ -22,30 +28,34 @@ class StepReport:
     tokens: int
     lr: float
     stats: StepStats
+    tiers: Mapping[str, Level] = field(default_factory=dict)
 
-    def json_line(self) -> str:
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON, which has no NaN."""
         stats = self.stats
         norm = stats.grad_norm
-        return json.dumps(
-            {
-                "step": self.step,
-                "loss": self.loss if math.isfinite(self.loss) else None,
-                "step_s": self.step_s,
-                "tokens_per_s": self.tokens / self.step_s,
-                "lr": self.lr,
-                "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
-                "skipped": stats.skipped,
-                **{f"{name}_s": seconds for name, seconds in stats.phase_s.items()},
-                "optimizer_s": stats.optimizer_s,
-                "stall_s": stats.stall_s,
-                "nvme_read_bytes": stats.tier_bytes.get("nvme_read", 0),
-                "nvme_write_bytes": stats.tier_bytes.get("nvme_write", 0),
-                "host_to_device_bytes": stats.tier_bytes.get("host_to_device", 0),
-                "device_to_host_bytes": stats.tier_bytes.get("device_to_host", 0),
-                "peak_host_bytes": stats.peak_bytes.get("host", 0),
-                "peak_device_bytes": stats.peak_bytes.get("device", 0),
-            }
-        )
+        return {
+            "step": self.step,
+            "loss": self.loss if math.isfinite(self.loss) else None,
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "lr": self.lr,
+            "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
+            "skipped": stats.skipped,
+            **{f"{name}_s": seconds for name, seconds in stats.phase_s.items()},
+            "optimizer_s": stats.optimizer_s,
+            "stall_s": stats.stall_s,
+            "nvme_read_bytes": stats.tier_bytes.get("nvme_read", 0),
+            "nvme_write_bytes": stats.tier_bytes.get("nvme_write", 0),
+            "host_to_device_bytes": stats.tier_bytes.get("host_to_device", 0),
+            "device_to_host_bytes": stats.tier_bytes.get("device_to_host", 0),
+            "peak_host_bytes": stats.peak_bytes.get("host", 0),
+            "peak_device_bytes": stats.peak_bytes.get("device", 0),
+        }
 
     def line(self, steps: int) -> str:
         moved = "  ".join(f"{route.replace('_', ' ')} {format_size(n)}" for route, n in self.stats.tier_bytes.items())
@@ -54,31 +64,68 @@ class StepReport:
             f"step {self.step}/{steps}",
             f"loss {self.loss:.4f}" + (" (skipped)" if self.stats.skipped else ""),
             f"{self.step_s:.2f} s",
-            f"{self.tokens / self.step_s:.0f} tokens/s",
+            f"{self.tokens_per_s:.0f} tokens/s",
             moved,
             f"stalls: {stalls}" if stalls else "",
         ]
         return "  ".join(part for part in parts if part)
 
 
-class Progress:
-    """Shows steps as they finish and sums them up.
+@dataclass(frozen=True)
+class Evaluation:
+    """What the model's loss is on text that it is not trained on.
 
-    Args:
-        json_lines: print JSON on standard output instead of lines for people on standard error.
-        silent: show nothing; another rank does.
+    Attributes:
+        tokens: that the loss is the mean of.
     """
 
-    def __init__(self, steps: int, *, json_lines: bool, silent: bool = False) -> None:
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON, which has no NaN."""
+        return {
+            "step": self.step,
+            "eval_loss": self.loss if math.isfinite(self.loss) else None,
+            "eval_tokens": self.tokens,
+            "eval_s": self.seconds,
+        }
+
+    def line(self) -> str:
+        return f"step {self.step}: evaluation loss {self.loss:.4f} ({self.tokens} tokens, {self.seconds:.1f} s)"
+
+
+class Progress:
+    """Shows steps as they finish and sums them up. A context manager: leaving it gives the terminal back.
+
+    Args:
+        json_lines: print JSON on standard output instead of what people read on standard error.
+        silent: show nothing; another rank does.
+        log: also gets every step.
+    """
+
+    def __init__(self, steps: int, *, json_lines: bool, silent: bool = False, log: RunLog | None = None) -> None:
         self._steps = steps
         self._silent = silent
         self._json = json_lines
-        self._live = sys.stderr.isatty() and not json_lines
+        self._log = log
+        self._display = Display(steps) if is_terminal() and not json_lines and not silent else None
         self._first: StepReport | None = None
         self._last: StepReport | None = None
         self._moved: Counter[str] = Counter()
         self._stalled: defaultdict[str, float] = defaultdict(float)
         self._seconds = 0.0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._display is not None:
+            self._display.end()
+        if self._log is not None:
+            self._log.close()
 
     def show(self, report: StepReport) -> None:
         """A step has finished."""
@@ -90,21 +137,39 @@ class Progress:
         for cause, seconds in report.stats.stall_s.items():
             self._stalled[cause] += seconds
         self._seconds += report.step_s
+        if self._log is not None:
+            self._log.step(report)
         if self._json:
-            print(report.json_line(), flush=True)
-        elif self._live:
-            print(f"\r\x1b[K{report.line(self._steps)}", end="", file=sys.stderr, flush=True)
+            print(json.dumps(report.facts()), flush=True)
+        elif self._display is not None:
+            self._display.show(report)
         else:
             print(report.line(self._steps), file=sys.stderr, flush=True)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """The model was evaluated."""
+        if self._silent:
+            return
+        if self._log is not None:
+            self._log.evaluation(evaluation)
+        if self._json:
+            print(json.dumps(evaluation.facts()), flush=True)
+        else:
+            self.note(evaluation.line())
 
     def note(self, text: str) -> None:
         """Say something between two steps."""
         if self._silent:
             return
-        print(f"\n{text}" if self._live else text, file=sys.stderr, flush=True)
+        if self._display is not None:
+            self._display.note(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
     def finish(self) -> None:
         """Show what moved where."""
+        if self._display is not None:
+            self._display.end()
         if self._json or self._first is None or self._last is None:
             return
         steps = self._last.step - self._first.step + 1
@@ -120,4 +185,4 @@ class Progress:
             *((f"stall {cause}", f"{s:.1f} s") for cause, s in self._stalled.items() if s >= 0.05),
         ]
         width = max(len(name) for name, _ in rows)
-        self.note("\n".join(f"  {name:<{width}}  {value}" for name, value in rows))
+        print("\n".join(f"  {name:<{width}}  {value}" for name, value in rows), file=sys.stderr, flush=True)

@@ -5,30 +5,19 @@ from __future__ import annotations
 import json
 from html import escape
 
-from infinity.cli.tuning.charts import Series, axis, chart
+from infinity.cli.pages.charts import Series, axis, chart
+from infinity.cli.pages.document import document, figure, table
 from infinity.cli.tuning.report import Report
-
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-table { border-collapse: collapse; } td, th { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: left; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; } tr.best { background: #eaf5ea; }
-figure { display: inline-block; margin: 0 1rem 1rem 0; } figcaption { color: #555; max-width: 560px; }
-svg text { font-size: 12px; fill: #444; } .frame { fill: none; stroke: #999; } .grid { stroke: #eee; }
-pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; } .changed { font-weight: 600; }
-"""
 
 
 def page(report: Report) -> str:
     """The whole document."""
     title = f"infinity tune: {report.model}, {report.seq_len} tokens a sample"
-    return "\n".join(
+    return document(
+        title,
         [
-            "<!doctype html>",
-            f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
-            f"<style>{_STYLE}</style></head><body>",
-            f"<h1>{escape(title)}</h1><p>{escape(report.headline)}. {escape(report.outcome.ending.capitalize())}, "
-            f"after {report.spent_s:.0f} s.</p>",
+            f"<p>{escape(report.headline)}. {escape(report.outcome.ending.capitalize())}, after "
+            f"{report.spent_s:.0f} s.</p>",
             "<h2>Every choice, and why</h2>",
             _choices(report),
             "<h2>Measured and predicted</h2>",
@@ -39,9 +28,7 @@ def page(report: Report) -> str:
             _runs(report),
             "<h2>The configuration</h2>",
             f"<pre>{escape(json.dumps(report.values, indent=2))}</pre>",
-            "</body></html>",
-            "",
-        ]
+        ],
     )
 
 
@@ -51,7 +38,7 @@ def _choices(report: Report) -> str:
         mark = ' class="changed"' if reason.chosen != reason.given else ""
         cells = f"<td>{escape(reason.title)}</td><td>{escape(reason.given)}</td><td{mark}>{escape(reason.chosen)}</td>"
         rows.append(f"<tr>{cells}<td>{escape(reason.why)}</td></tr>")
-    return _table(("choice", "given", "now", "why"), rows)
+    return table(("choice", "given", "now", "why"), rows)
 
 
 def _runs(report: Report) -> str:
@@ -61,11 +48,7 @@ def _runs(report: Report) -> str:
         mark = ' class="best"' if row.best else ""
         texts = f"<td>{row.runs}</td><td>{escape(row.what)}</td><td>{escape(row.note)}</td>"
         rows.append(f"<tr{mark}>{cells}{texts}</tr>")
-    return _table(("step, s", "predicted, s", "runs", "what differs from the given one", ""), rows)
-
-
-def _table(heads: tuple[str, ...], rows: list[str]) -> str:
-    return "<table><tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>" + "".join(rows) + "</table>"
+    return table(("step, s", "predicted, s", "runs", "what differs from the given one", ""), rows)
 
 
 def _number(value: float | None) -> str:
@@ -95,7 +78,7 @@ def _predicted(report: Report) -> str:
     drawn = chart(
         axis("measured step, s", values, log=True), axis("predicted step, s", values, log=True), [same, *dots]
     )
-    return _figure(drawn, "On the line, the plan was right. What lies right of it took longer than predicted.")
+    return figure(drawn, "On the line, the plan was right. What lies right of it took longer than predicted.")
 
 
 def _over_time(report: Report) -> str:
@@ -111,9 +94,7 @@ def _over_time(report: Report) -> str:
     ]
     x = axis("seconds of the search", [at_s for at_s, _ in points], zero=True)
     drawn = chart(x, axis("step, s", [step_s for _, step_s in points], zero=True), series)
-    return _figure(
-        drawn, "What the time of the search has bought. The same setting twice shows how the machine varies."
-    )
+    return figure(drawn, "What the time of the search has bought. The same setting twice shows how the machine varies.")
 
 
 def _over_memory(report: Report) -> str:
@@ -125,8 +106,4 @@ def _over_memory(report: Report) -> str:
     drawn = chart(
         x, axis("predicted step, s", [up for _, up in points], zero=True), [Series("", points, labels, line=True)]
     )
-    return _figure(drawn, "The best setting with other budgets, by the plan.")
-
-
-def _figure(drawn: str, caption: str) -> str:
-    return f"<figure>{drawn}<figcaption>{escape(caption)}</figcaption></figure>"
+    return figure(drawn, "The best setting with other budgets, by the plan.")

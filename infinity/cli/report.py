@@ -1,0 +1,69 @@
+"""`infinity report`: a run as a page of HTML, or in numbers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from infinity.cli.reporting.page import page
+from infinity.cli.reporting.read import RunLines, read_log
+from infinity.cli.reporting.summary import summarize
+from infinity.errors import ConfigError
+from infinity.telemetry.timeline_summary import Ran, read_timeline
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("report", help="what a run was: its numbers, and a page of HTML with its curves")
+    parser.add_argument("log", type=Path, metavar="RUN", help="what `infinity train --log` wrote, or --json printed")
+    parser.add_argument(
+        "--html", type=Path, metavar="OUT", help="the page (default: RUN with .html in place of .jsonl)"
+    )
+    parser.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="what tiering.timeline wrote (default: what the run says)"
+    )
+    parser.add_argument("--json", action="store_true", help="the numbers as one JSON object; no page without --html")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page and print the numbers; returns the exit code."""
+    found = read_log(args.log)
+    summary = summarize(found)
+    target = args.html or (None if args.json else args.log.with_suffix(".html"))
+    if target is not None:
+        if target.exists() and target.samefile(args.log):
+            raise ConfigError(f"--html {target} is the log itself: name another file")
+        _write(target, page(f"infinity: {_name(args.log, found)}", found, summary, _timeline(args.timeline, found)))
+    if args.json:
+        print(json.dumps(summary.facts()))
+        return 0
+    rows = summary.rows()
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    print(f"written to {target}")
+    return 0
+
+
+def _name(log: Path, found: RunLines) -> str:
+    model = found.about.get("model")
+    return log.stem if model is None else f"{model} ({log.stem})"
+
+
+def _timeline(given: Path | None, found: RunLines) -> list[Ran]:
+    """The timeline that was asked for or, if it is there, the run's own."""
+    if given is not None:
+        return read_timeline(given)
+    told = found.about.get("timeline")
+    if told is None or not Path(told).is_file():
+        return []
+    return read_timeline(Path(told))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,74 @@
+"""What is drawn over and over on standard error, where that is a terminal: other output goes above it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+_CANNOT_DRAW = frozenset(("dumb", "unknown"))
+
+
+def is_terminal() -> bool:
+    """Somebody looks at standard error, on something that can move its cursor."""
+    return sys.stderr.isatty() and os.environ.get("TERM", "") not in _CANNOT_DRAW
+
+
+def console() -> Console:
+    """Standard error; text is shown as it is, brackets and all."""
+    from rich.console import Console  # noqa: PLC0415  (a twentieth of a second, which `--help` must not take)
+
+    return Console(stderr=True, markup=False, highlight=False, emoji=False)
+
+
+class Drawing:
+    """A picture of some lines at the bottom of the terminal, and what else is printed above it.
+
+    Args:
+        renderable: makes the picture, for the terminal's present width.
+        stays: the last picture is left on the terminal at the end.
+        every_s: draw it anew this often, from a thread; by default only `draw` does.
+    """
+
+    def __init__(
+        self, renderable: Callable[[], RenderableType], *, stays: bool = False, every_s: float | None = None
+    ) -> None:
+        from rich.live import Live  # noqa: PLC0415  (as above)
+
+        self._live = Live(
+            get_renderable=renderable,
+            console=console(),
+            auto_refresh=every_s is not None,
+            refresh_per_second=1 / (every_s or 1.0),
+            transient=not stays,
+            redirect_stdout=sys.stdout.isatty(),  # a file or pipe gets what is its own
+        )
+        self._handlers: list[logging.StreamHandler[TextIO]] = []
+        atexit.register(self.end)  # an error may come past whoever has drawn, and the cursor is hidden
+        before = sys.stderr
+        self._live.start(refresh=True)
+        for handler in logging.getLogger().handlers:  # they hold standard error as it was
+            if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+                handler.setStream(sys.stderr)
+                self._handlers.append(handler)
+
+    def draw(self) -> None:
+        """Show what is new."""
+        self._live.refresh()
+
+    def note(self, text: str) -> None:
+        """Print above the picture."""
+        self._live.console.print(text, soft_wrap=True)
+
+    def end(self) -> None:
+        """Give the terminal back; a second time does nothing."""
+        atexit.unregister(self.end)
+        self._live.stop()
+        while self._handlers:
+            self._handlers.pop().setStream(sys.stderr)

@@ -1,0 +1,187 @@
+"""Lines of JSON as documents of tokens: text, or a conversation of which only the assistant's turns are learned.
+
+[Note: the assistant's turns]
+A chat template makes one text of a conversation. Where it marks turns itself (`{% generation %}`), the tokenizer says
+which tokens are the assistant's. Where it does not, a turn is what the template adds, when the turn is there, to its
+prompt for the conversation before it: so the end-of-turn mark is learned and the header is not. That holds only if what
+comes later changes nothing of what was; a template for which it does not is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import ConfigError
+
+SUFFIX = ".jsonl"
+_TOGETHER = 256  # texts that a tokenizer takes at once, on all cores
+_MARKS = re.compile(r"\{%[-+]?\s*generation\b")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One line.
+
+    Attributes:
+        ids: its tokens.
+        learned: which of them the model is to predict; None for all.
+        splits: it may go on in another sample; a conversation would lose what its turns answer.
+    """
+
+    ids: Sequence[int]
+    learned: Sequence[bool] | None
+    splits: bool
+
+
+def read_documents(files: Iterable[Path], tokenizer: Any | None) -> Iterator[Document]:
+    """The documents of these files in order.
+
+    Args:
+        tokenizer: of transformers; None for bytes.
+
+    Raises:
+        ConfigError: a line is malformed, by file and line; or the tokenizer cannot do what it takes.
+    """
+    reader = _Bytes() if tokenizer is None else _Reader(tokenizer)
+    texts: list[str] = []
+    for path in files:
+        for place, line in _lines(path):
+            if "messages" not in line:
+                texts.append(line["text"])
+                if len(texts) == _TOGETHER:
+                    yield from reader.texts(texts)
+                    texts = []
+                continue
+            yield from reader.texts(texts)
+            texts = []
+            yield reader.conversation(place, line["messages"], line.get("tools"))
+    yield from reader.texts(texts)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every line with its place, once it is known to be one of the two kinds."""
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if raw.strip():
+                    place = f"{path}:{number}"
+                    yield place, _checked(place, raw)
+    except OSError as error:
+        raise ConfigError(f"--data {path} cannot be read: {error.strerror}") from error
+
+
+def _checked(place: str, raw: bytes) -> dict[str, Any]:
+    try:
+        line = json.loads(raw)
+    except ValueError as error:  # also of bytes that are no UTF-8
+        raise ConfigError(f"{place} is no JSON: {error}") from error
+    if not isinstance(line, dict) or ("text" in line) == ("messages" in line):
+        raise ConfigError(f"{place} must be an object with either `text` or `messages`")
+    if "text" in line:
+        if not isinstance(line["text"], str):
+            raise ConfigError(f"{place}: `text` is {type(line['text']).__name__}; it must be a string")
+        return line
+    messages = line["messages"]
+    whole = isinstance(messages, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
+    )
+    if not whole:
+        raise ConfigError(f"{place}: `messages` must be a list of objects that have a `role`, and mostly `content`")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ConfigError(f"{place}: `messages` has no turn of the role `assistant`, so there is nothing to learn")
+    return line
+
+
+class _Bytes:
+    """Every byte is a token."""
+
+    def texts(self, texts: Sequence[str]) -> Iterator[Document]:
+        for text in texts:
+            yield Document(text.encode("utf-8", errors="replace"), None, splits=True)
+
+    def conversation(self, place: str, messages: list[dict[str, Any]], tools: Any) -> Document:
+        raise ConfigError(
+            f"{place} has `messages`, for which the tokenizer must have a chat template, and bytes have none: give "
+            "--tokenizer DIRECTORY of a chat model"
+        )
+
+
+class _Reader:
+    """Runs text and conversations through a tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._end = tokenizer.eos_token_id
+        self._name = tokenizer.name_or_path
+
+    def texts(self, texts: Sequence[str]) -> Iterator[Document]:
+        """Texts as the model was trained on them: with its mark at the beginning, if it has one, and at the end."""
+        if not texts:
+            return
+        for ids in self._tokenizer(list(texts))["input_ids"]:
+            ended = self._end is None or (ids and ids[-1] == self._end)
+            yield Document(ids if ended else [*ids, self._end], None, splits=True)
+
+    def conversation(self, place: str, messages: list[dict[str, Any]], tools: Any) -> Document:
+        """A conversation, see [Note: the assistant's turns]."""
+        try:
+            template = self._tokenizer.get_chat_template(None, tools)
+        except ValueError as error:
+            raise ConfigError(
+                f"{place} has `messages`, but the tokenizer {self._name} has no chat template: give --tokenizer "
+                "DIRECTORY of a chat model, or lines of `text`"
+            ) from error
+        if not self._tokenizer.is_fast:
+            raise ConfigError(
+                f"{place} has `messages`, but the tokenizer {self._name} cannot say which characters a token stands "
+                "for: give one with a tokenizer.json"
+            )
+        try:
+            if _MARKS.search(template):
+                return self._marked(messages, tools)
+            text, turns = self._turns(place, messages, tools)
+        except ConfigError:
+            raise
+        except Exception as error:  # of Jinja, or raised by the template: roles that do not alternate, say
+            raise ConfigError(
+                f"{place}: the chat template of {self._name} refuses the conversation: {type(error).__name__}: {error}"
+            ) from error
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        begins = [begin for begin, _ in found["offset_mapping"]]
+        learned = [any(first <= begin < last for first, last in turns) for begin in begins]
+        return Document(found["input_ids"], learned, splits=False)
+
+    def _marked(self, messages: list[dict[str, Any]], tools: Any) -> Document:
+        found = self._tokenizer.apply_chat_template(
+            messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return Document(found["input_ids"], [bool(mark) for mark in found["assistant_masks"]], splits=False)
+
+    def _turns(self, place: str, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and the characters that the assistant has said."""
+        whole = self._rendered(messages, tools)
+        turns = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            plain = self._rendered(messages[:index], tools) if index else ""
+            prompt = self._rendered(messages[:index], tools, add_generation_prompt=True) if index else ""
+            until = self._rendered(messages[: index + 1], tools).rstrip()
+            said = until[len(prompt) :]
+            prompted = prompt != plain or said.lstrip().startswith(str(message.get("content") or "").strip())
+            if not until.startswith(prompt) or not whole.startswith(until) or not said or not prompted:
+                raise ConfigError(
+                    f"{place}: the chat template of {self._name} cannot mark the assistant's turns: message "
+                    f"{index + 1} is not what it adds to its prompt for the messages before. Give it a template with "
+                    "{% generation %} around them, or lines of `text`"
+                )
+            turns.append((len(prompt), len(until)))
+        return whole, turns
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: Any, **more: Any) -> str:
+        return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **more))

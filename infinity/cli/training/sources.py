@@ -1,0 +1,99 @@
+"""From the command line's `--data` to what is trained and what is evaluated on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.cli.training.apart import apart_problem
+from infinity.cli.training.data import ByteTokens, Samples, Source, Stream, TokenizedFiles, find_files, hold_out
+from infinity.cli.training.documents import SUFFIX, read_documents
+from infinity.cli.training.packing import Packed
+from infinity.cli.training.tokenizers import check_vocabulary
+from infinity.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What the command line says.
+
+    Attributes:
+        eval_split: share of the samples of `data` that are evaluated on; or `eval_data` has others. Neither: no
+            evaluation.
+    """
+
+    data: tuple[Path, ...]
+    seq_len: int
+    seed: int
+    eval_split: float | None = None
+    eval_data: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Data:
+    """What there is to train on.
+
+    Attributes:
+        held_out: samples of `source`, or of `other`, to evaluate on, by number; None for no evaluation.
+        packed: samples hold several documents.
+        notes: what somebody should know of it.
+    """
+
+    samples: Samples
+    source: Source
+    held_out: torch.Tensor | None
+    packed: bool
+    notes: list[str]
+
+
+def open_data(options: DataOptions, tokenizer: Any | None, model: nn.Module, name: str) -> Data:
+    """Read and cut all of it.
+
+    Args:
+        name: of the model, for messages.
+
+    Raises:
+        ConfigError: it does not exist, is malformed, or is nothing for this model.
+    """
+    source, notes = _source(options.data, "--data", options, tokenizer, model)
+    check_vocabulary(model, source.vocabulary, name)
+    packed = isinstance(source, Packed)
+    if options.eval_split is not None:
+        chosen, held_out = hold_out(source, options.eval_split, options.seed)
+        return Data(Samples(source, options.seed, chosen), source, held_out, packed, notes)
+    samples = Samples(source, options.seed)
+    if not options.eval_data:
+        return Data(samples, source, None, packed, notes)
+    other, more = _source(options.eval_data, "--eval-data", options, tokenizer, model)
+    check_vocabulary(model, other.vocabulary, name)
+    packed = packed or isinstance(other, Packed)
+    return Data(samples, other, torch.arange(len(other)), packed, notes + more)
+
+
+def _source(
+    paths: Sequence[Path], option: str, options: DataOptions, tokenizer: Any | None, model: nn.Module
+) -> tuple[Source, list[str]]:
+    files = find_files(paths, option)
+    documents = [path for path in files if path.suffix == SUFFIX]
+    if not documents:
+        tokens = ByteTokens(files) if tokenizer is None else TokenizedFiles(files, tokenizer)
+        return Stream(tokens, options.seq_len), []
+    if len(documents) < len(files):
+        other = next(path for path in files if path.suffix != SUFFIX)
+        raise ConfigError(f"{option} has both {documents[0]} and {other}: give either {SUFFIX} files or plain text")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ConfigError(apart_problem(model))
+    vocabulary, fill = (256, 0) if tokenizer is None else (len(tokenizer), tokenizer.eos_token_id or 0)
+    packed = Packed(read_documents(files, tokenizer), options.seq_len, vocabulary, fill)
+    notes = [f"{option}: {packed.documents} documents in {len(packed)} samples"]
+    if packed.cut:
+        notes.append(f"warning: {packed.cut} conversations of {option} are longer than --seq-len, and were cut")
+    if packed.dropped:
+        notes.append(f"warning: {packed.dropped} documents of {option} have nothing to learn in a sample: left out")
+    return packed, notes

@@ -1,0 +1,231 @@
+"""What a run tells others on its machine: one small file an engine, replaced once a second, removed at the end.
+
+[Note: where the files are]
+In a directory of the user's own, which nobody else may write to, on the machine that the run is on: below
+$XDG_RUNTIME_DIR where there is one, which is memory, or else in /tmp. Such a directory may go while the run goes on
+(the last login has ended): the next file is written where there is one then. Who reads looks at all of them.
+
+[Note: who is alive]
+A process that is killed leaves its file. So the file has the process's number with the moment it was started, which no
+later process of that number shares. A process of another container has another numbering: there, what has been silent
+for long counts as ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import logging
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PERIOD_S = 1.0
+SILENT_S = 15.0  # without a word: the interpreter is held up, or the process stopped
+_KEPT_S = 120.0  # the file of a process that has gone, so that somebody may find out
+_VERSION = 1
+_END_S = 5.0  # for a thread to end that hangs in a filesystem
+
+_log = logging.getLogger(__name__)
+_numbers = itertools.count(1)
+
+
+# Where #
+
+
+def directories() -> list[Path]:
+    """Where this user's runs may have their files, the best first; see [Note: where the files are]."""
+    user = os.geteuid()
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    found = [Path(given) / "infinity"] if given else []
+    found += [Path(f"/run/user/{user}/infinity"), Path(f"/tmp/infinity-{user}")]
+    return list(dict.fromkeys(found))
+
+
+def _is_private(directory: Path) -> bool:
+    """It is this user's, and nobody else may write there."""
+    about = directory.lstat()
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o022
+
+
+def _made() -> Path:
+    """The first directory that can be used.
+
+    Raises:
+        OSError: there is none.
+    """
+    for directory in directories():
+        with suppress(OSError):
+            with suppress(FileExistsError):
+                directory.mkdir(mode=0o700)
+            if _is_private(directory):
+                return directory
+    raise OSError("no directory for the status of runs")
+
+
+# Writing #
+
+
+class Publisher:
+    """Tells what one engine does, from a thread, until it is closed. Whatever fails here, training goes on.
+
+    Args:
+        sample: what is to be told, as JSON has it; called in the thread.
+    """
+
+    def __init__(self, sample: Callable[[], Mapping[str, Any]]) -> None:
+        self._sample = sample
+        self._owner = os.getpid()
+        self._name = f"{self._owner}-{next(_numbers)}.json"
+        self._self = {"version": _VERSION, "began_unix_s": time.time(), **_this_process()}
+        self._path: Path | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="infinity-status", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no thread is to be had
+            _log.info("infinity top will not see this run: %s", error)
+            self._thread = None
+            return
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the thread, and remove the file. A forked child leaves both to its parent."""
+        if self._thread is None or os.getpid() != self._owner:
+            return
+        thread, self._thread = self._thread, None
+        atexit.unregister(self.close)
+        self._over.set()
+        if thread is not threading.current_thread():  # the garbage collector may close an engine anywhere
+            thread.join(_END_S)
+        self._remove()
+
+    def _run(self) -> None:
+        with suppress(Exception):
+            forget_ended()
+        while True:
+            try:
+                self._tell()
+            except Exception as error:  # of a disk, or of an engine that changes while it is looked at
+                _log.debug("the status of this run is not told: %s", error)
+            if self._over.wait(PERIOD_S):
+                self._remove()
+                return
+
+    def _tell(self) -> None:
+        text = json.dumps({**self._self, **self._sample(), "told_unix_s": time.time()})
+        if self._path is None or not self._path.parent.is_dir():
+            self._path = _made() / self._name
+        new = self._path.with_suffix(".new")
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.write(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+        new.replace(self._path)
+
+    def _remove(self) -> None:
+        if self._path is not None:
+            for path in (self._path, self._path.with_suffix(".new")):
+                with suppress(OSError):
+                    path.unlink()
+
+
+def _this_process() -> dict[str, Any]:
+    directory = ""
+    with suppress(OSError):  # it may have been removed
+        directory = str(Path.cwd())
+    return {
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+        "namespace": _namespace(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else [],
+        "directory": directory,
+    }
+
+
+def _started(pid: int) -> int | None:
+    """When a process was started, in ticks since the machine was; None if there is none."""
+    try:
+        about = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = about.rpartition(")")[2].split()  # the name before it may have anything in it
+    return None if state in "ZX" else int(fields[18])
+
+
+def _namespace() -> int:
+    """Processes have their numbers within it."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
+
+
+# Reading #
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What an engine has told last.
+
+    Attributes:
+        facts: as they were told.
+        age_s: since then.
+        alive: its process is there.
+    """
+
+    path: Path
+    facts: Mapping[str, Any]
+    age_s: float
+    alive: bool
+
+    @property
+    def pid(self) -> int:
+        return int(self.facts["pid"])
+
+    @property
+    def silent(self) -> bool:
+        """It should have told something since."""
+        return self.age_s > SILENT_S
+
+
+def read_runs() -> list[RunStatus]:
+    """All runs of this user on this machine that have a file, in the order they began; the ended ones last."""
+    runs = [run for path in _files() if (run := _read(path)) is not None]
+    return sorted(runs, key=lambda run: (not run.alive, run.facts["began_unix_s"], run.pid))
+
+
+def forget_ended() -> None:
+    """Remove files whose processes have ended without a word a while ago."""
+    for run in read_runs():
+        if not run.alive and run.age_s > _KEPT_S:
+            with suppress(OSError):
+                run.path.unlink()
+
+
+def _files() -> Iterator[Path]:
+    for directory in directories():
+        with suppress(OSError):
+            if _is_private(directory):
+                yield from directory.glob("*.json")
+
+
+def _read(path: Path) -> RunStatus | None:
+    try:
+        facts = json.loads(path.read_bytes())
+        pid, began_s = int(facts["pid"]), float(facts["began_unix_s"])
+        age_s = max(0.0, time.time() - path.stat().st_mtime)
+        here = facts["namespace"] == _namespace()
+        alive = _started(pid) == facts["started"] if here else age_s < SILENT_S
+    except (OSError, ValueError, KeyError, TypeError):  # it ended meanwhile, or is something else's
+        return None
+    return RunStatus(path, {**facts, "began_unix_s": began_s}, age_s, alive) if facts["version"] == _VERSION else None
