@@ -152,14 +152,15 @@ class InitialValues:
 
     def stored_alike(self, ranks: Ranks) -> Set[str]:
         """Parameters that each of several ranks may read for itself, a part at a time: all have the same in files."""
-        if ranks.size == 1:
-            return frozenset()
-        found = {}
-        if isinstance(self._weights, SlicedSource):
-            keys = {name: self._stored(name) for name in sorted(self._valueless)}
-            found = {name: self._weights.fingerprint(key) for name, key in keys.items() if key is not None}
-        theirs = ranks.of_all(hashlib.sha256(repr(found).encode()).hexdigest())
-        return found.keys() if len(set(theirs)) == 1 else frozenset()
+        keys = {name: key for name in sorted(self._valueless) if (key := self._stored(name)) is not None}
+        return keys.keys() if ranks.others_have(lambda: self._fingerprint(keys)) else frozenset()
+
+    def _fingerprint(self, keys: Mapping[str, str]) -> str | None:
+        """Of these parameters as they are stored; None where they cannot be read in parts."""
+        if not isinstance(self._weights, SlicedSource):
+            return None
+        found = [(name, self._weights.fingerprint(key)) for name, key in keys.items()]
+        return hashlib.sha256(repr(found).encode()).hexdigest()
 
     def read_slice(self, name: str, elements: slice) -> torch.Tensor:
         """Neighbouring elements of a parameter that is `stored_alike`, flat."""

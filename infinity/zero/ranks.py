@@ -224,6 +224,13 @@ class Ranks:
             dist.all_gather_object(held, value, group=self.host_group)
         return held
 
+    def others_have(self, value: Callable[[], Any | None]) -> bool:
+        """There are other ranks, and all of them have the same value, which is not None."""
+        if self.size == 1:
+            return False
+        found = self.of_all(value())
+        return found[0] is not None and all(each == found[0] for each in found)
+
     def each(
         self, action: Callable[[], Result], what: str, refusal: type[InfinityError] = CheckpointError
     ) -> list[Result]:

@@ -251,7 +251,7 @@ def test_an_interrupt_at_any_line_of_a_step_is_refused_or_nothing(case, tmp_path
 @pytest.mark.slow
 def test_an_interrupt_on_a_device_with_memory_of_its_own_is_refused_or_nothing(states, file, tmp_path) -> None:
     outcomes = sweep(Case("backward" if states == "cpu" else "deferred", states, discrete=True), tmp_path, EVERY, file)
-    assert outcomes["nothing"] > 0
+    assert outcomes["nothing"] + outcomes["refused"] > 0  # of some files every fifth line is within an update
 
 
 @pytest.mark.parametrize("clipping", [0.1, 1e6], ids=["undone", "confirmed"])
