@@ -53,7 +53,7 @@ def assemble(runtime: Runtime, written: list[list[WrittenPart]], *, frozen: bool
     tensors = {}
     for unit in runtime.partition.units:
         for slot in unit.slots:
-            for key, dtype, shape, _ in _tensors_of(slot, runtime.layout, frozen=frozen):
+            for key, dtype, shape, _ in tensors_of(slot, runtime.layout, frozen=frozen):
                 found = sorted(parts.get(key, []), key=lambda one: one.offset)
                 tensors[key] = StoredTensor(DTYPE_NAMES[dtype], shape, tuple(one.part for one in found))
     return tensors
@@ -70,8 +70,8 @@ def _units_to_write(runtime: Runtime) -> list[Unit]:
     return shares[ranks.rank]
 
 
-def _tensors_of(
-    slot: ParamSlot, layout: StateLayout, *, frozen: bool
+def tensors_of(
+    slot: ParamSlot, layout: StateLayout, *, frozen: bool = True
 ) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], StateField | None]]:
     """Key, dtype, shape and field of every tensor of a parameter that is written; frozen ones have no field."""
     if slot.trainable:
@@ -79,6 +79,14 @@ def _tensors_of(
             yield f"{field.name}.{slot.name}", field.dtype, stored_shape(field, slot.shape), field
     elif frozen:
         yield f"{FROZEN_FIELD}.{slot.name}", layout.param_dtype, slot.shape, None
+
+
+def part_shape(part: SlotPart, shape: tuple[int, ...], field: StateField | None) -> tuple[int, ...]:
+    """Shape of what a rank has of a tensor of this shape: flat, unless it is all of it."""
+    numel = part.stop - part.start
+    if numel == part.slot.numel:
+        return shape
+    return (numel if field is None else field.length(numel),)
 
 
 class _Shard:
@@ -118,11 +126,8 @@ class _Shard:
         offsets: dict[str, int] = {}
         layout = self._runtime.layout
         for part in self._runtime.partition.parts(self._unit):
-            numel = part.stop - part.start
-            for key, dtype, shape, field in _tensors_of(part.slot, layout, frozen=self._frozen):
-                if numel < part.slot.numel:
-                    shape = (numel if field is None else field.length(numel),)
-                specs[key] = dtype, shape
+            for key, dtype, shape, field in tensors_of(part.slot, layout, frozen=self._frozen):
+                specs[key] = dtype, part_shape(part, shape, field)
                 offsets[key] = part.offset
         return specs, offsets
 
