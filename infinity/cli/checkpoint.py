@@ -17,16 +17,21 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command and its own commands."""
-    parser = subparsers.add_parser("checkpoint", help="inspect, verify, reshard or export a checkpoint")
+    parser = subparsers.add_parser("checkpoint", help="inspect, verify, reshard, export or import a checkpoint")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add(commands, "inspect", _inspect, "say what a checkpoint is; no tensor is read")
     _add(commands, "verify", _verify, "read all of it and compare it with its checksums")
-    reshard = _add(commands, "reshard", _reshard, "write it again as one rank would, maybe in another state format")
+    reshard = _add(
+        commands, "reshard", _reshard, "write it again as one rank would, or as several, maybe in another state format"
+    )
     reshard.add_argument("target", type=Path, help="directory of checkpoints for the new one; may be the source's")
     reshard.add_argument("--state-format", help="fp32, split, master, bf16 or int8 (default: the one that it has)")
+    reshard.add_argument("--ranks", type=int, default=1, help="how many ranks' shards to write (default: 1)")
     export = _add(commands, "export", _export, "write its weights as safetensors, without a configuration")
     export.add_argument("target", type=Path, help="directory for them")
     export.add_argument("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the weights (default: bfloat16)")
+    importing = _add(commands, "import", _import, "take over one that DeepSpeed (ZeRO 1, 2 or 3) has saved")
+    importing.add_argument("target", type=Path, help="directory of checkpoints for the new one")
 
 
 def _add(
@@ -95,7 +100,7 @@ def _reshard(args: argparse.Namespace) -> int:
     progress, start_s = Progress(), time.perf_counter()
     source = checkpoint_at(args.source, args.tag)
     show = None if args.json else lambda done, total: progress.show("written", done / max(1, total))
-    path = convert(source, args.target, state_format=args.state_format, progress=show)
+    path = convert(source, args.target, state_format=args.state_format, ranks=args.ranks, progress=show)
     progress.clear()
     seconds, new = time.perf_counter() - start_s, inspect(path)
     if args.json:
@@ -120,4 +125,24 @@ def _export(args: argparse.Namespace) -> int:
         print(json.dumps({"path": str(args.target), "files": files, "bytes": nbytes, "seconds": seconds}))
     else:
         print(f"{args.target}: {', '.join(files)}, {nbytes:,} bytes, {seconds:.1f} s")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from infinity.checkpoint.deepspeed import import_deepspeed  # noqa: PLC0415  (torch takes seconds to load)
+    from infinity.checkpoint.inspection import inspect  # noqa: PLC0415  (the same)
+
+    progress, start_s = Progress(), time.perf_counter()
+
+    def show(done: int, total: int) -> None:
+        progress.show("written", done / max(1, total))
+
+    path = import_deepspeed(args.source, args.target, tag=args.tag, progress=show)
+    progress.clear()
+    seconds, new = time.perf_counter() - start_s, inspect(path)
+    if args.json:
+        record = {"path": str(path), "global_steps": new.global_steps, "bytes": new.nbytes, "seconds": seconds}
+        print(json.dumps(record))
+    else:
+        print(f"{path}: step {new.global_steps:,}, {new.nbytes:,} bytes, files: {new.files}, {seconds:.1f} s")
     return 0
