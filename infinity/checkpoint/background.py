@@ -64,6 +64,22 @@ class BackgroundSave:
         finally:
             self._end()
 
+    def end(self, why: str, *, failed: bool) -> None:
+        """Finish it, if that can be done still; else give it up.
+
+        Args:
+            why: there is no later.
+            failed: an error is the reason, which other ranks may not have; they would be waited for.
+
+        Raises:
+            StorageError, CheckpointError: as `finish`.
+        """
+        lonely = failed and self._runtime.ranks.meeting is not None
+        if lonely or not self._step.at_rest:
+            self.give_up(f"{why} before it was finished")
+        else:
+            self.finish()
+
     def give_up(self, why: str) -> None:
         """Remove what there is of it; on this rank alone."""
         if os.getpid() != self._owner:  # a child, whose parent goes on with it
@@ -87,12 +103,8 @@ class BackgroundSave:
     def _at_exit(self) -> None:
         if os.getpid() != self._owner:
             return
-        failed = getattr(sys, "last_value", None) is not None
-        if not self._step.at_rest or (failed and self._runtime.ranks.size > 1):
-            self.give_up("the process ended before it was finished")
-            return
         try:
-            self.finish()
+            self.end("the process ended", failed=getattr(sys, "last_value", None) is not None)
         except InfinityError as error:
             _log.error("%s", error)
 

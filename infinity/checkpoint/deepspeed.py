@@ -84,7 +84,7 @@ def describe(files: DeepSpeedFiles) -> Foreign:
     path, model = files.path, files.models[0]
     groups = _param_shapes(path, model)
     moments = _moments(files)
-    trained = _stage_3(files, groups, moments) if files.stage == 3 else _stage_1_and_2(files, groups, moments)
+    trained = _stage_3(files, groups, moments) if files.slices else _stage_1_and_2(files, groups, moments)
     params = list(trained)
     params += _frozen(files, {param.name for param in params})
     names = [param.name for param in params]
@@ -174,7 +174,7 @@ def _steps(files: DeepSpeedFiles, slots: Sequence[Sequence[Mapping[str, Any]]]) 
     steps = []
     for index, slot in enumerate(slots[0]):
         step = slot.get("step", shared)
-        if step is None and index < len(groups) and files.stage < 3:
+        if step is None and index < len(groups) and not files.slices:
             step = groups[index].get("step")
         if step is None:
             step = groups[0].get("step", made)
@@ -185,7 +185,7 @@ def _steps(files: DeepSpeedFiles, slots: Sequence[Sequence[Mapping[str, Any]]]) 
 def _slots(files: DeepSpeedFiles, rank: int, count: int) -> tuple[Mapping[str, Any], ...]:
     """The state of each flat tensor of a rank."""
     states = states_of(files.optimizers[rank], files.path)
-    base = states.get("optimizer_state_dict" if files.stage == 3 else "base_optimizer_state")
+    base = states.get("optimizer_state_dict" if files.slices else "base_optimizer_state")
     if not isinstance(base, Mapping):
         how = "by elastic_checkpoint: switch that off, and save it again" if isinstance(base, list) else "without them"
         raise CheckpointError(f"{files.path} has no optimizer states of rank {rank}: it was saved {how}")
@@ -199,14 +199,14 @@ def _slot(value: Any) -> Mapping[str, Any]:
 
 def _groups(files: DeepSpeedFiles, rank: int) -> list[Mapping[str, Any]]:
     states = states_of(files.optimizers[rank], files.path)
-    base = states.get("optimizer_state_dict" if files.stage == 3 else "base_optimizer_state")
+    base = states.get("optimizer_state_dict" if files.slices else "base_optimizer_state")
     groups = base.get("param_groups") if isinstance(base, Mapping) else None
     return groups if isinstance(groups, list) and groups else [{}]
 
 
 def _flats(files: DeepSpeedFiles, rank: int) -> list[torch.Tensor]:
     """A rank's flat masters: a slice of each group or, at stage 3, its sub-groups."""
-    key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
+    key = "fp32_flat_groups" if files.slices else "single_partition_of_fp32_groups"
     flats = states_of(files.optimizers[rank], files.path).get(key)
     if not isinstance(flats, list) or not all(isinstance(flat, torch.Tensor) for flat in flats):
         raise CheckpointError(f"{files.path} has no `{key}` of rank {rank}: its masters were not saved")
@@ -367,7 +367,7 @@ class _Sliced:
 def _frozen(files: DeepSpeedFiles, trained: Set[str]) -> Iterator[ForeignParam]:
     """What is not trained: in fragments at stage 3, in the module's state dict before."""
     path = files.path
-    if files.stage < 3:
+    if not files.slices:
         yield from _frozen_whole(files.models[0], trained)
         return
     for name, shape in (files.models[0].get("frozen_param_shapes") or {}).items():

@@ -30,17 +30,22 @@ class DeepSpeedFiles:
         path: of the checkpoint.
         models: model states by rank; one alone at stages 1 and 2, where all ranks have the same.
         optimizers: optimizer states by rank.
-        stage: of ZeRO.
+        level: of ZeRO, 1 to 3.
     """
 
     path: Path
     models: tuple[Mapping[str, Any], ...]
     optimizers: tuple[Mapping[str, Any], ...]
-    stage: int
+    level: int
 
     @property
     def ranks(self) -> int:
         return len(self.optimizers)
+
+    @property
+    def slices(self) -> bool:
+        """Every parameter is cut into a slice for each rank; otherwise whole groups are."""
+        return self.level == 3
 
 
 def is_deepspeed(path: Path) -> bool:
@@ -85,7 +90,7 @@ def read_files(path: Path) -> DeepSpeedFiles:
             "optimizer. Weights alone are taken by infinity.from_pretrained, or by load_state_dict before initialize"
         )
     read = tuple(read_pickle(path / name) for name in optimizers)
-    found = DeepSpeedFiles(path, tuple(read_pickle(path / name) for name in models), read, _stage(path, read))
+    found = DeepSpeedFiles(path, tuple(read_pickle(path / name) for name in models), read, _level(path, read))
     _check(found)
     return found
 
@@ -129,14 +134,14 @@ def states_of(optimizer: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     return states
 
 
-def _stage(path: Path, optimizers: tuple[Mapping[str, Any], ...]) -> int:
+def _level(path: Path, optimizers: tuple[Mapping[str, Any], ...]) -> int:
     states = states_of(optimizers[0], path)
-    stage = states.get("zero_stage", 1)  # the bf16 optimizer, which shards as stage 1 does, does not say so
-    if isinstance(stage, StandIn):  # of an enumeration
-        stage = stage.arguments[0] if stage.arguments else None
-    if stage not in (1, 2, 3):
-        raise CheckpointError(f"{path} is of ZeRO stage {brief(stage)}; 1, 2 and 3 can be imported")
-    return int(stage)
+    level = states.get("zero_stage", 1)  # the bf16 optimizer, which shards as stage 1 does, does not say so
+    if isinstance(level, StandIn):  # of an enumeration
+        level = level.arguments[0] if level.arguments else None
+    if level not in (1, 2, 3):
+        raise CheckpointError(f"{path} is of ZeRO stage {brief(level)}; 1, 2 and 3 can be imported")
+    return int(level)
 
 
 def _check(files: DeepSpeedFiles) -> None:
@@ -152,10 +157,10 @@ def _check(files: DeepSpeedFiles) -> None:
             f"{path} was saved by {', '.join(map(str, sorted(counts)))} ranks, and has the optimizer states of "
             f"{files.ranks}: copy the files of all ranks here, and no others"
         )
-    expected = files.ranks if files.stage == 3 else 1
+    expected = files.ranks if files.slices else 1
     if len(files.models) != expected:
         raise CheckpointError(
-            f"{path} has {len(files.models)} files of model states; stage {files.stage} on {files.ranks} ranks saves "
+            f"{path} has {len(files.models)} files of model states; stage {files.level} on {files.ranks} ranks saves "
             f"{expected}"
         )
     for rank, model in enumerate(files.models):

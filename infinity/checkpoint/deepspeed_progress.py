@@ -104,7 +104,7 @@ def _config(files: DeepSpeedFiles) -> Mapping[str, Any]:
 def _param_groups(files: DeepSpeedFiles) -> list[dict[str, Any]]:
     """The groups' hyper-parameters, as far as the checkpoint has them."""
     states = states_of(files.optimizers[0], files.path)
-    base = states.get("optimizer_state_dict" if files.stage == 3 else "base_optimizer_state")
+    base = states.get("optimizer_state_dict" if files.slices else "base_optimizer_state")
     saved = base.get("param_groups") if isinstance(base, Mapping) else None
     configured = _decoupled(_config(files))
     groups = []

@@ -93,12 +93,8 @@ class Session:
         Args:
             failed: an error ends it, which other ranks may not have.
         """
-        if self._background is None:
-            return
-        if self._step.at_rest and not (failed and self._runtime.ranks.size > 1):
-            self._background.finish()
-        else:
-            self.give_up_saving()
+        if self._background is not None:
+            self._background.end("the engine was closed", failed=failed)
 
     def give_up_saving(self) -> None:
         """A save that is not finished by now will not be; on this rank alone."""

@@ -21,6 +21,7 @@ import torch
 from infinity.checkpoint.blocks import Staging, submit
 from infinity.checkpoint.shards import Shard, WrittenPart, trained_numel, units_to_write
 from infinity.errors import CheckpointError
+from infinity.tiers import Residency
 from infinity.tiers.states import Tile
 from infinity.zero.build import Runtime
 from infinity.zero.partition import Unit
@@ -135,11 +136,10 @@ class Snapshot:
     # Parameters that the training loop may write to #
 
     def _sums_of_reachable(self) -> dict[tuple[int, int], int]:
-        """Sum of every tile's parameters, by unit and first element, where they lie in the model between steps."""
+        """Sum of every tile's parameters, by unit and first element, where the model may have them between steps."""
         sums = {}
-        settles = self._runtime.sizing.rules.settles
-        for index, one in self._units.items():
-            if settles or one.shard.unit.persistent:
+        for index in self._units:
+            if self._runtime.params.residency(index) is Residency.RESIDENT:
                 with self._runtime.executor.resident(index) as flat:
                     for start, numel in self._runtime.pipeline.geometry(index):
                         sums[index, start] = _sum(flat[start : start + numel])
