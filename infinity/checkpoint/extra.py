@@ -96,7 +96,7 @@ def check_extra(
     for key in ("optimizer", "loss_scale", "rng", "buffers", "client_state"):
         if not isinstance(extra.get(key), dict) and not _is_imported(key, extra):
             raise CheckpointError(f"{path} has no `{key}`: it was not saved by engine.save_checkpoint")
-    if parts.optimizer:
+    if parts.optimizer and not _has_no_groups(extra):
         _check_groups(path, extra["optimizer"].get("param_groups"), optimizer)
     if parts.lr_scheduler:
         _check_schedule(path, extra.get("lr_scheduler"), lr_scheduler)
@@ -124,7 +124,7 @@ def apply_extra(
         CheckpointError: a value is none that this run takes. Others may have been set by then.
     """
     try:
-        if parts.optimizer:
+        if parts.optimizer and not _has_no_groups(extra):
             optimizer.load_state_dict(extra["optimizer"])
         if parts.lr_scheduler and lr_scheduler is not None and extra["lr_scheduler"] is not None:
             lr_scheduler.load_state_dict(extra["lr_scheduler"])
@@ -148,6 +148,11 @@ def apply_extra(
 def _is_imported(key: str, extra: Mapping[str, Any]) -> bool:
     """It is not there because another library saved the checkpoint, whose random states nobody knows."""
     return key == "rng" and key in extra and extra[key] is None
+
+
+def _has_no_groups(extra: Mapping[str, Any]) -> bool:
+    """Another library saved the checkpoint, and no hyper-parameters with it: this run's stay."""
+    return _is_imported("rng", extra) and extra["optimizer"].get("param_groups") == []
 
 
 def _check_groups(path: Path, groups: Any, optimizer: TieredOptimizer) -> None:

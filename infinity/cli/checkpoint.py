@@ -12,6 +12,7 @@ from pathlib import Path
 from infinity.cli.progress import Progress
 from infinity.config import format_size
 
+_FORMAT_HELP = "dcp: with the optimizer's states, in float32, as torch.distributed.checkpoint has them"
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -30,7 +31,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export = _add(commands, "export", _export, "write its weights as safetensors, without a configuration")
     export.add_argument("target", type=Path, help="directory for them")
     export.add_argument("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the weights (default: bfloat16)")
-    importing = _add(commands, "import", _import, "take over one that DeepSpeed (ZeRO 1, 2 or 3) has saved")
+    export.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors", help=_FORMAT_HELP)
+    importing = _add(commands, "import", _import, "take over one of DeepSpeed's (ZeRO 1 to 3) or of torch's")
     importing.add_argument("target", type=Path, help="directory of checkpoints for the new one")
 
 
@@ -114,12 +116,16 @@ def _reshard(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     import torch  # noqa: PLC0415  (it takes seconds to load)
 
+    from infinity.checkpoint.dcp import export_dcp  # noqa: PLC0415  (the same)
     from infinity.checkpoint.inspection import export_weights  # noqa: PLC0415  (the same)
 
     start_s = time.perf_counter()
-    export_weights(args.source, args.target, dtype=getattr(torch, args.dtype), tag=args.tag)
+    if args.format == "dcp":
+        export_dcp(args.source, args.target, tag=args.tag)
+    else:
+        export_weights(args.source, args.target, dtype=getattr(torch, args.dtype), tag=args.tag)
     seconds = time.perf_counter() - start_s
-    files = sorted(path.name for path in args.target.glob("*.safetensors"))
+    files = sorted(path.name for pattern in ("*.safetensors", "*.distcp") for path in args.target.glob(pattern))
     nbytes = sum((args.target / name).stat().st_size for name in files)
     if args.json:
         print(json.dumps({"path": str(args.target), "files": files, "bytes": nbytes, "seconds": seconds}))
@@ -129,7 +135,8 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from infinity.checkpoint.deepspeed import import_deepspeed  # noqa: PLC0415  (torch takes seconds to load)
+    from infinity.checkpoint.dcp import METADATA, import_dcp  # noqa: PLC0415  (torch takes seconds to load)
+    from infinity.checkpoint.deepspeed import import_deepspeed  # noqa: PLC0415  (the same)
     from infinity.checkpoint.inspection import inspect  # noqa: PLC0415  (the same)
 
     progress, start_s = Progress(), time.perf_counter()
@@ -137,7 +144,9 @@ def _import(args: argparse.Namespace) -> int:
     def show(done: int, total: int) -> None:
         progress.show("written", done / max(1, total))
 
-    path = import_deepspeed(args.source, args.target, tag=args.tag, progress=show)
+    is_dcp = (args.source / (args.tag or "") / METADATA).is_file()
+    take_over = import_dcp if is_dcp else import_deepspeed
+    path = take_over(args.source, args.target, tag=args.tag, progress=show)
     progress.clear()
     seconds, new = time.perf_counter() - start_s, inspect(path)
     if args.json:
