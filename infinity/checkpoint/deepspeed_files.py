@@ -84,6 +84,8 @@ def read_files(path: Path) -> DeepSpeedFiles:
             if pattern.fullmatch(name):
                 raise CheckpointError(f"{path} cannot be imported: {name} has {what}, which the engine does not train")
     models, optimizers = _by_rank(path, names, _MODEL), _by_rank(path, names, _OPTIM)
+    if (path / "zero").is_dir():
+        raise CheckpointError(f"{path} is a universal checkpoint: import the one that it was made of")
     if not optimizers:
         raise CheckpointError(
             f"{path} has no zero_pp_rank_*_optim_states.pt: it was saved without ZeRO (stage 0), or without its "

@@ -225,6 +225,13 @@ def test_models_that_are_divided_are_refused(name, message, tmp_path) -> None:
         import_deepspeed(path, tmp_path / "new")
 
 
+def test_universal_checkpoints_are_refused(tmp_path) -> None:
+    path = copy_of("stage1-bf16-2", tmp_path / "saved")
+    (path / "zero").mkdir()
+    with pytest.raises(infinity.CheckpointError, match="universal checkpoint: import the one"):
+        import_deepspeed(path, tmp_path / "new")
+
+
 class _Trap:
     """Unpickling it calls a function."""
 
