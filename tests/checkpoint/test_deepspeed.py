@@ -225,6 +225,49 @@ def test_models_that_are_divided_are_refused(name, message, tmp_path) -> None:
         import_deepspeed(path, tmp_path / "new")
 
 
+def _whole_steps(content: dict[str, Any]) -> None:
+    """As DeepSpeed's CPU Adam counts."""
+    for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        state["step"] = int(state["step"])
+
+
+def _steps_of_groups(content: dict[str, Any]) -> None:
+    """As its fused Adam does."""
+    base = content["optimizer_state_dict"]["base_optimizer_state"]
+    for state, group in zip(base["state"].values(), base["param_groups"], strict=True):
+        group["step"] = int(state.pop("step"))
+        group["bias_correction"] = True
+        del group["decoupled_weight_decay"]
+
+
+@pytest.mark.parametrize("change", [_whole_steps, _steps_of_groups])
+def test_steps_are_found_wherever_an_optimizer_keeps_them(change, tmp_path) -> None:
+    path = copy_of("stage1-bf16-2", tmp_path / "saved")
+    for one in path.glob("*optim*"):
+        rewrite(one, change)
+    manifest = read_manifest(import_deepspeed(path, tmp_path / "new"))
+    assert set(manifest.steps.values()) == {BEFORE}
+    with engine_of("stage1-bf16-2") as engine:
+        engine.load_checkpoint(tmp_path / "new")
+        assert all(group["decoupled"] for group in engine.optimizer.param_groups)
+
+
+def test_how_weights_decay_is_this_runs_where_a_checkpoint_does_not_say(tmp_path) -> None:
+    path = copy_of("stage1-bf16-2", tmp_path / "saved")
+
+    def forget(content: dict[str, Any]) -> None:
+        del content["ds_config"]["optimizer"]
+
+    for one in path.glob("*optim*"):
+        rewrite(one, _steps_of_groups)
+    rewrite(path / "mp_rank_00_model_states.pt", forget)
+    import_deepspeed(path, tmp_path / "new")
+    adam = {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False}}
+    with engine_of("stage1-bf16-2", optimizer=adam) as engine:
+        engine.load_checkpoint(tmp_path / "new")
+        assert not any(group["decoupled"] for group in engine.optimizer.param_groups)
+
+
 def test_universal_checkpoints_are_refused(tmp_path) -> None:
     path = copy_of("stage1-bf16-2", tmp_path / "saved")
     (path / "zero").mkdir()
