@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -83,8 +84,8 @@ def export_dcp(source: Path, target: Path, *, tag: str | None = None) -> Path:
         make_directory(target)
         content = _Content(manifest, extra, read_plain(path / EXTRA), reader)
         writer = FileSystemWriter(target, thread_count=1)
-        with _alone():
-            save(content.state_dict(), storage_writer=writer, planner=_SavePlanner(content), no_dist=True)
+        with _alone() as alone:
+            save(content.state_dict(), storage_writer=writer, planner=_SavePlanner(content), **alone)
     return target
 
 
@@ -143,12 +144,16 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """One process does it, and need not be told so; what goes wrong is raised as it is."""
+def _alone() -> Iterator[dict[str, Any]]:
+    """One process does it, and need not be told so; what goes wrong is raised as it is.
+
+    Yields:
+        What to tell torch, where there is a process group; older versions do not know the word.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         try:
-            yield
+            yield {"no_dist": True} if dist.is_initialized() else {}
         except CheckpointException as error:  # no Exception, and it holds what went wrong on each rank
             raise next(iter(error.failures.values()))[0] from None
 
@@ -287,8 +292,8 @@ class _Incoming:
     def _load(self, key: str, into: Any) -> Any:
         state = {key: into}
         try:
-            with _alone():
-                load(state, storage_reader=self._reader, planner=_LoadPlanner(), no_dist=True)
+            with _alone() as alone:
+                load(state, storage_reader=self._reader, planner=_LoadPlanner(), **alone)
         except Exception as error:  # whatever torch meets in files of somebody else's
             raise CheckpointError(f"{self._path} cannot be read: {key}: {error}") from error
         return state[key]
