@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from infinity.accessors import Accessors
-from infinity.checkpoint import Parts, Session
+from infinity.checkpoint import Options, Parts, Session
 from infinity.config import Config
 from infinity.errors import ConfigError, InfinityError
 from infinity.memory import Level
@@ -314,6 +314,8 @@ class Engine(Accessors):
         else:
             self._runtime.together(what)
         self.settle(what)
+        if stores:
+            self._session.finish_saving()
         return self._runtime
 
     def lends(self, unit: int, slot: int) -> bool:
@@ -385,6 +387,7 @@ class Engine(Accessors):
         exclude_frozen_parameters: bool = False,
         *,
         keep_last: int | None = None,
+        blocking: bool = True,
     ) -> Path:
         """Save everything that training needs to go on, in memory bounded by one tile; all ranks call this together.
 
@@ -397,6 +400,10 @@ class Engine(Accessors):
             save_latest: make it the one that `load_checkpoint` takes by default.
             exclude_frozen_parameters: leave them out; loading then needs `load_module_strict=False`.
             keep_last: when it is saved, remove all but this many of the run's checkpoints in the directory.
+            blocking: False to return when it is certain what will be saved, the state of now. The updates of the next
+                step then write it, each before it changes anything, and the checkpoint is there two steps later, or
+                after `wait_checkpoint`, the next save or load, `close` or the end of the process. An error of writing
+                is raised there. With optimizer states on a device it is there at once.
 
         Returns:
             The checkpoint's directory.
@@ -413,10 +420,18 @@ class Engine(Accessors):
             Path(save_dir),
             tag,
             client_state or {},
-            mark_latest=save_latest,
-            frozen=not exclude_frozen_parameters,
-            keep_last=keep_last,
+            options=Options(save_latest, not exclude_frozen_parameters, keep_last),
+            blocking=blocking,
         )
+
+    def wait_checkpoint(self) -> None:
+        """Wait until a checkpoint that was saved with `blocking=False` is there; all ranks call this together.
+
+        Raises:
+            StorageError: it cannot be written: there is none of this tag, or the one of before.
+            CheckpointError: likewise, on another rank or for another reason.
+        """
+        self._session.wait()
 
     def load_checkpoint(
         self,
@@ -551,8 +566,19 @@ class Engine(Accessors):
         """Finish what is in flight, remove the hooks and the swap files. The model is left without values.
 
         Under `tiering.crash_consistent` the last step is committed and its files stay, unless `end_run` was called.
+
+        Raises:
+            StorageError: a checkpoint that was saved with `blocking=False` cannot be written. The engine is closed.
+            CheckpointError: likewise, on another rank or for another reason.
         """
-        self._close()
+        self._end(failed=False)
+
+    def _end(self, *, failed: bool) -> None:
+        try:
+            if self._close.alive:
+                self._session.end_saving(failed=failed)
+        finally:
+            self._close()
 
     def destroy(self) -> None:
         """`close()`, after which the model has its newest values in memory, if that holds them. All ranks call it."""
@@ -572,8 +598,8 @@ class Engine(Accessors):
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        self._end(failed=kind is not None)
 
 
 def _close(
@@ -588,6 +614,7 @@ def _close(
     if step.in_worker or session.in_worker:  # which cannot wait for its own end
         threading.Thread(target=_close, args=(model, optimizer, step, guards, session, publisher)).start()
         return
+    session.give_up_saving()
     optimizer.run_step = optimizer.drop_gradients = None
     disclaim(model)
     with ExitStack() as rest:

@@ -5,6 +5,7 @@ from infinity.checkpoint.directory import latest_tag
 from infinity.checkpoint.extra import Parts
 from infinity.checkpoint.pretrained import PretrainedWeights
 from infinity.checkpoint.runs import Run
+from infinity.checkpoint.save import Options
 from infinity.checkpoint.session import Session
 
-__all__ = ["Parts", "PretrainedWeights", "Run", "Session", "convert", "latest_tag"]
+__all__ = ["Options", "Parts", "PretrainedWeights", "Run", "Session", "convert", "latest_tag"]

@@ -11,12 +11,30 @@ import errno
 import mmap
 import os
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 ALIGN_BYTES = 4096
 _BLOCK_BYTES = 4 << 20
 _BUFFERS = 3  # one filled, two written
+
+
+def submit(threads: ThreadPoolExecutor, action: Callable[[], Result]) -> Future[Result]:
+    """Have a thread act, or act now: at the interpreter's end no thread begins anything."""
+    try:
+        return threads.submit(action)
+    except RuntimeError:
+        done: Future[Result] = Future()
+        try:
+            done.set_result(action())
+        except BaseException as error:  # whoever looks at the outcome gets it
+            done.set_exception(error)
+        return done
 
 
 class Staging:
@@ -34,7 +52,7 @@ class Staging:
         if busy is not None:
             wait([busy])  # whose outcome its file looks at
         buffer[: len(data)] = data
-        future = self._threads.submit(file.write_block, buffer, len(data), offset)
+        future = submit(self._threads, partial(file.write_block, buffer, len(data), offset))
         self._buffers.append((buffer, future))
         return future
 

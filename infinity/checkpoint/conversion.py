@@ -1,4 +1,4 @@
-"""From one state format to another: checkpoints on disk, and moments while they are loaded. Parts become whole."""
+"""From one state format or number of ranks to another: checkpoints on disk, and moments while they are loaded."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from infinity.checkpoint.format import (
     Manifest,
     check_replaceable,
     read_manifest,
-    stored_fields,
-    stored_shape,
+    trained_params,
 )
+from infinity.checkpoint.shards import part_shape, tensors_of
 from infinity.checkpoint.stored import StoredReader, StoredTensor, TensorPart, check_files
-from infinity.checkpoint.tensors import TensorFile
-from infinity.errors import CheckpointError
+from infinity.checkpoint.tensors import DTYPE_NAMES, TensorFile
+from infinity.errors import CheckpointError, ConfigError
 from infinity.kernels import Dither
 from infinity.optim.formats import StateLayout, layout_with_moments, read_moments, write_moments
+from infinity.tiers import Sharding
+from infinity.zero.partition import Alignment, ParamSlot, Partition, Unit, lay_out_unit
 
 _CHUNK = 1 << 20  # elements; a multiple of every block of scales
 
@@ -40,9 +42,14 @@ Progress = Callable[[int, int], None]  # (parameters converted, of how many)
 
 
 def convert(
-    source: str | Path, target: str | Path, *, state_format: str | None = None, progress: Progress | None = None
+    source: str | Path,
+    target: str | Path,
+    *,
+    state_format: str | None = None,
+    ranks: int = 1,
+    progress: Progress | None = None,
 ) -> Path:
-    """Write a checkpoint again as one rank writes it, in another state format if one is given, in bounded memory.
+    """Write a checkpoint again as so many ranks write it, in another state format if one is given, in bounded memory.
 
     Masters stay exact, and so do moments that both formats keep in one dtype; others are rounded as the format
     rounds them, with random bits that depend on the parameter and the position alone.
@@ -52,6 +59,7 @@ def convert(
         target: a directory of checkpoints; the new one gets the same tag there and is loaded by default. It may be the
             source's: the new checkpoint then takes the place of the old one when it is whole, and nothing else changes.
         state_format: `fp32`, `split`, `master`, `bf16` or `int8`; None for the one that it has.
+        ranks: whose shards are written, as they have them at the stages 1 to 3; one by default.
         progress: called after every piece.
 
     Returns:
@@ -59,27 +67,27 @@ def convert(
 
     Raises:
         CheckpointError: the source is no checkpoint, or is damaged.
-        ConfigError: there is no such format.
+        ConfigError: there is no such format, or no such number of ranks.
         StorageError: the target cannot be written.
     """
+    if ranks < 1:
+        raise ConfigError(f"a checkpoint of {ranks} ranks cannot be written: give 1 or more")
     path = checkpoint_at(Path(source))
     manifest = read_manifest(path)
     layout = layout_with_moments(state_format or manifest.state_format, *manifest.moments)
     tensors = check_files(path, manifest.tensors)
     read_extra(path, manifest)
     check_replaceable(Path(target) / path.name)
-    conversion = _Conversion(manifest, layout, progress or (lambda done, total: None))
+    conversion = _Conversion(manifest, layout, ranks, progress or (lambda done, total: None))
     in_place = Path(target).resolve() == path.parent.resolve()
     with (
         replacing(Path(target), path.name, mark_latest=not in_place) as directory,
         StoredReader(path, tensors) as reader,
         Staging() as staging,
     ):
-        converted: dict[str, StoredTensor] = {}
-        for name in conversion.files:
-            converted.update(conversion.file(directory / name, reader, staging))
+        converted = conversion.write(directory, reader, staging)
         write_file(directory / EXTRA, read_plain(path / EXTRA))
-        new = replace(manifest, state_format=layout.format, tensors=converted, ranks=1)
+        new = replace(manifest, state_format=layout.format, tensors=converted, ranks=ranks)
         write_file(directory / MANIFEST, new.to_bytes())
     return Path(target) / path.name
 
@@ -135,60 +143,79 @@ def _whole(tensor: StoredTensor) -> str:
 class _Conversion:
     """Rewrites tensor files."""
 
-    def __init__(self, source: Manifest, layout: StateLayout, progress: Progress) -> None:
+    def __init__(self, source: Manifest, layout: StateLayout, ranks: int, progress: Progress) -> None:
         self._source = source
         self._layout = layout
+        self._ranks = ranks
         self._progress = progress
         self._done = 0
-        self._params: dict[str, dict[str, tuple[int, ...]]] = {}  # file -> key of its first tensor -> shape
+        self._units = self._of_files(source)
+        self._total = sum(slot.numel for unit in self._units for slot in unit.slots)
+
+    def _of_files(self, source: Manifest) -> list[Unit]:
+        """The parameters that are stored together, laid out for the ranks; their order is that of the manifest."""
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         for key, tensor in source.tensors.items():
-            if key.startswith((f"{MASTER.name}.", f"{FROZEN_FIELD}.")):
-                self._params.setdefault(_whole(tensor), {})[key] = tensor.shape
-        self._total = sum(torch.Size(shape).numel() for keys in self._params.values() for shape in keys.values())
+            kind, _, name = key.partition(".")
+            if kind in (MASTER.name, FROZEN_FIELD):
+                shapes.setdefault(_whole(tensor), {})[name] = tensor.shape
+        trained = dict.fromkeys(trained_params(source.tensors), 0)
+        align = Alignment.of(self._layout).for_ranks(self._ranks)
+        return [
+            lay_out_unit(index, name, of_unit, trained, align, persistent=False)
+            for index, (name, of_unit) in enumerate(shapes.items())
+        ]
 
-    @property
-    def files(self) -> list[str]:
-        """Names of the files to write."""
-        return list(self._params)
+    def write(self, directory: Path, reader: StoredReader, staging: Staging) -> dict[str, StoredTensor]:
+        """Write all files of all ranks."""
+        parts: dict[str, list[TensorPart]] = {}
+        for unit in self._units:
+            for rank in range(self._ranks):
+                for key, part in self._write_shard(directory, unit, Sharding(rank, self._ranks), reader, staging):
+                    parts.setdefault(key, []).append(part)
+        return {
+            key: StoredTensor(DTYPE_NAMES[dtype], shape, tuple(parts.get(key, ())))
+            for unit in self._units
+            for slot in unit.slots
+            for key, dtype, shape, _ in tensors_of(slot, self._layout)
+        }
 
-    def file(self, path: Path, reader: StoredReader, staging: Staging) -> dict[str, StoredTensor]:
-        """Write one file's tensors to `path`."""
-        file = TensorFile(path, self._tensors(path.name), staging)
+    def _write_shard(
+        self, directory: Path, unit: Unit, sharding: Sharding, reader: StoredReader, staging: Staging
+    ) -> list[tuple[str, TensorPart]]:
+        """Write one rank's part of a unit, if it has any."""
+        own = list(Partition((unit,), (), sharding).parts(unit))
+        specs = {
+            key: (dtype, part_shape(part, shape, field))
+            for part in own
+            for key, dtype, shape, field in tensors_of(part.slot, self._layout)
+        }
+        if not specs:
+            return []
+        name = f"{unit.name.removesuffix('.safetensors')}{sharding.label}.safetensors"
+        file = TensorFile(directory / name, specs, staging)
         try:
-            for key, shape in self._params.get(path.name, {}).items():
-                numel = torch.Size(shape).numel()
-                for start in range(0, numel, _CHUNK):
-                    stop = min(start + _CHUNK, numel)
-                    self._piece(file, reader, key, start, stop)
+            for part in own:
+                for start in range(part.param.start, part.param.stop, _CHUNK):
+                    stop = min(start + _CHUNK, part.param.stop)
+                    self._piece(file, reader, part.slot, start, stop)
                     self._done += stop - start
                     self._progress(self._done, self._total)
         except BaseException:
             file.abandon()
             raise
-        return {
-            key: StoredTensor(
-                entry.dtype, entry.shape, (TensorPart(entry.file, entry.start, math.prod(entry.shape), sums),)
-            )
+        return [
+            (key, TensorPart(entry.file, entry.start, math.prod(entry.shape), sums))
             for key, (entry, sums) in file.finish().items()
-        }
+        ]
 
-    def _tensors(self, file_name: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        for key, shape in self._params.get(file_name, {}).items():
-            kind, _, name = key.partition(".")
-            if kind == FROZEN_FIELD:
-                tensors[key] = (self._layout.param_dtype, shape)
-                continue
-            for field in stored_fields(self._layout):
-                tensors[f"{field.name}.{name}"] = (field.dtype, stored_shape(field, shape))
-        return tensors
-
-    def _piece(self, file: TensorFile, reader: StoredReader, key: str, start: int, stop: int) -> None:
-        values = reader.read(key, start, stop - start)
-        kind, _, name = key.partition(".")
-        if kind == FROZEN_FIELD:
-            file.write(key, values.to(self._layout.param_dtype))
+    def _piece(self, file: TensorFile, reader: StoredReader, slot: ParamSlot, start: int, stop: int) -> None:
+        """Elements `[start, stop)` of a parameter."""
+        name = slot.name
+        if not slot.trainable:
+            key = f"{FROZEN_FIELD}.{name}"
+            file.write(key, reader.read(key, start, stop - start).to(self._layout.param_dtype))
             return
-        file.write(key, values)
+        file.write(f"{MASTER.name}.{name}", reader.read(f"{MASTER.name}.{name}", start, stop - start))
         for field, moment in moments_of(reader, self._source.layout, self._layout, name, start, stop).items():
             file.write(f"{field}.{name}", moment)

@@ -94,15 +94,16 @@ def check_extra(
         CheckpointError: something is missing or does not fit this run.
     """
     for key in ("optimizer", "loss_scale", "rng", "buffers", "client_state"):
-        if not isinstance(extra.get(key), dict):
+        if not isinstance(extra.get(key), dict) and not _is_imported(key, extra):
             raise CheckpointError(f"{path} has no `{key}`: it was not saved by engine.save_checkpoint")
-    if parts.optimizer:
+    if parts.optimizer and not _has_no_groups(extra):
         _check_groups(path, extra["optimizer"].get("param_groups"), optimizer)
     if parts.lr_scheduler:
         _check_schedule(path, extra.get("lr_scheduler"), lr_scheduler)
     _check_buffers(path, extra["buffers"], module)
     of_ranks = extra.get("rng_of_ranks", [])
-    for states in (extra["rng"], *(of_ranks if isinstance(of_ranks, list) else [None])):
+    of_first = [] if _is_imported("rng", extra) else [extra["rng"]]
+    for states in (*of_first, *(of_ranks if isinstance(of_ranks, list) else [None])):
         state = states.get("torch") if isinstance(states, dict) else None
         if not isinstance(state, torch.Tensor) or state.shape != torch.get_rng_state().shape:
             raise CheckpointError(f"{path} has no random state that this version of torch takes")
@@ -123,7 +124,7 @@ def apply_extra(
         CheckpointError: a value is none that this run takes. Others may have been set by then.
     """
     try:
-        if parts.optimizer:
+        if parts.optimizer and not _has_no_groups(extra):
             optimizer.load_state_dict(extra["optimizer"])
         if parts.lr_scheduler and lr_scheduler is not None and extra["lr_scheduler"] is not None:
             lr_scheduler.load_state_dict(extra["lr_scheduler"])
@@ -133,13 +134,25 @@ def apply_extra(
         if parts.progress:
             loss_scale.load_state_dict(extra["loss_scale"])
             states = extra.get("rng_of_ranks", [])
-            _set_rng_states(states[rank] if rank < len(states) else extra["rng"])
+            of_this_rank = states[rank] if rank < len(states) else extra["rng"]
+            if of_this_rank is not None:
+                _set_rng_states(of_this_rank)
     except InfinityError:
         raise
     except Exception as error:  # whatever a schedule or torch makes of values of another kind
         raise CheckpointError(
             f"what came with the checkpoint's tensors does not fit this run: {type(error).__name__}: {error}"
         ) from error
+
+
+def _is_imported(key: str, extra: Mapping[str, Any]) -> bool:
+    """It is not there because another library saved the checkpoint, whose random states nobody knows."""
+    return key == "rng" and key in extra and extra[key] is None
+
+
+def _has_no_groups(extra: Mapping[str, Any]) -> bool:
+    """Another library saved the checkpoint, and no hyper-parameters with it: this run's stay."""
+    return _is_imported("rng", extra) and extra["optimizer"].get("param_groups") == []
 
 
 def _check_groups(path: Path, groups: Any, optimizer: TieredOptimizer) -> None:
@@ -151,7 +164,7 @@ def _check_groups(path: Path, groups: Any, optimizer: TieredOptimizer) -> None:
         )
     for index, group in enumerate(groups):
         for name in optimizer.defaults:
-            if not isinstance(group, dict) or name not in group:
+            if not isinstance(group, dict) or (name not in group and name != "decoupled"):  # imported ones may lack it
                 raise CheckpointError(f"{path} has no `{name}` for parameter group {index}: it is of another optimizer")
 
 

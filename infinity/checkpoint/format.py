@@ -150,7 +150,15 @@ def read_manifest_bytes(directory: Path) -> bytes:
     try:
         return read_plain(directory / MANIFEST)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; {directory} is no checkpoint") from error
+        raise CheckpointError(f"{error}; {directory} is no checkpoint{_of_another_library(directory)}") from error
+
+
+def _of_another_library(directory: Path) -> str:
+    """What to do with a checkpoint that is not ours, in words."""
+    for pattern, name in (("*_model_states.pt", "DeepSpeed"), (".metadata", "torch.distributed.checkpoint")):
+        if any(directory.glob(pattern)):
+            return f" of this library, but one of {name}: `infinity checkpoint import` makes it one"
+    return ""
 
 
 def parse_manifest(directory: Path, stored: bytes) -> Manifest:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import io
 import logging
 import zlib
-from collections.abc import Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from infinity.checkpoint.directory import Replacement, latest_tag, make_director
 from infinity.checkpoint.files import write_file
 from infinity.checkpoint.format import EXTRA, MANIFEST, Manifest, check_replaceable, read_manifest
 from infinity.checkpoint.runs import Run
-from infinity.checkpoint.shards import assemble, write_shards
+from infinity.checkpoint.shards import WrittenPart, assemble
 from infinity.errors import CheckpointError
 from infinity.zero.build import Runtime
 from infinity.zero.shared_directory import directory_leaders
@@ -30,60 +32,129 @@ from infinity.zero.shared_directory import directory_leaders
 _log = logging.getLogger(__name__)
 
 
-def save_checkpoint(
-    directory: Path,
-    tag: str,
-    runtime: Runtime,
-    *,
-    run: Run,
-    steps: Mapping[str, int],
-    counters: Mapping[str, int],
-    extra: Mapping[str, Any],
-    mark_latest: bool = True,
-    frozen: bool = True,
-    keep_last: int | None = None,
-) -> Path:
-    """Write a checkpoint; all ranks call this together, and no update may be pending.
+@dataclass(frozen=True)
+class Options:
+    """How a checkpoint is saved.
+
+    Attributes:
+        mark_latest: make it the one that is loaded by default.
+        frozen: write frozen parameters, too.
+        keep_last: remove all but this many of the run's checkpoints in the directory; None keeps all.
+    """
+
+    mark_latest: bool = True
+    frozen: bool = True
+    keep_last: int | None = None
+
+
+class Saving:
+    """A checkpoint on its way: `begin`, `finish`, `close`; all ranks call each together, and see [Note: finishing].
+
+    [Note: finishing]
+    What lies between `begin` and `finish` is up to the caller: the shards are written into `shards`, by whomever. Until
+    `finish` is over there is no such checkpoint, and `close` removes what there is of it.
 
     Args:
         run: which the directory belongs to from now on.
         steps: updates that each parameter has had.
-        extra: schedules, random states and the client's state: tensors and plain values only. Rank 0's counts.
-        mark_latest: make it the one that is loaded by default.
-        frozen: write frozen parameters, too.
-        keep_last: remove all but this many of the run's checkpoints in the directory; None keeps all.
-
-    Returns:
-        The checkpoint's directory.
-
-    Raises:
-        StorageError: writing failed on this rank; an earlier checkpoint of the same tag is still there. The other ranks
-            get a CheckpointError that names it.
-        CheckpointError: `extra` has something that could not be loaded safely, another run saves in this directory, or
-            what has the tag's name is no checkpoint.
+        counters: of steps; all that is given is copied.
     """
-    ranks, path = runtime.ranks, directory / tag
-    new = Replacement(directory, tag, mark_latest=mark_latest)
-    with closing(new), writing(path):
-        content = ranks.each(lambda: _begin(directory, extra if ranks.rank == 0 else None), "saving: the beginning")[0]
-        leaders = directory_leaders(ranks, directory)
-        leads = leaders[ranks.rank] == ranks.rank
-        ranks.each(lambda: _take(new, path, run) if leads else None, "saving: the directory")
-        written = ranks.each(lambda: write_shards(new.path, runtime, frozen=frozen), "saving: the shards")
 
-        def complete() -> None:
-            layout, tensors = runtime.layout, assemble(runtime, written, frozen=frozen)
-            moments, crc = (layout.first, layout.second), zlib.crc32(content)
-            manifest = Manifest(layout.format, moments, tensors, steps, counters, crc, ranks.size, run.id, run.model)
-            write_file(new.path / EXTRA, content)
-            write_file(new.path / MANIFEST, manifest.to_bytes())
+    def __init__(
+        self,
+        directory: Path,
+        tag: str,
+        runtime: Runtime,
+        *,
+        run: Run,
+        steps: Mapping[str, int],
+        counters: Mapping[str, int],
+        options: Options,
+    ) -> None:
+        self.path = directory / tag
+        self._directory = directory
+        self._runtime = runtime
+        self._run = run
+        self._steps = dict(steps)
+        self._counters = dict(counters)
+        self._options = options
+        self._new = Replacement(directory, tag, mark_latest=options.mark_latest)
+        self._content = b""
+        self._leads = False
 
-        ranks.each(lambda: complete() if leads else None, "saving: the manifest")
-        ranks.each(lambda: new.publish() if leads and ranks.rank else None, "saving: the other directories")
-        ranks.each(lambda: None if ranks.rank else new.publish(), "saving: the end")
-        if keep_last is not None:
-            ranks.each(lambda: _prune(directory, tag, run, keep_last) if leads else None, "saving: the older ones")
-    return path
+    @property
+    def shards(self) -> Path:
+        """Directory for this rank's shards."""
+        return self._new.path
+
+    def begin(self, extra: Mapping[str, Any]) -> None:
+        """Take the directory.
+
+        Args:
+            extra: schedules, random states and the client's state: tensors and plain values only. Rank 0's counts.
+
+        Raises:
+            StorageError: the directory cannot be written.
+            CheckpointError: `extra` has something that could not be loaded safely, another run saves in this directory,
+                or what has the tag's name is no checkpoint.
+        """
+        ranks, directory = self._runtime.ranks, self._directory
+        with writing(self.path):
+            given = extra if ranks.rank == 0 else None
+            self._content = ranks.each(lambda: _begin(directory, given), "saving: the beginning")[0]
+            self._leads = directory_leaders(ranks, directory)[ranks.rank] == ranks.rank
+            self._on_leaders(lambda: _take(self._new, self.path, self._run), "saving: the directory")
+
+    def finish(self, write: Callable[[], list[WrittenPart]]) -> Path:
+        """Have the checkpoint be there.
+
+        Args:
+            write: writes this rank's shards, which are on the drive when it returns.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            StorageError: writing failed on this rank; an earlier checkpoint of the same tag is still there. The other
+                ranks get a CheckpointError that names it.
+        """
+        ranks, new, options = self._runtime.ranks, self._new, self._options
+        with writing(self.path):
+            written = ranks.each(write, "saving: the shards")
+            self._on_leaders(lambda: self._complete(written), "saving: the manifest")
+            ranks.each(lambda: new.publish() if self._leads and ranks.rank else None, "saving: the other directories")
+            ranks.each(lambda: None if ranks.rank else new.publish(), "saving: the end")
+            keep_last = options.keep_last
+            if keep_last is not None:
+                prune = partial(_prune, self._directory, self.path.name, self._run, keep_last)
+                self._on_leaders(prune, "saving: the older ones")
+        return self.path
+
+    def close(self) -> None:
+        """Remove what is not finished, and let others save here."""
+        self._new.close()
+
+    def _on_leaders(self, action: Callable[[], None], what: str) -> None:
+        """Where ranks share a directory, one of them acts."""
+        self._runtime.ranks.each(lambda: action() if self._leads else None, what)
+
+    def _complete(self, written: list[list[WrittenPart]]) -> None:
+        """Write what says that the shards are a checkpoint."""
+        layout, run = self._runtime.layout, self._run
+        tensors = assemble(self._runtime, written, frozen=self._options.frozen)
+        manifest = Manifest(
+            state_format=layout.format,
+            moments=(layout.first, layout.second),
+            tensors=tensors,
+            steps=self._steps,
+            counters=self._counters,
+            extra_crc=zlib.crc32(self._content),
+            ranks=self._runtime.ranks.size,
+            run=run.id,
+            model=run.model,
+        )
+        write_file(self._new.path / EXTRA, self._content)
+        write_file(self._new.path / MANIFEST, manifest.to_bytes())
 
 
 def _begin(directory: Path, extra: Mapping[str, Any] | None) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.background import BackgroundSave
 from infinity.checkpoint.commits import ClientState, Commits
 from infinity.checkpoint.export import export_16bit
 from infinity.checkpoint.extra import Parts, apply_extra, check_extra, collect_extra
 from infinity.checkpoint.load import Loaded, load_tensors, open_checkpoint
 from infinity.checkpoint.runs import Run
-from infinity.checkpoint.save import save_checkpoint
+from infinity.checkpoint.save import Options, Saving
+from infinity.checkpoint.shards import write_shards
 from infinity.errors import ConfigError
 from infinity.optim.optimizer import TieredOptimizer
+from infinity.tiers import DeviceGrads
 from infinity.zero.build import Runtime
 from infinity.zero.phases import Counts
 from infinity.zero.step import Step
@@ -42,6 +46,7 @@ class Session:
         run = runtime.swap.run
         self.commits = None if run is None else Commits(model, optimizer, runtime, step, run)
         step.keeper = self.commits
+        self._background: BackgroundSave | None = None
 
     def save(
         self,
@@ -49,30 +54,55 @@ class Session:
         tag: str | None,
         client_state: Mapping[str, Any],
         *,
-        mark_latest: bool,
-        frozen: bool,
-        keep_last: int | None = None,
+        options: Options,
+        blocking: bool,
     ) -> Path:
         """See `Engine.save_checkpoint`."""
         self._begin("save_checkpoint")
-        step, ranks = self._step, self._runtime.ranks
+        step, ranks, runtime = self._step, self._runtime.ranks, self._runtime
         extra = collect_extra(self._model, self._optimizer, step.lr_scheduler, step.losses.loss_scale, client_state)
         of_ranks = ranks.of_all((extra["rng"], self._run.id))
         extra["rng_of_ranks"] = [states for states, _ in of_ranks]
         self._run.id = of_ranks[0][1]
-        with self._runtime.counters.aside("save_checkpoint"):
-            return save_checkpoint(
-                self._of_this_part(directory),
-                tag or f"global_step{step.counts.global_steps}",
-                self._runtime,
-                run=self._run,
-                steps=step.updates.steps,
-                counters=asdict(step.counts),
-                extra=extra,
-                mark_latest=mark_latest,
-                frozen=frozen,
-                keep_last=keep_last,
-            )
+        saving = Saving(
+            self._of_this_part(directory),
+            tag or f"global_step{step.counts.global_steps}",
+            runtime,
+            run=self._run,
+            steps=step.updates.steps,
+            counters=asdict(step.counts),
+            options=options,
+        )
+        with ExitStack() as undo, runtime.counters.aside("save_checkpoint"):
+            undo.callback(saving.close)
+            saving.begin(extra)
+            if blocking or isinstance(runtime.grads, DeviceGrads):  # which no worker updates
+                return saving.finish(lambda: write_shards(saving.shards, runtime, frozen=options.frozen))
+            self._background = BackgroundSave(saving, runtime, step, frozen=options.frozen, over=self._forget_saving)
+            undo.pop_all()
+        return saving.path
+
+    def finish_saving(self) -> None:
+        """A save that training did not wait for is over when this returns; all ranks call it, between steps."""
+        if self._background is not None:
+            self._background.finish()
+
+    def end_saving(self, *, failed: bool) -> None:
+        """As `finish_saving`, if the engine, which is to be closed, can do so still.
+
+        Args:
+            failed: an error ends it, which other ranks may not have.
+        """
+        if self._background is not None:
+            self._background.end("the engine was closed", failed=failed)
+
+    def give_up_saving(self) -> None:
+        """A save that is not finished by now will not be; on this rank alone."""
+        if self._background is not None:
+            self._background.give_up("the engine was closed before it was finished")
+
+    def _forget_saving(self) -> None:
+        self._background = None
 
     def load(
         self, directory: Path, tag: str | None, parts: Parts, *, strict_model: bool, all_weights: bool = True
@@ -168,6 +198,10 @@ class Session:
         """Other runs may save where this one did so far."""
         self._run.unclaim()
 
+    def wait(self) -> None:
+        """See `Engine.wait_checkpoint`."""
+        self._begin("wait_checkpoint")
+
     def close(self) -> None:
         """Other runs may save where this one did."""
         self._run.close()
@@ -189,6 +223,7 @@ class Session:
         self._step.drain()
         if self.commits is not None:
             self.commits.wait()
+        self.finish_saving()
 
     def _of_this_part(self, directory: Path) -> Path:
         """Where the checkpoints of this process's part of the model are."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +39,8 @@ def write_shards(directory: Path, runtime: Runtime, *, frozen: bool) -> list[Wri
     """
     written: list[WrittenPart] = []
     with Staging() as staging:
-        for unit in _units_to_write(runtime):
-            written += _Shard(unit, runtime, frozen=frozen).write(directory, staging)
+        for unit in units_to_write(runtime):
+            written += Shard(unit, runtime, (True, False) if frozen else (True,)).write(directory, staging)
     return written
 
 
@@ -53,13 +53,13 @@ def assemble(runtime: Runtime, written: list[list[WrittenPart]], *, frozen: bool
     tensors = {}
     for unit in runtime.partition.units:
         for slot in unit.slots:
-            for key, dtype, shape, _ in _tensors_of(slot, runtime.layout, frozen=frozen):
+            for key, dtype, shape, _ in tensors_of(slot, runtime.layout, frozen=frozen):
                 found = sorted(parts.get(key, []), key=lambda one: one.offset)
                 tensors[key] = StoredTensor(DTYPE_NAMES[dtype], shape, tuple(one.part for one in found))
     return tensors
 
 
-def _units_to_write(runtime: Runtime) -> list[Unit]:
+def units_to_write(runtime: Runtime) -> list[Unit]:
     """All units where this rank has a shard of each; where every rank has all of them whole, its share of them."""
     units, ranks = runtime.partition.units, runtime.ranks
     if runtime.partition.sharding.count == ranks.size:
@@ -70,8 +70,8 @@ def _units_to_write(runtime: Runtime) -> list[Unit]:
     return shares[ranks.rank]
 
 
-def _tensors_of(
-    slot: ParamSlot, layout: StateLayout, *, frozen: bool
+def tensors_of(
+    slot: ParamSlot, layout: StateLayout, *, frozen: bool = True
 ) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], StateField | None]]:
     """Key, dtype, shape and field of every tensor of a parameter that is written; frozen ones have no field."""
     if slot.trainable:
@@ -81,60 +81,78 @@ def _tensors_of(
         yield f"{FROZEN_FIELD}.{slot.name}", layout.param_dtype, slot.shape, None
 
 
-class _Shard:
-    """This rank's shard of a unit, on its way to a file."""
+def part_shape(part: SlotPart, shape: tuple[int, ...], field: StateField | None) -> tuple[int, ...]:
+    """Shape of what a rank has of a tensor of this shape: flat, unless it is all of it."""
+    numel = part.stop - part.start
+    if numel == part.slot.numel:
+        return shape
+    return (numel if field is None else field.length(numel),)
 
-    def __init__(self, unit: Unit, runtime: Runtime, *, frozen: bool) -> None:
-        self._unit = unit
+
+class Shard:
+    """What this rank has of a unit's parameters, on its way to a file.
+
+    Args:
+        kinds: which of them: True for those that are trained, False for frozen ones.
+        label: in the file's name.
+    """
+
+    def __init__(self, unit: Unit, runtime: Runtime, kinds: Collection[bool] = (True, False), label: str = "") -> None:
+        self.unit = unit
         self._runtime = runtime
-        self._frozen = frozen
+        self._name = f"unit-{unit.index:05d}{label}{runtime.partition.sharding.label}.safetensors"
+        self._kinds = kinds
+        self._specs: Specs = {}
+        self._offsets: dict[str, int] = {}  # where each tensor begins in its parameter
+        self._file: TensorFile | None = None
+        for part in runtime.partition.parts(unit):
+            if part.slot.trainable in kinds:
+                for key, dtype, shape, field in tensors_of(part.slot, runtime.layout):
+                    self._specs[key] = dtype, part_shape(part, shape, field)
+                    self._offsets[key] = part.offset
+
+    @property
+    def is_empty(self) -> bool:
+        """There is nothing to write."""
+        return not self._specs
 
     def write(self, directory: Path, staging: Staging) -> list[WrittenPart]:
-        """Write the file, unless there is nothing to write."""
-        specs, offsets = self._specs()
-        if not specs:
+        """Write the file, unless there is nothing to write; no update may be pending."""
+        if self.is_empty:
             return []
-        file = TensorFile(directory / self._name(), specs, staging)
+        self.open(directory, staging)
         try:
-            for start, flat, fields in self._slices():
-                for part in self._runtime.partition.parts(self._unit, start, start + flat.numel()):
-                    self._write_part(file, part, start, flat, fields)
+            for start, flat, fields in self.slices():
+                self.append(start, flat, fields)
                 self._runtime.ranks.progress()
         except BaseException:
-            file.abandon()
+            self.abandon()
             raise
-        found = []
-        for key, (entry, sums) in file.finish().items():
-            numel = entry.nbytes // entry.torch_dtype.itemsize
-            found.append(WrittenPart(key, offsets[key], TensorPart(entry.file, entry.start, numel, sums)))
-        return found
+        return self.finish()
 
-    def _name(self) -> str:
-        return f"unit-{self._unit.index:05d}{self._runtime.partition.sharding.label}.safetensors"
+    def open(self, directory: Path, staging: Staging) -> None:
+        """Begin the file."""
+        self._file = TensorFile(directory / self._name, self._specs, staging)
 
-    def _specs(self) -> tuple[Specs, dict[str, int]]:
-        """Dtype and shape of every tensor of the file, and where it begins in its parameter."""
-        specs: Specs = {}
-        offsets: dict[str, int] = {}
-        layout = self._runtime.layout
-        for part in self._runtime.partition.parts(self._unit):
-            numel = part.stop - part.start
-            for key, dtype, shape, field in _tensors_of(part.slot, layout, frozen=self._frozen):
-                if numel < part.slot.numel:
-                    shape = (numel if field is None else field.length(numel),)
-                specs[key] = dtype, shape
-                offsets[key] = part.offset
-        return specs, offsets
-
-    def _slices(self) -> Iterator[tuple[int, torch.Tensor, Mapping[str, torch.Tensor]]]:
+    def slices(self) -> Iterator[tuple[int, torch.Tensor, Mapping[str, torch.Tensor]]]:
         """First element, values and the optimizer's fields, tile by tile; what is frozen has no fields."""
         stop = 0
-        with self._runtime.executor.resident(self._unit.index) as flat:
-            for tile, fields in self._runtime.pipeline.tiles(self._unit.index, writable=False):
-                stop = tile.start + tile.numel
-                yield tile.start, flat[tile.start : stop], fields
-            if stop < flat.numel():
+        with self._runtime.executor.resident(self.unit.index) as flat:
+            if True in self._kinds:
+                for tile, fields in self._runtime.pipeline.tiles(self.unit.index, writable=False):
+                    stop = tile.start + tile.numel
+                    yield tile.start, flat[tile.start : stop], fields
+            else:
+                stop = trained_numel(self.unit, self._runtime)
+            if stop < flat.numel() and False in self._kinds:
                 yield stop, flat[stop:], {}
+
+    def append(self, start: int, flat: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> None:
+        """Write what follows: elements of the shard from `start` on."""
+        assert self._file is not None
+        for part in self._runtime.partition.parts(self.unit, start, start + flat.numel()):
+            if part.slot.trainable in self._kinds:
+                self._write_part(self._file, part, start, flat, fields)
 
     def _write_part(
         self, file: TensorFile, part: SlotPart, start: int, flat: torch.Tensor, fields: Mapping[str, torch.Tensor]
@@ -142,10 +160,28 @@ class _Shard:
         low, high = part.start - start, part.stop - start
         name, layout = part.slot.name, self._runtime.layout
         if not part.slot.trainable:
-            if self._frozen:
-                file.write(f"{FROZEN_FIELD}.{name}", flat[low:high])
+            file.write(f"{FROZEN_FIELD}.{name}", flat[low:high])
             return
         states = layout.narrow(fields, low, high)
         file.write(f"{MASTER.name}.{name}", read_master(layout, flat[low:high], states))
         for field in layout.moment_fields:
             file.write(f"{field.name}.{name}", states[field.name])
+
+    def finish(self) -> list[WrittenPart]:
+        """Flush to the drive; returns what was written."""
+        assert self._file is not None
+        found = []
+        for key, (entry, sums) in self._file.finish().items():
+            numel = entry.nbytes // entry.torch_dtype.itemsize
+            found.append(WrittenPart(key, self._offsets[key], TensorPart(entry.file, entry.start, numel, sums)))
+        return found
+
+    def abandon(self) -> None:
+        """Close without finishing."""
+        if self._file is not None:
+            self._file.abandon()
+
+
+def trained_numel(unit: Unit, runtime: Runtime) -> int:
+    """Elements of this rank's shard of a unit that the optimizer works on."""
+    return unit.trainable_numel // runtime.partition.sharding.count

@@ -12,21 +12,28 @@ from pathlib import Path
 from infinity.cli.progress import Progress
 from infinity.config import format_size
 
+_FORMAT_HELP = "dcp: with the optimizer's states, in float32, as torch.distributed.checkpoint has them"
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command and its own commands."""
-    parser = subparsers.add_parser("checkpoint", help="inspect, verify, reshard or export a checkpoint")
+    parser = subparsers.add_parser("checkpoint", help="inspect, verify, reshard, export or import a checkpoint")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add(commands, "inspect", _inspect, "say what a checkpoint is; no tensor is read")
     _add(commands, "verify", _verify, "read all of it and compare it with its checksums")
-    reshard = _add(commands, "reshard", _reshard, "write it again as one rank would, maybe in another state format")
+    reshard = _add(
+        commands, "reshard", _reshard, "write it again as one rank would, or as several, maybe in another state format"
+    )
     reshard.add_argument("target", type=Path, help="directory of checkpoints for the new one; may be the source's")
     reshard.add_argument("--state-format", help="fp32, split, master, bf16 or int8 (default: the one that it has)")
+    reshard.add_argument("--ranks", type=int, default=1, help="how many ranks' shards to write (default: 1)")
     export = _add(commands, "export", _export, "write its weights as safetensors, without a configuration")
     export.add_argument("target", type=Path, help="directory for them")
     export.add_argument("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the weights (default: bfloat16)")
+    export.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors", help=_FORMAT_HELP)
+    importing = _add(commands, "import", _import, "take over one of DeepSpeed's (ZeRO 1 to 3) or of torch's")
+    importing.add_argument("target", type=Path, help="directory of checkpoints for the new one")
 
 
 def _add(
@@ -95,7 +102,7 @@ def _reshard(args: argparse.Namespace) -> int:
     progress, start_s = Progress(), time.perf_counter()
     source = checkpoint_at(args.source, args.tag)
     show = None if args.json else lambda done, total: progress.show("written", done / max(1, total))
-    path = convert(source, args.target, state_format=args.state_format, progress=show)
+    path = convert(source, args.target, state_format=args.state_format, ranks=args.ranks, progress=show)
     progress.clear()
     seconds, new = time.perf_counter() - start_s, inspect(path)
     if args.json:
@@ -109,15 +116,42 @@ def _reshard(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     import torch  # noqa: PLC0415  (it takes seconds to load)
 
+    from infinity.checkpoint.dcp import export_dcp  # noqa: PLC0415  (the same)
     from infinity.checkpoint.inspection import export_weights  # noqa: PLC0415  (the same)
 
     start_s = time.perf_counter()
-    export_weights(args.source, args.target, dtype=getattr(torch, args.dtype), tag=args.tag)
+    if args.format == "dcp":
+        export_dcp(args.source, args.target, tag=args.tag)
+    else:
+        export_weights(args.source, args.target, dtype=getattr(torch, args.dtype), tag=args.tag)
     seconds = time.perf_counter() - start_s
-    files = sorted(path.name for path in args.target.glob("*.safetensors"))
+    files = sorted(path.name for pattern in ("*.safetensors", "*.distcp") for path in args.target.glob(pattern))
     nbytes = sum((args.target / name).stat().st_size for name in files)
     if args.json:
         print(json.dumps({"path": str(args.target), "files": files, "bytes": nbytes, "seconds": seconds}))
     else:
         print(f"{args.target}: {', '.join(files)}, {nbytes:,} bytes, {seconds:.1f} s")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from infinity.checkpoint.dcp import METADATA, import_dcp  # noqa: PLC0415  (torch takes seconds to load)
+    from infinity.checkpoint.deepspeed import import_deepspeed  # noqa: PLC0415  (the same)
+    from infinity.checkpoint.inspection import inspect  # noqa: PLC0415  (the same)
+
+    progress, start_s = Progress(), time.perf_counter()
+
+    def show(done: int, total: int) -> None:
+        progress.show("written", done / max(1, total))
+
+    is_dcp = (args.source / (args.tag or "") / METADATA).is_file()
+    take_over = import_dcp if is_dcp else import_deepspeed
+    path = take_over(args.source, args.target, tag=args.tag, progress=show)
+    progress.clear()
+    seconds, new = time.perf_counter() - start_s, inspect(path)
+    if args.json:
+        record = {"path": str(path), "global_steps": new.global_steps, "bytes": new.nbytes, "seconds": seconds}
+        print(json.dumps(record))
+    else:
+        print(f"{path}: step {new.global_steps:,}, {new.nbytes:,} bytes, files: {new.files}, {seconds:.1f} s")
     return 0

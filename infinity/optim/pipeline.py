@@ -44,6 +44,8 @@ _LEAVE_S = 10.0  # a tile takes milliseconds; a drive that hangs must not keep t
 
 _rank = attrgetter("rank")
 
+# (unit, tile, the parameters of the whole shard, the tile's fields): looks at what is about to be updated
+BeforeUpdate = Callable[[int, Tile, torch.Tensor, "dict[str, torch.Tensor]"], None]
 WriteParams = Callable[[int, int, int], "Transfer | None"]  # (unit, start, numel): starts writing them to their home
 
 
@@ -131,6 +133,8 @@ class UpdatePipeline:
 
     Attributes:
         waits: what the worker waited for; who waits for a ticket waits for that too.
+        before_update: called by the worker for every tile of a job before any of it is updated, in their order; never
+            raises. Set while no job is queued.
 
     Args:
         slots: of the ring, each as large as a full tile; empty where every tile lives in host memory.
@@ -141,6 +145,7 @@ class UpdatePipeline:
         self._states = states
         self._counters = counters
         self.waits = Waits(counters.timeline)
+        self.before_update: BeforeUpdate | None = None
         self._ring = Ring(states, slots, self.waits)
         self._queue: list[UpdateTicket] = []  # in the order of their ranks
         self._views: dict[tuple[Lease, int], dict[str, torch.Tensor]] = {}  # of that many elements in a lease
@@ -197,7 +202,12 @@ class UpdatePipeline:
         return frozenset(range(len(self._states.tiles(unit))))
 
     def can_undo(self, unit: int) -> frozenset[int]:
-        """Indices of the unit's tiles of which an update that is submitted now can be undone."""
+        """Indices of the unit's tiles of which an update that is submitted now can be undone.
+
+        None while somebody looks on `before_update`, and is to see the tiles of a unit in their order.
+        """
+        if self.before_update is not None:
+            return frozenset()
         return frozenset(tile.index for tile in self._states.tiles(unit) if self._states.can_undo(tile))
 
     def undo(self, tickets: Sequence[UpdateTicket]) -> None:
@@ -391,6 +401,8 @@ class UpdatePipeline:
         job = ticket.job
         self._ring.hold(tile)
         try:
+            if self.before_update is not None:
+                self.before_update(job.unit, tile, job.param, self._fields(tile))
             touched = self._compute(job, tile)
         finally:
             write = self._ring.let_go(tile)

@@ -12,6 +12,7 @@ written to it, and its flat tensor is an image of the files (see infinity/tiers/
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
+from infinity.optim.formats import SHARD_ALIGN, StateLayout
 from infinity.tiers import WHOLE, FileRun, Sharding, StoredTensor, lay_out_image, overlap
 from infinity.zero.model_parts import local_part
 from infinity.zero.tiling import Tile
@@ -39,6 +41,15 @@ class Alignment:
 
     shard: int
     slot: int = 32
+
+    @staticmethod
+    def of(layout: StateLayout) -> Alignment:
+        """For states that are kept so."""
+        return Alignment(SHARD_ALIGN, max(Alignment.slot, *(field.block for field in layout.fields)))
+
+    def for_ranks(self, count: int) -> Alignment:
+        """Of what so many ranks have a shard of."""
+        return Alignment(self.shard * count, self.slot)
 
 
 @dataclass(frozen=True)
@@ -206,7 +217,7 @@ def make_partition(
     Raises:
         ConfigError: the model has no floating-point parameters, or one cannot stay in its file.
     """
-    align = Alignment(align.shard * sharding.count, align.slot)
+    align = align.for_ranks(sharding.count)
     names = _canonical_names(model)
     if not names:
         raise ConfigError("the model has no floating-point parameters to train or place")
@@ -295,20 +306,39 @@ def _layout_unit(
     persistent: bool,
 ) -> Unit:
     order = sorted(members, key=lambda member: groups.get(member, 1 << 30))  # stable: definition order in a group
+    shapes = {member: tuple(local_part(model.get_parameter(member)).shape) for member in order}
+    return lay_out_unit(index, name, shapes, groups, align, persistent=persistent)
+
+
+def lay_out_unit(
+    index: int,
+    name: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    groups: Mapping[str, int],
+    align: Alignment,
+    *,
+    persistent: bool,
+) -> Unit:
+    """The unit of parameters in this order, those that are trained first.
+
+    Args:
+        shapes: by parameter name.
+        groups: parameter group of every parameter that is trained.
+        align: of shards, for all ranks together.
+    """
     slots: list[ParamSlot] = []
     offset = 0
     trainable_numel = 0
-    for member in order:
-        param = local_part(model.get_parameter(member))
-        trainable = member in groups
+    for member, shape in shapes.items():
+        numel, trainable = math.prod(shape), member in groups
         if not trainable and (not slots or slots[-1].trainable):
             trainable_numel = offset = _round_up(offset, align.shard)
-        slots.append(ParamSlot(member, tuple(param.shape), param.numel(), offset, trainable, groups.get(member, -1)))
-        offset += _round_up(max(1, param.numel()), align.slot)  # a unit of nothing but empty parameters has a tile, too
-    numel = _round_up(offset, align.shard)
+        slots.append(ParamSlot(member, shape, numel, offset, trainable, groups.get(member, -1)))
+        offset += _round_up(max(1, numel), align.slot)  # a unit of nothing but empty parameters has a tile, too
+    padded = _round_up(offset, align.shard)
     if all(slot.trainable for slot in slots):
-        trainable_numel = numel
-    return Unit(index, name, tuple(slots), trainable_numel, numel, persistent)
+        trainable_numel = padded
+    return Unit(index, name, tuple(slots), trainable_numel, padded, persistent)
 
 
 def _layout_in_files(

@@ -206,7 +206,7 @@ def size_up(
     partition = make_partition(
         model,
         groups,
-        align=Alignment(SHARD_ALIGN, max(Alignment.slot, *(field.block for field in layout.fields))),
+        align=Alignment.of(layout),
         persistence_threshold=config.zero.param_persistence_threshold,
         offloaded=rules.params is not Memory.DEVICE,
         sharding=rules.sharding,

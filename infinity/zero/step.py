@@ -13,7 +13,7 @@ that is FAILED. What a step has changed in the counts is committed by one assign
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -80,6 +80,7 @@ class Step:
         lr_scheduler: stepped after every update that was not skipped, if there is one.
         layer_major: takes micro-batches through the blocks together, if that is configured.
         keeper: keeps every step on the drives, if that is configured.
+        at_end: called when a step is over, at the end of `finish`, if anybody waits for that.
         boundary: what the user has said of the micro-batch that comes: it is its step's last, or is not; None to count.
     """
 
@@ -136,6 +137,7 @@ class Step:
                 self.remove_hooks()
                 raise
         self.keeper: StepKeeper | None = None
+        self.at_end: Callable[[], None] | None = None
         self._syncs = True
         self._only_evaluates = not any(unit.trainable_numel for unit in runtime.partition.units)
         self.boundary: bool | None = None if config.managed_accumulation else True
@@ -444,6 +446,8 @@ class Step:
         self.loss = self.losses.take_sum()
         if self._monitor.writes:
             self._monitor.write_events(self._events())
+        if self.at_end is not None:
+            self.at_end()
 
     def _events(self) -> list[Event]:
         """What there is to tell of the step that has just ended.

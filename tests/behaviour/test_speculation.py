@@ -286,6 +286,29 @@ def test_of_steps_that_stay_on_the_drives(clipping, eager, tmp_path) -> None:
         engine.end_run()
 
 
+def test_a_save_that_training_does_not_wait_for(eager, seen, tmp_path) -> None:
+    """It sees the tiles of a unit in their order; while it goes on nothing runs ahead."""
+    budget = int(least_memory("gpt2", "bf16", 1) * 1.6)  # some tiles of a unit stay in memory
+    with engine_of(tmp_path / "swap", "speculative", host_memory=budget) as engine:
+        train(engine, steps=2)
+        engine.save_checkpoint(tmp_path / "saved", "two", blocking=False)
+        expected = states_of(engine)
+        losses = []
+        for ids in DATA[2:]:
+            losses.append(loss_of(engine, ids))
+            engine.backward(losses[-1])
+            engine.step()
+    assert "confirmed" in seen
+    with engine_of(tmp_path / "swap", "deferred", host_memory=budget) as engine:
+        engine.load_checkpoint(tmp_path / "saved", "two")
+        assert all(torch.equal(a, b) for a, b in zip(states_of(engine), expected, strict=True))
+        for ids, loss in zip(DATA[2:], losses, strict=True):
+            found = loss_of(engine, ids)
+            engine.backward(found)
+            engine.step()
+            assert found.item() == loss.item()
+
+
 def test_a_drive_that_fails_ahead_stops_the_engine(eager, tmp_path, monkeypatch) -> None:
     with engine_of(tmp_path, "speculative") as engine:
         train(engine, steps=2)

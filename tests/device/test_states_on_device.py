@@ -73,7 +73,7 @@ def test_a_checkpoint_goes_on_anywhere(saved_on, loaded_on, tmp_path) -> None:
     data = batches(STEPS)
     with engine_on(saved_on, tiny(), recipe, ON_DEVICE) as engine:
         losses = train_over(engine, data[:1])
-        engine.save_checkpoint(tmp_path)
+        engine.save_checkpoint(tmp_path, blocking=False)
         losses += train_over(engine, data[1:])  # a look at the states leaves them as they are
     with engine_on(loaded_on, tiny(seed=5), recipe, ON_DEVICE) as engine:
         engine.load_checkpoint(tmp_path)

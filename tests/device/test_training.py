@@ -201,7 +201,7 @@ def test_checkpoints_move_between_placements(tmp_path) -> None:
 
     with engine_on("simdev", tiny(), CLIPPED, Placement("cpu", "cpu")) as engine:
         train_over(engine, data[:3])
-        engine.save_checkpoint(tmp_path / "saved")
+        engine.save_checkpoint(tmp_path / "saved", blocking=False)
         expected = train_over(engine, data[3:])
     swap = tmp_path / "swap"
     swap.mkdir()

@@ -1,0 +1,399 @@
+"""Checkpoints as `torch.distributed.checkpoint` has them: written for any number of its ranks, and taken over from it.
+
+The keys are those of torch's `get_state_dict`: `model.<name>` has masters, frozen parameters and buffers,
+`optim.state.<name>.exp_avg` and so on the moments, `optim.state.<name>.step` the updates so far, `optim.param_groups`
+the hyper-parameters. What else the engine goes on from is one tensor of bytes, `infinity.extra`. One tensor at a time
+is in memory, on either way.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from infinity.checkpoint.conversion import Progress, checkpoint_at
+from infinity.checkpoint.directory import check_tag, make_directory, writing
+from infinity.checkpoint.extra import read_extra
+from infinity.checkpoint.files import is_file_name, read_plain
+from infinity.checkpoint.format import EXTRA, FROZEN_FIELD, MASTER, Manifest, frozen_params, trained_params
+from infinity.checkpoint.imported import Foreign, ForeignParam, plain_extra, write_imported
+from infinity.checkpoint.inspection import verify
+from infinity.checkpoint.pickles import stranger
+from infinity.checkpoint.stored import StoredReader
+from infinity.errors import CheckpointError
+from infinity.optim.formats import layout_with_moments
+
+METADATA = ".metadata"
+_EXTRA = "infinity.extra"
+_NOTES = "infinity.notes"
+_STEP = "step"
+_KINDS: dict[frozenset[str], tuple[str | None, str | None]] = {
+    frozenset({"exp_avg", "exp_avg_sq"}): ("exp_avg", "exp_avg_sq"),
+    frozenset({"exp_avg"}): ("exp_avg", None),
+    frozenset({"sum"}): (None, "sum"),
+    frozenset({"momentum_buffer"}): ("momentum_buffer", None),
+}
+_STATE = re.compile(r"(?P<prefix>(?:.*?\.)?state\.)(?P<name>.+)\.(?P<field>\w+)")
+
+
+# Out #
+
+
+def export_dcp(source: Path, target: Path, *, tag: str | None = None) -> Path:
+    """Write a checkpoint of the engine as one of `torch.distributed.checkpoint`, in float32.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, or keeps its moments rounded, or `target` is not empty.
+        StorageError: writing failed.
+        ConfigError: `tag` is no plain name.
+    """
+    path = checkpoint_at(source, tag)
+    manifest = verify(source, tag)
+    if manifest.layout.moment_fields != layout_with_moments("fp32", *manifest.moments).moment_fields:
+        raise CheckpointError(
+            f"{path} has moments of format {manifest.state_format}: bring them to float32 first, by "
+            "`infinity checkpoint reshard --state-format fp32`"
+        )
+    if target.is_dir() and any(target.iterdir()):
+        raise CheckpointError(f"{target} is not empty: remove what is there, or export elsewhere")
+    extra = read_extra(path, manifest)
+    with writing(target), StoredReader(path, manifest.tensors) as reader:
+        make_directory(target)
+        content = _Content(manifest, extra, read_plain(path / EXTRA), reader)
+        writer = FileSystemWriter(target, thread_count=1)
+        with _alone() as alone:
+            save(content.state_dict(), storage_writer=writer, planner=_SavePlanner(content), **alone)
+    return target
+
+
+class _Content:
+    """What is written, by key: tensors without values, which are read when it is their turn."""
+
+    def __init__(self, manifest: Manifest, extra: Mapping[str, Any], stored: bytes, reader: StoredReader) -> None:
+        self._manifest = manifest
+        self._groups = extra["optimizer"]["param_groups"] or []
+        self._reader = reader
+        self._stored: dict[str, str] = {}  # keys of tensors that are in the checkpoint's files
+        self._values: dict[str, torch.Tensor] = {
+            f"model.{name}": value.contiguous() for name, value in extra["buffers"].items()
+        }
+        notes = {"counters": dict(manifest.counters), "buffers": sorted(extra["buffers"])}
+        self._values[_NOTES] = _bytes_of(json.dumps(notes).encode())
+        self._values[_EXTRA] = _bytes_of(stored)
+        for name in frozen_params(manifest.tensors):
+            self._stored[f"model.{name}"] = f"{FROZEN_FIELD}.{name}"
+        for name in trained_params(manifest.tensors):
+            self._stored[f"model.{name}"] = f"{MASTER.name}.{name}"
+            for field in manifest.layout.moment_fields:
+                self._stored[f"optim.state.{name}.{field.name}"] = f"{field.name}.{name}"
+            self._values[f"optim.state.{name}.{_STEP}"] = torch.tensor(float(manifest.steps.get(name, 0)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """By key; values that lie in files are on the meta device."""
+        names = list(trained_params(self._manifest.tensors))
+        members = names if len(self._groups) == 1 else []  # of several groups nobody has noted who is in which
+        groups = [dict(group) | {"params": members} for group in self._groups]
+        in_files = {
+            key: torch.empty(tensor.shape, dtype=tensor.torch_dtype, device="meta")
+            for key, tensor in ((key, self._manifest.tensors[stored]) for key, stored in self._stored.items())
+        }
+        return in_files | self._values | {"optim.param_groups": groups}
+
+    def value(self, key: str) -> torch.Tensor | None:
+        """A tensor that lies in files; None for anything else."""
+        stored = self._stored.get(key)
+        if stored is None:
+            return None
+        tensor = self._manifest.tensors[stored]
+        return self._reader.read(stored, 0, tensor.numel).view(tensor.shape)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Reads a tensor when it is written."""
+
+    def __init__(self, content: _Content) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._content = content
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self._content.value(index.fqn)
+        return super().lookup_object(index) if value is None else value
+
+
+@contextmanager
+def _alone() -> Iterator[dict[str, Any]]:
+    """One process does it, and need not be told so; what goes wrong is raised as it is.
+
+    Yields:
+        What to tell torch, where there is a process group; older versions do not know the word.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            yield {"no_dist": True} if dist.is_initialized() else {}
+        except CheckpointException as error:  # no Exception, and it holds what went wrong on each rank
+            raise next(iter(error.failures.values()))[0] from None
+
+
+def _bytes_of(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+# In #
+
+
+def import_dcp(
+    source: Path, target: Path, *, tag: str | None = None, progress: Progress = lambda done, total: None
+) -> Path:
+    """Write a checkpoint of `torch.distributed.checkpoint`, with its optimizer's states, anew as one of the engine's.
+
+    Args:
+        source: the directory that has `.metadata`, or one of several such, of which `tag` is one.
+
+    Returns:
+        The new checkpoint's directory, in `target`.
+
+    Raises:
+        CheckpointError: it is damaged, or has no optimizer states, or such as the engine has no counterpart of.
+        StorageError: writing failed.
+    """
+    if tag is not None:
+        check_tag(tag)
+        source = source / tag
+    if target.resolve() in (source.resolve(), source.resolve().parent):
+        raise CheckpointError(f"{target} has the checkpoint that is imported in it: give the new one another directory")
+    return write_imported(target, _Incoming(source).foreign(), progress)
+
+
+class _Reader(FileSystemReader):
+    """Takes metadata that are read already: torch would unpickle them, and whatever code is in them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.content = _read_metadata(path)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.content
+
+
+class _Plain(pickle.Unpickler):
+    """Makes the classes that metadata consist of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        kinds = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+        if module in kinds and name in _METADATA_CLASSES:
+            return super().find_class(module, name)
+        if (module, name) == ("torch", "Size") or (module == "torch" and isinstance(getattr(torch, name), torch.dtype)):
+            return getattr(torch, name)
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return super().find_class(module, name)
+        if (module, name) in (("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath")):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of such metadata")
+
+
+_METADATA_CLASSES = frozenset(
+    {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+        "_StorageInfo",
+    }
+)
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        content = _Plain(io.BytesIO(read_plain(path / METADATA))).load()
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {path} is no checkpoint of torch.distributed.checkpoint") from error
+    except Exception as error:  # whatever unpickling objects to
+        raise CheckpointError(f"{path / METADATA} cannot be read: {error}") from error
+    if not isinstance(content, Metadata) or not isinstance(content.storage_data, dict):
+        raise CheckpointError(f"{path / METADATA} has no metadata of a checkpoint in files")
+    for info in content.storage_data.values():
+        if not is_file_name(info.relative_path):
+            raise CheckpointError(f"{path / METADATA} names {info.relative_path!r}, which is no file beside it")
+    content.storage_meta = content.storage_meta or StorageMeta()
+    return content
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Reads objects without running code of them."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of the checkpoint; one of them at a time is in memory."""
+
+    incoming: _Incoming
+    key: str
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """See `imported.Values`."""
+        return self.incoming.tensor(self.key).reshape(-1)[start:stop]
+
+
+class _Incoming:
+    """A checkpoint that is taken over."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reader = _Reader(path)
+        self._metadata = self._reader.content.state_dict_metadata
+        self._held: tuple[str, torch.Tensor] = ("", torch.empty(0))
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """A tensor, whole.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        if self._held[0] != key:
+            found = self._metadata[key]
+            assert isinstance(found, TensorStorageMetadata)
+            self._held = key, self._load(key, torch.empty(found.size, dtype=found.properties.dtype, device="cpu"))
+        return self._held[1]
+
+    def _load(self, key: str, into: Any) -> Any:
+        state = {key: into}
+        try:
+            with _alone() as alone:
+                load(state, storage_reader=self._reader, planner=_LoadPlanner(), **alone)
+        except Exception as error:  # whatever torch meets in files of somebody else's
+            raise CheckpointError(f"{self._path} cannot be read: {key}: {error}") from error
+        return state[key]
+
+    def foreign(self) -> Foreign:
+        """What it holds."""
+        prefix, states = self._states()
+        before = self._model_prefix(set(states), prefix)
+        kinds = {frozenset(fields - {_STEP}) for fields in states.values()}
+        if len(kinds) != 1 or next(iter(kinds)) not in _KINDS:
+            named = "; ".join(", ".join(sorted(fields)) for fields in kinds) or "none"
+            raise CheckpointError(
+                f"{self._path} has optimizer states of a kind that the engine has no counterpart of ({named}): it "
+                "trains with Adam, AdamW, Adagrad, Lion and SGD"
+            )
+        notes = json.loads(bytes(self.tensor(_NOTES).tolist())) if _NOTES in self._metadata else {}
+        buffers = set(notes.get("buffers", ()))
+        params = list(self._params(prefix, before, states, buffers))
+        steps = max((param.step for param in params), default=0)
+        counters = notes.get("counters") or {"global_steps": steps, "micro_steps": steps, "skipped_steps": 0}
+        name = self._path.resolve().name if "counters" not in notes else f"global_step{counters['global_steps']}"
+        return Foreign(name, params, _KINDS[kinds.pop()], counters, self._extra(prefix))
+
+    def _states(self) -> tuple[str, dict[str, set[str]]]:
+        """What stands before parameters' names in the optimizer's keys, and the fields of each."""
+        prefixes: set[str] = set()
+        states: dict[str, set[str]] = {}
+        for key, found in self._metadata.items():
+            match = _STATE.fullmatch(key)
+            if match is not None and (isinstance(found, TensorStorageMetadata) or match["field"] == _STEP):
+                prefixes.add(match["prefix"])
+                states.setdefault(match["name"], set()).add(match["field"])
+        if len(prefixes) != 1:
+            raise CheckpointError(
+                f"{self._path} has no states of an optimizer (`optim.state.<name>.exp_avg`), or of several. Weights "
+                "alone are taken by torch.distributed.checkpoint and load_state_dict before initialize"
+            )
+        return prefixes.pop(), states
+
+    def _model_prefix(self, names: set[str], states: str) -> str:
+        """What stands before parameters' names in the model's keys."""
+        first = min(names)
+        ends = (key.removesuffix(first) for key in sorted(self._metadata) if key.endswith(first))
+        for prefix in ends:
+            of_model = not prefix.startswith(states) and (not prefix or prefix.endswith("."))
+            if of_model and all(f"{prefix}{name}" in self._metadata for name in names):
+                return prefix
+        raise CheckpointError(f"{self._path} has states of {first} and of others, and not the parameters themselves")
+
+    def _params(
+        self, prefix: str, before: str, states: Mapping[str, set[str]], buffers: set[str]
+    ) -> Iterator[ForeignParam]:
+        for key, found in self._metadata.items():
+            name = key.removeprefix(before)
+            outside = not key.startswith(before) or key.startswith((prefix, "infinity.")) or name in buffers
+            if outside or not isinstance(found, TensorStorageMetadata):
+                continue
+            shape = tuple(found.size)
+            if name not in states:
+                if not self._is_tied(key, [f"{before}{other}" for other in states]):
+                    yield ForeignParam(name, shape, _Stored(self, key))
+                continue
+            moments = {}
+            for field in sorted(states[name] - {_STEP}):
+                state = self._metadata[f"{prefix}{name}.{field}"]
+                if not isinstance(state, TensorStorageMetadata) or tuple(state.size) != shape:
+                    raise CheckpointError(f"{self._path}: {field} of {name} has another shape than its parameter")
+                moments[field] = _Stored(self, f"{prefix}{name}.{field}")
+            yield ForeignParam(name, shape, _Stored(self, key), moments, self._step(f"{prefix}{name}.{_STEP}"))
+
+    def _is_tied(self, key: str, trained: Sequence[str]) -> bool:
+        """A tensor without states is another name of a parameter that has some: it has the same values."""
+        found = self._metadata[key]
+        assert isinstance(found, TensorStorageMetadata)
+        for other in trained:
+            there = self._metadata[other]
+            if isinstance(there, TensorStorageMetadata) and there.size == found.size and found.size.numel() > 1:
+                values = self.tensor(other)
+                if torch.equal(values, self.tensor(key)):
+                    return True
+        return False
+
+    def _step(self, key: str) -> int:
+        found = self._metadata.get(key)
+        if found is None:
+            return 0
+        if isinstance(found, BytesStorageMetadata):
+            return int(self._load(key, None))
+        return int(self.tensor(key).item())
+
+    def _extra(self, prefix: str) -> dict[str, Any]:
+        """What the engine goes on from beside tensors: its own, if it has written the checkpoint."""
+        if _EXTRA in self._metadata:
+            content = io.BytesIO(bytes(self.tensor(_EXTRA).numpy().tobytes()))
+            extra: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
+            return extra
+        key = f"{prefix.removesuffix('state.')}param_groups"
+        groups = self._load(key, None) if isinstance(self._metadata.get(key), BytesStorageMetadata) else []
+        kept = [
+            {name: value for name, value in group.items() if name != "params" and stranger(value) is None}
+            for group in groups
+        ]
+        return plain_extra(groups=kept)

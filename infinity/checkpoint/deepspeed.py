@@ -1,0 +1,393 @@
+"""Import of DeepSpeed's checkpoints of ZeRO 1, 2 and 3: weights, masters, moments and all that training goes on from.
+
+[Note: how ZeRO lays parameters out]
+At stages 1 and 2 each parameter group is one flat float32 tensor, its parameters back to back in the order of
+`param_shapes`, then padding (between them, too, by `parameter_alignment`); a rank has one slice of it, stored without
+the padding at the end, beside moments that may have it.
+At stage 3 each parameter is padded to a multiple of the ranks and cut into as many slices. A rank has its slices of all
+parameters back to back, in the order of `param_shapes`, cut into sub-groups at any element: `fp32_flat_groups`, and the
+optimizer's `state` by number of the sub-group. A frozen parameter is whole at stages 1 and 2, and cut the same at 3.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.conversion import Progress
+from infinity.checkpoint.deepspeed_files import DeepSpeedFiles, deepspeed_at, read_files, states_of
+from infinity.checkpoint.deepspeed_progress import counters_of, extra_of
+from infinity.checkpoint.files import brief
+from infinity.checkpoint.imported import Foreign, ForeignParam, Pieces, Values, Zeros, write_imported
+from infinity.checkpoint.pickles import StandIn
+from infinity.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+# tensors of an optimizer's state: their names here
+_MOMENTS: dict[frozenset[str], dict[str, str]] = {
+    frozenset({"exp_avg", "exp_avg_sq"}): {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
+    frozenset({"exp_avg"}): {"exp_avg": "exp_avg"},
+    frozenset({"sum"}): {"sum": "sum"},
+    frozenset({"exp_avg_sq"}): {"exp_avg_sq": "sum"},  # DeepSpeed's own Adagrad
+    frozenset({"momentum_buffer"}): {"momentum_buffer": "momentum_buffer"},
+}
+# their names here: the signed one, and the one that is never negative
+_KINDS: dict[tuple[str, ...], tuple[str | None, str | None]] = {
+    ("exp_avg", "exp_avg_sq"): ("exp_avg", "exp_avg_sq"),
+    ("exp_avg",): ("exp_avg", None),
+    ("sum",): (None, "sum"),
+    ("momentum_buffer",): ("momentum_buffer", None),
+}
+
+
+def import_deepspeed(
+    source: Path, target: Path, *, tag: str | None = None, progress: Progress = lambda done, total: None
+) -> Path:
+    """Write a checkpoint of DeepSpeed anew as one of the engine's; nothing of it is executed.
+
+    Args:
+        source: the checkpoint, or a directory of checkpoints.
+        target: a directory of checkpoints; the new one has the same tag, and is loaded by default.
+        tag: which one of the source's directory; by default what `latest` names.
+
+    Returns:
+        The new checkpoint's directory.
+
+    Raises:
+        CheckpointError: it is damaged, incomplete, or of a kind that cannot be taken over.
+        StorageError: writing failed.
+    """
+    path = deepspeed_at(source, tag)
+    if target.resolve() in (path.resolve(), path.resolve().parent):
+        raise CheckpointError(f"{target} has the checkpoint of DeepSpeed in it: give the new one another directory")
+    foreign = describe(read_files(path))
+    for note in foreign.notes:
+        _log.warning("%s: %s", path, note)
+    return write_imported(target, foreign, progress)
+
+
+def describe(files: DeepSpeedFiles) -> Foreign:
+    """What the files hold; no tensor is read.
+
+    Raises:
+        CheckpointError: it does not fit together.
+    """
+    path, model = files.path, files.models[0]
+    groups = _param_shapes(path, model)
+    moments = _moments(files)
+    trained = _stage_3(files, groups, moments) if files.slices else _stage_1_and_2(files, groups, moments)
+    params = list(trained)
+    params += _frozen(files, {param.name for param in params})
+    names = [param.name for param in params]
+    if len(set(names)) != len(names):
+        raise CheckpointError(f"{path} has a parameter twice")
+    extra, notes = extra_of(files, param_names=frozenset(names))
+    return Foreign(path.name, params, moments.kind, counters_of(files), extra, notes)
+
+
+def _param_shapes(path: Path, model: Mapping[str, Any]) -> list[Shapes]:
+    """Names and shapes of the trained parameters, by group (of any size at stage 3)."""
+    shapes = model.get("param_shapes")
+    groups = [shapes] if isinstance(shapes, Mapping) else shapes  # versions before 0.4 had one group
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        raise CheckpointError(f"{path} has no `param_shapes` in its model states: it was not saved by ZeRO")
+    return [{str(name): _shape(path, name, shape) for name, shape in group.items()} for group in groups]
+
+
+def _shape(path: Path, name: Any, shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, tuple | list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise CheckpointError(f"{path} has {brief(shape)} for the shape of {brief(name)}")
+    return tuple(shape)
+
+
+# The optimizer's states #
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Which moments there are, and how to find them.
+
+    Attributes:
+        names: there, by name here; None if no update has been made and they are zeros.
+        kind: as in a manifest.
+        slots: of every rank: of every flat tensor its state.
+    """
+
+    names: Mapping[str, str]
+    kind: tuple[str | None, str | None]
+    slots: tuple[tuple[Mapping[str, Any], ...], ...]
+    steps: tuple[int, ...]
+
+    def flat(self, rank: int, index: int, here: str, numel: int) -> torch.Tensor | None:
+        """A moment of a flat tensor of `numel` elements; None if it is zero."""
+        found = self.slots[rank][index].get(self.names[here])
+        if found is None:
+            return None
+        if not isinstance(found, torch.Tensor) or found.numel() < numel or not found.is_floating_point():
+            raise CheckpointError(
+                f"rank {rank} has {brief(found)[:80]} as {self.names[here]} of a group of {numel} elements; states "
+                "that DeepSpeed kept on NVMe are not in its checkpoint: save it with the optimizer on the CPU"
+            )
+        return found.reshape(-1)[:numel]
+
+
+def _moments(files: DeepSpeedFiles) -> _Moments:
+    flats = [len(_flats(files, rank)) for rank in range(files.ranks)]
+    slots = tuple(_slots(files, rank, flats[rank]) for rank in range(files.ranks))
+    found = {
+        frozenset(key for key, value in slot.items() if isinstance(value, torch.Tensor) and key != "step")
+        for of_rank in slots
+        for slot in of_rank
+    } - {frozenset()}
+    groups = _groups(files, 0)
+    kept_by_sgd = any("momentum" in group and "dampening" in group for group in groups)
+    if not found and kept_by_sgd:
+        found = {frozenset({"momentum_buffer"})}
+    if not found and any("betas" in group for group in groups) and not files.models[0].get("global_steps"):
+        found = {frozenset({"exp_avg", "exp_avg_sq"})}  # before the first update
+    unknown = frozenset({"momentum_buffer"}) in found and not kept_by_sgd  # Muon's
+    if len(found) != 1 or next(iter(found)) not in _MOMENTS or unknown:
+        kinds = "; ".join(", ".join(sorted(keys)) for keys in found) or "none"
+        raise CheckpointError(
+            f"{files.path} has optimizer states of a kind that the engine has no counterpart of ({kinds}): it trains "
+            "with Adam, AdamW, Adagrad, Lion and SGD"
+        )
+    there = _MOMENTS[found.pop()]
+    here = tuple(there.values())
+    return _Moments({name: key for key, name in there.items()}, _KINDS[here], slots, _steps(files, slots))
+
+
+def _steps(files: DeepSpeedFiles, slots: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[int, ...]:
+    """Updates that each flat tensor has had."""
+    model, groups = files.models[0], _groups(files, 0)
+    made = max(0, int(model.get("global_steps") or 0) - int(model.get("skipped_steps") or 0))
+    shared = states_of(files.optimizers[0], files.path).get("base_optimizer_state_step")
+    steps = []
+    for index, slot in enumerate(slots[0]):
+        step = slot.get("step", shared)
+        if step is None and index < len(groups) and not files.slices:
+            step = groups[index].get("step")
+        if step is None:
+            step = groups[0].get("step", made)
+        steps.append(int(step))
+    return tuple(steps)
+
+
+def _slots(files: DeepSpeedFiles, rank: int, count: int) -> tuple[Mapping[str, Any], ...]:
+    """The state of each flat tensor of a rank."""
+    states = states_of(files.optimizers[rank], files.path)
+    base = states.get("optimizer_state_dict" if files.slices else "base_optimizer_state")
+    if not isinstance(base, Mapping):
+        how = "by elastic_checkpoint: switch that off, and save it again" if isinstance(base, list) else "without them"
+        raise CheckpointError(f"{files.path} has no optimizer states of rank {rank}: it was saved {how}")
+    found = base.get("state", {})
+    return tuple(_slot(found.get(index, {})) for index in range(count))
+
+
+def _slot(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _groups(files: DeepSpeedFiles, rank: int) -> list[Mapping[str, Any]]:
+    states = states_of(files.optimizers[rank], files.path)
+    base = states.get("optimizer_state_dict" if files.slices else "base_optimizer_state")
+    groups = base.get("param_groups") if isinstance(base, Mapping) else None
+    return groups if isinstance(groups, list) and groups else [{}]
+
+
+def _flats(files: DeepSpeedFiles, rank: int) -> list[torch.Tensor]:
+    """A rank's flat masters: a slice of each group or, at stage 3, its sub-groups."""
+    key = "fp32_flat_groups" if files.slices else "single_partition_of_fp32_groups"
+    flats = states_of(files.optimizers[rank], files.path).get(key)
+    if not isinstance(flats, list) or not all(isinstance(flat, torch.Tensor) for flat in flats):
+        raise CheckpointError(f"{files.path} has no `{key}` of rank {rank}: its masters were not saved")
+    return [flat.reshape(-1) for flat in flats]
+
+
+# Stages 1 and 2 #
+
+
+def _stage_1_and_2(files: DeepSpeedFiles, groups: Sequence[Shapes], moments: _Moments) -> Iterator[ForeignParam]:
+    flats = [_flats(files, rank) for rank in range(files.ranks)]
+    for of_rank in flats:
+        if len(of_rank) != len(groups):
+            raise CheckpointError(f"{files.path} has {len(of_rank)} flat groups for {len(groups)} of `param_shapes`")
+    for index, shapes in enumerate(groups):
+        lengths = [of_rank[index].numel() for of_rank in flats]
+        offsets = _offsets(files, index, shapes, lengths)
+        master = Pieces(tuple(of_rank[index] for of_rank in flats))
+        of_group: dict[str, Values] = {}
+        for name in moments.names:
+            pieces = [moments.flat(rank, index, name, numel) for rank, numel in enumerate(lengths)]
+            of_group[name] = _values(files, name, pieces, moments.steps[index])
+        for name, shape in shapes.items():
+            of_param = {moment: _Part(values, offsets[name]) for moment, values in of_group.items()}
+            yield ForeignParam(name, shape, _Part(master, offsets[name]), of_param, moments.steps[index])
+
+
+def _offsets(files: DeepSpeedFiles, group: int, shapes: Shapes, lengths: Sequence[int]) -> dict[str, int]:
+    """Where each parameter begins in its group's flat tensor, of which the ranks have so many elements.
+
+    Raises:
+        CheckpointError: that tensor has not the length that the parameters have together, or DeepSpeed's own map says
+            something else.
+    """
+    paddings = _saved_for(files, 0, "param_alignment_paddings", group)
+    offsets, stop = {}, 0
+    for position, (name, shape) in enumerate(shapes.items()):
+        offsets[name] = stop
+        stop += math.prod(shape) + (int(paddings[position]) if paddings else 0)
+    there, padding = sum(lengths), max(4096 * files.ranks, lengths[0])  # which the bf16 optimizer stores
+    if not stop <= there < stop + padding:
+        raise CheckpointError(f"{files.path}: group {group} has {there} elements for parameters of {stop}")
+    for rank in range(files.ranks):
+        first = sum(lengths[:rank])
+        for name, place in (_saved_for(files, rank, "param_slice_mappings", group) or {}).items():
+            start, numel = _address(place)
+            wanted = max(offsets.get(name, -1), first)
+            if numel and first + start != wanted:
+                raise CheckpointError(
+                    f"{files.path}: rank {rank} has `{name}` from element {start} of group {group}, where "
+                    f"`param_shapes` has it from {wanted - first}: its files are not of one checkpoint"
+                )
+    return offsets
+
+
+def _saved_for(files: DeepSpeedFiles, rank: int, key: str, group: int) -> Any:
+    """What a rank has noted of a group; None if this version of DeepSpeed does not."""
+    noted = states_of(files.optimizers[rank], files.path).get(key)
+    return noted[group] if isinstance(noted, list) and group < len(noted) else None
+
+
+def _address(place: Any) -> tuple[int, int]:
+    """First element and elements of a slice, from what stands in for DeepSpeed's class of them."""
+    if isinstance(place, StandIn) and isinstance(place.get("start"), int):
+        return place.get("start"), place.get("numel")
+    return 0, 0
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Values within others, from an element on."""
+
+    whole: Values
+    offset: int
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """See `Values`."""
+        return self.whole.read(self.offset + start, self.offset + stop)
+
+
+def _values(files: DeepSpeedFiles, name: str, pieces: Sequence[torch.Tensor | None], step: int) -> Values:
+    """A moment of a flat tensor.
+
+    Raises:
+        CheckpointError: some rank has not got it, and there have been updates.
+    """
+    found = tuple(piece for piece in pieces if piece is not None)
+    if len(found) == len(pieces):
+        return Pieces(found)
+    if found or (step and name != "momentum_buffer"):  # SGD without momentum keeps none
+        raise CheckpointError(f"{files.path} has no {name} on some ranks, after {step} updates")
+    return Zeros()
+
+
+# Stage 3 #
+
+
+def _stage_3(files: DeepSpeedFiles, groups: Sequence[Shapes], moments: _Moments) -> Iterator[ForeignParam]:
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    flats = [_flats(files, rank) for rank in range(files.ranks)]
+    wanted = sum(_slice_numel(files, shape) for shape in shapes.values())
+    for rank, of_rank in enumerate(flats):
+        there = sum(flat.numel() for flat in of_rank)
+        if there != wanted or [flat.numel() for flat in of_rank] != [flat.numel() for flat in flats[0]]:
+            raise CheckpointError(
+                f"{files.path}: rank {rank} has {there} elements, its slices of all parameters are {wanted}. Were "
+                "parameters divided among a part of the ranks alone (MiCS, zero_hpz)? Those cannot be imported"
+            )
+    steps = set(moments.steps)
+    if len(steps) > 1:
+        raise CheckpointError(f"{files.path}: its sub-groups have had unlike numbers of updates, {sorted(steps)}")
+    step = steps.pop() if steps else 0
+    masters = [Pieces(tuple(of_rank)) for of_rank in flats]
+    rank_moments: dict[str, list[Values]] = {
+        name: [
+            _values(files, name, [moments.flat(rank, i, name, flat.numel()) for i, flat in enumerate(of_rank)], step)
+            for rank, of_rank in enumerate(flats)
+        ]
+        for name in moments.names
+    }
+    offset = 0
+    for name, shape in shapes.items():
+        numel = _slice_numel(files, shape)
+        of_param: dict[str, Values] = {
+            moment: _Sliced(tuple(_Part(one, offset) for one in values), numel)
+            for moment, values in rank_moments.items()
+        }
+        master = _Sliced(tuple(_Part(one, offset) for one in masters), numel)
+        yield ForeignParam(name, shape, master, of_param, step)
+        offset += numel
+
+
+def _slice_numel(files: DeepSpeedFiles, shape: tuple[int, ...]) -> int:
+    """Elements of a parameter that each rank has, padding included."""
+    return -(-math.prod(shape) // files.ranks)
+
+
+@dataclass(frozen=True)
+class _Sliced:
+    """A parameter of which each rank has as many elements, one after the other."""
+
+    slices: tuple[Values, ...]
+    numel: int
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """See `Values`."""
+        found = []
+        for index, values in enumerate(self.slices):
+            low, high = max(start - index * self.numel, 0), min(stop - index * self.numel, self.numel)
+            if low < high:
+                found.append(values.read(low, high))
+        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
+
+
+# Frozen parameters #
+
+
+def _frozen(files: DeepSpeedFiles, trained: Set[str]) -> Iterator[ForeignParam]:
+    """What is not trained: in fragments at stage 3, in the module's state dict before."""
+    path = files.path
+    if not files.slices:
+        yield from _frozen_whole(files.models[0], trained)
+        return
+    for name, shape in (files.models[0].get("frozen_param_shapes") or {}).items():
+        wanted = _shape(path, name, shape)
+        numel = _slice_numel(files, wanted)
+        slices = []
+        for rank, model in enumerate(files.models):
+            fragment = (model.get("frozen_param_fragments") or {}).get(name)
+            if not isinstance(fragment, torch.Tensor) or fragment.numel() != numel:
+                raise CheckpointError(
+                    f"{path} has no {numel} elements of the frozen parameter {brief(name)} of rank {rank}: save the "
+                    "checkpoint with its frozen parameters"
+                )
+            slices.append(Pieces((fragment.reshape(-1),)))
+        yield ForeignParam(name, wanted, _Sliced(tuple(slices), numel))
+
+
+def _frozen_whole(model: Mapping[str, Any], trained: Set[str]) -> Iterator[ForeignParam]:
+    module = model.get("module")
+    others = {*trained, *(model.get("buffer_names") or []), *(model.get("shared_params") or {})}
+    for name, value in (module if isinstance(module, Mapping) else {}).items():
+        if name not in others and isinstance(value, torch.Tensor) and value.is_floating_point():
+            yield ForeignParam(str(name), tuple(value.shape), Pieces((value.reshape(-1),)))

@@ -1,0 +1,199 @@
+"""What another library has saved becomes a checkpoint of ours, as one rank would have written it, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+import uuid
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from infinity.checkpoint.blocks import Staging
+from infinity.checkpoint.conversion import Progress
+from infinity.checkpoint.directory import replacing
+from infinity.checkpoint.files import write_file
+from infinity.checkpoint.format import EXTRA, FROZEN_FIELD, MANIFEST, MASTER, Manifest, check_replaceable
+from infinity.checkpoint.save import serialise
+from infinity.checkpoint.stored import StoredTensor, TensorPart
+from infinity.checkpoint.tensors import TensorFile
+from infinity.optim.formats import layout_with_moments
+
+_CHUNK = 1 << 20  # elements that are in memory at once
+_FILE_BYTES = 1 << 30  # at which another file begins
+_FORMAT = "fp32"  # which has everything exactly
+
+
+class Values(Protocol):
+    """The elements of one tensor, wherever they lie."""
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements `[start, stop)` of the flat tensor.
+
+        Raises:
+            CheckpointError: they cannot be had.
+        """
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Values that lie one after the other in flat tensors."""
+
+    tensors: tuple[torch.Tensor, ...]
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """See `Values`."""
+        found, first = [], 0
+        for tensor in self.tensors:
+            low, high = max(start - first, 0), min(stop - first, tensor.numel())
+            if low < high:
+                found.append(tensor[low:high])
+            first += tensor.numel()
+        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
+
+
+class Zeros:
+    """Moments before the first update."""
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """See `Values`."""
+        return torch.zeros(stop - start)
+
+
+@dataclass(frozen=True)
+class ForeignParam:
+    """A parameter.
+
+    Attributes:
+        values: its master if it is trained.
+        moments: by name; None if it is frozen.
+        step: updates that it has had.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    values: Values
+    moments: Mapping[str, Values] | None = None
+    step: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def tensors(self) -> dict[str, Values]:
+        """What is stored of it, by key."""
+        if self.moments is None:
+            return {f"{FROZEN_FIELD}.{self.name}": self.values}
+        return {f"{MASTER.name}.{self.name}": self.values} | {
+            f"{moment}.{self.name}": values for moment, values in self.moments.items()
+        }
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A checkpoint as another library has it.
+
+    Attributes:
+        tag: name of the new one.
+        moments: of its optimizer, as in a manifest.
+        counters: `global_steps`, `micro_steps` and `skipped_steps`.
+        extra: what `extra.pt` is to hold.
+        notes: what was left out, in words.
+    """
+
+    tag: str
+    params: Sequence[ForeignParam]
+    moments: tuple[str | None, str | None]
+    counters: Mapping[str, int]
+    extra: Mapping[str, Any]
+    notes: tuple[str, ...] = field(default=())
+
+
+def plain_extra(
+    *,
+    groups: Sequence[Mapping[str, Any]],
+    lr_scheduler: Mapping[str, Any] | None = None,
+    loss_scale: Mapping[str, float] | None = None,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+    client_state: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What `extra.pt` holds, without random states: a run keeps its own."""
+    before = {"value": 1.0, "step": 0, "last_overflow": -1, "forgiven": 0}
+    return {
+        "optimizer": {"param_groups": [dict(group) for group in groups]},
+        "lr_scheduler": None if lr_scheduler is None else dict(lr_scheduler),
+        "loss_scale": dict(loss_scale or before),
+        "rng": None,
+        "buffers": dict(buffers or {}),
+        "client_state": dict(client_state or {}),
+    }
+
+
+def write_imported(target: Path, foreign: Foreign, progress: Progress = lambda done, total: None) -> Path:
+    """Write a checkpoint into a directory of checkpoints, where it is loaded by default.
+
+    Returns:
+        The new checkpoint's directory.
+
+    Raises:
+        CheckpointError: values cannot be read, or something else has the tag's name.
+        StorageError: writing failed.
+    """
+    content = serialise(foreign.extra)
+    layout_with_moments(_FORMAT, *foreign.moments)  # an optimizer has these
+    check_replaceable(target / foreign.tag)
+    tensors: dict[str, StoredTensor] = {}
+    total, done = sum(param.numel for param in foreign.params), 0
+    with replacing(target, foreign.tag) as directory, Staging() as staging:
+        for index, params in enumerate(_files(foreign.params)):
+            tensors |= _write_file(directory / f"unit-{index:05d}.safetensors", params, staging)
+            done += sum(param.numel for param in params)
+            progress(done, total)
+        write_file(directory / EXTRA, content)
+        manifest = Manifest(
+            state_format=_FORMAT,
+            moments=foreign.moments,
+            tensors=tensors,
+            steps={param.name: param.step for param in foreign.params if param.moments is not None and param.step},
+            counters=foreign.counters,
+            extra_crc=zlib.crc32(content),
+            run=uuid.uuid4().hex,
+        )
+        write_file(directory / MANIFEST, manifest.to_bytes())
+    return target / foreign.tag
+
+
+def _files(params: Sequence[ForeignParam]) -> list[list[ForeignParam]]:
+    """Which parameters go into which file, in order."""
+    files: list[list[ForeignParam]] = []
+    room = 0
+    for param in params:
+        nbytes = param.numel * MASTER.dtype.itemsize * len(param.tensors())
+        if not files or nbytes > room:
+            files.append([])
+            room = _FILE_BYTES
+        files[-1].append(param)
+        room -= nbytes
+    return files
+
+
+def _write_file(path: Path, params: Sequence[ForeignParam], staging: Staging) -> dict[str, StoredTensor]:
+    keys = {key: param for param in params for key in param.tensors()}
+    file = TensorFile(path, {key: (torch.float32, param.shape) for key, param in keys.items()}, staging)
+    try:
+        for param in params:
+            for key, values in param.tensors().items():
+                for start in range(0, param.numel, _CHUNK):
+                    file.write(key, values.read(start, min(start + _CHUNK, param.numel)).float())
+    except BaseException:
+        file.abandon()
+        raise
+    return {
+        key: StoredTensor(
+            entry.dtype, entry.shape, (TensorPart(entry.file, entry.start, math.prod(entry.shape), sums),)
+        )
+        for key, (entry, sums) in file.finish().items()
+    }

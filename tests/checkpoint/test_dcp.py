@@ -1,0 +1,136 @@
+"""torch.distributed.checkpoint: what it reads of ours, and what we take over of its."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import infinity
+from infinity.checkpoint.dcp import export_dcp, import_dcp
+from infinity.cli.main import main
+from tests.behaviour.ranks import run_ranks
+from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
+from tests.checkpoint.common import make_engine, run
+from tests.checkpoint.test_convert import build
+from tests.checkpoint.test_reshard import stored
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    with make_engine(Placement(), build=build) as engine:
+        run(engine, batches(3))
+        engine.save_checkpoint(directory, client_state={"epoch": 2})
+    return directory
+
+
+def test_there_and_back_is_the_same(saved, tmp_path, capsys) -> None:
+    assert main(["checkpoint", "export", str(saved), str(tmp_path / "dcp"), "--format", "dcp"]) == 0
+    assert main(["checkpoint", "import", str(tmp_path / "dcp"), str(tmp_path / "back")]) == 0
+    found, wanted = stored(tmp_path / "back"), stored(saved)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], value.float()) for key, value in wanted.items())
+    losses = []
+    for directory in (saved, tmp_path / "back"):
+        with make_engine(Placement(), seed=5, build=build) as engine:
+            assert engine.load_checkpoint(directory)[1] == {"epoch": 2}
+            losses.append(run(engine, batches(2, seed=3)))
+    assert losses[0] == losses[1]
+
+
+def load_by_torch(path: str) -> dict[str, torch.Tensor]:
+    """As a script of any world size loads it: by names, into sharded tensors."""
+    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor  # noqa: PLC0415  (slow)
+
+    mesh = DeviceMesh("cpu", list(range(torch.distributed.get_world_size())))
+    names = [name for name, _ in build(0).named_parameters()]
+    model = {name: distribute_tensor(value.detach(), mesh, [Shard(0)]) for name, value in build(9).named_parameters()}
+    trained = [name for name in names if "embed_tokens" not in name]
+    state = {name: {"exp_avg": distribute_tensor(model[name].full_tensor(), mesh, [Shard(0)])} for name in trained}
+    dcp.load({"model": model, "optim": {"state": state}}, checkpoint_id=path)
+    found = {f"model.{name}": value.full_tensor() for name, value in model.items()}
+    return found | {f"exp_avg.{name}": state[name]["exp_avg"].full_tensor() for name in trained}
+
+
+def test_torch_reads_it_on_two_ranks(saved, tmp_path) -> None:
+    export_dcp(saved, tmp_path / "dcp")
+    values = stored(saved)
+    for found in run_ranks(2, load_by_torch, str(tmp_path / "dcp"), path=tmp_path):
+        for key, value in found.items():
+            kind, _, name = key.partition(".")
+            wanted = values[key] if kind == "exp_avg" else values.get(f"master.{name}", values.get(f"param.{name}"))
+            assert torch.equal(value.reshape(-1), wanted.float()), key
+
+
+def save_by_torch(state: dict[str, object], path: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one process is what is wanted
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def train_plainly(path: str) -> list[float]:
+    """A loop of torch's that is checkpointed in its middle."""
+    model = tiny_gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    losses = []
+    for index, ids in enumerate(batches(6)):
+        if index == 3:
+            weights, states = get_state_dict(model, optimizer)
+            save_by_torch({"model": weights, "optimizer": states}, path)
+        optimizer.zero_grad()
+        loss = loss_of(model, ids)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_training_goes_on_that_torch_has_begun(tmp_path) -> None:
+    there = train_plainly(str(tmp_path / "step_3"))
+    path = import_dcp(tmp_path / "step_3", tmp_path / "new")
+    assert path.name == "step_3"
+    model = tiny_gpt2(seed=5)
+    config = Recipe().config(Placement())
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        with pytest.raises(infinity.CheckpointError, match="`infinity checkpoint import` makes it one"):
+            engine.load_checkpoint(tmp_path, tag="step_3")
+        engine.load_checkpoint(tmp_path / "new")
+        assert run(engine, batches(6)[3:]) == pytest.approx(there[3:], rel=1e-5)
+
+
+class _Trap:
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.cwd, ()
+
+
+@pytest.mark.parametrize("change", ["code", "path", "missing", "weights"])
+def test_what_cannot_be_taken_over_is_refused(change, saved, tmp_path) -> None:
+    path = tmp_path / "dcp"
+    if change == "weights":
+        save_by_torch({"model": nn.Linear(2, 2).state_dict()}, str(path))
+        message = "no states of an optimizer"
+    else:
+        export_dcp(saved, path)
+        message = {
+            "code": "which is no part of such metadata",
+            "path": "no file beside it",
+            "missing": "cannot be read",
+        }[change]
+    if change == "code":
+        (path / ".metadata").write_bytes(pickle.dumps(_Trap()))
+    elif change == "path":
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        next(iter(metadata.storage_data.values())).relative_path = "../x"
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    elif change == "missing":
+        next(path.glob("*.distcp")).unlink()
+    with pytest.raises(infinity.CheckpointError, match=message):
+        import_dcp(path, tmp_path / "new")
+    assert not (tmp_path / "new").exists() or not any((tmp_path / "new").iterdir())
