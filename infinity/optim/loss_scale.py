@@ -25,6 +25,7 @@ class LossScale:
     Attributes:
         value: the factor now.
         overflow: the gradients of the last step were not finite, and the step was left out.
+        needed: losses must be scaled, as fp16 training demands.
     """
 
     value: float
@@ -34,6 +35,7 @@ class LossScale:
     minimum: float
     consecutive: bool = False
     overflow: bool = False
+    needed: bool = True
     _step: int = 0
     _last_overflow: int = -1
     _forgiven: int = 0
@@ -42,7 +44,7 @@ class LossScale:
     def of(cls, config: Fp16Config | None) -> LossScale:
         """The scale that a configuration asks for; 1 for ever without fp16."""
         if config is None:
-            return cls(1.0, dynamic=False, window=1, hysteresis=1, minimum=1.0)
+            return cls(1.0, dynamic=False, window=1, hysteresis=1, minimum=1.0, needed=False)
         dynamic = config.loss_scale == 0.0
         value = _FACTOR**config.initial_scale_power if dynamic else config.loss_scale
         return cls(

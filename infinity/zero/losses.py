@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from infinity.config import Config
-from infinity.errors import InfinityError, NonFiniteError
+from infinity.errors import NonFiniteError, UnscaledLossError
 from infinity.optim.loss_scale import LossScale
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import Norms
@@ -113,14 +113,14 @@ class Losses:
         """Make of a gradient, in place, what it were if the loss had been scaled.
 
         Raises:
-            InfinityError: in fp16, where small gradients are gone by now.
+            UnscaledLossError: in fp16, where small gradients are gone by now.
         """
         if self.scaled:
             return
         if self._fp16:
-            raise InfinityError(
-                "loss.backward() in fp16 training: small gradients would vanish without the loss scale. Call "
-                "engine.backward(loss), or engine.scale(loss).backward()"
+            raise UnscaledLossError(
+                "loss.backward() in fp16 training. Loss scaling is required, since small gradients would vanish "
+                "without it: call engine.backward(loss), or engine.scale(loss).backward()"
             )
         if grad is not None and self.count > 1:
             with torch.no_grad():

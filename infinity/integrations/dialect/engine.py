@@ -12,7 +12,8 @@ from torch import nn
 from infinity import front
 from infinity.checkpoint.extra import persistent_buffers
 from infinity.engine import Engine
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
+from infinity.integrations.dialect.misuse import AssertedConfigError
 from infinity.integrations.dialect.parameters import mark
 from infinity.integrations.dialect.zero_to_fp32 import SCRIPT, SCRIPT_NAME
 from infinity.optim.optimizer import TieredOptimizer
@@ -54,6 +55,27 @@ class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # each returns 
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The same with their names."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def scale(self, loss: torch.Tensor, scale_wrt_gas: bool = True, *, retain_graph: bool = False) -> torch.Tensor:
+        """As the engine's; `retain_graph` changes nothing, for the pass that comes is told itself.
+
+        Raises:
+            AssertedConfigError: `loss` is not one number that has a gradient.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+            found = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise AssertedConfigError(
+                f"engine.scale takes a loss, which is a scalar tensor with a graph, not one {found}: reduce it first"
+            )
+        return super().scale(loss, scale_wrt_gas)
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """None: sparse gradients are made dense."""
+        return set()
+
+    def _get_optimizer_ckpt_name(self, *args: Any) -> str:
+        raise InfinityError("optimizer states have no file of their own here: see docs/checkpoints.md")
 
     def save_checkpoint(  # type: ignore[override]
         self,
@@ -177,7 +199,15 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, TieredOptimizer | None, Any | None, Any | None]:
-    """`infinity.initialize`, which as DeepSpeed's initialises `torch.distributed` unless it must not."""
+    """`infinity.initialize`, which as DeepSpeed's initialises `torch.distributed` unless it must not.
+
+    Raises:
+        AssertedConfigError: there is no model.
+    """
+    if model is None and not isinstance(args, nn.Module):
+        raise AssertedConfigError("deepspeed.initialize requires a model")
+    if config is None and config_params is None and getattr(args, "deepspeed_config", None) is None:
+        config = getattr(args, "deepscale_config", None)  # its oldest name
     engine, tiered, dataloader, scheduler = front.initialize(
         args,
         model,

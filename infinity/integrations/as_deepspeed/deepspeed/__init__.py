@@ -15,6 +15,8 @@ from infinity.integrations.dialect.refused import REFUSED, refused
 from infinity.optim.optimizer import TieredOptimizer as DeepSpeedOptimizer
 
 from . import checkpointing, comm, monitor, ops, runtime, utils, zero
+from .git_version_info import git_branch as __git_branch__
+from .git_version_info import git_hash as __git_hash__
 
 __version__ = "0.19.8+infinity"
 
@@ -23,6 +25,8 @@ __all__ = [
     "DeepSpeedConfigError",
     "DeepSpeedEngine",
     "DeepSpeedOptimizer",
+    "__git_branch__",
+    "__git_hash__",
     "__infinity__",
     "__version__",
     "add_config_arguments",
