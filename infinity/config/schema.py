@@ -185,6 +185,7 @@ class RootSection(Section):
     managed_gradient_accumulation: Bool = True
     gradient_clipping: Number = Field(1.0, ge=0)
     communication_data_type: Dtype | None = None
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_name)] = "mean"
     communication: CommunicationSection = CommunicationSection()
     optimizer: OptimizerSection | None = None
     scheduler: SchedulerSection | None = None

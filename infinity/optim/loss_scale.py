@@ -56,6 +56,16 @@ class LossScale:
             config.consecutive_hysteresis,
         )
 
+    @property
+    def loss_scale(self) -> float:
+        """The factor now, under DeepSpeed's name."""
+        return self.value
+
+    @property
+    def cur_scale(self) -> float:
+        """The same."""
+        return self.value
+
     def after_step(self, *, overflow: bool) -> None:
         """Settle the scale for the next step.
 

@@ -17,7 +17,7 @@ class Losses:
     """The losses of a step's micro-batches.
 
     Attributes:
-        count: losses of all ranks whose mean is the step's.
+        count: losses of all ranks whose mean is the step's; of one rank, where the ranks' gradients are summed.
         loss_scale: of fp16 training; its `value` is 1 otherwise.
         scaled: the user has scaled the loss whose backward comes.
 
@@ -37,8 +37,8 @@ class Losses:
         early: bool,
         keeps: bool = False,
     ) -> None:
-        self.count = config.gradient_accumulation_steps * ranks.size
-        self._ranks_count = ranks.size
+        self._ranks_count = 1 if config.sums_ranks else ranks.size
+        self.count = config.gradient_accumulation_steps * self._ranks_count
         self.loss_scale = LossScale.of(config.fp16)
         self.scaled = False
         self._keeps = keeps

@@ -142,6 +142,20 @@ def test_what_deepspeed_scripts_import_is_there_or_refused_by_name(tmp_path) -> 
     assert refused["Pipe"] == refused["PipelineModule"]
 
 
+def test_what_scripts_call_on_two_ranks(tmp_path) -> None:
+    """The script asserts what holds, and gives what was said of the rest."""
+    told = result(run("--ranks", "2", HERE / "deepspeed_calls_script.py"))
+    assert told["incompatible"].startswith("no_sync context manager is incompatible with this engine: ")
+    assert told["step"].startswith("It is illegal to call Engine.step() inside no_sync context manager: leave it")
+    assert told["again"].startswith("no_sync context manager reentry is unsupported")
+    assert told["no model"] == "deepspeed.initialize requires a model"
+    assert told["optimizer"].startswith("optimizer Rprop cannot be tiered")
+    assert told["scale"].startswith(
+        "engine.scale takes a loss, which is a scalar tensor with a graph, not one of shape"
+    )
+    assert "Loss scaling is required" in told["unscaled"]
+
+
 @pytest.mark.parametrize("more", [[], ["--no-deepspeed"]])
 def test_infinity_run_puts_the_namespace_first_on_the_path(more, monkeypatch, tmp_path) -> None:
     (tmp_path / "script.py").touch()

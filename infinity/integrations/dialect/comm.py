@@ -34,6 +34,16 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
+def inference_all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
+    """`all_reduce`."""
+    return dist.all_reduce(tensor, op, group)
+
+
+def get_world_group() -> Any:
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
 def __getattr__(name: str) -> Any:
     try:
         return getattr(dist, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from infinity import front
 from infinity.checkpoint.extra import persistent_buffers
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError
-from infinity.integrations.dialect.misuse import AssertedConfigError
+from infinity.integrations.dialect.leaf_modules import apply_leaf_module_section
+from infinity.integrations.dialect.misuse import AssertedConfigError, AssertedError
 from infinity.integrations.dialect.parameters import mark
 from infinity.integrations.dialect.zero_to_fp32 import SCRIPT, SCRIPT_NAME
+from infinity.optim.adamw import AdamW
+from infinity.optim.kinds import KINDS
 from infinity.optim.optimizer import TieredOptimizer
 
 
@@ -26,6 +30,7 @@ class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # each returns 
 
     def __init__(self, *args: Any) -> None:
         nn.Module.__init__(self)
+        self.inside_no_sync = False
         Engine.__init__(self, *args)
 
     def __getattr__(self, name: str) -> Any:
@@ -68,6 +73,37 @@ class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # each returns 
                 f"engine.scale takes a loss, which is a scalar tensor with a graph, not one {found}: reduce it first"
             )
         return super().scale(loss, scale_wrt_gas)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As the engine's.
+
+        Raises:
+            AssertedError: at stages 2 and 3 on several ranks, or within another one.
+        """
+        if self.inside_no_sync:
+            raise AssertedError("no_sync context manager reentry is unsupported: leave the first one")
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(super().no_sync())
+            except InfinityError as error:
+                raise AssertedError(f"no_sync context manager is incompatible with this engine: {error}") from error
+            self.inside_no_sync = True
+            stack.callback(setattr, self, "inside_no_sync", False)
+            yield
+
+    def step(self) -> None:
+        """As the engine's.
+
+        Raises:
+            AssertedError: inside `no_sync`.
+        """
+        if self.inside_no_sync:
+            raise AssertedError(
+                "It is illegal to call Engine.step() inside no_sync context manager: leave it before the last backward "
+                "of the step"
+            )
+        super().step()
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
@@ -162,6 +198,9 @@ class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # each returns 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
 
+_TAKEN_OVER: tuple[type, ...] = (AdamW, *(cls for kind in KINDS for cls in kind.torch_classes))
+
+
 class _Nothing:
     """A module without parameters, as far as TRL looks at one."""
 
@@ -202,12 +241,17 @@ def initialize(
     """`infinity.initialize`, which as DeepSpeed's initialises `torch.distributed` unless it must not.
 
     Raises:
-        AssertedConfigError: there is no model.
+        AssertedConfigError: there is no model, or the optimizer is none that can be taken over.
     """
     if model is None and not isinstance(args, nn.Module):
         raise AssertedConfigError("deepspeed.initialize requires a model")
     if config is None and config_params is None and getattr(args, "deepspeed_config", None) is None:
         config = getattr(args, "deepscale_config", None)  # its oldest name
+    if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, _TAKEN_OVER):
+        raise AssertedConfigError(
+            f"optimizer {type(optimizer).__name__} cannot be tiered; pass torch.optim's Adam, AdamW, Adagrad or SGD, "
+            "or name one in the configuration"
+        )
     engine, tiered, dataloader, scheduler = front.initialize(
         args,
         model,
@@ -226,6 +270,7 @@ def initialize(
         engine_class=DeepSpeedEngine,
     )
     assert isinstance(engine, DeepSpeedEngine)
+    apply_leaf_module_section(engine.module, engine.config.get("zero_optimization", {}).get("leaf_module"))
     if engine.zero_optimization_partition_weights():
         mark(engine)
         engine.optimizer.parameter_offload = ParameterOffload()  # type: ignore[attr-defined]

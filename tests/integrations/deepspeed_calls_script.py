@@ -1,0 +1,127 @@
+"""What scripts for DeepSpeed call on two ranks, and what they are told where it cannot be."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_update_full_grad_vectorized,
+    z3_leaf_module,
+)
+from torch import nn
+
+deepspeed.init_distributed()
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def engine_of(stage: int, *, optimizer: Any = None, frozen: bool = False, **changes: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "tiering": {"update_schedule": "deferred"},
+        "zero_optimization": {"stage": stage, **changes.pop("zero", {})},
+    }
+    model = deepcopy(MODEL)
+    model[0].requires_grad_(not frozen)
+    if optimizer is None:
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 1.0}}
+    given = None if optimizer is None else optimizer(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, config=config | changes, optimizer=given)
+    return engine
+
+
+def message(kind: type[Exception], call: Any) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{call} raised no {kind.__name__}")
+
+
+def inputs() -> torch.Tensor:
+    return torch.full((1, 4), float(comm.get_rank() + 1))
+
+
+def check_sums() -> None:
+    """The gradients of the ranks are averaged, or added up."""
+    changes = {}
+    for stage in (0, 2):
+        for op, factor in (("mean", 1.0), ("sum", 2.0)):
+            engine = engine_of(stage, gradient_allreduce_op=op)
+            engine.backward(engine(inputs()).sum())
+            grad = safe_get_full_grad(engine.module[1].bias)
+            assert torch.equal(grad, torch.full((2,), factor)), (stage, op, grad)
+            engine.step()
+            changes[stage, op] = MODEL[0].weight - safe_get_full_fp32_param(engine.module[0].weight)
+            engine.destroy()
+        torch.testing.assert_close(changes[stage, "sum"], 2 * changes[stage, "mean"])
+
+
+def check_gradients_are_updated_together() -> None:
+    engine = engine_of(3, frozen=True)
+    engine.backward(engine(inputs()).sum())
+    seen = []
+
+    def negated(grad: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+        seen.append(param)
+        return -grad
+
+    before = safe_get_full_grad(engine.module[1].weight)
+    safe_update_full_grad_vectorized(engine.module.parameters(), negated)
+    assert [param is own for param, own in zip(seen, engine.module[1].parameters(), strict=True)] == [True, True]
+    assert torch.equal(safe_get_full_grad(engine.module[1].weight), -before)
+    engine.step()
+    assert torch.equal(safe_get_full_fp32_param(engine.module[1].weight), MODEL[1].weight + before)
+    assert safe_get_full_fp32_param(engine.module[0].weight) is None
+    engine.destroy()
+
+
+def check_no_sync() -> dict[str, str]:
+    divided, whole = engine_of(2), engine_of(1)
+    told = {"incompatible": message(AssertionError, divided.no_sync().__enter__)}
+    with whole.no_sync():
+        whole.backward(whole(inputs()).sum())
+        told["step"] = message(AssertionError, whole.step)
+        told["again"] = message(AssertionError, whole.no_sync().__enter__)
+    whole.backward(whole(inputs()).sum())
+    whole.step()
+    torch.testing.assert_close(safe_get_full_fp32_param(whole.module[1].bias), MODEL[1].bias - 2)
+    for engine in (divided, whole):
+        engine.destroy()
+    return told
+
+
+def check_misuse() -> dict[str, str]:
+    told = {
+        "no model": message(AssertionError, lambda: deepspeed.initialize(config={"train_batch_size": 2})),
+        "optimizer": message(AssertionError, lambda: engine_of(1, optimizer=torch.optim.Rprop)),
+    }
+    leaf = {"leaf_module": {"names": ["1"], "classes": [], "name_suffixes": []}}
+    engine = engine_of(1, zero=leaf, fp16={"enabled": True, "initial_scale_power": 4})
+    assert [z3_leaf_module(module) for module in engine.module] == [False, True]
+    assert engine.optimizer.needs_scaler()
+    assert engine.optimizer.loss_scaler.loss_scale == engine.optimizer.loss_scaler.cur_scale == 16
+    outputs = engine(inputs().half())
+    told["scale"] = message(AssertionError, lambda: engine.scale(outputs))
+    told["unscaled"] = message(RuntimeError, lambda: outputs.sum().backward())
+    engine.destroy()
+    assert not engine_of(1).optimizer.needs_scaler()
+    total = torch.ones(1)
+    comm.inference_all_reduce(total)
+    assert total.item() == comm.get_world_size(comm.get_world_group()) == 2
+    return told
+
+
+check_sums()
+check_gradients_are_updated_together()
+found = check_no_sync() | check_misuse()
+if comm.get_rank() == 0:
+    print("RESULT", json.dumps(found))
