@@ -26,7 +26,7 @@ def saved(tmp_path_factory):
         engine.backward(loss_of(engine, batches(1)[0]))
         engine.step()
         engine.save_checkpoint(path)
-        return path, {name: values.safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
+        return path, {name: values.full_fp32_values(param) for name, param in model.named_parameters()}
 
 
 def test_masters_are_read_exactly(saved, tmp_path) -> None:

@@ -98,14 +98,28 @@ def _parts(found: _Found, *, writable: bool) -> Iterator[tuple[SlotPart, dict[st
 
 def _master(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | None:
     found = _find(param, what, stores=False)
-    if found is None or not found.place.slot.trainable:
-        return None
+    return None if found is None or not found.place.slot.trainable else give(found, _float32(found))
+
+
+def _float32(found: _Found) -> torch.Tensor:
+    """This rank's part of the master, or of the values of a parameter that is not trained, in a flat tensor."""
     runtime, place = found.runtime, found.place
     mine = torch.zeros(place.slot.numel, dtype=torch.float32)
     with runtime.executor.resident(place.unit.index) as flat:
-        for part, states in _parts(found, writable=False):
-            mine[part.param] = read_master(runtime.layout, flat[part.shard], states)
-    return give(found, mine)
+        if place.slot.trainable:
+            for part, states in _parts(found, writable=False):
+                mine[part.param] = read_master(runtime.layout, flat[part.shard], states)
+        else:
+            for part in runtime.partition.parts(place.unit):
+                if part.slot is place.slot:
+                    mine[part.param] = flat[part.shard].float()
+    return mine
+
+
+def full_fp32_values(param: nn.Parameter) -> torch.Tensor | None:
+    """As `safe_get_full_fp32_param`, and the values in float32 of a parameter that is not trained."""
+    found = _find(param, "full_fp32_values", stores=False)
+    return None if found is None else found.whole(_float32(found))
 
 
 def _set_master(param: nn.Parameter, what: str, take: Callable[[_Found], torch.Tensor]) -> None:
