@@ -105,6 +105,14 @@ def check_misuse() -> dict[str, str]:
         "optimizer": message(AssertionError, lambda: engine_of(1, optimizer=torch.optim.Rprop)),
     }
     leaf = {"leaf_module": {"names": ["1"], "classes": [], "name_suffixes": []}}
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    model = deepcopy(MODEL)
+    assert deepspeed.utils.set_z3_leaf_modules(model, [nn.Linear]) == list(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=sgd)
+    assert (engine.get_lr(), engine.optimizer.kind.layout) == ([0.5], "sgd")  # the script's own counts
+    assert list(engine.optimizer.leaf_parameters) == list(model)
+    engine.destroy()
     engine = engine_of(1, zero=leaf, fp16={"enabled": True, "initial_scale_power": 4})
     assert [z3_leaf_module(module) for module in engine.module] == [False, True]
     assert engine.optimizer.needs_scaler()

@@ -12,9 +12,12 @@ from torch import nn
 
 from infinity import front
 from infinity.checkpoint.extra import persistent_buffers
+from infinity.config import Config
+from infinity.config.load import with_values
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError
-from infinity.integrations.dialect.leaf_modules import apply_leaf_module_section
+from infinity.integrations.dialect.leaf_modules import apply_leaf_module_section, get_z3_leaf_modules
+from infinity.integrations.dialect.logs import logger
 from infinity.integrations.dialect.misuse import AssertedConfigError, AssertedError
 from infinity.integrations.dialect.parameters import mark
 from infinity.integrations.dialect.zero_to_fp32 import SCRIPT, SCRIPT_NAME
@@ -198,6 +201,17 @@ class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # each returns 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
 
+def _without_optimizer(config: Any) -> Any:
+    """The configuration of a script that gives an optimizer itself, which counts then."""
+    if config is None or isinstance(config, Config):
+        return config
+    values = with_values(config, {})
+    if values.get("optimizer") is not None:
+        logger.warning("the optimizer section of the configuration is not used: the script gives an optimizer")
+        values["optimizer"] = None
+    return values
+
+
 _TAKEN_OVER: tuple[type, ...] = (AdamW, *(cls for kind in KINDS for cls in kind.torch_classes))
 
 
@@ -263,9 +277,9 @@ def initialize(
         mpu,
         True if dist_init_required is None else dist_init_required,
         collate_fn,
-        config,
+        config if optimizer is None else _without_optimizer(config),
         mesh_param,
-        config_params,
+        config_params if optimizer is None else _without_optimizer(config_params),
         trains=None,
         engine_class=DeepSpeedEngine,
     )
@@ -273,5 +287,7 @@ def initialize(
     apply_leaf_module_section(engine.module, engine.config.get("zero_optimization", {}).get("leaf_module"))
     if engine.zero_optimization_partition_weights():
         mark(engine)
+        leaves = get_z3_leaf_modules(engine.module)
+        engine.optimizer.leaf_parameters = {leaf: list(leaf.parameters()) for leaf in leaves}  # type: ignore[attr-defined]
         engine.optimizer.parameter_offload = ParameterOffload()  # type: ignore[attr-defined]
     return engine, tiered, dataloader, scheduler
