@@ -227,11 +227,7 @@ class Gradients:
         Raises:
             InfinityError: an update has them, or they are not reduced over the ranks yet.
         """
-        if self._source.collected:
-            raise InfinityError(
-                "gradients are not reduced over the ranks before the last micro-batch's backward at stages 0 and 1: "
-                "look at them after that, before step()"
-            )
+        self.check_reduced()
         for other, part in self._sums.held():
             if other == unit:
                 if self.try_add(self._sum_of(unit, part)) is None:  # it stays where it is
@@ -241,6 +237,18 @@ class Gradients:
         if buffer is None:
             raise InfinityError("there is no room to look at gradients: raise tiering.host_memory (or device_memory)")
         return buffer
+
+    def check_reduced(self) -> None:
+        """All gradients that backward passes have made can be looked at.
+
+        Raises:
+            InfinityError: some are not reduced over the ranks yet.
+        """
+        if self._source.collected:
+            raise InfinityError(
+                "gradients are not reduced over the ranks before the last micro-batch's backward at stages 0 and 1: "
+                "look at them after that, before step()"
+            )
 
     def remeasure(self, unit: int) -> None:
         """The unit's gradients were changed from outside: their norm is another one."""

@@ -17,6 +17,8 @@ from deepspeed.utils import (
 )
 from torch import nn
 
+from infinity.errors import InfinityError
+
 deepspeed.init_distributed()
 torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
@@ -89,6 +91,7 @@ def check_no_sync() -> dict[str, str]:
     told = {"incompatible": message(AssertionError, divided.no_sync().__enter__)}
     with whole.no_sync():
         whole.backward(whole(inputs()).sum())
+        told["early"] = message(InfinityError, lambda: safe_get_full_grad(whole.module[1].bias))
         told["step"] = message(AssertionError, whole.step)
         told["again"] = message(AssertionError, whole.no_sync().__enter__)
     whole.backward(whole(inputs()).sum())
