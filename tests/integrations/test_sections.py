@@ -10,11 +10,14 @@ import torch
 from pydantic import Field, ValidationError
 from torch import nn
 
+import infinity
 from infinity.errors import ConfigError
 from infinity.integrations.dialect import logs
 from infinity.integrations.dialect import tuning_arguments as tuning
+from infinity.integrations.dialect.accelerator import Accelerator
 from infinity.integrations.dialect.builders import AsyncIOBuilder, FusedLambBuilder, compatible_ops
 from infinity.integrations.dialect.config_model import DeepSpeedConfigModel
+from infinity.integrations.dialect.engine import DeepSpeedEngine
 from infinity.integrations.dialect.experts import (
     has_moe_layers,
     is_moe_param,
@@ -189,3 +192,54 @@ def test_versions_of_torch_and_memory_in_words(caplog) -> None:
     (record,) = caplog.records
     assert "after: " in record.message
     assert "GiB in host memory" in record.message
+
+
+def test_an_engine_tells_what_its_sections_say() -> None:
+    model = nn.Linear(2, 2)
+    section = {"stage": 1, "sub_group_size": 1e6, "stage3_max_live_parameters": 7, "cpu_offload": True}
+    config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD"}, "zero_optimization": section}
+    engine, *_ = infinity.initialize(model=model, config=config, engine_class=DeepSpeedEngine)
+    with engine:
+        assert (engine.zero_sub_group_size(), engine.zero_max_live_parameters()) == (10**6, 7)
+        assert engine.zero_reduce_bucket_size() == 5 * 10**8
+        assert (engine.zero_nvme_offload_optimizer(), engine.postscale_gradients()) == (False, True)
+        assert not engine.flops_profiler_enabled()
+        assert engine.dynamic_loss_scale_args()["scale_window"] == 1000
+        loader = engine.deepspeed_io(torch.arange(6.0), data_sampler=range(4))
+        assert [batch.tolist() for batch in loader] == [[0.0, 1.0, 2.0], [3.0]]
+        engine.set_train_batch_size(engine.train_batch_size())
+        with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu is 3 and cannot become 4"):
+            engine.set_train_micro_batch_size(4)
+
+
+def test_the_accelerator_of_a_processor() -> None:
+    accelerator = Accelerator()
+    if accelerator.device_name() != "cpu":
+        pytest.skip("torch sees another device")
+    state = accelerator.get_rng_state()
+    accelerator.manual_seed(3)
+    drawn = torch.rand(2)
+    accelerator.manual_seed(3)
+    assert torch.equal(torch.rand(2), drawn)
+    accelerator.set_rng_state(state)
+    assert accelerator.FloatTensor([1.5]).dtype is torch.float32
+    kept = torch.ones(1 << 24)  # 64 MiB, touched
+    assert accelerator.memory_allocated() > kept.nbytes
+    assert accelerator.max_memory_allocated() >= accelerator.memory_reserved()
+    assert accelerator.total_memory() > accelerator.available_memory() > 0
+    env: dict[str, str] = {}
+    accelerator.set_visible_devices_envs(env, [0, 1])
+    assert env == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    with pytest.raises(AttributeError, match="has no 'nothing_such' here"):
+        _ = accelerator.nothing_such
+
+
+def test_as_many_processes_compute_as_the_launcher_has_started(monkeypatch) -> None:
+    accelerator = Accelerator()
+    if accelerator.device_name() != "cpu":
+        pytest.skip("torch sees another device")
+    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert accelerator.device_count() == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert accelerator.device_count() == 3

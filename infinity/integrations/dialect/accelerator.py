@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from infinity.integrations.dialect import host_device
+
 
 class Accelerator:
     """torch's accelerator, or the CPU where there is none."""
@@ -78,7 +80,8 @@ class Accelerator:
         """Memory statistics, streams and events: the device's module has them, as far as there are any."""
         if name.startswith("_"):
             raise AttributeError(name)
-        found = getattr(self._module, name, None)
+        found = getattr(host_device, name, None) if self._name == "cpu" else None
+        found = getattr(self._module, name, None) if found is None else found
         if found is None:
             raise AttributeError(f"get_accelerator() has no {name!r} here: torch.{self._name} has none")
         return found

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from infinity import front
 from infinity.checkpoint.extra import persistent_buffers
@@ -20,13 +21,14 @@ from infinity.integrations.dialect.leaf_modules import apply_leaf_module_section
 from infinity.integrations.dialect.logs import logger
 from infinity.integrations.dialect.misuse import AssertedConfigError, AssertedError
 from infinity.integrations.dialect.parameters import mark
+from infinity.integrations.dialect.section_facts import SectionFacts
 from infinity.integrations.dialect.zero_to_fp32 import SCRIPT, SCRIPT_NAME
 from infinity.optim.adamw import AdamW
 from infinity.optim.kinds import KINDS
 from infinity.optim.optimizer import TieredOptimizer
 
 
-class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # each returns itself from eval()
+class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  # each returns itself from eval()
     """An engine that is a module around the model, whose parameters are the model's own."""
 
     __call__ = nn.Module.__call__  # with the hooks that libraries register
@@ -255,12 +257,18 @@ def initialize(
     """`infinity.initialize`, which as DeepSpeed's initialises `torch.distributed` unless it must not.
 
     Raises:
-        AssertedConfigError: there is no model, or the optimizer is none that can be taken over.
+        AssertedConfigError: there is no model, the optimizer is none that can be taken over, or a scheduler comes
+            without its optimizer.
     """
     if model is None and not isinstance(args, nn.Module):
         raise AssertedConfigError("deepspeed.initialize requires a model")
     if config is None and config_params is None and getattr(args, "deepspeed_config", None) is None:
         config = getattr(args, "deepscale_config", None)  # its oldest name
+    if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise AssertedConfigError(
+            "lr_scheduler is a scheduler of an optimizer that is not given: pass that as `optimizer` too, or a "
+            "callable that makes the scheduler from an optimizer"
+        )
     if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, _TAKEN_OVER):
         raise AssertedConfigError(
             f"optimizer {type(optimizer).__name__} cannot be tiered; pass torch.optim's Adam, AdamW, Adagrad or SGD, "

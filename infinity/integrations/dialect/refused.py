@@ -36,6 +36,7 @@ REFUSED = {
     "CPUAdamBuilder": "use deepspeed.ops.adam.DeepSpeedCPUAdam",
     "FusedAdamBuilder": "use deepspeed.ops.adam.FusedAdam",
     "FusedLambBuilder": "choose Adam, AdamW, Adagrad, Lion or SGD",
+    "MultipleAllGatherHandles": "GatheredParameters waits for what it gathers",
     "MiCS_Init": "use zero.Init; parameters are divided among all ranks",
 }
 
