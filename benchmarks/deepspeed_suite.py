@@ -13,12 +13,15 @@ Beside the tests themselves they need what DeepSpeed does, such as `hjson`; with
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +55,7 @@ LEFT_OUT = (
     "ulysses_alst",
     "zenflow",
 )
+GRACE_S = 60  # beyond a test's limit, to import and to end
 MOST_RUNS = 40  # of one file, each of which ends at a test that hangs
 
 
@@ -102,9 +106,33 @@ def _pytest(tests: Path, file: Path, ranks: int, limit_s: int, log: Path, done: 
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", PLUGIN, "-p", "no:cacheprovider", "-o", "addopts="]
     command += ["--rootdir", str(tests), "--tb=short", "-W", "ignore", str(file)]
-    ended = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryFile("w+") as printed:
+        # In a session of its own, whose processes end with it: a test that hangs may leave some that wait for ever.
+        run = subprocess.Popen(
+            command, cwd=tests, env=environment, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = _wait(run, log, limit_s + GRACE_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+        printed.seek(0)
+        output = printed.read()
     # 0: all passed, 1: some failed (or it gave up on a hanging test), 5: nothing was left to run.
-    return ended.stdout + ended.stderr, ended.returncode in (0, 1, 5) and "Test hanged" not in ended.stdout
+    return output, code in (0, 1, 5) and "Test hanged" not in output
+
+
+def _wait(run: subprocess.Popen[bytes], log: Path, limit_s: float) -> int | None:
+    """The exit status of a run; None if it has written nothing down for too long."""
+    size, since_s = -1, time.monotonic()
+    while run.poll() is None:
+        if log.stat().st_size != size:
+            size, since_s = log.stat().st_size, time.monotonic()
+        if time.monotonic() - since_s > limit_s:
+            return None
+        time.sleep(0.2)
+    return run.returncode
 
 
 def _last_error(output: str) -> str:

@@ -148,6 +148,7 @@ def test_what_scripts_call_on_two_ranks(tmp_path) -> None:
     assert told["incompatible"].startswith("no_sync context manager is incompatible with this engine: ")
     assert told["step"].startswith("It is illegal to call Engine.step() inside no_sync context manager: leave it")
     assert told["again"].startswith("no_sync context manager reentry is unsupported")
+    assert told["nobody"].startswith("dist_init_required is False, but torch.distributed is not initialized")
     assert told["early"].startswith("gradients are not reduced over the ranks before the last micro-batch's backward")
     assert told["no model"] == "deepspeed.initialize requires a model"
     assert told["optimizer"].startswith("optimizer Rprop cannot be tiered")

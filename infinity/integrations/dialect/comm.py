@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
 import torch.distributed as dist
 
-from infinity.front import init_distributed
+from infinity import front
+from infinity.integrations.dialect.misuse import AssertedConfigError
 from infinity.zero.launch import launch_of
 
 __all__ = ["get_global_rank", "get_local_rank", "get_rank", "get_world_size", "init_distributed"]
+
+
+def init_distributed(*args: Any, **more: Any) -> None:
+    """`infinity.init_distributed`.
+
+    Raises:
+        AssertedConfigError: it must not, and nobody has.
+    """
+    given = inspect.signature(front.init_distributed).bind(*args, **more).arguments
+    check_initialized(given.get("dist_init_required"))
+    front.init_distributed(*args, **more)
+
+
+def check_initialized(required: bool | None) -> None:
+    """Somebody has initialised `torch.distributed`, where this must not.
+
+    Raises:
+        AssertedConfigError: nobody has.
+    """
+    if required is False and not dist.is_initialized():
+        raise AssertedConfigError(
+            "dist_init_required is False, but torch.distributed is not initialized: do that first, or leave it out"
+        )
 
 
 def get_rank(group: Any = None) -> int:

@@ -17,6 +17,7 @@ from infinity.config import Config
 from infinity.config.load import with_values
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError
+from infinity.integrations.dialect.comm import check_initialized
 from infinity.integrations.dialect.leaf_modules import apply_leaf_module_section, get_z3_leaf_modules
 from infinity.integrations.dialect.logs import logger
 from infinity.integrations.dialect.misuse import AssertedConfigError, AssertedError
@@ -274,6 +275,7 @@ def initialize(
             f"optimizer {type(optimizer).__name__} cannot be tiered; pass torch.optim's Adam, AdamW, Adagrad or SGD, "
             "or name one in the configuration"
         )
+    check_initialized(dist_init_required)
     engine, tiered, dataloader, scheduler = front.initialize(
         args,
         model,

@@ -6,8 +6,9 @@ from typing import Any
 
 from infinity import __version__ as __infinity__
 from infinity.errors import ConfigError as DeepSpeedConfigError
-from infinity.front import add_config_arguments, init_distributed
+from infinity.front import add_config_arguments
 from infinity.integrations.dialect.accelerator import get_accelerator
+from infinity.integrations.dialect.comm import init_distributed
 from infinity.integrations.dialect.config import DeepSpeedConfig
 from infinity.integrations.dialect.engine import DeepSpeedEngine, initialize
 from infinity.integrations.dialect.logs import log_dist, logger
