@@ -394,6 +394,7 @@ def _dataloader(
     if dataset is None:
         return None
     how: dict[str, Any] = {"batch_size": config.micro_batch_size, "collate_fn": collate_fn}
+    how["drop_last"] = config.drops_last
     if isinstance(dataset, torch.utils.data.IterableDataset):
         _log.info(
             "training_data is iterable: each rank reads what its own iterator gives, so it must divide itself among "

@@ -27,7 +27,6 @@ NO_EFFECT: dict[str, str] = {
     "dump_state": "the resolved configuration is logged at level DEBUG",
     "zero_allow_untested_optimizer": "unsupported optimizers are refused by name",
     "zero_force_ds_cpu_optimizer": "there is one CPU optimizer",
-    "dataloader_drop_last": "the data loader is the training loop's",
     "disable_allgather": _BUCKETS,
     "prescale_gradients": _PRESCALED,
     "gradient_predivide_factor": _PRESCALED,

@@ -82,6 +82,7 @@ def resolve(root: RootSection, world_size: int) -> Config:
         communication=CommunicationConfig(root.communication.timeout),
         monitors=_monitors(root),
         managed_accumulation=root.managed_gradient_accumulation,
+        drops_last=root.dataloader_drop_last,
         sums_ranks=root.gradient_allreduce_op == "sum",
         autocast=_autocast(root, precision),
     )

@@ -54,7 +54,6 @@ _KEYS: dict[str, tuple[str, Any]] = {
     "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
     "zero_force_ds_cpu_optimizer": ("zero_force_ds_cpu_optimizer", True),
     "dump_state": ("dump_state", False),
-    "dataloader_drop_last": ("dataloader_drop_last", False),
     "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
 }
 # Methods that ask for what is refused in a configuration, so that the answer is known.
@@ -92,6 +91,10 @@ class SectionFacts:
     def managed_gradient_accumulation(self) -> bool:
         """Steps are counted by micro-batches."""
         return self.config.managed_accumulation
+
+    def dataloader_drop_last(self) -> bool:
+        """A last micro-batch that is not full is left out."""
+        return self.config.drops_last
 
     def zero_nvme_offload_optimizer(self) -> bool:
         """Optimizer states live on NVMe."""
@@ -155,6 +158,7 @@ class SectionFacts:
         how: dict[str, Any] = {"batch_size": batch_size or self.config.micro_batch_size, "collate_fn": collate_fn}
         if data_sampler is None and not isinstance(dataset, torch.utils.data.IterableDataset):
             data_sampler = torch.utils.data.DistributedSampler(dataset)
+        how["drop_last"] = self.config.drops_last
         workers = num_local_io_workers or 0
         return torch.utils.data.DataLoader(dataset, sampler=data_sampler, num_workers=workers, **how)
 

@@ -1,5 +1,5 @@
 from infinity.errors import ConfigError as DeepSpeedConfigError
-from infinity.integrations.dialect.config import DeepSpeedConfig
+from infinity.integrations.dialect.config import DeepSpeedConfig, get_gradient_clipping
 
 __all__ = [
     "ADAGRAD_OPTIMIZER",
@@ -9,6 +9,7 @@ __all__ = [
     "DeepSpeedConfigError",
     "LION_OPTIMIZER",
     "SGD_OPTIMIZER",
+    "get_gradient_clipping",
 ]
 
 ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
