@@ -124,6 +124,11 @@ def check_misuse() -> dict[str, str]:
     told["unscaled"] = message(RuntimeError, lambda: outputs.sum().backward())
     engine.destroy()
     assert not engine_of(1).optimizer.needs_scaler()
+    gathered = torch.zeros(2)
+    comm.all_gather_into_tensor(output_tensor=gathered, tensor=torch.tensor([comm.get_rank() + 1.0]), prof=False)
+    assert gathered.tolist() == [1.0, 2.0]
+    comm.reduce_scatter_fn(part := torch.zeros(1), gathered.clone(), log_name="mine")
+    assert (part.item(), comm.get_all_ranks_from_group()) == (2.0 * (comm.get_rank() + 1), [0, 1])
     total = torch.ones(1)
     comm.inference_all_reduce(total)
     assert total.item() == comm.get_world_size(comm.get_world_group()) == 2

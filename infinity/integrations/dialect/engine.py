@@ -98,12 +98,15 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
             stack.callback(setattr, self, "inside_no_sync", False)
             yield
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """As the engine's.
 
         Raises:
             AssertedError: inside `no_sync`.
+            ConfigError: `lr_kwargs` is given, for the schedule's own step.
         """
+        if lr_kwargs:
+            raise ConfigError("engine.step(lr_kwargs=...) is not supported: step such a schedule in the training loop")
         if self.inside_no_sync:
             raise AssertedError(
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it before the last backward "
@@ -179,11 +182,21 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
 
     save_fp16_model = save_16bit_model
 
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
-        """The newest values by name, on all ranks; all of them call this together."""
+    def module_state_dict(
+        self,
+        destination: dict[str, torch.Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        """The newest values by name, on all ranks; all of them call this together. They are copies in any case."""
         frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
         state = self.module.state_dict()
-        return {name: state[name] for name in state if not (exclude_frozen_parameters and name in frozen)}
+        taken = {} if destination is None else destination
+        for name, value in state.items():
+            if not (exclude_frozen_parameters and name in frozen):
+                taken[prefix + name] = value
+        return taken
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
