@@ -56,15 +56,49 @@ class LossScale:
             config.consecutive_hysteresis,
         )
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor now, under DeepSpeed's name."""
-        return self.value
+    # Under DeepSpeed's names #
 
     @property
-    def cur_scale(self) -> float:
-        """The same."""
+    def loss_scale(self) -> float:
+        """The factor now."""
         return self.value
+
+    cur_scale = loss_scale
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps so far, those that were left out included; counted where the scale is dynamic."""
+        return self._step
+
+    @property
+    def scale_window(self) -> int:
+        """Finite steps in a row after which the next one doubles the scale."""
+        return self.window
+
+    @property
+    def scale_factor(self) -> float:
+        """By which it rises and falls."""
+        return _FACTOR
+
+    @property
+    def min_scale(self) -> float:
+        """It falls no lower."""
+        return self.minimum
+
+    @property
+    def delayed_shift(self) -> int:
+        """Steps that are not finite at which it falls; those before are left out only."""
+        return self.hysteresis
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """Of them, how many are left."""
+        return self.hysteresis - self._forgiven
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """The last step that was left out, counted from 0; -1 for none."""
+        return self._last_overflow
 
     def after_step(self, *, overflow: bool) -> None:
         """Settle the scale for the next step.

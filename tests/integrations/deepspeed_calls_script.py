@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm
+from deepspeed.runtime.zero.offload_states import get_state_devices
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -135,10 +136,35 @@ def check_misuse() -> dict[str, str]:
     return told
 
 
+class WithNothing(nn.Module):
+    """A parameter without elements takes part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(4, 2)
+        self.empty = nn.Linear(4, 0, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dense(x).sum() + self.empty(x).sum()
+
+
+def check_empty_parameters() -> None:
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    engine, *_ = deepspeed.initialize(model=WithNothing(), config=config)
+    assert [hasattr(param, "ds_id") for param in engine.parameters()] == [True, True, False]
+    for _ in range(2):
+        engine.backward(engine(inputs()))
+        engine.step()
+    assert engine.global_steps == 2
+    assert {str(device) for device in get_state_devices(engine, "hp_params")} == {"cpu"}
+    engine.destroy()
+
+
 EARLY = message(AssertionError, lambda: deepspeed.init_distributed(dist_init_required=False))
 deepspeed.init_distributed()
 check_sums()
 check_gradients_are_updated_together()
+check_empty_parameters()
 found = {"nobody": EARLY} | check_no_sync() | check_misuse()
 if comm.get_rank() == 0:
     print("RESULT", json.dumps(found))

@@ -231,6 +231,17 @@ def _without_optimizer(config: Any) -> Any:
 _TAKEN_OVER: tuple[type, ...] = (AdamW, *(cls for kind in KINDS for cls in kind.torch_classes))
 
 
+def get_state_devices(engine: Engine, state: Any) -> set[torch.device]:
+    """Where a kind of states is, as torch names it: in host memory, where the processor computes.
+
+    Raises:
+        InfinityError: the model computes on a device, which has some of a kind and not all.
+    """
+    if engine.device.type != "cpu":
+        raise InfinityError("get_state_devices: states are in several tiers at a time; see engine.stats()")
+    return {engine.device}
+
+
 class _Nothing:
     """A module without parameters, as far as TRL looks at one."""
 
