@@ -153,7 +153,7 @@ def test_what_scripts_call_on_two_ranks(tmp_path) -> None:
     assert told["no model"] == "deepspeed.initialize requires a model"
     assert told["optimizer"].startswith("optimizer Rprop cannot be tiered")
     assert told["scale"].startswith(
-        "engine.scale takes a loss, which is a scalar tensor with a graph, not one of shape"
+        "engine.scale takes a loss, which is a scalar tensor with a gradient, not one of shape"
     )
     assert "Loss scaling is required" in told["unscaled"]
 

@@ -205,8 +205,10 @@ def test_an_engine_tells_what_its_sections_say() -> None:
         assert (engine.zero_nvme_offload_optimizer(), engine.postscale_gradients()) == (False, True)
         assert not engine.flops_profiler_enabled()
         assert engine.dynamic_loss_scale_args()["scale_window"] == 1000
+        assert (engine.dataloader_drop_last(), engine.dump_state()) == (False, False)
         loader = engine.deepspeed_io(torch.arange(6.0), data_sampler=range(4))
         assert [batch.tolist() for batch in loader] == [[0.0, 1.0, 2.0], [3.0]]
+        assert (engine.get_data_parallel_rank(), engine.get_model_parallel_rank()) == (0, 0)
         engine.set_train_batch_size(engine.train_batch_size())
         with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu is 3 and cannot become 4"):
             engine.set_train_micro_batch_size(4)

@@ -73,10 +73,10 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
         Raises:
             AssertedConfigError: `loss` is not one number that has a gradient.
         """
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             found = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise AssertedConfigError(
-                f"engine.scale takes a loss, which is a scalar tensor with a graph, not one {found}: reduce it first"
+                f"engine.scale takes a loss, which is a scalar tensor with a gradient, not one {found}: reduce it first"
             )
         return super().scale(loss, scale_wrt_gas)
 
@@ -318,7 +318,7 @@ def initialize(
         engine_class=DeepSpeedEngine,
     )
     assert isinstance(engine, DeepSpeedEngine)
-    apply_leaf_module_section(engine.module, engine.config.get("zero_optimization", {}).get("leaf_module"))
+    apply_leaf_module_section(engine.module, (engine.config.get("zero_optimization") or {}).get("leaf_module"))
     if engine.zero_optimization_partition_weights():
         mark(engine)
         leaves = get_z3_leaf_modules(engine.module)

@@ -82,7 +82,7 @@ class SectionFacts:
 
     @cached_property
     def _zero_section(self) -> DeepSpeedZeroConfig:
-        section = self.config.get("zero_optimization", {})
+        section = self.config.get("zero_optimization") or {}
         fields = DeepSpeedZeroConfig.model_fields
         known = {name for key, field in fields.items() for name in (key, field.alias) if name}
         values = {key: value for key, value in section.items() if key in known and value is not None}
@@ -107,7 +107,7 @@ class SectionFacts:
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
         """How the loss scale follows the gradients."""
         known = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis")
-        section = self.config.get("fp16", {})
+        section = self.config.get("fp16") or {}
         values = {key: section[key] for key in (*known, "min_loss_scale") if key in section}
         return get_float16_config({"fp16": values}).dynamic_loss_scale_args()
 
