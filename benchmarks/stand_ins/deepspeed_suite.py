@@ -37,8 +37,10 @@ def _why(report: Any) -> dict[str, str]:
         text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         return {"why": text.removeprefix("Skipped: ")}
     crash = getattr(report.longrepr, "reprcrash", None)
-    lines = (crash.message if crash is not None else str(report.longrepr)).splitlines() or ["it says nothing"]
-    return {"why": next((line for line in lines if line.strip()), lines[0])[:200]}
+    lines = (crash.message if crash is not None else str(report.longrepr)).splitlines()
+    if crash is None:  # not in a test, but in what it needs
+        lines = [line[1:].strip() for line in lines if line.startswith("E ")] or lines
+    return {"why": next((line for line in lines if line.strip()), "it says nothing")[:200]}
 
 
 def _write(line: dict[str, str]) -> None:
