@@ -246,6 +246,7 @@ class Accessors:
             )
         gradients = self._step.gradients
         self._runtime.together(what)
+        gradients.check_reduced()  # else a gradient that waits for that would pass for none
         self._step.updates.undo_ahead()
         return gradients.held_values(unit) if slot in gradients.slots_with_gradients(unit) else None
 

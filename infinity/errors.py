@@ -27,6 +27,10 @@ class NonFiniteError(InfinityError):
     """A loss or gradient that is NaN or infinite where nothing may be updated by it."""
 
 
+class UnscaledLossError(InfinityError, RuntimeError):
+    """A backward pass in fp16 training whose loss was not scaled."""
+
+
 class StorageError(InfinityError, OSError):
     """An input or output operation that failed.
 

@@ -19,8 +19,8 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.optim import AdamW
 from infinity.optim.kinds import ADAM, OptimizerKind, kind_from_config, kind_of
-from infinity.optim.lr_schedules import make_scheduler
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
+from infinity.optim.schedule_classes import make_scheduler
 from infinity.optim.torch_schedules import is_factory, rebind
 from infinity.telemetry.monitor import check_packages
 from infinity.tiers import AcceleratorLink, HostMemory, Link, accelerator
@@ -394,6 +394,7 @@ def _dataloader(
     if dataset is None:
         return None
     how: dict[str, Any] = {"batch_size": config.micro_batch_size, "collate_fn": collate_fn}
+    how["drop_last"] = config.drops_last
     if isinstance(dataset, torch.utils.data.IterableDataset):
         _log.info(
             "training_data is iterable: each rank reads what its own iterator gives, so it must divide itself among "

@@ -27,7 +27,6 @@ NO_EFFECT: dict[str, str] = {
     "dump_state": "the resolved configuration is logged at level DEBUG",
     "zero_allow_untested_optimizer": "unsupported optimizers are refused by name",
     "zero_force_ds_cpu_optimizer": "there is one CPU optimizer",
-    "dataloader_drop_last": "the data loader is the training loop's",
     "disable_allgather": _BUCKETS,
     "prescale_gradients": _PRESCALED,
     "gradient_predivide_factor": _PRESCALED,
@@ -39,6 +38,7 @@ NO_EFFECT: dict[str, str] = {
     "seq_parallel_communication_data_type": "there is no sequence parallelism; see sequence_parallel_size",
     "timers": "engine.stats() always has the seconds of each phase",
     "optimizer.legacy_fusion": "there is one implementation of each optimizer",
+    "optimizer.torch_adam": "there is one implementation of each optimizer",
     "checkpoint.tag_validation": "all ranks write one checkpoint under one tag",
     "checkpoint.use_node_local_storage": "every rank writes its own files, whether directories are shared or not",
     "checkpoint.load_universal": _CHECKPOINTS,
@@ -67,6 +67,7 @@ NO_EFFECT: dict[str, str] = {
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": _GATHERED,
     "zero_optimization.stage3_module_granularity_threshold": "a transformer block is a unit",
     "zero_optimization.module_granularity_threshold": "a transformer block is a unit",
+    "zero_optimization.leaf_module": "a transformer block is already a unit",
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": _COLLECTIVES,
     "zero_optimization.use_all_reduce_for_fetch_params": _COLLECTIVES,
     "zero_optimization.stage3_allgather_sequential": _COLLECTIVES,
@@ -130,7 +131,6 @@ REFUSED: dict[str, str] = {
     "nebula": "not supported",
     "datastates_ckpt": _CHECKPOINTS,
     "graph_harvesting": "not supported; removed from DeepSpeed",
-    "gradient_allreduce_op": "gradients are averaged over the ranks; multiply the loss by their number for the sum",
     "weight_quantization": "quantised weights are for inference only",
     "expert_parallel": "not supported; a mixture-of-experts block is one unit",
     "pipeline": "use torch.distributed.pipelining",
@@ -143,7 +143,6 @@ REFUSED: dict[str, str] = {
     "zero_optimization.zero_quantized_gradients": "quantised collectives are not supported",
     "zero_optimization.mics_shard_size": "MiCS is not supported",
     "zero_optimization.mics_hierarchical_params_gather": "MiCS is not supported",
-    "zero_optimization.leaf_module": "a transformer block is already a unit",
     "zero_optimization.offload_optimizer.ratio": "see tiering.host_memory: what fits stays in memory",
     "zero_optimization.offload_optimizer.super_offload": "updates already overlap; see tiering.update_schedule",
     "zero_optimization.zeropp_loco_param": "quantised collectives are not supported",
@@ -162,7 +161,6 @@ DEPRECATED: dict[str, str] = {
 
 # Values of refused keys that ask for nothing, where that is not false or null.
 _OFF: dict[str, object] = {
-    "gradient_allreduce_op": "mean",
     "sequence_parallel_size": 1,
     "data_types.keep_in_fp32_modules": [],
     "zero_optimization.zero_hpz_partition_size": 1,

@@ -58,7 +58,9 @@ def resolve(root: RootSection, world_size: int) -> Config:
         gradient_clipping=root.gradient_clipping,
         precision=precision,
         communication_data_type=root.communication_data_type or precision,
-        grad_accum_dtype=_grad_accum_dtype(root.data_types, precision),
+        grad_accum_dtype=_grad_accum_dtype(
+            root.data_types, precision, accumulates=accumulation > 1 or not root.managed_gradient_accumulation
+        ),
         fp16=_fp16(root.fp16) if precision == "fp16" else None,
         optimizer=optimizer,
         scheduler=_scheduler(root.scheduler, optimizer) if root.scheduler else None,
@@ -80,6 +82,8 @@ def resolve(root: RootSection, world_size: int) -> Config:
         communication=CommunicationConfig(root.communication.timeout),
         monitors=_monitors(root),
         managed_accumulation=root.managed_gradient_accumulation,
+        drops_last=root.dataloader_drop_last,
+        sums_ranks=root.gradient_allreduce_op == "sum",
         autocast=_autocast(root, precision),
     )
 
@@ -90,8 +94,8 @@ def _precision(root: RootSection) -> Precision:
     return "fp16" if root.fp16.enabled else "bf16" if root.bf16.enabled else "fp32"
 
 
-def _grad_accum_dtype(section: DataTypesSection, precision: Precision) -> Precision:
-    if section.grad_accum_dtype not in ("fp32", precision):
+def _grad_accum_dtype(section: DataTypesSection, precision: Precision, *, accumulates: bool) -> Precision:
+    if accumulates and section.grad_accum_dtype not in ("fp32", precision):
         raise ConfigError(
             f"data_types.grad_accum_dtype is {section.grad_accum_dtype} but the model trains in {precision}: gradients "
             f"are accumulated in fp32 or in {precision}; set it to one of them, or remove the key"

@@ -154,6 +154,8 @@ class Config:
         communication_data_type: in which gradients travel between ranks and are summed there; by default `precision`.
         grad_accum_dtype: in which the gradients of micro-batches are summed.
         managed_accumulation: steps are counted by micro-batches; else each call of `step()` ends one.
+        drops_last: the loader that `initialize` makes of a dataset leaves out a last micro-batch that is not full.
+        sums_ranks: gradients are the sum over the ranks, not the mean.
         autocast: the model's forward runs under `torch.autocast` in bfloat16.
         fp16: None unless `precision` is fp16.
         source: the file's content as it was given; `config[key]` and `config.get(key)` read it.
@@ -175,6 +177,8 @@ class Config:
     communication: CommunicationConfig = CommunicationConfig()
     monitors: MonitorConfig = MonitorConfig()
     managed_accumulation: bool = True
+    sums_ranks: bool = False
+    drops_last: bool = False
     autocast: bool = False
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 

@@ -184,8 +184,10 @@ class RootSection(Section):
     train_micro_batch_size_per_gpu: Annotated[Count, Field(ge=1)] | None = None
     gradient_accumulation_steps: Annotated[Count, Field(ge=1)] | None = None
     managed_gradient_accumulation: Bool = True
+    dataloader_drop_last: Bool = False
     gradient_clipping: Number = Field(1.0, ge=0)
     communication_data_type: Dtype | None = None
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_name)] = "mean"
     communication: CommunicationSection = CommunicationSection()
     optimizer: OptimizerSection | None = None
     scheduler: SchedulerSection | None = None

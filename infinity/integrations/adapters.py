@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError
-from infinity.integrations.dialect.values import safe_get_full_fp32_param, safe_set_full_fp32_param
+from infinity.integrations.dialect.values import full_fp32_values, safe_set_full_fp32_param
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -32,7 +32,7 @@ def save_adapters(
     model = _peft_model(engine, adapter)
     values = {}
     for name in _names(model, adapter).values():
-        value = safe_get_full_fp32_param(model.get_parameter(name))
+        value = full_fp32_values(model.get_parameter(name))
         assert value is not None
         values[name] = value.to("cpu", dtype)
     rank = engine.begin_gathering("save_adapters", stores=False).ranks.rank

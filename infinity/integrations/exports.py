@@ -17,7 +17,7 @@ from infinity.checkpoint.extra import persistent_buffers
 from infinity.config import parse_size
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError
-from infinity.integrations.dialect.values import safe_get_full_fp32_param
+from infinity.integrations.dialect.values import full_fp32_values
 from infinity.zero.adapters import name_before_wrapping
 
 
@@ -129,7 +129,7 @@ def _values(sources: dict[str, Source]) -> Iterator[tuple[str, torch.Tensor]]:
     layer, merged = None, None
     for name, (param, of) in sources.items():
         if of is None:
-            value = safe_get_full_fp32_param(param)
+            value = full_fp32_values(param)
             assert value is not None
             yield name, value
             continue
@@ -141,7 +141,7 @@ def _values(sources: dict[str, Source]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _merged(layer: nn.Module) -> nn.Module:
     """The base layer of a copy of `layer` with its active adapters merged, in float32."""
-    values = {name: safe_get_full_fp32_param(param) for name, param in layer.named_parameters()}
+    values = {name: full_fp32_values(param) for name, param in layer.named_parameters()}
     alone: Any = copy.deepcopy(layer)
     for name, param in alone.named_parameters():
         value = values[name]

@@ -25,6 +25,7 @@ class LossScale:
     Attributes:
         value: the factor now.
         overflow: the gradients of the last step were not finite, and the step was left out.
+        needed: losses must be scaled, as fp16 training demands.
     """
 
     value: float
@@ -34,6 +35,7 @@ class LossScale:
     minimum: float
     consecutive: bool = False
     overflow: bool = False
+    needed: bool = True
     _step: int = 0
     _last_overflow: int = -1
     _forgiven: int = 0
@@ -42,7 +44,7 @@ class LossScale:
     def of(cls, config: Fp16Config | None) -> LossScale:
         """The scale that a configuration asks for; 1 for ever without fp16."""
         if config is None:
-            return cls(1.0, dynamic=False, window=1, hysteresis=1, minimum=1.0)
+            return cls(1.0, dynamic=False, window=1, hysteresis=1, minimum=1.0, needed=False)
         dynamic = config.loss_scale == 0.0
         value = _FACTOR**config.initial_scale_power if dynamic else config.loss_scale
         return cls(
@@ -53,6 +55,50 @@ class LossScale:
             config.min_loss_scale,
             config.consecutive_hysteresis,
         )
+
+    # Under DeepSpeed's names #
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor now."""
+        return self.value
+
+    cur_scale = loss_scale
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps so far, those that were left out included; counted where the scale is dynamic."""
+        return self._step
+
+    @property
+    def scale_window(self) -> int:
+        """Finite steps in a row after which the next one doubles the scale."""
+        return self.window
+
+    @property
+    def scale_factor(self) -> float:
+        """By which it rises and falls."""
+        return _FACTOR
+
+    @property
+    def min_scale(self) -> float:
+        """It falls no lower."""
+        return self.minimum
+
+    @property
+    def delayed_shift(self) -> int:
+        """Steps that are not finite at which it falls; those before are left out only."""
+        return self.hysteresis
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """Of them, how many are left."""
+        return self.hysteresis - self._forgiven
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """The last step that was left out, counted from 0; -1 for none."""
+        return self._last_overflow
 
     def after_step(self, *, overflow: bool) -> None:
         """Settle the scale for the next step.

@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules by name, as torch schedulers.
+"""The shapes of DeepSpeed's learning-rate schedules, as torch schedulers; their names are in schedule_classes.py.
 
 Each is a pure function from the index of the last finished step to a factor; -1 stands for "none yet". As in DeepSpeed,
 the first step therefore runs with the value at -1 and step `k` with the value at `k - 1`.
@@ -115,7 +115,7 @@ class OneCycleLR(LRScheduler):
 
     Args:
         low, high: bounds of each group's learning rate.
-        momentum: bounds of the momentum, or None to leave it alone.
+        momentum: bounds of each group's momentum, or None to leave it alone.
         decay_steps: length of an interval of the decay; 0 for none.
         lr_decay, momentum_decay: after k intervals the rate is divided, the momentum multiplied by 1 + decay * k.
     """
@@ -126,7 +126,7 @@ class OneCycleLR(LRScheduler):
         cycle: Cycle,
         low: list[float],
         high: list[float],
-        momentum: tuple[float, float] | None,
+        momentum: list[tuple[float, float]] | None,
         decay_steps: int,
         lr_decay: float,
         momentum_decay: float,
@@ -144,15 +144,21 @@ class OneCycleLR(LRScheduler):
         height = self._height()
         return [(low + (high - low) * height) / decay for low, high in self._bounds]
 
+    def momenta(self) -> list[float] | None:
+        """Of each group, where the schedule is now; None if it leaves them alone."""
+        if self._momentum is None:
+            return None
+        decay, height = 1.0 + self._momentum_decay * self._intervals(), self._height()
+        return [(high - (high - low) * height) * decay for low, high in self._momentum]
+
     def step(self, epoch: int | None = None) -> None:
         super().step(epoch)
-        if self._momentum is None:
+        momenta = self.momenta()
+        if momenta is None or self._momentum is None:
             return
-        low, high = self._momentum
-        beta1 = (high - (high - low) * self._height()) * (1.0 + self._momentum_decay * self._intervals())
         if self.last_epoch == 0:
-            beta1 = low  # DeepSpeed's first step: the rate begins low, and so does the momentum
-        for group in self.optimizer.param_groups:
+            momenta = [low for low, _ in self._momentum]  # as DeepSpeed begins: both are low
+        for group, beta1 in zip(self.optimizer.param_groups, momenta, strict=True):
             group["betas"] = (beta1, group["betas"][1])
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,42 +201,21 @@ class FactorLR(LRScheduler):
         return {"last_epoch": self.last_epoch, "_step_count": self._step_count, "_last_lr": self._last_lr}
 
 
-def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The schedule that a configuration names.
-
-    Raises:
-        ConfigError: an unknown schedule or parameter, or one that is missing.
-    """
-    makers = {
-        "WarmupLR": _warmup,
-        "WarmupDecayLR": _warmup_decay,
-        "WarmupCosineLR": _warmup_cosine,
-        "LRRangeTest": _range_test,
-        "OneCycle": _one_cycle,
-    }
-    if config.type not in makers:
-        raise ConfigError(f"scheduler.type is {config.type!r}; choose one of {', '.join(makers)}")
-    params = Params(config)
-    schedule = makers[config.type](params, optimizer)
-    params.check_all_read()
-    return schedule
-
-
 class Params:
-    """A scheduler section's parameters, with a record of which were read."""
+    """A scheduler section's parameters, checked as they are read."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._type = config.type
-        self._unread: dict[str, Any] = dict(config.params)
+        self._values: dict[str, Any] = dict(config.params)
 
     def get(self, name: str, default: Any) -> Any:
-        value = self._unread.pop(name, None)  # null stands for the default
+        value = self._values.get(name)  # null stands for the default
         return default if value is None else value
 
     def need(self, name: str) -> Any:
-        if name not in self._unread:
+        if name not in self._values:
             raise ConfigError(f"scheduler.params.{name} is missing; {self._type} needs it")
-        return self._unread.pop(name)
+        return self._values[name]
 
     def number(self, name: str, default: float) -> float:
         return number(f"scheduler.params.{name}", self.get(name, default))
@@ -244,7 +229,7 @@ class Params:
     def rates(self, name: str, value: Any, optimizer: torch.optim.Optimizer) -> list[float]:
         """One learning rate, or one for each parameter group."""
         path, groups = f"scheduler.params.{name}", len(optimizer.param_groups)
-        values = value if isinstance(value, list) else [value] * groups
+        values = list(value) if isinstance(value, (list, tuple)) else [value] * groups
         if len(values) != groups:
             raise ConfigError(f"{path} has {len(values)} learning rates but the optimizer {groups} groups")
         return [number(path, rate, least=0) for rate in values]
@@ -280,52 +265,3 @@ class Params:
         stairs = self.whole("cycle_first_stair_count", 0)
         second = self.whole("cycle_second_step_size", first)
         return Cycle(first, second, stairs, self.whole("cycle_second_stair_count", stairs))
-
-    def check_all_read(self) -> None:
-        if self._unread:
-            raise ConfigError(f"scheduler.params.{next(iter(self._unread))} is unknown to {self._type}")
-
-
-def _group_lrs(optimizer: torch.optim.Optimizer) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def _warmup(params: Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    low = params.rates("warmup_min_lr", params.get("warmup_min_lr", 0.0), optimizer)
-    high = params.get("warmup_max_lr", None)
-    bounds = _group_lrs(optimizer) if high is None else params.rates("warmup_max_lr", high, optimizer)
-    return FactorLR(optimizer, params.warmup(), low, bounds)
-
-
-def _warmup_decay(params: Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    factor = params.decay()
-    low = params.rates("warmup_min_lr", params.get("warmup_min_lr", 0.0), optimizer)
-    high = params.rates("warmup_max_lr", params.get("warmup_max_lr", 1e-3), optimizer)
-    return FactorLR(optimizer, factor, low, high)
-
-
-def _warmup_cosine(params: Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    return FactorLR(optimizer, params.cosine(), [0.0] * len(optimizer.param_groups), _group_lrs(optimizer))
-
-
-def _range_test(params: Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    low = params.rates("lr_range_test_min_lr", params.get("lr_range_test_min_lr", 1e-3), optimizer)
-    return FactorLR(optimizer, params.range_test(), [0.0] * len(low), low)
-
-
-def _one_cycle(params: Params, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    low = params.rates("cycle_min_lr", params.need("cycle_min_lr"), optimizer)
-    high = params.rates("cycle_max_lr", params.need("cycle_max_lr"), optimizer)
-    cycle = params.cycle()
-    momentum = (params.number("cycle_min_mom", 0.8), params.number("cycle_max_mom", 0.9))
-    cycles = params.switch("cycle_momentum", True) and "betas" in optimizer.defaults
-    return OneCycleLR(
-        optimizer,
-        cycle,
-        low,
-        high,
-        momentum if cycles else None,
-        params.whole("decay_step_size", 0),
-        params.number("decay_lr_rate", 0.0),
-        params.number("decay_mom_rate", 0.0),
-    )

@@ -79,6 +79,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         """The same."""
         return self.loss_scaler.value
 
+    def needs_scaler(self) -> bool:
+        """A backward pass must begin with `engine.backward(loss)` or `engine.scale(loss)`."""
+        return self.loss_scaler.needed
+
     @property
     def dynamic_loss_scale(self) -> bool:
         """The loss scale follows the gradients."""

@@ -227,11 +227,7 @@ class Gradients:
         Raises:
             InfinityError: an update has them, or they are not reduced over the ranks yet.
         """
-        if self._source.collected:
-            raise InfinityError(
-                "gradients are not reduced over the ranks before the last micro-batch's backward at stages 0 and 1: "
-                "look at them after that, before step()"
-            )
+        self.check_reduced()
         for other, part in self._sums.held():
             if other == unit:
                 while self.try_add(self._sum_of(unit, part)) is None:  # it stays where it is
@@ -244,6 +240,18 @@ class Gradients:
     def _make_room_to_look(self, unit: int) -> None:
         if not self._store.make_room(unit):
             raise InfinityError("there is no room to look at gradients: raise tiering.host_memory (or device_memory)")
+
+    def check_reduced(self) -> None:
+        """All gradients that backward passes have made can be looked at.
+
+        Raises:
+            InfinityError: some are not reduced over the ranks yet.
+        """
+        if self._source.collected:
+            raise InfinityError(
+                "gradients are not reduced over the ranks before the last micro-batch's backward at stages 0 and 1: "
+                "look at them after that, before step()"
+            )
 
     def remeasure(self, unit: int) -> None:
         """The unit's gradients were changed from outside: their norm is another one."""

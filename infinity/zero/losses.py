@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from infinity.config import Config
-from infinity.errors import InfinityError, NonFiniteError
+from infinity.errors import NonFiniteError, UnscaledLossError
 from infinity.optim.loss_scale import LossScale
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import Norms
@@ -17,7 +17,7 @@ class Losses:
     """The losses of a step's micro-batches.
 
     Attributes:
-        count: losses of all ranks whose mean is the step's.
+        count: losses of all ranks whose mean is the step's; of one rank, where the ranks' gradients are summed.
         loss_scale: of fp16 training; its `value` is 1 otherwise.
         scaled: the user has scaled the loss whose backward comes.
 
@@ -39,8 +39,8 @@ class Losses:
         keeps: bool = False,
         keeps_cheap: bool = False,
     ) -> None:
-        self.count = config.gradient_accumulation_steps * ranks.size
-        self._ranks_count = ranks.size
+        self._ranks_count = 1 if config.sums_ranks else ranks.size
+        self.count = config.gradient_accumulation_steps * self._ranks_count
         self.loss_scale = LossScale.of(config.fp16)
         self.scaled = False
         self._keeps = keeps
@@ -116,14 +116,14 @@ class Losses:
         """Make of a gradient, in place, what it were if the loss had been scaled.
 
         Raises:
-            InfinityError: in fp16, where small gradients are gone by now.
+            UnscaledLossError: in fp16, where small gradients are gone by now.
         """
         if self.scaled:
             return
         if self._fp16:
-            raise InfinityError(
-                "loss.backward() in fp16 training: small gradients would vanish without the loss scale. Call "
-                "engine.backward(loss), or engine.scale(loss).backward()"
+            raise UnscaledLossError(
+                "loss.backward() in fp16 training. Loss scaling is required, since small gradients would vanish "
+                "without it: call engine.backward(loss), or engine.scale(loss).backward()"
             )
         if grad is not None and self.count > 1:
             with torch.no_grad():

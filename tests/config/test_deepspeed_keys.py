@@ -79,7 +79,6 @@ SWITCHED_OFF = {
     "pipeline": None,
     "checkpoint": {"tag_validation": "Warn", "load_universal": False, "use_node_local_storage": False},
     "datastates_ckpt": False,
-    "gradient_allreduce_op": "mean",
     "sequence_parallel_size": 1,
     "data_types": {"grad_accum_dtype": None, "param_dtype": None, "keep_in_fp32_modules": []},
     "fp16": {"auto_cast": False, "fp16_master_weights_and_grads": "false"},
@@ -110,13 +109,11 @@ def test_what_is_switched_off_is_accepted(key, caplog) -> None:
         ("comet", {"enabled": True}),
         ("trackio", {"enabled": True}),
         ("weight_quantization", {"post_init_quant": {"fc": {}}}),
-        ("gradient_allreduce_op", "sum"),
         ("fp16.auto_cast", True),
         ("bf16.check_grad_overflow", False),
         ("zero_optimization.zero_hpz_partition_size", 8),
         ("tensor_parallel", {"autotp_size": 2}),
         ("compile", {"deepcompile": True}),
-        ("zero_optimization.leaf_module", {"classes": ["transformers.Block"]}),
     ],
 )
 def test_what_is_switched_on_and_not_supported_is_refused(key, value) -> None:

@@ -131,7 +131,7 @@ def test_every_key_without_effect_is_accepted_with_a_log_line(path, caplog) -> N
         ({"bfloat16": {"enabled": "x"}}, "bfloat16.enabled is 'x'"),
         ({"communication_data_type": "int8"}, "communication_data_type is 'int8'; it must be 'fp32', 'fp16' or 'bf16'"),
         (
-            {"data_types": {"grad_accum_dtype": "bf16"}},
+            {"gradient_accumulation_steps": 2, "data_types": {"grad_accum_dtype": "bf16"}},
             "grad_accum_dtype is bf16 but the model trains in fp32",
         ),
         ({"optimizer": {"params": {}}}, "optimizer.type is missing"),
@@ -173,6 +173,7 @@ def test_gradients_travel_in_the_precision_unless_told_otherwise(section, expect
     assert load_config(values).communication_data_type == expected
     config = load_config(values | {"communication_data_type": "FP32", "data_types": {"grad_accum_dtype": "fp32"}})
     assert (config.communication_data_type, config.grad_accum_dtype) == ("fp32", "fp32")
+    load_config(values | {"data_types": {"grad_accum_dtype": "fp16"}})  # nothing is accumulated
 
 
 def test_auto_and_null_stand_for_the_default(caplog) -> None:

@@ -97,6 +97,16 @@ class Stream(torch.utils.data.IterableDataset):
         return iter([torch.full((WIDTH,), float(value)) for value in range(5)])
 
 
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_last_micro_batch_that_is_not_full_is_left_out_if_it_must_be(drops) -> None:
+    config = fp32(dataloader_drop_last=drops, train_micro_batch_size_per_gpu=4)
+    for key in ("train_batch_size", "gradient_accumulation_steps"):
+        config.pop(key, None)
+    engine, _, loader, _ = deepspeed.initialize(model=model_of(), config=config, training_data=list(range(10)))
+    with engine:
+        assert [len(batch) for batch in loader] == ([4, 4] if drops else [4, 4, 2])
+
+
 def test_iterable_data_come_in_their_order() -> None:
     engine, _, loader, _ = deepspeed.initialize(model=model_of(), config=fp32(), training_data=Stream())
     with engine:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import infinity
 from infinity.integrations import load_adapters, pretrained_model, save_adapters, save_pretrained
+from infinity.integrations.dialect.values import full_fp32_values
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2, tiny_llama, train_on
 
@@ -35,7 +36,7 @@ def engine_of(
 
 
 def masters(engine: infinity.Engine) -> dict[str, torch.Tensor]:
-    get = infinity.utils.safe_get_full_fp32_param
+    get = full_fp32_values
     return {name: get(param) for name, param in engine.module.named_parameters()}
 
 

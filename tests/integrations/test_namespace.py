@@ -83,12 +83,21 @@ for name in ("init_inference", "PipelineModule", "unknown"):
         getattr(deepspeed, name)()
     except Exception as error:
         refused[name] = str(error)
-try:
-    import deepspeed.moe.layer
-except ImportError as error:
-    refused["moe"] = str(error)
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import PipelineModule
+
+class Pipe(PipelineModule):  # scripts have classes of their own beside those that they use
+    def __init__(self):
+        super().__init__(layers=[])
+
+for made in (MoE, Pipe):
+    try:
+        made()
+    except infinity.ConfigError as error:
+        refused[made.__name__] = str(error)
 
 model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
+assert not isinstance(model, PipelineModule)
 config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}
 assert set_z3_leaf_modules(model, [nn.Sequential]) == [model]
 engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
@@ -129,7 +138,24 @@ def test_what_deepspeed_scripts_import_is_there_or_refused_by_name(tmp_path) -> 
     assert refused["init_inference"].startswith("deepspeed.init_inference is not supported by infinity: use the model")
     assert "torch.distributed.pipelining" in refused["PipelineModule"]
     assert refused["unknown"] == "module 'deepspeed', which is infinity's here, has no attribute 'unknown'"
-    assert refused["moe"].startswith("deepspeed.moe is not supported by infinity")
+    assert refused["MoE"].startswith("deepspeed.MoE is not supported by infinity: a mixture-of-experts block")
+    assert refused["Pipe"] == refused["PipelineModule"]
+
+
+def test_what_scripts_call_on_two_ranks(tmp_path) -> None:
+    """The script asserts what holds, and gives what was said of the rest."""
+    told = result(run("--ranks", "2", HERE / "deepspeed_calls_script.py"))
+    assert told["incompatible"].startswith("no_sync context manager is incompatible with this engine: ")
+    assert told["step"].startswith("It is illegal to call Engine.step() inside no_sync context manager: leave it")
+    assert told["again"].startswith("no_sync context manager reentry is unsupported")
+    assert told["nobody"].startswith("dist_init_required is False, but torch.distributed is not initialized")
+    assert told["early"].startswith("gradients are not reduced over the ranks before the last micro-batch's backward")
+    assert told["no model"] == "deepspeed.initialize requires a model"
+    assert told["optimizer"].startswith("optimizer Rprop cannot be tiered")
+    assert told["scale"].startswith(
+        "engine.scale takes a loss, which is a scalar tensor with a gradient, not one of shape"
+    )
+    assert "Loss scaling is required" in told["unscaled"]
 
 
 @pytest.mark.parametrize("more", [[], ["--no-deepspeed"]])

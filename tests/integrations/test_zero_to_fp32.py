@@ -26,7 +26,7 @@ def saved(tmp_path_factory):
         engine.backward(loss_of(engine, batches(1)[0]))
         engine.step()
         engine.save_checkpoint(path)
-        return path, {name: values.safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
+        return path, {name: values.full_fp32_values(param) for name, param in model.named_parameters()}
 
 
 def test_masters_are_read_exactly(saved, tmp_path) -> None:
@@ -39,6 +39,13 @@ def test_masters_are_read_exactly(saved, tmp_path) -> None:
     model = zero_to_fp32.load_state_dict_from_zero_checkpoint(tiny_gpt2(seed=1), path)
     assert model.lm_head.weight is model.transformer.wte.weight
     assert all(torch.equal(param, masters[name]) for name, param in model.named_parameters())
+    live = tiny_gpt2(seed=1)
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}
+    with infinity.initialize(model=live, config=config)[0]:  # its parameters stay the engine's
+        assert zero_to_fp32.load_state_dict_from_zero_checkpoint(live, path) is live
+        assert all(
+            torch.equal(values.full_fp32_values(param), masters[name]) for name, param in live.named_parameters()
+        )
     for safe, read in ((True, load_file), (False, torch.load)):
         zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(path, tmp_path, safe_serialization=safe)
         file = tmp_path / ("model.safetensors" if safe else "pytorch_model.bin")

@@ -69,3 +69,15 @@ def test_it_goes_on_from_its_state() -> None:
 
 def test_without_fp16_it_is_one_for_ever() -> None:
     assert run(LossScale.of(None), "..x..") == [1] * 5
+
+
+def test_the_scale_tells_where_it_is_under_deepspeeds_names() -> None:
+    scale = LossScale.of(Fp16Config(0.0, 8, 2, 3, 1.0, False))
+    assert (scale.cur_scale, scale.scale_window, scale.min_scale, scale.cur_iter) == (256.0, 2, 1.0, 0)
+    for overflow in (True, False, False, False):
+        scale.after_step(overflow=overflow)
+    assert (scale.loss_scale, scale.cur_iter, scale.last_overflow_iter) == (512.0, 4, 0)
+    assert (scale.delayed_shift, scale.cur_hysteresis) == (3, 3)  # forgiveness is renewed as it rises
+    scale.after_step(overflow=True)
+    assert (scale.cur_scale, scale.cur_hysteresis) == (512.0, 2)
+    assert not LossScale.of(None).needed

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+
+from infinity.integrations.dialect import host_device
 
 
 class Accelerator:
@@ -28,7 +31,11 @@ class Accelerator:
         return self._name if self._name == "cpu" else f"{self._name}:{self._module.current_device()}"
 
     def device_count(self) -> int:
-        return 1 if self._name == "cpu" else int(self._module.device_count())
+        """Devices of this machine; on the CPU as many as the launcher has started processes, each of which computes."""
+        if self._name != "cpu":
+            return int(self._module.device_count())
+        started = (os.environ.get(name) for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"))
+        return next((int(count) for count in started if count), 1)
 
     def set_device(self, device_index: int) -> None:
         if self._name != "cpu":
@@ -73,7 +80,8 @@ class Accelerator:
         """Memory statistics, streams and events: the device's module has them, as far as there are any."""
         if name.startswith("_"):
             raise AttributeError(name)
-        found = getattr(self._module, name, None)
+        found = getattr(host_device, name, None) if self._name == "cpu" else None
+        found = getattr(self._module, name, None) if found is None else found
         if found is None:
             raise AttributeError(f"get_accelerator() has no {name!r} here: torch.{self._name} has none")
         return found
@@ -87,3 +95,8 @@ def get_accelerator() -> Accelerator:
     if not _accelerator:
         _accelerator.append(Accelerator())
     return _accelerator[0]
+
+
+def is_current_accelerator_supported() -> bool:
+    """Of whatever torch sees."""
+    return True

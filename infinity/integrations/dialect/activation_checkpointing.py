@@ -10,9 +10,12 @@ import torch.utils.checkpoint
 from infinity.errors import ConfigError
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+def checkpoint(function: Callable[..., Any], *args: Any, **more: Any) -> Any:
     """Run `function` without saving what it computes on the way; backward runs it again."""
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **more)
+
+
+non_reentrant_checkpoint = checkpoint
 
 
 def configure(

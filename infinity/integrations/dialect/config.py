@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from infinity.config import Config, load_config
 from infinity.errors import ConfigError
 from infinity.zero.ranks import world_size
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+    """The norm that gradients are clipped to; 0 for none.
+
+    Raises:
+        ConfigError: it is no such number.
+    """
+    return load_config({key: param_dict[key] for key in ("gradient_clipping",) if key in param_dict}).gradient_clipping
 
 
 class DeepSpeedConfig:

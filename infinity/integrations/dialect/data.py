@@ -35,3 +35,11 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     if isinstance(item, (list, tuple)):
         return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
     return item
+
+
+def split_half_float_double(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The dense tensors of each floating-point dtype, which one collective can take; no list for a dtype of none."""
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
+    dtypes = (torch.half, torch.float, torch.double, torch.bfloat16)
+    buckets = [[tensor for tensor in dense if tensor.dtype is dtype] for dtype in dtypes]
+    return [bucket for bucket in buckets if bucket]

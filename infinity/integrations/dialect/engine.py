@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from infinity import front
 from infinity.checkpoint.extra import persistent_buffers
+from infinity.config import Config
+from infinity.config.load import with_values
 from infinity.engine import Engine
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
+from infinity.integrations.dialect.comm import check_initialized
+from infinity.integrations.dialect.leaf_modules import apply_leaf_module_section, get_z3_leaf_modules
+from infinity.integrations.dialect.logs import logger
+from infinity.integrations.dialect.misuse import AssertedConfigError, AssertedError
 from infinity.integrations.dialect.parameters import mark
+from infinity.integrations.dialect.section_facts import SectionFacts
 from infinity.integrations.dialect.zero_to_fp32 import SCRIPT, SCRIPT_NAME
+from infinity.optim.adamw import AdamW
+from infinity.optim.kinds import KINDS
 from infinity.optim.optimizer import TieredOptimizer
 
 
-class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # each returns itself from eval()
+class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  # each returns itself from eval()
     """An engine that is a module around the model, whose parameters are the model's own."""
 
     __call__ = nn.Module.__call__  # with the hooks that libraries register
 
     def __init__(self, *args: Any) -> None:
         nn.Module.__init__(self)
+        self.inside_no_sync = False
         Engine.__init__(self, *args)
 
     def __getattr__(self, name: str) -> Any:
@@ -54,6 +66,61 @@ class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # each returns 
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The same with their names."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def scale(self, loss: torch.Tensor, scale_wrt_gas: bool = True, *, retain_graph: bool = False) -> torch.Tensor:
+        """As the engine's; `retain_graph` changes nothing, for the pass that comes is told itself.
+
+        Raises:
+            AssertedConfigError: `loss` is not one number that has a gradient.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            found = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise AssertedConfigError(
+                f"engine.scale takes a loss, which is a scalar tensor with a gradient, not one {found}: reduce it first"
+            )
+        return super().scale(loss, scale_wrt_gas)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As the engine's.
+
+        Raises:
+            AssertedError: at stages 2 and 3 on several ranks, or within another one.
+        """
+        if self.inside_no_sync:
+            raise AssertedError("no_sync context manager reentry is unsupported: leave the first one")
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(super().no_sync())
+            except InfinityError as error:
+                raise AssertedError(f"no_sync context manager is incompatible with this engine: {error}") from error
+            self.inside_no_sync = True
+            stack.callback(setattr, self, "inside_no_sync", False)
+            yield
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """As the engine's.
+
+        Raises:
+            AssertedError: inside `no_sync`.
+            ConfigError: `lr_kwargs` is given, for the schedule's own step.
+        """
+        if lr_kwargs:
+            raise ConfigError("engine.step(lr_kwargs=...) is not supported: step such a schedule in the training loop")
+        if self.inside_no_sync:
+            raise AssertedError(
+                "It is illegal to call Engine.step() inside no_sync context manager: leave it before the last backward "
+                "of the step"
+            )
+        super().step()
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """None: sparse gradients are made dense."""
+        return set()
+
+    def _get_optimizer_ckpt_name(self, *args: Any) -> str:
+        raise InfinityError("optimizer states have no file of their own here: see docs/checkpoints.md")
 
     def save_checkpoint(  # type: ignore[override]
         self,
@@ -115,11 +182,21 @@ class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # each returns 
 
     save_fp16_model = save_16bit_model
 
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
-        """The newest values by name, on all ranks; all of them call this together."""
+    def module_state_dict(
+        self,
+        destination: dict[str, torch.Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        """The newest values by name, on all ranks; all of them call this together. They are copies in any case."""
         frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
         state = self.module.state_dict()
-        return {name: state[name] for name in state if not (exclude_frozen_parameters and name in frozen)}
+        taken = {} if destination is None else destination
+        for name, value in state.items():
+            if not (exclude_frozen_parameters and name in frozen):
+                taken[prefix + name] = value
+        return taken
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
@@ -138,6 +215,31 @@ class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # each returns 
         return state | {name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(self.module).items()}
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+
+def _without_optimizer(config: Any) -> Any:
+    """The configuration of a script that gives an optimizer itself, which counts then."""
+    if config is None or isinstance(config, Config):
+        return config
+    values = with_values(config, {})
+    if values.get("optimizer") is not None:
+        logger.warning("the optimizer section of the configuration is not used: the script gives an optimizer")
+        values["optimizer"] = None
+    return values
+
+
+_TAKEN_OVER: tuple[type, ...] = (AdamW, *(cls for kind in KINDS for cls in kind.torch_classes))
+
+
+def get_state_devices(engine: Engine, state: Any) -> set[torch.device]:
+    """Where a kind of states is, as torch names it: in host memory, where the processor computes.
+
+    Raises:
+        InfinityError: the model computes on a device, which has some of a kind and not all.
+    """
+    if engine.device.type != "cpu":
+        raise InfinityError("get_state_devices: states are in several tiers at a time; see engine.stats()")
+    return {engine.device}
 
 
 class _Nothing:
@@ -177,7 +279,27 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, TieredOptimizer | None, Any | None, Any | None]:
-    """`infinity.initialize`, which as DeepSpeed's initialises `torch.distributed` unless it must not."""
+    """`infinity.initialize`, which as DeepSpeed's initialises `torch.distributed` unless it must not.
+
+    Raises:
+        AssertedConfigError: there is no model, the optimizer is none that can be taken over, or a scheduler comes
+            without its optimizer.
+    """
+    if model is None and not isinstance(args, nn.Module):
+        raise AssertedConfigError("deepspeed.initialize requires a model")
+    if config is None and config_params is None and getattr(args, "deepspeed_config", None) is None:
+        config = getattr(args, "deepscale_config", None)  # its oldest name
+    if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise AssertedConfigError(
+            "lr_scheduler is a scheduler of an optimizer that is not given: pass that as `optimizer` too, or a "
+            "callable that makes the scheduler from an optimizer"
+        )
+    if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, _TAKEN_OVER):
+        raise AssertedConfigError(
+            f"optimizer {type(optimizer).__name__} cannot be tiered; pass torch.optim's Adam, AdamW, Adagrad or SGD, "
+            "or name one in the configuration"
+        )
+    check_initialized(dist_init_required)
     engine, tiered, dataloader, scheduler = front.initialize(
         args,
         model,
@@ -189,14 +311,17 @@ def initialize(
         mpu,
         True if dist_init_required is None else dist_init_required,
         collate_fn,
-        config,
+        config if optimizer is None else _without_optimizer(config),
         mesh_param,
-        config_params,
+        config_params if optimizer is None else _without_optimizer(config_params),
         trains=None,
         engine_class=DeepSpeedEngine,
     )
     assert isinstance(engine, DeepSpeedEngine)
+    apply_leaf_module_section(engine.module, (engine.config.get("zero_optimization") or {}).get("leaf_module"))
     if engine.zero_optimization_partition_weights():
         mark(engine)
+        leaves = get_z3_leaf_modules(engine.module)
+        engine.optimizer.leaf_parameters = {leaf: list(leaf.parameters()) for leaf in leaves}  # type: ignore[attr-defined]
         engine.optimizer.parameter_offload = ParameterOffload()  # type: ignore[attr-defined]
     return engine, tiered, dataloader, scheduler

@@ -5,6 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import psutil
+import torch
+
+from infinity.errors import ConfigError
 from infinity.integrations.dialect.comm import get_rank
 
 logger = logging.getLogger("deepspeed")
@@ -15,3 +19,31 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     wanted = [0] if ranks is None else ranks
     if -1 in wanted or get_rank() in wanted:
         logger.log(level, "[Rank %d] %s", get_rank(), message)
+
+
+def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] | None = None) -> None:
+    """Log what the process, and torch on its device, hold now; nothing unless `force`."""
+    if not force:
+        return
+    held = f"{psutil.Process().memory_info().rss / 2**30:.2f} GiB in host memory"
+    if torch.accelerator.is_available():
+        held += f", {torch.get_device_module().memory_allocated() / 2**30:.2f} GiB on the device"
+    log_dist(f"{message}: {held}", ranks)
+
+
+def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
+    """Torch is at least, and at most, of these versions.
+
+    Raises:
+        ConfigError: neither is given.
+    """
+    if min_version is None and max_version is None:
+        raise ConfigError("required_torch_version: give min_version, max_version or both")
+    own = _version(torch.__version__)
+    least = min_version is None or own >= _version(str(min_version))
+    return least and (max_version is None or own <= _version(str(max_version)))
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor, *_ = text.split(".")
+    return int(major), int(minor)

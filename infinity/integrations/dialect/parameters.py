@@ -66,6 +66,8 @@ def mark(engine: Engine) -> None:
     """
     partition = engine.begin_gathering("initialize", stores=False).partition
     for param in engine.module.parameters():
+        if param.numel() == 0:  # there is nothing to divide
+            continue
         attributes: dict[str, Any] = {
             "ds_id": next(_ids),
             "ds_shape": param.shape,

@@ -7,17 +7,37 @@ from typing import Any, NoReturn
 
 from infinity.errors import ConfigError
 
+_PIPELINE = "use torch.distributed.pipelining, see engine.driven_step()"
+_EXPERTS = "a mixture-of-experts block of the model itself is one unit"
+_ONE_OPTIMIZER = "there is one optimizer class for all precisions and stages, deepspeed.DeepSpeedOptimizer"
+_FILES = "checkpoints are stored by parameter name in safetensors, see docs/checkpoints.md"
+
 REFUSED = {
     "init_inference": "use the model under torch.no_grad(), or engine(...) of an engine without an optimizer",
     "InferenceEngine": "use the model under torch.no_grad(), or engine(...) of an engine without an optimizer",
     "tp_model_init": "divide the model with torch.distributed.tensor.parallel",
     "set_autotp_mode": "divide the model with torch.distributed.tensor.parallel",
-    "PipelineModule": "use torch.distributed.pipelining, see engine.driven_step()",
-    "PipelineEngine": "use torch.distributed.pipelining, see engine.driven_step()",
+    "PipelineModule": _PIPELINE,
+    "PipelineEngine": _PIPELINE,
+    "LayerSpec": _PIPELINE,
+    "TiedLayerSpec": _PIPELINE,
+    "MoE": _EXPERTS,
     "OnDevice": "build the model under torch.device('meta') or zero.Init",
     "DeepSpeedHybridEngine": "generate with the model itself",
     "DeepSpeedTransformerLayer": "use the model's own layers",
     "replace_transformer_layer": "use the model's own layers",
+    "BF16_Optimizer": _ONE_OPTIMIZER,
+    "FP16_Optimizer": _ONE_OPTIMIZER,
+    "FP16_UnfusedOptimizer": _ONE_OPTIMIZER,
+    "DeepSpeedZeroOptimizer": _ONE_OPTIMIZER,
+    "DeepSpeedZeroOptimizer_Stage3": _ONE_OPTIMIZER,
+    "get_model_ckpt_name_for_rank": _FILES,
+    "AsyncIOBuilder": "see infinity.io for reading and writing drives",
+    "CPUAdamBuilder": "use deepspeed.ops.adam.DeepSpeedCPUAdam",
+    "FusedAdamBuilder": "use deepspeed.ops.adam.FusedAdam",
+    "FusedLambBuilder": "choose Adam, AdamW, Adagrad, Lion or SGD",
+    "MultipleAllGatherHandles": "GatheredParameters waits for what it gathers",
+    "MiCS_Init": "use zero.Init; parameters are divided among all ranks",
 }
 
 
@@ -25,7 +45,23 @@ def refused(name: str) -> Callable[..., NoReturn]:
     """A function in the place of something that is not there; it says so when it is called."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigError(f"deepspeed.{name} is not supported by infinity: {REFUSED[name]}")
+        raise _error(name)
 
     refuse.__name__ = name
     return refuse
+
+
+def refused_class(name: str, **attributes: Any) -> type:
+    """A class in the place of one that is not there: nothing is an instance of it, and to make one is refused.
+
+    So that a script may ask `isinstance`, or define a class of its own beside those that it uses.
+    """
+
+    def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _error(name)
+
+    return type(name, (), {"__init__": refuse, "__doc__": f"Not supported: {REFUSED[name]}.", **attributes})
+
+
+def _error(name: str) -> ConfigError:
+    return ConfigError(f"deepspeed.{name} is not supported by infinity: {REFUSED[name]}")

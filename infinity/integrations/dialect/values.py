@@ -6,7 +6,7 @@ None, and is left alone. Gradients are those of the step so far, without the los
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -98,8 +98,11 @@ def _parts(found: _Found, *, writable: bool) -> Iterator[tuple[SlotPart, dict[st
 
 def _master(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | None:
     found = _find(param, what, stores=False)
-    if found is None:
-        return None
+    return None if found is None or not found.place.slot.trainable else give(found, _float32(found))
+
+
+def _float32(found: _Found) -> torch.Tensor:
+    """This rank's part of the master, or of the values of a parameter that is not trained, in a flat tensor."""
     runtime, place = found.runtime, found.place
     mine = torch.zeros(place.slot.numel, dtype=torch.float32)
     with runtime.executor.resident(place.unit.index) as flat:
@@ -110,7 +113,13 @@ def _master(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | None:
             for part in runtime.partition.parts(place.unit):
                 if part.slot is place.slot:
                     mine[part.param] = flat[part.shard].float()
-    return give(found, mine)
+    return mine
+
+
+def full_fp32_values(param: nn.Parameter) -> torch.Tensor | None:
+    """As `safe_get_full_fp32_param`, and the values in float32 of a parameter that is not trained."""
+    found = _find(param, "full_fp32_values", stores=False)
+    return None if found is None else found.whole(_float32(found))
 
 
 def _set_master(param: nn.Parameter, what: str, take: Callable[[_Found], torch.Tensor]) -> None:
@@ -131,7 +140,7 @@ def _set_master(param: nn.Parameter, what: str, take: Callable[[_Found], torch.T
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The float32 master, whole, as a copy."""
+    """The float32 master, whole, as a copy; None for a parameter that is not trained, which has none."""
     return _master(param, "safe_get_full_fp32_param", _Found.whole)
 
 
@@ -272,3 +281,16 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's part of it, flat."""
     _set_gradient(param, "safe_set_local_grad", lambda found: found.spread(value))
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Set the gradient of each parameter that has one to what `update_func` makes of it and the parameter."""
+    what = "safe_update_full_grad_vectorized"
+    for param in param_list:
+        grad = _gradient(param, what, _Found.whole)
+        if grad is None:
+            continue
+        value = update_func(grad, param)
+        _set_gradient(param, what, lambda found, value=value: _flat(value, found, what))  # type: ignore[misc]

@@ -16,6 +16,7 @@ from infinity.checkpoint.format import FROZEN_FIELD, MASTER, frozen_params, read
 from infinity.checkpoint.stored import StoredReader, check_files
 from infinity.config import parse_size
 from infinity.errors import CheckpointError, ConfigError
+from infinity.zero.gathered import owner_of
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -51,13 +52,15 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Load the float32 weights of a checkpoint into a model that has no engine.
+    """Load the float32 weights of a checkpoint into a model, which becomes float32 unless an engine has it.
 
     Raises:
         CheckpointError: it is no checkpoint of this model.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    missing, unexpected = model.float().load_state_dict(state, strict=False)
+    if all(owner_of(param) is None for param in model.parameters()):
+        model.float()
+    missing, unexpected = model.load_state_dict(state, strict=False)
     first = {id(param): name for name, param in model.named_parameters()}
     tied = {name for name, param in model.named_parameters(remove_duplicate=False) if first[id(param)] in state}
     lacking = [name for name in missing if name not in tied]

@@ -6,8 +6,9 @@ from typing import Any
 
 from infinity import __version__ as __infinity__
 from infinity.errors import ConfigError as DeepSpeedConfigError
-from infinity.front import add_config_arguments, init_distributed
+from infinity.front import add_config_arguments
 from infinity.integrations.dialect.accelerator import get_accelerator
+from infinity.integrations.dialect.comm import init_distributed
 from infinity.integrations.dialect.config import DeepSpeedConfig
 from infinity.integrations.dialect.engine import DeepSpeedEngine, initialize
 from infinity.integrations.dialect.logs import log_dist, logger
@@ -15,6 +16,8 @@ from infinity.integrations.dialect.refused import REFUSED, refused
 from infinity.optim.optimizer import TieredOptimizer as DeepSpeedOptimizer
 
 from . import checkpointing, comm, monitor, ops, runtime, utils, zero
+from .git_version_info import git_branch as __git_branch__
+from .git_version_info import git_hash as __git_hash__
 
 __version__ = "0.19.8+infinity"
 
@@ -23,6 +26,8 @@ __all__ = [
     "DeepSpeedConfigError",
     "DeepSpeedEngine",
     "DeepSpeedOptimizer",
+    "__git_branch__",
+    "__git_hash__",
     "__infinity__",
     "__version__",
     "add_config_arguments",

@@ -1,3 +1,7 @@
-from . import adagrad, adam, lion
+from infinity.integrations.dialect.builders import compatible_ops as _compatible_ops
 
-__all__ = ["adagrad", "adam", "lion"]
+from . import adagrad, adam, aio, lion, op_builder
+
+__all__ = ["__compatible_ops__", "adagrad", "adam", "aio", "lion", "op_builder"]
+
+__compatible_ops__ = _compatible_ops()

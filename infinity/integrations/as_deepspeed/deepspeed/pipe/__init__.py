@@ -1,3 +1,7 @@
-raise ImportError(
-    "deepspeed.pipe is not supported by infinity: use torch.distributed.pipelining, see engine.driven_step()"
-)
+from infinity.integrations.dialect.refused import refused_class
+
+__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
+
+LayerSpec = refused_class("LayerSpec")
+PipelineModule = refused_class("PipelineModule")
+TiedLayerSpec = refused_class("TiedLayerSpec")

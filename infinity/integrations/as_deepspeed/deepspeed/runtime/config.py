@@ -1,4 +1,16 @@
 from infinity.errors import ConfigError as DeepSpeedConfigError
-from infinity.integrations.dialect.config import DeepSpeedConfig
+from infinity.integrations.dialect.config import DeepSpeedConfig, get_gradient_clipping
 
-__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError"]
+__all__ = [
+    "ADAGRAD_OPTIMIZER",
+    "ADAMW_OPTIMIZER",
+    "ADAM_OPTIMIZER",
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "LION_OPTIMIZER",
+    "SGD_OPTIMIZER",
+    "get_gradient_clipping",
+]
+
+ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
+LION_OPTIMIZER, SGD_OPTIMIZER = "lion", "sgd"

@@ -1,3 +1,9 @@
-from infinity.integrations.dialect.activation_checkpointing import checkpoint, configure, is_configured, reset
+from infinity.integrations.dialect.activation_checkpointing import (
+    checkpoint,
+    configure,
+    is_configured,
+    non_reentrant_checkpoint,
+    reset,
+)
 
-__all__ = ["checkpoint", "configure", "is_configured", "reset"]
+__all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]

@@ -12,17 +12,23 @@ from infinity.integrations.dialect.parameters import (
     register_external_parameter,
     unregister_external_parameter,
 )
+from infinity.integrations.dialect.refused import refused_class
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MultipleAllGatherHandles",
     "ZeroParamStatus",
     "ZeroParamType",
     "get_accelerator",
+    "partitioned_param_data_shape",
     "register_external_parameter",
     "unregister_external_parameter",
     "zero_wrapper_for_fp_tensor_constructor",
 ]
+
+MultipleAllGatherHandles = refused_class("MultipleAllGatherHandles")
+partitioned_param_data_shape = [0]  # of DeepSpeed's parameters that are away; here they keep their own
 
 _orig_torch_arange = torch.arange
 

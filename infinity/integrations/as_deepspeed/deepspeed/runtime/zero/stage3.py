@@ -1,3 +1,4 @@
+from infinity.integrations.dialect.refused import refused_class
 from infinity.zero.estimates import (
     estimate_zero3_model_states_mem_needs,
     estimate_zero3_model_states_mem_needs_all_cold,
@@ -5,7 +6,10 @@ from infinity.zero.estimates import (
 )
 
 __all__ = [
+    "DeepSpeedZeroOptimizer_Stage3",
     "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
 ]
+
+DeepSpeedZeroOptimizer_Stage3 = refused_class("DeepSpeedZeroOptimizer_Stage3")

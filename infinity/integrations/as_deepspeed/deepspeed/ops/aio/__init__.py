@@ -1,0 +1,3 @@
+from infinity.integrations.dialect.builders import AsyncIOBuilder
+
+__all__ = ["AsyncIOBuilder"]

@@ -1,0 +1,3 @@
+from infinity.integrations.dialect.config_model import DeepSpeedConfigModel
+
+__all__ = ["DeepSpeedConfigModel"]

@@ -1,0 +1,17 @@
+from infinity.integrations.dialect.zero_config import (
+    DeepSpeedZeroConfig,
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+    OffloadDeviceEnum,
+    ZeroStageEnum,
+    get_zero_config,
+)
+
+__all__ = [
+    "DeepSpeedZeroConfig",
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+    "OffloadDeviceEnum",
+    "ZeroStageEnum",
+    "get_zero_config",
+]

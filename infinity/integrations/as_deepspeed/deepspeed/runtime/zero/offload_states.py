@@ -1,0 +1,3 @@
+from infinity.integrations.dialect.engine import get_state_devices
+
+__all__ = ["get_state_devices"]

@@ -1,0 +1,3 @@
+from infinity.errors import ConfigError as ZeRORuntimeException
+
+__all__ = ["ZeRORuntimeException"]

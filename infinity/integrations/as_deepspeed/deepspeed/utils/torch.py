@@ -1,0 +1,3 @@
+from infinity.integrations.dialect.logs import required_torch_version
+
+__all__ = ["required_torch_version"]

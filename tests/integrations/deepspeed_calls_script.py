@@ -1,0 +1,170 @@
+"""What scripts for DeepSpeed call on two ranks, and what they are told where it cannot be."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm
+from deepspeed.runtime.zero.offload_states import get_state_devices
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_update_full_grad_vectorized,
+    z3_leaf_module,
+)
+from torch import nn
+
+from infinity.errors import InfinityError
+
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def engine_of(stage: int, *, optimizer: Any = None, frozen: bool = False, **changes: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "tiering": {"update_schedule": "deferred"},
+        "zero_optimization": {"stage": stage, **changes.pop("zero", {})},
+    }
+    model = deepcopy(MODEL)
+    model[0].requires_grad_(not frozen)
+    if optimizer is None:
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 1.0}}
+    given = None if optimizer is None else optimizer(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, config=config | changes, optimizer=given)
+    return engine
+
+
+def message(kind: type[Exception], call: Any) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{call} raised no {kind.__name__}")
+
+
+def inputs() -> torch.Tensor:
+    return torch.full((1, 4), float(comm.get_rank() + 1))
+
+
+def check_sums() -> None:
+    """The gradients of the ranks are averaged, or added up."""
+    changes = {}
+    for stage in (0, 2):
+        for op, factor in (("mean", 1.0), ("sum", 2.0)):
+            engine = engine_of(stage, gradient_allreduce_op=op)
+            engine.backward(engine(inputs()).sum())
+            grad = safe_get_full_grad(engine.module[1].bias)
+            assert torch.equal(grad, torch.full((2,), factor)), (stage, op, grad)
+            engine.step()
+            changes[stage, op] = MODEL[0].weight - safe_get_full_fp32_param(engine.module[0].weight)
+            engine.destroy()
+        torch.testing.assert_close(changes[stage, "sum"], 2 * changes[stage, "mean"])
+
+
+def check_gradients_are_updated_together() -> None:
+    engine = engine_of(3, frozen=True)
+    engine.backward(engine(inputs()).sum())
+    seen = []
+
+    def negated(grad: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+        seen.append(param)
+        return -grad
+
+    before = safe_get_full_grad(engine.module[1].weight)
+    safe_update_full_grad_vectorized(engine.module.parameters(), negated)
+    assert [param is own for param, own in zip(seen, engine.module[1].parameters(), strict=True)] == [True, True]
+    assert torch.equal(safe_get_full_grad(engine.module[1].weight), -before)
+    engine.step()
+    assert torch.equal(safe_get_full_fp32_param(engine.module[1].weight), MODEL[1].weight + before)
+    assert safe_get_full_fp32_param(engine.module[0].weight) is None
+    engine.destroy()
+
+
+def check_no_sync() -> dict[str, str]:
+    divided, whole = engine_of(2), engine_of(1)
+    told = {"incompatible": message(AssertionError, divided.no_sync().__enter__)}
+    with whole.no_sync():
+        whole.backward(whole(inputs()).sum())
+        told["early"] = message(InfinityError, lambda: safe_get_full_grad(whole.module[1].bias))
+        told["step"] = message(AssertionError, whole.step)
+        told["again"] = message(AssertionError, whole.no_sync().__enter__)
+    whole.backward(whole(inputs()).sum())
+    whole.step()
+    torch.testing.assert_close(safe_get_full_fp32_param(whole.module[1].bias), MODEL[1].bias - 2)
+    for engine in (divided, whole):
+        engine.destroy()
+    return told
+
+
+def check_misuse() -> dict[str, str]:
+    told = {
+        "no model": message(AssertionError, lambda: deepspeed.initialize(config={"train_batch_size": 2})),
+        "optimizer": message(AssertionError, lambda: engine_of(1, optimizer=torch.optim.Rprop)),
+    }
+    leaf = {"leaf_module": {"names": ["1"], "classes": [], "name_suffixes": []}}
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    model = deepcopy(MODEL)
+    assert deepspeed.utils.set_z3_leaf_modules(model, [nn.Linear]) == list(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=sgd)
+    assert (engine.get_lr(), engine.optimizer.kind.layout) == ([0.5], "sgd")  # the script's own counts
+    assert list(engine.optimizer.leaf_parameters) == list(model)
+    engine.destroy()
+    engine = engine_of(1, zero=leaf, fp16={"enabled": True, "initial_scale_power": 4})
+    assert [z3_leaf_module(module) for module in engine.module] == [False, True]
+    assert engine.optimizer.needs_scaler()
+    assert engine.optimizer.loss_scaler.loss_scale == engine.optimizer.loss_scaler.cur_scale == 16
+    outputs = engine(inputs().half())
+    told["scale"] = message(AssertionError, lambda: engine.scale(outputs))
+    told["unscaled"] = message(RuntimeError, lambda: outputs.sum().backward())
+    engine.destroy()
+    assert not engine_of(1).optimizer.needs_scaler()
+    gathered = torch.zeros(2)
+    comm.all_gather_into_tensor(output_tensor=gathered, tensor=torch.tensor([comm.get_rank() + 1.0]), prof=False)
+    assert gathered.tolist() == [1.0, 2.0]
+    comm.reduce_scatter_fn(part := torch.zeros(1), gathered.clone(), log_name="mine")
+    assert (part.item(), comm.get_all_ranks_from_group()) == (2.0 * (comm.get_rank() + 1), [0, 1])
+    total = torch.ones(1)
+    comm.inference_all_reduce(total)
+    assert total.item() == comm.get_world_size(comm.get_world_group()) == 2
+    return told
+
+
+class WithNothing(nn.Module):
+    """A parameter without elements takes part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(4, 2)
+        self.empty = nn.Linear(4, 0, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dense(x).sum() + self.empty(x).sum()
+
+
+def check_empty_parameters() -> None:
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    engine, *_ = deepspeed.initialize(model=WithNothing(), config=config)
+    assert [hasattr(param, "ds_id") for param in engine.parameters()] == [True, True, False]
+    for _ in range(2):
+        engine.backward(engine(inputs()))
+        engine.step()
+    assert engine.global_steps == 2
+    assert {str(device) for device in get_state_devices(engine, "hp_params")} == {"cpu"}
+    engine.destroy()
+
+
+EARLY = message(AssertionError, lambda: deepspeed.init_distributed(dist_init_required=False))
+deepspeed.init_distributed()
+check_sums()
+check_gradients_are_updated_together()
+check_empty_parameters()
+found = {"nobody": EARLY} | check_no_sync() | check_misuse()
+if comm.get_rank() == 0:
+    print("RESULT", json.dumps(found))
