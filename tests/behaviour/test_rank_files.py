@@ -173,7 +173,7 @@ def save_and_die(directory: str, victim: int, moment: str) -> None:
 
 @pytest.mark.parametrize(
     ("victim", "moment"),
-    [(1, "infinity.checkpoint.save.write_shards"), (0, "infinity.checkpoint.save.write_file")],
+    [(1, "infinity.checkpoint.session.write_shards"), (0, "infinity.checkpoint.save.write_file")],
 )
 def test_a_rank_that_is_killed_in_a_save_is_named_and_the_old_checkpoint_stays(victim, moment, tmp_path) -> None:
     (tmp_path / "ranks").mkdir()
@@ -199,7 +199,7 @@ def fail_to_write(directory: str) -> list[str]:
     with engine_of() as engine, pytest.MonkeyPatch.context() as patch:
         engine.save_checkpoint(directory, tag="tag")
         if dist.get_rank() == 1:
-            patch.setattr("infinity.checkpoint.save.write_shards", refuse)
+            patch.setattr("infinity.checkpoint.session.write_shards", refuse)
         with pytest.raises(infinity.InfinityError) as told:
             engine.save_checkpoint(directory, tag="new")
         train(engine)  # it still works

@@ -161,7 +161,7 @@ def test_what_is_no_manifest_is_refused(text, saved) -> None:
         (lambda e: e.update(client_state=None), "has no `client_state`"),
         (lambda e: e["optimizer"]["param_groups"].append({}), "has 2 parameter groups, this optimizer has 1"),
         (lambda e: e["optimizer"]["param_groups"][0].pop("eps"), "has no `eps` for parameter group 0"),
-        (lambda e: e["lr_scheduler"].update(base_lrs=[]), "another LR schedule than FactorLR"),
+        (lambda e: e["lr_scheduler"].update(base_lrs=[]), "another LR schedule than WarmupLR"),
         (lambda e: e["buffers"].update(mask=torch.zeros(1)), "buffer mask is one that the model has not"),
         (lambda e: e["rng"].update(torch=torch.zeros(3)), "no random state"),
     ],
