@@ -199,7 +199,7 @@ class Gradients:
         stats = self._totals[unit].stats
         for part in [part for part, measured in stats.items() if measured is None]:
             stats[part] = self._landing.measure(unit, part)
-        for part, measured in stats.items():
+        for part, measured in reversed(tuple(stats.items())):  # behind the last, all of them are there: one wait
             if isinstance(measured, Coming):
                 stats[part] = self._landing.settled(unit, part, measured.stats(self._counters))
         return [measured for measured in stats.values() if isinstance(measured, GradStats)]
