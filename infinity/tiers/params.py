@@ -548,6 +548,11 @@ class Params:
         if not self.keeps_steps:
             self._swap.slots.next_epoch()
 
+    @property
+    def has_slots(self) -> bool:
+        """Changes of some units can be undone."""
+        return any(isinstance(each.extent, SlotExtent) for each in self._units)
+
     def can_undo(self, unit: int) -> bool:
         """A change of the unit that is written home would leave its values as they are now in the other slot."""
         each = self._units[unit]

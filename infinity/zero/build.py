@@ -223,6 +223,12 @@ def build_runtime(
             written_through=config.tiering.crash_consistent,
             slotted=sizing.tile_numel if sizing.has_slots else 0,
         )
+        if sizing.schedule is UpdateSchedule.SPECULATIVE and not params.has_slots:
+            _log.warning(
+                'tiering.update_schedule is "speculative", but no parameters live on a drive, where updates that run '
+                "ahead leave what was before: all updates wait for the norm. Set zero_optimization.offload_param.device "
+                "to nvme"
+            )
         # Behind what a later process goes on from: how many gradients are there follows from the memory of the day.
         grads = _hold_gradients(sizing, placement, split, there.grads, arena, swap, counters, link)
         undo.callback(grads.close)

@@ -362,6 +362,13 @@ def test_where_every_step_clips_none_runs_ahead(seen, tmp_path) -> None:
     assert not seen
 
 
+def test_where_nothing_can_run_ahead_a_warning_says_why(seen, tmp_path, caplog) -> None:
+    with engine_of(tmp_path, "speculative", params="none") as engine:
+        train(engine, steps=3)
+    assert "no parameters live on a drive" in caplog.text
+    assert not seen
+
+
 def test_space_of_two_slots(tmp_path) -> None:
     sizes = {}
     for schedule in ("deferred", "speculative"):
