@@ -56,9 +56,10 @@ def upper_bound(ratios: Sequence[float], samples: int = 4000) -> float:
 def compare(args: argparse.Namespace, path: str) -> dict[str, Any]:
     args.nvme = Path(path)
     options = worker_options(args)
+    args.host_memory, budget = args.other_host_memory or args.host_memory, args.host_memory
     versions = {
         "here": Version(sys.executable, options, args.ranks),
-        "other": Version(args.other_python, options, args.ranks),
+        "other": Version(args.other_python, worker_options(args), args.ranks),
     }
     try:
         for version in versions.values():
@@ -79,7 +80,7 @@ def compare(args: argparse.Namespace, path: str) -> dict[str, Any]:
         "model": f"{args.layers} x {args.hidden}",
         "tokens": args.batch * args.seq,
         "offload": args.offload,
-        "host_memory": args.host_memory,
+        "host_memory": {"here": budget, "other": args.host_memory},
         "clip": args.clip,
         "ranks": args.ranks,
         "wide_matmul": bool(args.wide_matmul),
@@ -99,6 +100,7 @@ def main() -> int:
     parser.add_argument("--other-python", required=True, help="an interpreter whose infinity is the other version")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--group", type=int, default=3, help="steps a turn")
+    parser.add_argument("--other-host-memory", help="of the other version: versions may count different things in it")
     parser.add_argument("--ranks", type=int, default=1, help="of each version, on this machine")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
