@@ -2,9 +2,9 @@
 
 [Note: where the files are]
 In a directory of the user's own, which nobody else may write to, on the machine that the run is on: below
-$XDG_RUNTIME_DIR where there is one, or else in /dev/shm, which both are memory; only without these in /tmp, which may be
-a drive. Such a directory may go while the run goes on (the last login has ended): the next file is written where there
-is one then. Who reads looks at all of them.
+$XDG_RUNTIME_DIR where there is one, or else in /dev/shm, which are memory both; without them in /tmp, maybe on a drive.
+Such a directory may go while the run goes on (the last login has ended): the next file is written where there is one
+then. Who reads looks at all of them.
 
 [Note: who is alive]
 A process that is killed leaves its file. So the file has the process's number with the moment it was started, which no

@@ -226,8 +226,8 @@ def build_runtime(
         if sizing.schedule is UpdateSchedule.SPECULATIVE and not params.has_slots:
             _log.warning(
                 'tiering.update_schedule is "speculative", but no parameters live on a drive, where updates that run '
-                "ahead leave what was before: all updates wait for the norm. Set zero_optimization.offload_param.device "
-                "to nvme"
+                "ahead leave what was before: all updates wait for the norm. Set "
+                "zero_optimization.offload_param.device to nvme"
             )
         # Behind what a later process goes on from: how many gradients are there follows from the memory of the day.
         grads = _hold_gradients(sizing, placement, split, there.grads, arena, swap, counters, link)
