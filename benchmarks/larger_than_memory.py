@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -29,12 +28,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.initialization import no_init_weights
 from workload import disk_bytes
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import infinity
 from infinity.config import parse_size
 from infinity.integrations import from_pretrained, pretrained_model
 from infinity.io import IoOptions
 from infinity.io.bench import BenchSession, bench_file
 from infinity.memory import Arena
+from tests.behaviour.control_groups import control_group
 
 PROMPT, NEW_TOKENS, STEPS, LENGTH = 8, 6, 4, 16
 LR = 1e-3
@@ -203,25 +204,7 @@ def read_rate(path: Path) -> float:
     return rate
 
 
-# The control group #
-
-
-@contextmanager
-def control_group(nbytes: int) -> Iterator[Path]:
-    """A control group with so much memory, of either version."""
-    names = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
-    old = next((path for kinds, path in names.items() if "memory" in kinds.split(",")), None)
-    if old is not None:
-        group, limit = Path(f"/sys/fs/cgroup/memory{old}"), "memory.limit_in_bytes"
-    else:
-        group, limit = Path(f"/sys/fs/cgroup{names.get('', '/')}"), "memory.max"
-    group = group / f"infinity-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / limit).write_text(str(nbytes))
-        yield group
-    finally:
-        group.rmdir()
+# Processes of their own #
 
 
 def worker(what: str, path: Path, group: Path | None, host_memory: int = 0) -> dict[str, Any]:

@@ -251,6 +251,12 @@ class Executor:
 
     # Updates that run ahead of the norm, see [Note: updates ahead] in in_flight.py #
 
+    @property
+    def _on_host(self) -> InFlight:
+        """What carries updates out, where some can run ahead."""
+        assert isinstance(self._in_flight, InFlight)
+        return self._in_flight
+
     def ran_ahead(self, unit: int) -> tuple[Segment, ...] | None:
         """What an update of the unit has done ahead; None if there was none."""
         return self._in_flight.ran_ahead(unit)
@@ -264,17 +270,15 @@ class Executor:
         """Update of a unit what can be undone; False if that is nothing."""
         if not self._in_flight.can_run_ahead(unit):
             return False
-        assert isinstance(self._in_flight, InFlight)
         self._gathering.changed(unit)
         self.views.cover(unit)
-        self._in_flight.run_ahead(unit, segments, self._urgency(unit)[1])
+        self._on_host.run_ahead(unit, segments, self._urgency(unit)[1])
         return True
 
     def confirm(self, unit: int) -> None:
         """What ran ahead is the unit's update, which is finished as any other."""
-        assert isinstance(self._in_flight, InFlight)
         self.views.outdate(unit, trained=True)
-        self._in_flight.confirm(unit)
+        self._on_host.confirm(unit)
         if unit not in self._in_flight:
             self._in_flight.finished.append(unit)
         if self._params.residency(unit) is not Residency.STORED:
@@ -290,12 +294,11 @@ class Executor:
         ahead = [unit for unit in units if unit in self._in_flight.ahead]
         if not ahead or self.torn:  # nothing goes on from an engine that is torn
             return
-        assert isinstance(self._in_flight, InFlight)
         for unit in ahead:
             if self._params.residency(unit) is Residency.FETCHING:  # the plan wants it next
                 self._params.fetch_wait(unit)
                 self._fetching.pop(unit, None)
-        self._in_flight.undo(ahead)
+        self._on_host.undo(ahead)
         for unit in ahead:
             self._gathering.changed(unit)
             if self._params.residency(unit) is Residency.RESIDENT:
@@ -312,8 +315,7 @@ class Executor:
     def spoil(self, unit: int) -> None:
         """An update of the unit may have run ahead: its gradients change, so that it is not confirmed."""
         if unit in self._in_flight.ahead:
-            assert isinstance(self._in_flight, InFlight)
-            self._in_flight.finish_ahead(unit)
+            self._on_host.finish_ahead(unit)
 
     @property
     def awaits_updates(self) -> bool:

@@ -34,7 +34,7 @@ class Foresight:
             quiet: its gradients were used as they came.
         """
         if not quiet:
-            self._wrong()
+            self.disturbed()
             return
         self._quiet += 1
         if self._tried:
@@ -42,10 +42,7 @@ class Foresight:
         self._tried = False
 
     def disturbed(self) -> None:
-        """Somebody has had the updates undone that ran ahead."""
-        self._wrong()
-
-    def _wrong(self) -> None:
+        """Updates that ran ahead were undone, or would have been."""
         self._quiet = 0
         if self._tried:
             self._asked = min(_MOST_QUIET, 2 * self._asked)

@@ -179,7 +179,7 @@ class Updates:
             )
         self._finals.append(unit)
         self._sum_sq += self._gradients.sum_sq(unit)
-        self._update(unit, 1.0)
+        self._update(unit, self._segments(self._partition.units[unit], 1.0))
 
     def add(self, addend: Addend) -> bool:
         """Add these gradients to those of their unit, once there is room.
@@ -274,25 +274,21 @@ class Updates:
         """Update all units that have gradients; what ran ahead is their update, if that would be the same now."""
         units = self._executor.forward_order(self._gradients.units_with_gradients())
         segments = {unit: self._segments(self._partition.units[unit], scale) for unit in units}
-        ahead = {unit: self._executor.ran_ahead(unit) for unit in units}
-        self._executor.undo(*[unit for unit in units if ahead[unit] != segments[unit]])
+        others = [unit for unit in units if self._executor.ran_ahead(unit) != segments[unit]]
+        self._executor.undo(*others)
         if self._schedule is not UpdateSchedule.BARRIER:
-            self._executor.expect_updates([unit for unit in units if ahead[unit] != segments[unit]])
+            self._executor.expect_updates(others)
         for unit in units:
-            self.under_way = True
-            self._count(unit)
-            self._gradients.forget(unit)
-            if ahead[unit] == segments[unit]:
-                self._executor.confirm(unit)
-            else:
-                self._executor.update(unit, segments[unit])
+            self._update(unit, segments[unit])
 
-    def _update(self, unit: int, scale: float) -> None:
+    def _update(self, unit: int, segments: tuple[Segment, ...]) -> None:
         self.under_way = True
-        segments = self._segments(self._partition.units[unit], scale)
         self._count(unit)
         self._gradients.forget(unit)
-        self._executor.update(unit, segments)
+        if self._executor.ran_ahead(unit) == segments:
+            self._executor.confirm(unit)
+        else:
+            self._executor.update(unit, segments)
 
     def _count(self, unit: int) -> None:
         """Parameters that have a gradient have one more update."""

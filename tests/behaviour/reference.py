@@ -170,3 +170,8 @@ def train_plainly(model: nn.Module, recipe: Recipe) -> Result:
             for master, param in trained:
                 param.copy_(master)
     return Result(losses, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def named_budget(refusal: BaseException) -> int:
+    """The bytes of tiering.host_memory that a refusal asks for."""
+    return int(str(refusal).lower().split("raise ")[1].split(" to ")[1].split()[0])

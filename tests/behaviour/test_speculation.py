@@ -19,7 +19,7 @@ from infinity.tiers import StateStore
 from infinity.zero.foresight import Foresight
 from infinity.zero.in_flight import InFlight
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, batches, loss_of
+from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, batches, loss_of, named_budget
 
 STEPS = 6
 DATA = batches(STEPS)
@@ -96,7 +96,7 @@ def least_memory(architecture: str, precision: str, accumulation: int) -> int:
         config = Recipe(precision, accumulation, NEVER).config(placement)
         with pytest.raises(CapacityError) as refused:
             infinity.initialize(model=model_of(architecture), config=config)
-    return int(str(refused.value).lower().split("raise ")[1].split(" to ")[1].split()[0])
+    return named_budget(refused.value)
 
 
 @cache

@@ -15,7 +15,7 @@ from infinity.memory import StableBuffer
 from infinity.telemetry import Counters, StallCause, StepStats, Times, Waits
 from infinity.tiers import Link, SameMemory, Transfer, to_host
 from tests.behaviour.disks import SlowDisk, swap_on
-from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_llama
+from tests.behaviour.reference import Placement, Recipe, batches, loss_of, named_budget, tiny_llama
 
 DELAY_S = 0.02
 MOST_STEPS = 40
@@ -83,7 +83,7 @@ def least_memory(config: dict, key: str = "host_memory", link: Link | None = Non
     tight = config | {"tiering": config["tiering"] | {key: 1}}
     with pytest.raises(infinity.CapacityError) as refused:
         infinity.initialize(model=tiny_llama(), config=tight, link=link, device="cpu")
-    return int(str(refused.value).lower().split("raise ")[1].split(" to ")[1].split()[0])
+    return named_budget(refused.value)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from infinity.errors import CapacityError
 from infinity.zero.foresight import Foresight
 from infinity.zero.in_flight import InFlight
-from tests.behaviour.reference import Placement, Recipe
+from tests.behaviour.reference import Placement, Recipe, named_budget
 from tests.behaviour.test_parity import assert_same_bits
 from tests.behaviour.test_speculation import SOMETIMES, middle_norm
 from tests.device import simdev
@@ -33,7 +33,7 @@ def least_memory(accumulation: int) -> int:
         placement = Placement("nvme", "nvme", Path(path), "64KiB", 1, "speculative")
         with pytest.raises(CapacityError) as refused:
             engine_on("simdev", tiny(), Recipe("bf16", accumulation, 1.0), placement)
-    return int(str(refused.value).lower().split("raise ")[1].split(" to ")[1].split()[0])
+    return named_budget(refused.value)
 
 
 @pytest.mark.usefixtures("_speed")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -17,6 +17,7 @@ from infinity.cli.main import main
 from infinity.config import load_config
 from infinity.memory import available_memory_bytes, memory_limit_bytes
 from infinity.planner import plan_training
+from tests.behaviour.control_groups import control_group
 
 MIB = 1 << 20
 NO_LIMIT = 9223372036854771712  # as version 1 writes it
@@ -135,24 +136,12 @@ def test_an_automatic_budget_is_a_share_of_what_is_left(monkeypatch) -> None:
 @pytest.fixture
 def small_group() -> Iterator[Path]:
     """A real control group of 700 MiB."""
-    names = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
-    old = next((path for kinds, path in names.items() if "memory" in kinds.split(",")), None)
-    if old is not None:
-        group, limit = Path(f"/sys/fs/cgroup/memory{old}"), "memory.limit_in_bytes"
-    else:
-        group, limit = Path(f"/sys/fs/cgroup{names.get('', '/')}"), "memory.max"
-    group = group / f"infinity-test-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    try:
-        (group / limit).write_text(str(700 * MIB))
-    except OSError as error:
-        group.rmdir()
-        pytest.skip(f"no limit can be set here: {error}")
-    yield group
-    group.rmdir()
+    with ExitStack() as made:
+        try:
+            group = made.enter_context(control_group(700 * MIB))
+        except OSError as error:
+            pytest.skip(f"no control group can be made here: {error}")
+        yield group
 
 
 def test_a_real_limit_is_seen(small_group) -> None:
