@@ -6,14 +6,14 @@ The emulated device of the tests runs hollow kernels, which take their time and 
 cores belong to the optimizer and the drive; its link gives what it is told to. A regime is a step of a Llama 8B on some
 machine: seconds of compute, link, optimizer and drive. Here a small model stands for it, and everything is stretched by
 one factor, so that compute : link : optimizer, or compute : link : drive, stand to each other as on that machine; what
-cannot be stretched is measured first (the optimizer in two steps of this training, or the drive under reads and writes)
-and gives the factor. Seconds of Python are not stretched: a unit of the small model has a tenth of a Llama block's
+cannot be stretched is measured first (the optimizer in steps of its own, or the drive under reads and writes) and
+gives the factor. Seconds of Python are not stretched: a unit of the small model has a tenth of a Llama block's
 parameters, so that they count for more here than there.
 
 The floor of a step is its busiest engine: compute, each direction of the link, the optimizer, the drive. Printed are
 the step, what each engine worked, the floor, the step over it, and how much of the step the device computes. Where
-gradients are clipped no update can begin before backward has ended, so that the optimizer works beside the forward
-pass alone: the least that this schedule can take is printed beside the floor.
+gradients are clipped, updates that wait for the norm work beside the forward pass alone: the step over the least that
+such a schedule can take is printed, too, and is below 1 where updates that run ahead of the norm are faster than that.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from infinity.memory.filled import random_memory
 from tests.device import simdev
 
 GPU_PARAMS = 8.0e9  # of the model whose step a regime tells
-LAYERS, WIDTH, VOCAB, SEQ, BATCH = 8, 1024, 1024, 256, 4
+LAYERS, WIDTH, VOCAB, SEQ, BATCH = 32, 1024, 65536, 256, 4  # units as those of a Llama 8B, an eighth of their size
 FORWARD_SHARE = 1 / 4  # of what a micro-batch computes; backward computes it again and twice as much beside it
-PROBE_FLOPS = 1e12
+PROBE_FLOPS = 1e13
+PROBE_STEPS = 7  # in the first of which nothing is updated, in the second memory is touched first
 STATES_ON_DEVICE_STEP_S = 0.6  # as long as the other regimes that are bound by compute
 ENGINES = ("compute", "h2d", "d2h", "optimizer", "drive")
 
@@ -60,6 +61,8 @@ class Regime:
         accumulation: micro-batches a step.
         host_share: budget of host memory, as a share of all states; 0 for what is useful.
         states: the optimizer's home.
+        ratio: the share of the states that has it; the rest is on the device.
+        schedule: of updates.
     """
 
     compute_s: float
@@ -70,12 +73,17 @@ class Regime:
     accumulation: int = 1
     host_share: float = 0.0
     states: str = "cpu"
+    ratio: float = 1.0
+    schedule: str = "auto"
 
 
 H200 = {"link": 53e9, "adam": 9e9}
 REGIMES = {
     "h200": Regime(1.2, **H200),
-    "h200-clip": Regime(1.2, clip=1.0, **H200),
+    "h200-clip": Regime(1.2, clip=1.0, schedule="deferred", **H200),
+    "h200-clip-ahead": Regime(1.2, clip=1.0, schedule="speculative", **H200),
+    "h200-tenth-on-device": Regime(1.2, ratio=0.9, **H200),
+    "h200-tenth-on-device-clip": Regime(1.2, ratio=0.9, clip=1.0, **H200),
     "h200-8-micro-batches": Regime(1.2, accumulation=8, **H200),
     "h200-states-on-device": Regime(1.2, states="none", **H200),
     "4090": Regime(3.2, link=25e9, adam=3e9),
@@ -134,7 +142,11 @@ def drive_rate(path: Path) -> float:
 
 def config_of(regime: Regime, path: str, params: int) -> dict[str, Any]:
     on_drive = regime.drive > 0
-    tiering: dict[str, Any] = {"nvme": [{"path": path}], "device_memory": "auto"}
+    tiering: dict[str, Any] = {
+        "nvme": [{"path": path}],
+        "device_memory": "auto",
+        "update_schedule": regime.schedule,
+    }
     if regime.host_share:
         tiering["host_memory"] = int(regime.host_share * 12 * params) + (96 << 20)
     return {
@@ -146,34 +158,55 @@ def config_of(regime: Regime, path: str, params: int) -> dict[str, Any]:
         "zero_optimization": {
             "stage": 3,
             "offload_param": {"device": "nvme" if on_drive else "none" if regime.states == "none" else "cpu"},
-            "offload_optimizer": {"device": regime.states},
+            "offload_optimizer": {"device": regime.states, "ratio": regime.ratio},
         },
         "tiering": tiering,
     }
 
 
-def train(regime: Regime, path: str, steps: int, drive_rate: float, trace: Path | None) -> dict[str, Any]:
-    """Steps of the small model; medians of those after two."""
+def probe(regime: Regime, path: str) -> tuple[float, float]:
+    """Seconds that the device computes for a micro-batch, and parameters a second of the optimizer where updates wait
+    for the norm and leave nothing of what they overwrite."""
+    simdev.configure(hollow=1, copy=0, poison=0, flops=PROBE_FLOPS)
+    model, params = made()
+    config = config_of(regime, path, params)
+    config["tiering"]["update_schedule"] = "deferred"
+    computed, worked = [], []
+    with infinity.initialize(model=model, config=config, device="simdev")[0] as engine:
+        for _ in range(PROBE_STEPS):
+            busy = simdev.busy()["compute"]
+            step_of(engine, regime)
+            torch.accelerator.synchronize()
+            computed.append((simdev.busy()["compute"] - busy) / regime.accumulation)
+            worked.append(engine.stats().optimizer_s)
+    return statistics.median(computed), params / max(1e-9, statistics.median(worked[2:]))
+
+
+def made() -> tuple[Model, int]:
     torch.manual_seed(0)
     model = Model()
-    params = sum(param.numel() for param in model.parameters())
-    simdev.configure(hollow=1, copy=1, poison=0, flops=PROBE_FLOPS)
+    return model, sum(param.numel() for param in model.parameters())
+
+
+def step_of(engine: infinity.Engine, regime: Regime) -> None:
+    ids = torch.zeros(BATCH, SEQ, dtype=torch.long).to("simdev")
+    for _ in range(regime.accumulation):
+        engine.backward(engine(ids))
+        engine.step()
+
+
+def train(
+    regime: Regime, path: str, steps: int, drive_rate: float, probed: tuple[float, float], trace: Path | None
+) -> dict[str, Any]:
+    """Steps of the small model; medians of those after two."""
+    simdev.configure(hollow=1, copy=0, poison=0, flops=PROBE_FLOPS)
+    probed_s, adam_rate = probed
+    model, params = made()
     rows = []
     with infinity.initialize(model=model, config=config_of(regime, path, params), device="simdev")[0] as engine:
-        ids = torch.zeros(BATCH, SEQ, dtype=torch.long).to("simdev")
-
-        def step() -> None:
-            for _ in range(regime.accumulation):
-                engine.backward(engine(ids))
-                engine.step()
-
-        step()
+        for _ in range(2):
+            step_of(engine, regime)
         torch.accelerator.synchronize()
-        before = simdev.busy()["compute"]
-        step()
-        torch.accelerator.synchronize()
-        probed_s = (simdev.busy()["compute"] - before) / regime.accumulation
-        adam_rate = params / max(1e-9, engine.stats().optimizer_s)
         # How many times slower this machine is, for a parameter: what cannot be stretched decides.
         slower = regime.drive / drive_rate if regime.drive else regime.adam / adam_rate
         if regime.states == "none":  # nothing is bound to this machine but the Python that launches
@@ -188,7 +221,7 @@ def train(regime: Regime, path: str, steps: int, drive_rate: float, trace: Path 
         )
         for _ in range(2 + steps):
             busy, start_s = simdev.busy(), time.perf_counter()
-            step()
+            step_of(engine, regime)
             wall_s = time.perf_counter() - start_s
             stats = engine.stats()
             if stats.skipped:
@@ -228,14 +261,19 @@ def train(regime: Regime, path: str, steps: int, drive_rate: float, trace: Path 
 
 
 def in_process(name: str, args: argparse.Namespace, drive: float, trace: Path | None) -> dict[str, Any]:
-    """A training in a process of its own: the device keeps what it was told."""
-    command = [sys.executable, __file__, "--path", str(args.path), "--steps", str(args.steps), "--worker", name]
-    command += ["--drive-rate", str(drive), *(["--traces", str(trace)] if trace is not None else [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:]
-        return {"failed": last[0] if last else f"exit code {done.returncode}"}
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    """A training in a process of its own, and before it the probe: the device keeps what it was told, and where its
+    memory is used again, what hollow kernels leave in it are old values, which may be of any size."""
+    told: Any = None
+    for more in ([], ["--probed", "{}"]):
+        command = [sys.executable, __file__, "--path", str(args.path), "--steps", str(args.steps), "--worker", name]
+        command += ["--drive-rate", str(drive), *(["--traces", str(trace)] if trace is not None else [])]
+        command += [part.format(json.dumps(told)) for part in more]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:]
+            return {"failed": last[0] if last else f"exit code {done.returncode}"}
+        told = json.loads(done.stdout.splitlines()[-1])
+    return told  # type: ignore[no-any-return]
 
 
 def main() -> None:
@@ -247,12 +285,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--traces", type=Path, help="directory for a Chrome trace of each regime's last training")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--probed", help=argparse.SUPPRESS)
     parser.add_argument("--drive-rate", type=float, help="bytes a second; measured by default")
     args = parser.parse_args()
     if args.worker:
         with tempfile.TemporaryDirectory(dir=args.path) as path:
-            row = train(REGIMES[args.worker], path, args.steps, args.drive_rate, args.traces)
-        print(json.dumps(row))
+            regime = REGIMES[args.worker]
+            if args.probed is None:
+                told: Any = probe(regime, path)
+            else:
+                told = train(regime, path, args.steps, args.drive_rate, json.loads(args.probed), args.traces)
+        print(json.dumps(told))
         return
     problem = simdev.problem()
     if problem is not None:

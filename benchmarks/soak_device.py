@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from torch import nn
 
 import infinity
 from tests.behaviour.reference import Placement, Recipe, batches
@@ -46,6 +48,7 @@ class Round:
     checkpointing: bool
     tight_host: bool
     tiering: dict[str, Any]
+    ratio: float  # of the states that are offloaded
     speed: dict[str, float]
     split: int | None  # the step after which a checkpoint moves it to another engine
     steps: int
@@ -57,6 +60,8 @@ class Round:
 def draw(random_: random.Random, steps: int) -> Round:
     on_drive = random_.random() < 0.3
     tiering: dict[str, Any] = {"update_schedule": random_.choice(["auto", "deferred", "speculative", "barrier"])}
+    if tiering["update_schedule"] != "speculative":
+        tiering["fill_device"] = random_.random() < 0.4
     if on_drive:
         tiering |= {"activations": "nvme", "activation_memory": random_.choice(["512KiB", "2MiB"])}
     return Round(
@@ -69,6 +74,7 @@ def draw(random_: random.Random, steps: int) -> Round:
         checkpointing=random_.random() < 0.3,
         tight_host=random_.random() < 0.5,
         tiering=tiering | {"device_memory": random_.choice([None, 0, 50_000, 300_000])},
+        ratio=random_.choice([1.0, 1.0, 0.6, 0.2]),
         speed=random_.choice(
             [
                 {},
@@ -87,8 +93,10 @@ def least(ask: Any, key: str, extra: int) -> int:
     try:
         ask()
     except infinity.CapacityError as error:
-        found = str(error).split(f"{key} to " if key == "tiering.host_memory" else "raise it to ")[1]
-        return int(found.split()[0].strip(".,:")) + extra
+        found = re.search(rf"(?:{key}|raise it|raise device_memory) to (\d+) bytes or more", str(error))
+        if found is not None:
+            return int(found[1]) + extra
+        raise
     raise AssertionError(f"one byte of {key} was not refused")
 
 
@@ -100,29 +108,50 @@ def engine_for(drawn: Round, swap: Path, seed: int, device: str) -> infinity.Eng
     if device == "cpu":
         return engine_on("cpu", model, recipe, Placement())
     placement = Placement(drawn.params, drawn.optimizer, swap, "64KiB")
+
+    def on_device(model: nn.Module, **budgets: Any) -> infinity.Engine:
+        config = recipe.config(placement)
+        config["tiering"] |= tiering | budgets
+        if drawn.optimizer != "none":
+            config["zero_optimization"]["offload_optimizer"]["ratio"] = drawn.ratio
+        return infinity.initialize(model=model, config=config, device="simdev")[0]
+
     tiering = drawn.tiering | {"nvme": [{"path": str(swap)}]}
     extra = tiering.pop("device_memory")
     if extra is not None and drawn.params != "none":
-        ask = lambda: engine_on("simdev", tiny(drawn.architecture), recipe, placement, **tiering, device_memory=1)  # noqa: E731
+        ask = lambda: on_device(tiny(drawn.architecture), device_memory=1)  # noqa: E731
         tiering["device_memory"] = least(ask, "tiering.device_memory", extra)
     if drawn.tight_host and "nvme" in (drawn.params, drawn.optimizer):
-        ask = lambda: engine_on("simdev", tiny(drawn.architecture), recipe, placement, **tiering, host_memory=1)  # noqa: E731
+        ask = lambda: on_device(tiny(drawn.architecture), host_memory=1)  # noqa: E731
         tiering["host_memory"] = least(ask, "tiering.host_memory", 200_000)
-    return engine_on("simdev", model, recipe, placement, **tiering)
+    return on_device(model)
 
 
 def losses_of(drawn: Round, path: Path, device: str) -> list[float]:
     data = batches(drawn.steps * drawn.accumulation)
     if drawn.split is None or device == "cpu":
         with engine_for(drawn, path, 0, device) as engine:
-            return train_over(engine, data)
+            return train_with_moves(engine, data, drawn.accumulation)
     stop = drawn.split * drawn.accumulation
     with engine_for(drawn, path, 0, device) as engine:
-        losses = train_over(engine, data[:stop])
+        losses = train_with_moves(engine, data[:stop], drawn.accumulation)
         engine.save_checkpoint(path / "saved")
     with engine_for(replace(drawn, params=drawn.optimizer, optimizer=drawn.params), path, 1, device) as engine:
         engine.load_checkpoint(path / "saved")
-        return losses + train_over(engine, data[stop:])
+        return losses + train_with_moves(engine, data[stop:], drawn.accumulation)
+
+
+def train_with_moves(engine: infinity.Engine, data: list[torch.Tensor], accumulation: int) -> list[float]:
+    """Train, and have what has come to the device go back between steps, a unit at a time, and then come again."""
+    losses = []
+    for first in range(0, len(data), accumulation):
+        losses += train_over(engine, data[first : first + accumulation])
+        filling = engine._step._filling
+        if filling is not None and filling.came:
+            filling._move_back(1, "the soak moves units")
+        elif filling is not None:
+            filling._filled = False
+    return losses
 
 
 def soak(steps: int, seed: int, round_steps: int) -> dict[str, Any]:

@@ -41,6 +41,18 @@ class Scalars:
         eps: float = 0.0,
     ) -> None: ...
 
+class Aside:
+    def __init__(
+        self,
+        *,
+        param: int,
+        master: int,
+        first: int,
+        first_scales: int,
+        second: int,
+        second_scales: int,
+    ) -> None: ...
+
 def update(
     *,
     rule: Rule,
@@ -58,6 +70,7 @@ def update(
     scalars: Scalars,
     seed: int = 0,
     index: int = 0,
+    aside: Aside | None = None,
 ) -> None: ...
 def load_moment(kind: MomentKind, is_signed: bool, n: int, values: int, scales: int, out: int, /) -> None: ...
 def store_moment(

@@ -58,6 +58,11 @@ class Accessors:
         """The model's forward is running."""
         return self._step.hooks.in_forward
 
+    @property
+    def in_backward(self) -> bool:
+        """This thread is in a backward pass of the model."""
+        return self._step.in_backward_now
+
     # Batches #
 
     def train_batch_size(self) -> int:
@@ -231,6 +236,25 @@ class Accessors:
         return outcome is not None and at_boundary and not outcome.skipped
 
     # Gradients #
+
+    def gradients_wait(self, what: str) -> bool:
+        """Some gradients are not reduced over the ranks, which ask this together, yet.
+
+        Args:
+            what: asks, for messages.
+        """
+        self._step.check()
+        self._runtime.together(what)
+        return self._step.gradients.collected_anywhere()
+
+    def waiting_gradient(self, unit: int, slot: int) -> torch.Tensor | None:
+        """A copy of a gradient that is not reduced yet, flat: the sum of what the ranks have so far, if they do.
+
+        Inside `no_sync` it is what this rank has, as if there were no others.
+        """
+        step = self._step
+        found = step.gradients.collected_values(unit, slot, of_all=step.synchronises)
+        return found if found is None or step.synchronises else found * step.losses.ranks_count
 
     def held_gradients(self, unit: int, slot: int, what: str) -> torch.Tensor | None:
         """This rank's part of a unit's gradients in host memory, if the parameter of this slot has one.

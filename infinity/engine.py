@@ -402,8 +402,9 @@ class Engine(Accessors):
             keep_last: when it is saved, remove all but this many of the run's checkpoints in the directory.
             blocking: False to return when it is certain what will be saved, the state of now. The updates of the next
                 step then write it, each before it changes anything, and the checkpoint is there two steps later, or
-                after `wait_checkpoint`, the next save or load, `close` or the end of the process. An error of writing
-                is raised there. With optimizer states on a device it is there at once.
+                when frozen parameters are written too, or after `wait_checkpoint`, the next save or load, `close` or
+                the end of the process. An error of writing is raised there. With optimizer states on a device it is
+                there at once.
 
         Returns:
             The checkpoint's directory.
@@ -412,7 +413,7 @@ class Engine(Accessors):
             StorageError: writing failed; nothing half-written is visible.
             CheckpointError: `client_state` has something that could not be loaded safely, or another run saves its
                 checkpoints in this directory.
-            ConfigError: `tag` is no plain name, or `keep_last` is not at least 1.
+            ConfigError: `tag` is no plain name or not the same on all ranks, or `keep_last` is not at least 1.
         """
         if keep_last is not None and keep_last < 1:
             raise ConfigError(f"keep_last is {keep_last}; it must be at least 1, the checkpoint that is saved")
@@ -423,6 +424,11 @@ class Engine(Accessors):
             options=Options(save_latest, not exclude_frozen_parameters, keep_last),
             blocking=blocking,
         )
+
+    @property
+    def saving(self) -> Path | None:
+        """Directory of the checkpoint that is being saved with `blocking=False`; None when it is there."""
+        return self._session.saving
 
     def wait_checkpoint(self) -> None:
         """Wait until a checkpoint that was saved with `blocking=False` is there; all ranks call this together.

@@ -253,7 +253,7 @@ def _check_batch(config: Config, ranks: Ranks) -> None:
     """A configuration that was resolved before is for this many ranks.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not, or they cannot be divided as it says.
     """
     per_rank = config.micro_batch_size * config.gradient_accumulation_steps
     if per_rank * ranks.size != config.train_batch_size:
@@ -261,6 +261,7 @@ def _check_batch(config: Config, ranks: Ranks) -> None:
             f"train_batch_size {config.train_batch_size} was resolved for {config.train_batch_size // per_rank} ranks "
             f"but {ranks.size} are running: give load_config world_size={ranks.size}, or the configuration itself"
         )
+    config.zero.sharing(ranks.size)
 
 
 def _check_monitors(config: Config) -> None:

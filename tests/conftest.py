@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 # The test models are too small for threads: torch's would only wait for one another. Subprocesses inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -23,3 +25,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path == _DEVICE and not any(path.is_relative_to(_DEVICE) for path in named):
         return True
     return None
+
+
+@pytest.fixture
+def ends_process_group() -> Iterator[None]:
+    """For what initialises `torch.distributed` and leaves it so, as DeepSpeed's dialect and Lightning do."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_process_group() -> Iterator[None]:
+    """A test that leaves one makes of the next engine in its worker one of several ranks: it fails, not the others."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left torch.distributed initialised")

@@ -44,6 +44,16 @@ PYBIND11_MODULE(_adam, m) {
              py::kw_only(), py::arg("grad_scale"), py::arg("param_factor") = 1.0f, py::arg("l2") = 0.0f,
              py::arg("step_size"), py::arg("m_factor") = 0.0f, py::arg("m_weight") = 0.0f, py::arg("v_factor") = 0.0f,
              py::arg("v_weight") = 0.0f, py::arg("blend") = 0.0f, py::arg("inv_bias2") = 1.0f, py::arg("eps") = 0.0f);
+    py::class_<Aside>(m, "Aside")
+        .def(py::init([](uintptr_t param, uintptr_t master, uintptr_t first, uintptr_t first_scales, uintptr_t second,
+                         uintptr_t second_scales) {
+                 return Aside{at<void>(param),
+                              at<void>(master),
+                              {at<void>(first), at<float>(first_scales)},
+                              {at<void>(second), at<float>(second_scales)}};
+             }),
+             py::kw_only(), py::arg("param"), py::arg("master"), py::arg("first"), py::arg("first_scales"),
+             py::arg("second"), py::arg("second_scales"));
     m.attr("SCALE_BLOCK") = kScaleBlock;
 
     const auto no_gil = py::call_guard<py::gil_scoped_release>();
@@ -51,7 +61,7 @@ PYBIND11_MODULE(_adam, m) {
         "update",
         [](Rule rule, ParamKind param_kind, MomentKind moment_kind, size_t n, uintptr_t param, uintptr_t master,
            uintptr_t first, uintptr_t first_scales, uintptr_t second, uintptr_t second_scales, uintptr_t grad,
-           Dtype grad_dtype, const Scalars& scalars, uint64_t seed, uint64_t index) {
+           Dtype grad_dtype, const Scalars& scalars, uint64_t seed, uint64_t index, const Aside* aside) {
             UpdateArgs args;
             args.rule = rule;
             args.param_kind = param_kind;
@@ -65,12 +75,13 @@ PYBIND11_MODULE(_adam, m) {
             args.scalars = scalars;
             args.seed = seed;
             args.index = index;
+            args.aside = aside == nullptr ? Aside{} : *aside;
             run_update(args, n);
         },
         py::kw_only(), py::arg("rule"), py::arg("param_kind"), py::arg("moment_kind"), py::arg("n"), py::arg("param"),
         py::arg("master") = 0, py::arg("first") = 0, py::arg("first_scales") = 0, py::arg("second") = 0,
         py::arg("second_scales") = 0, py::arg("grad"), py::arg("grad_dtype"), py::arg("scalars"), py::arg("seed") = 0,
-        py::arg("index") = 0, no_gil);
+        py::arg("index") = 0, py::arg("aside") = nullptr, no_gil);
     m.def(
         "load_moment",
         [](MomentKind kind, bool is_signed, size_t n, uintptr_t values, uintptr_t scales, uintptr_t out) {

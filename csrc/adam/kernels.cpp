@@ -8,8 +8,10 @@
 
 #include <math.h>
 #include <string.h>
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__x86_64__)
+#include <emmintrin.h>
 #endif
 
 namespace infinity::adam::INFINITY_ISA {
@@ -28,9 +30,37 @@ namespace {
 // square roots of one step with the loads of the next (a tenth for fp32 moments over whole blocks), and enough to fill
 // vectors of bytes.
 constexpr size_t kStep = 128;
+static_assert(kBlock == kScaleBlock, "a block of a moment has one scale");
 
 inline size_t block_end(size_t begin, size_t end) {
     return end - begin < kBlock ? end : begin + kBlock;
+}
+
+// --- past the caches ------------------------------------------------------------------------------------------------
+
+// Copies to memory that is not read soon: its lines are not read before they are written.
+void stream(void* target, const void* source, size_t nbytes) {
+    char* to = static_cast<char*>(target);
+    const char* from = static_cast<const char*>(source);
+    size_t i = 0;
+#if defined(__AVX512F__)
+    if (reinterpret_cast<uintptr_t>(to) % 64 == 0)
+        for (; i + 64 <= nbytes; i += 64)
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
+#elif defined(__x86_64__)
+    if (reinterpret_cast<uintptr_t>(to) % 16 == 0)
+        for (; i + 16 <= nbytes; i += 16)
+            _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                             _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+#endif
+    memcpy(to + i, from + i, nbytes - i);
+}
+
+// What was streamed is there for whoever is told so from now on.
+void end_stream() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
 }
 
 // --- loads and stores of one block ----------------------------------------------------------------------------------
@@ -161,10 +191,17 @@ void adopt(const uint16_t* __restrict param, float* __restrict master, size_t n)
 
 // The fp32 parameters of a block: where they lie, or in scratch.
 float* load_params(const UpdateArgs& args, size_t begin, size_t n, float* scratch) {
+    if (args.aside.param) {
+        const size_t width = args.param_kind == ParamKind::f32 ? sizeof(float) : sizeof(uint16_t);
+        stream(static_cast<char*>(args.aside.param) + begin * width, static_cast<char*>(args.param) + begin * width,
+               n * width);
+    }
     if (args.param_kind == ParamKind::f32)
         return static_cast<float*>(args.param) + begin;
     if (args.param_kind == ParamKind::master) {
         float* master = static_cast<float*>(args.master) + begin;
+        if (args.aside.master)
+            master = static_cast<float*>(memcpy(scratch, master, n * sizeof(float)));
         adopt(static_cast<const uint16_t*>(args.param) + begin, master, n);
         return master;
     }
@@ -175,10 +212,16 @@ float* load_params(const UpdateArgs& args, size_t begin, size_t n, float* scratc
 
 void store_params(const UpdateArgs& args, size_t begin, size_t n, const float* params) {
     uint16_t* narrow = static_cast<uint16_t*>(args.param) + begin;
-    if (args.param_kind == ParamKind::split)
-        split(params, narrow, static_cast<int16_t*>(args.master) + begin, n);
-    else if (args.param_kind == ParamKind::master)
+    if (args.param_kind == ParamKind::split) {
+        alignas(64) int16_t scratch[kStep];
+        split(params, narrow, args.aside.master ? scratch : static_cast<int16_t*>(args.master) + begin, n);
+        if (args.aside.master)
+            stream(static_cast<int16_t*>(args.aside.master) + begin, scratch, n * sizeof(int16_t));
+    } else if (args.param_kind == ParamKind::master) {
         narrow_f16(params, narrow, n);
+        if (args.aside.master)
+            stream(static_cast<float*>(args.aside.master) + begin, params, n * sizeof(float));
+    }
 }
 
 // --- moments --------------------------------------------------------------------------------------------------------
@@ -264,6 +307,22 @@ void store_moment(MomentKind kind, bool is_signed, const Moment& moment, size_t 
     }
 }
 
+// Where the update wants it; a whole block at most.
+void store_moment_of(const UpdateArgs& args, bool is_signed, size_t begin, size_t n, const float* values,
+                     const uint32_t* random) {
+    const Moment& own = is_signed ? args.first : args.second;
+    const Moment& aside = is_signed ? args.aside.first : args.aside.second;
+    if (!aside.values)
+        return store_moment(args.moment_kind, is_signed, own, begin, n, values, random);
+    alignas(64) char scratch[kBlock * sizeof(uint16_t)];
+    const size_t width = args.moment_kind == MomentKind::bf16 ? sizeof(uint16_t) : sizeof(uint8_t);
+    float scale = 0.0f;
+    store_moment(args.moment_kind, is_signed, {scratch, &scale}, 0, n, values, random);
+    stream(static_cast<char*>(aside.values) + begin * width, scratch, n * width);
+    if (args.moment_kind == MomentKind::int8)
+        aside.scales[begin / kScaleBlock] = scale;
+}
+
 void draw_below_wrap(RandomKey key, uint32_t first, uint32_t* __restrict out, uint32_t n) {
     for (uint32_t i = 0; i < n; ++i)
         out[i] = random_bits(key, first + i);
@@ -292,6 +351,7 @@ struct Scratch {
 // One block, but for the storing of its moments, whose scale needs all of it.
 template <RuleLoop rule> void compute(const UpdateArgs& args, size_t begin, size_t n, Scratch& scratch) {
     const MomentKind kind = args.moment_kind;
+    const bool is_f32 = kind == MomentKind::f32;
     for (size_t at = 0; at < n; at += kStep) {
         const size_t i = begin + at;
         const size_t length = n - at < kStep ? n - at : kStep;
@@ -300,9 +360,17 @@ template <RuleLoop rule> void compute(const UpdateArgs& args, size_t begin, size
         float* first = args.first.values ? load_moment(kind, true, args.first, i, length, scratch.first + at) : nullptr;
         float* second =
             args.second.values ? load_moment(kind, false, args.second, i, length, scratch.second + at) : nullptr;
+        if (is_f32 && args.aside.first.values)
+            first = static_cast<float*>(memcpy(scratch.first + at, first, length * sizeof(float)));
+        if (is_f32 && args.aside.second.values)
+            second = static_cast<float*>(memcpy(scratch.second + at, second, length * sizeof(float)));
         rule(param, first, second, grad, length, args.scalars);
         store_params(args, i, length, param);
-        if (kind != MomentKind::f32)
+        if (is_f32 && args.aside.first.values)
+            stream(static_cast<float*>(args.aside.first.values) + i, first, length * sizeof(float));
+        if (is_f32 && args.aside.second.values)
+            stream(static_cast<float*>(args.aside.second.values) + i, second, length * sizeof(float));
+        if (!is_f32)
             draw(args.seed, args.index + i, scratch.random + at, length);
     }
 }
@@ -315,10 +383,12 @@ template <RuleLoop rule> void update_by(const UpdateArgs& args, size_t begin, si
         const size_t n = stop - i;
         compute<rule>(args, i, n, scratch);
         if (kind != MomentKind::f32 && args.first.values)
-            store_moment(kind, true, args.first, i, n, scratch.first, scratch.random);
+            store_moment_of(args, true, i, n, scratch.first, scratch.random);
         if (kind != MomentKind::f32 && args.second.values)
-            store_moment(kind, false, args.second, i, n, scratch.second, scratch.random);
+            store_moment_of(args, false, i, n, scratch.second, scratch.random);
     }
+    if (args.aside.param || args.aside.master || args.aside.first.values || args.aside.second.values)
+        end_stream();
 }
 
 void update(const UpdateArgs& args, size_t begin, size_t end) {

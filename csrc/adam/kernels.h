@@ -51,6 +51,14 @@ struct Moment {
     float* scales;
 };
 
+// Buffers like those of an update, so that its old values stay somewhere; null where they need not.
+struct Aside {
+    void* param;   // the old values go here, the new ones in place
+    void* master;  // the new values go here, and the old ones stay in place
+    Moment first;  // like `master`
+    Moment second; // like `master`
+};
+
 struct UpdateArgs {
     Rule rule;
     ParamKind param_kind;
@@ -64,6 +72,7 @@ struct UpdateArgs {
     Scalars scalars;
     uint64_t seed;  // of stochastic rounding, new for every step
     uint64_t index; // of the first element, among those that share the seed
+    Aside aside;
 };
 
 struct GradArgs {

@@ -155,9 +155,12 @@ void BlockQueue::finish(const Block& block, int error) {
         count_in_flight(block.priority, -1);
         request->in_flight_ -= 1;
         request->outcome_.nbytes += block.moved;
-        if (error != 0 && request->outcome_.error == 0) {
-            request->outcome_.error = error;
-            request->outcome_.offset = block.offset + block.moved;
+        Outcome& outcome = request->outcome_;
+        const auto where = block.offset + block.moved;
+        // Blocks begin in order and may end in any: of several errors the first in the file is told.
+        if (error != 0 && (outcome.error == 0 || where < outcome.offset)) {
+            outcome.error = error;
+            outcome.offset = where;
             if (request->cut_ < request->nbytes) { // the rest of a failed request is not worth starting
                 auto& line = waiting_[static_cast<int>(request->priority_)];
                 line.erase(std::find(line.begin(), line.end(), request));

@@ -2,9 +2,10 @@
 
 [Note: when it is finished]
 All ranks finish it together, so it must be at a moment that is the same for all of them: at the end of the second step
-after it was begun, when every update of the first one has come past, or before, at whatever asks for it (the next
-save, a load, a change of parameters, `wait_checkpoint`, the engine's end). At the process's end it is finished too,
-unless the process ends by an error that other ranks may not have.
+after it was begun, when every update of the first one has come past; of a later one if frozen parameters are not
+written by then, which the ranks ask each other; or before, at whatever asks for it (the next save, a load, a change of
+parameters, `wait_checkpoint`, the engine's end). At the process's end it is finished too, unless the process ends by an
+error that other ranks may not have.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 from infinity.checkpoint.save import Saving
 from infinity.checkpoint.snapshot import Snapshot
@@ -43,9 +45,15 @@ class BackgroundSave:
         self._over = over
         self._begun_at = step.counts.global_steps
         self._owner = os.getpid()
+        self._with_frozen = frozen
         self._snapshot = Snapshot(saving.shards, runtime, frozen=frozen)
         step.at_end = self._look
         atexit.register(self._at_exit)
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's directory, once it is there."""
+        return self._saving.path
 
     def finish(self) -> None:
         """Have the checkpoint be there; all ranks call this together, between steps.
@@ -89,8 +97,11 @@ class BackgroundSave:
 
     def _look(self) -> None:
         """A step is over."""
-        if self._step.counts.global_steps >= self._begun_at + _STEPS:
-            self.finish()
+        if self._step.counts.global_steps < self._begun_at + _STEPS:
+            return
+        if self._with_frozen and self._runtime.ranks.any(self._snapshot.waits_for_frozen):
+            return  # a later step looks again
+        self.finish()
 
     def _end(self) -> None:
         atexit.unregister(self._at_exit)

@@ -52,8 +52,16 @@ def collect_extra(
         "loss_scale": loss_scale.state_dict(),
         "rng": _rng_states(),
         "buffers": persistent_buffers(module),
+        "tied": tied_names(module),
         "client_state": dict(client_state),
     }
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """The other names of parameters that have several, and the name that each is stored by."""
+    first = {id(param): name for name, param in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(param)] for name, param in every if first[id(param)] != name}
 
 
 def read_extra(directory: Path, manifest: Manifest) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from infinity.checkpoint.save import Options, Saving
 from infinity.checkpoint.shards import write_shards
 from infinity.errors import ConfigError
 from infinity.optim.optimizer import TieredOptimizer
-from infinity.tiers import DeviceGrads
 from infinity.zero.build import Runtime
 from infinity.zero.phases import Counts
 from infinity.zero.step import Step
@@ -61,12 +60,16 @@ class Session:
         self._begin("save_checkpoint")
         step, ranks, runtime = self._step, self._runtime.ranks, self._runtime
         extra = collect_extra(self._model, self._optimizer, step.lr_scheduler, step.losses.loss_scale, client_state)
-        of_ranks = ranks.of_all((extra["rng"], self._run.id))
-        extra["rng_of_ranks"] = [states for states, _ in of_ranks]
+        tag = tag or f"global_step{step.counts.global_steps}"
+        of_ranks = ranks.of_all((extra["rng"], self._run.id, tag))
+        extra["rng_of_ranks"] = [states for states, _, _ in of_ranks]
         self._run.id = of_ranks[0][1]
+        if len({other for _, _, other in of_ranks}) > 1:
+            told = ", ".join(repr(other) for _, _, other in of_ranks[:4])
+            raise ConfigError(f"save_checkpoint: tag is not the same on all ranks ({told}): they write one checkpoint")
         saving = Saving(
             self._of_this_part(directory),
-            tag or f"global_step{step.counts.global_steps}",
+            tag,
             runtime,
             run=self._run,
             steps=step.updates.steps,
@@ -76,11 +79,16 @@ class Session:
         with ExitStack() as undo, runtime.counters.aside("save_checkpoint"):
             undo.callback(saving.close)
             saving.begin(extra)
-            if blocking or isinstance(runtime.grads, DeviceGrads):  # which no worker updates
+            if blocking or runtime.states.some_are_there:  # which no worker updates
                 return saving.finish(lambda: write_shards(saving.shards, runtime, frozen=options.frozen))
             self._background = BackgroundSave(saving, runtime, step, frozen=options.frozen, over=self._forget_saving)
             undo.pop_all()
         return saving.path
+
+    @property
+    def saving(self) -> Path | None:
+        """See `Engine.saving`."""
+        return None if self._background is None else self._background.path
 
     def finish_saving(self) -> None:
         """A save that training did not wait for is over when this returns; all ranks call it, between steps."""

@@ -60,14 +60,14 @@ def assemble(runtime: Runtime, written: list[list[WrittenPart]], *, frozen: bool
 
 
 def units_to_write(runtime: Runtime) -> list[Unit]:
-    """All units where this rank has a shard of each; where every rank has all of them whole, its share of them."""
-    units, ranks = runtime.partition.units, runtime.ranks
-    if runtime.partition.sharding.count == ranks.size:
+    """All units where no other rank has the same shard; else this rank's share, so that one rank writes each."""
+    units, replicas = runtime.partition.units, runtime.groups.replicas
+    if replicas.size == 1:
         return list(units)
-    shares: list[list[Unit]] = [[] for _ in range(ranks.size)]
+    shares: list[list[Unit]] = [[] for _ in range(replicas.size)]
     for unit in sorted(units, key=lambda unit: -unit.numel):
         min(shares, key=lambda share: sum(one.numel for one in share)).append(unit)
-    return shares[ranks.rank]
+    return shares[replicas.rank]
 
 
 def tensors_of(

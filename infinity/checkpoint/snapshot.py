@@ -19,14 +19,13 @@ from threading import Lock
 import torch
 
 from infinity.checkpoint.blocks import Staging, submit
+from infinity.checkpoint.frozen import FrozenShards
 from infinity.checkpoint.shards import Shard, WrittenPart, trained_numel, units_to_write
 from infinity.errors import CheckpointError
 from infinity.tiers import Residency
 from infinity.tiers.states import Tile
 from infinity.zero.build import Runtime
 from infinity.zero.partition import Unit
-
-_FROZEN = "-frozen"  # in the names of files of what never changes
 
 
 class _Unit:
@@ -49,13 +48,12 @@ class Snapshot:
 
     Args:
         directory: for the files.
-        frozen: write frozen parameters, too: when it is finished, since they do not change.
+        frozen: write frozen parameters, too; see frozen.py.
     """
 
     def __init__(self, directory: Path, runtime: Runtime, *, frozen: bool) -> None:
         self._directory = directory
         self._runtime = runtime
-        self._frozen = frozen
         self._failure: BaseException | None = None
         self._lock = Lock()
         self._units: dict[int, _Unit] = {}
@@ -66,7 +64,13 @@ class Snapshot:
         self._sums = self._sums_of_reachable()
         self._staging = Staging()
         self._flusher = ThreadPoolExecutor(1, "infinity-checkpoint")
+        self._frozen = FrozenShards(directory, runtime) if frozen else None
         runtime.pipeline.before_update = self._before_update
+
+    @property
+    def waits_for_frozen(self) -> bool:
+        """Frozen parameters are being written still."""
+        return self._frozen is not None and not self._frozen.are_written
 
     @property
     def is_complete(self) -> bool:
@@ -96,9 +100,7 @@ class Snapshot:
             assert one.flushed is not None
             written += one.flushed.result()
             self._runtime.ranks.progress()
-        for unit in units_to_write(self._runtime) if self._frozen else ():
-            written += Shard(unit, self._runtime, (False,), _FROZEN).write(self._directory, self._staging)
-        return written
+        return written if self._frozen is None else written + self._frozen.finish()
 
     def close(self) -> None:
         """Give up what is not finished, and the memory; once is enough."""
@@ -109,6 +111,8 @@ class Snapshot:
             for one in self._units.values():
                 if one.flushed is None:
                     one.shard.abandon()
+        if self._frozen is not None:
+            self._frozen.close()
         self._flusher.shutdown()
         self._staging.close()
 

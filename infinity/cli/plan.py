@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from infinity.planner import StepTime, TrainingPlan
 
 
+_NAMED = 4  # units, before the rest is counted
+
+
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = subparsers.add_parser(
@@ -41,9 +44,10 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None and args.sweep is None:
         raise ConfigError("--plot draws a sweep: give --sweep tokens, host-memory or drives, too")
     draft = lay_out(args, "plan")
-    from infinity.planner import Sweep, predict_step  # noqa: PLC0415  (torch takes seconds)
+    from infinity.planner import Sweep, filled_later, predict_step  # noqa: PLC0415  (torch takes seconds)
 
     asked, plan, needs = draft.asked, draft.plan, draft.needs
+    later = filled_later(plan, needs, asked.config.tiering.device_headroom)
     step = predict_step(plan, asked.config, draft.work, asked.rates)
     sweep = Sweep(asked.model, asked.config, asked.machine, asked.rates, asked.seq_len, asked.checkpointing)
     points = sweep.over(args.sweep) if args.sweep else []
@@ -57,12 +61,22 @@ def run(args: argparse.Namespace) -> int:
             "step": _step_facts(step, args.tbw),
             "sweep": [asdict(point) for point in points],
             "problems": draft.problems,
+            "filled_later": [plan.units[unit].name for unit in later],
+            "emulated": asked.emulated or None,
+            "measured": False,
         }
         print(json.dumps(facts))
         return report_problems(draft.problems)
     print(f"model           {asked.name}")
+    if asked.emulated:
+        print(f"machine         {asked.emulated}, which is not here: all of this is computed, nothing measured on it")
     _print_sizes(plan)
     print("\n".join(estimate_lines(plan, needs)))
+    if later:
+        print(
+            f"filled later    {format_size(plan.sizing.shards.states_bytes(later))} of states, of {len(later)} units, "
+            "come to the device after the first step, which is the one that follows"
+        )
     if len(step.unknown) < len(step.parts):
         _print_step(step, args.tbw)
     if points:
@@ -104,11 +118,27 @@ def _print_sizes(plan: TrainingPlan) -> None:
     print(f"  gradients     {format_size(plan.split.grads_bytes)}")
     print(f"  states kept   {format_size(plan.split.states_bytes)}")
     print(f"  tile ring     {format_size(plan.split.ring_bytes)}")
+    if plan.split.images_bytes:
+        print(f"  before-images {format_size(plan.split.images_bytes)}")
     print(f"  always there  {format_size(plan.needs.always_bytes)}")
+    there = plan.updated_on_device
+    if there:
+        trained = sum(1 for unit in plan.sizing.partition.units if unit.trainable_numel)
+        names = ", ".join(there[:_NAMED]) + (f" and {len(there) - _NAMED} more" if len(there) > _NAMED else "")
+        print(
+            f"on the device   {format_size(plan.sizing.shards.states_there_bytes)} of states, of {len(there)} units of "
+            f"{trained}, which are updated there: {names}"
+        )
     print(
         f"disk, per step  {format_size(plan.read_bytes)} read ({plan.read_bytes / plan.params:.2f} B/parameter), "
         f"{format_size(plan.write_bytes)} written ({plan.write_bytes / plan.params:.2f})"
     )
+    traffic = plan.traffic
+    if plan.machine.ranks > 1:
+        apart = f", {format_size(traffic.averaged)} averaged over replicas" if traffic.averaged else ""
+        print(
+            f"ranks, per step {format_size(traffic.gathered)} gathered, {format_size(traffic.reduced)} reduced{apart}"
+        )
 
 
 def _print_step(step: StepTime, rated_bytes: int | None) -> None:

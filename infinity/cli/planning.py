@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--emulate",
         metavar="MACHINE",
-        help="a machine that is not here: H200, H100, A100, L40S, 4090, 3090 or a JSON file",
+        help="a machine that is not here: H200, H100, A100, L40S, 4090, 3090 or a JSON file; with --profile the drives "
+        "and the optimizer are as measured there",
     )
     machine.add_argument("--nodes", type=int, default=1, help="how many")
     machine.add_argument("--ranks", type=int, default=1, help="processes on each, one a device")
@@ -74,7 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the options say."""
+    """What the options say.
+
+    Attributes:
+        emulated: a machine that is not here, whose rates nobody has measured; nothing for others.
+    """
 
     model: nn.Module
     name: str
@@ -85,6 +90,7 @@ class Asked:
     rates: Rates
     seq_len: int
     checkpointing: bool
+    emulated: str = ""
 
     def work(self, plan: TrainingPlan) -> Work:
         """Of one micro-batch."""
@@ -165,6 +171,7 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
         _rates(args, config, machine),
         args.seq_len or min(_TOKENS, longest),
         args.checkpoint_activations,
+        args.emulate or "",
     )
 
 
@@ -174,7 +181,7 @@ def _fill_in(args: argparse.Namespace) -> None:
         return
     from infinity.planner.machines import known_machine  # noqa: PLC0415  (its package takes seconds)
 
-    for key, value in asdict(known_machine(args.emulate)).items():
+    for key, value in asdict(known_machine(args.emulate, profiled=args.profile is not None)).items():
         if getattr(args, key) is None:
             setattr(args, key, value)
 

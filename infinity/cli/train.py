@@ -41,7 +41,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--lr", type=float, help="learning rate, instead of the JSON's or the checkpoint's")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the data")
     parser.add_argument("--save-dir", type=Path, default=Path("checkpoints"), help="where checkpoints go")
-    parser.add_argument("--save-every", type=int, metavar="N", help="save a checkpoint every N steps and at the end")
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        metavar="N",
+        help="save a checkpoint every N steps, while training goes on; at the end, too",
+    )
     parser.add_argument("--keep-last", type=int, metavar="N", help="remove all but the run's last N checkpoints")
     parser.add_argument(
         "--resume",

@@ -41,6 +41,7 @@ def load_config(source: ConfigSource, *, auto: Mapping[str, Any] | None = None, 
             another. The message names the key and says what to do.
     """
     values = _nest(_read(source))
+    _lift_aio(values)
     _fill(values, auto or {})
     given = copy.deepcopy(values)
     _classify(values)
@@ -71,6 +72,17 @@ def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
             value = {rest: value}
         nested[head] = _merge(nested.get(head), _nest(value)) if isinstance(value, Mapping) else value
     return nested
+
+
+def _lift_aio(values: dict[str, Any]) -> None:
+    """Have `aio` at the top where a file has it in `zero_optimization`, as guides to ZeRO-Infinity print it."""
+    section = values.get("zero_optimization")
+    if not isinstance(section, dict) or "aio" not in section:
+        return
+    if "aio" in values:
+        raise ConfigError("zero_optimization.aio and aio are both given; remove zero_optimization.aio")
+    values["aio"] = section.pop("aio")
+    _log.info("configuration section zero_optimization.aio is taken as aio, which belongs to the top of the file")
 
 
 def _merge(below: Any, above: dict[str, Any]) -> dict[str, Any]:

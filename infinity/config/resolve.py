@@ -24,6 +24,7 @@ from infinity.config.resolved import (
     ZeroConfig,
 )
 from infinity.config.schema import (
+    ALL_RANKS,
     ActivationSection,
     DataTypesSection,
     Fp16Section,
@@ -38,9 +39,11 @@ from infinity.config.values import boolean
 from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)
-# A tile of optimizer states: large enough for many cores in host memory, small enough that many are in flight on NVMe.
-_HOST_TILE_BYTES = 16 << 20
+# A tile of optimizer states: in host memory so large that 16 cores, which take half a millisecond for it, lose little
+# between two of them; on NVMe so small that many are in flight.
+_HOST_TILE_BYTES = 64 << 20
 _DRIVE_TILE_BYTES = 4 << 20
+_DRIVES_TILE_BYTES = 16 << 20
 
 
 def resolve(root: RootSection, world_size: int) -> Config:
@@ -67,8 +70,10 @@ def resolve(root: RootSection, world_size: int) -> Config:
         zero=ZeroConfig(
             stage=zero.stage,
             offload_param=_offload(zero.offload_param),
-            offload_optimizer=_offload(zero.offload_optimizer),
+            offload_optimizer=_offload(zero.offload_optimizer, zero.offload_optimizer.ratio),
             param_persistence_threshold=zero.param_persistence_threshold,
+            prefetch_numel=None if zero.prefetch_bucket_size is None else int(zero.prefetch_bucket_size),
+            shard_size=_shard_size(root),
         ),
         tiering=_tiering(root.tiering, root.activation_checkpointing, zero.offload_param, zero.offload_optimizer),
         aio=AioConfig(
@@ -115,6 +120,47 @@ def _check_placement(zero: ZeroSection) -> None:
             f"zero_optimization.stage is 0 but offload_optimizer.device is {zero.offload_optimizer.device}: "
             "optimizer states are offloaded by stages 1 to 3; set stage to 1 or more, or the device to none"
         )
+    if zero.offload_optimizer.device == "none" and zero.offload_optimizer.ratio < 1:
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.ratio is {zero.offload_optimizer.ratio:g}, the share that is "
+            "offloaded, but its device is none, which offloads nothing: set device to cpu or nvme, or leave ratio out"
+        )
+
+
+def _shard_size(root: RootSection) -> int | None:
+    """Ranks that divide the states among them, by infinity's key or one of DeepSpeed's; None for all.
+
+    Raises:
+        ConfigError: they contradict one another, or nothing is divided at this stage.
+    """
+    zero, own = root.zero_optimization, root.communication.shard_size
+    if own is not None and zero.stage == 0:
+        raise ConfigError(
+            f"communication.shard_size is {own}, but zero_optimization.stage 0 divides nothing among ranks: set stage "
+            "to 1, 2 or 3, or remove the key"
+        )
+    mics = None if zero.mics_shard_size == ALL_RANKS else zero.mics_shard_size
+    hpz = None if zero.zero_hpz_partition_size == 1 else zero.zero_hpz_partition_size
+    given = {
+        "communication.shard_size": own,
+        "zero_optimization.mics_shard_size": mics,
+        "zero_optimization.zero_hpz_partition_size": hpz,
+    }
+    asked = {key: size for key, size in given.items() if size is not None}
+    if zero.stage < 3:  # where DeepSpeed's have no effect there, either
+        for key in asked.keys() - {"communication.shard_size"}:
+            _log.info("configuration key %s has no effect at stage %d; see communication.shard_size", key, zero.stage)
+        return own
+    if len(set(asked.values())) > 1:
+        both = " and ".join(f"{key} is {size}" for key, size in asked.items())
+        raise ConfigError(f"{both}: all of them say how many ranks divide the states among them; keep one")
+    if "zero_optimization.zero_hpz_partition_size" in asked and len(asked) == 1:
+        _log.warning(
+            "zero_optimization.zero_hpz_partition_size is %d: gradients and optimizer states are divided among so many "
+            "ranks, too, where DeepSpeed divides them among all; see communication.shard_size",
+            hpz,
+        )
+    return next(iter(asked.values()), None)
 
 
 def _batch_sizes(root: RootSection, world_size: int) -> tuple[int, int, int]:
@@ -202,8 +248,8 @@ def _check_unmanaged(tiering: TieringSection) -> None:
             )
 
 
-def _offload(section: OffloadSection) -> OffloadConfig:
-    return OffloadConfig(section.device, None if section.nvme_path is None else Path(section.nvme_path))
+def _offload(section: OffloadSection, ratio: float = 1.0) -> OffloadConfig:
+    return OffloadConfig(section.device, None if section.nvme_path is None else Path(section.nvme_path), ratio)
 
 
 def _monitors(root: RootSection) -> MonitorConfig:
@@ -231,7 +277,7 @@ def _fp16(section: Fp16Section) -> Fp16Config:
 
 def default_tile_bytes(drives: int) -> int:
     """Bytes of a tile of optimizer states that live on so many drives, which share it; with none, in host memory."""
-    return min(_HOST_TILE_BYTES, drives * _DRIVE_TILE_BYTES) or _HOST_TILE_BYTES
+    return min(_DRIVES_TILE_BYTES, drives * _DRIVE_TILE_BYTES) or _HOST_TILE_BYTES
 
 
 def _tiering(
@@ -277,4 +323,6 @@ def _tiering(
         timeline=None if tiering.timeline is None else Path(tiering.timeline),
         timeline_steps=tiering.timeline_steps,
         status=tiering.status,
+        fill_device=tiering.fill_device,
+        device_headroom=tiering.device_headroom,
     )

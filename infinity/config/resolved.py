@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from infinity.errors import ConfigError
+
 Device = Literal["none", "cpu", "nvme"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -41,10 +43,15 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Which tier is home for a kind of state."""
+    """Which tier is home for a kind of state.
+
+    Attributes:
+        ratio: the share of it that is there; the rest stays on the compute device.
+    """
 
     device: Device
     nvme_path: Path | None
+    ratio: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,12 +60,33 @@ class ZeroConfig:
 
     Attributes:
         param_persistence_threshold: parameters of at most this many elements outside of blocks stay resident.
+        prefetch_numel: elements of units that ranks gather ahead of their use, beyond the next one; None for a default.
+        shard_size: neighbouring ranks that divide the states among them, as the others do; None for all ranks.
     """
 
     stage: int
     offload_param: OffloadConfig
     offload_optimizer: OffloadConfig
     param_persistence_threshold: int
+    prefetch_numel: int | None = None
+    shard_size: int | None = None
+
+    def sharing(self, ranks: int) -> int:
+        """Of so many ranks, those that divide the states among them.
+
+        Raises:
+            ConfigError: the ranks are no whole number of such groups.
+        """
+        if self.stage == 0:
+            return 1
+        size = ranks if self.shard_size is None else self.shard_size
+        if ranks % size:
+            raise ConfigError(
+                f"communication.shard_size (or mics_shard_size, zero_hpz_partition_size) is {size}, but the number of "
+                f"ranks, {ranks}, is no multiple of it: choose a divisor of {ranks}, or remove the key, so that all "
+                "ranks divide the states"
+            )
+        return size
 
 
 @dataclass(frozen=True)
@@ -72,7 +100,11 @@ class NvmeConfig:
 
 @dataclass(frozen=True)
 class TieringConfig:
-    """Budgets and policies of the tiers; None means chosen at initialize (for `timeline`: none is written)."""
+    """Budgets and policies of the tiers; None means chosen at initialize (for `timeline`: none is written).
+
+    Attributes:
+        device_headroom: the share of the device's memory that `fill_device` leaves free.
+    """
 
     device_memory_bytes: int | None
     host_memory_bytes: int | None
@@ -89,6 +121,8 @@ class TieringConfig:
     timeline: Path | None
     timeline_steps: int
     status: bool = True
+    fill_device: bool = False
+    device_headroom: float = 0.05
 
 
 @dataclass(frozen=True)

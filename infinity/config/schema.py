@@ -17,6 +17,7 @@ from infinity.config.values import boolean
 BLOCK_ALIGN_BYTES = 4096
 MOST_IN_FLIGHT = 4096  # requests of a megabyte: far more than any drive serves at a time
 MOST_THREADS = 1024
+ALL_RANKS = -1
 
 
 def _number(value: Any) -> Any:
@@ -39,6 +40,12 @@ def _block_size(nbytes: int) -> int:
     if nbytes % BLOCK_ALIGN_BYTES:
         raise ValueError(f"it must be a multiple of {BLOCK_ALIGN_BYTES} bytes, which direct I/O needs, such as 1MiB")
     return nbytes
+
+
+def _all_or_some(ranks: int) -> int:
+    if ranks < 1 and ranks != ALL_RANKS:
+        raise ValueError(f"it must be a number of ranks, or {ALL_RANKS} for all of them")
+    return ranks
 
 
 def _file_name(value: str) -> str:
@@ -114,11 +121,21 @@ class OffloadSection(Section):
     nvme_path: FileName | None = None
 
 
+class OffloadOptimizerSection(OffloadSection):
+    ratio: Number = Field(1.0, ge=0, le=1)
+
+
 class ZeroSection(Section):
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_count)] = 0
     offload_param: OffloadSection = OffloadSection()
-    offload_optimizer: OffloadSection = OffloadSection()
+    offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection()
     param_persistence_threshold: Count = Field(100_000, ge=0, alias="stage3_param_persistence_threshold")
+    # transformers has given a fraction of a hidden size's square.
+    prefetch_bucket_size: Annotated[Number, Field(ge=0, lt=1 << 63)] | None = Field(
+        None, alias="stage3_prefetch_bucket_size"
+    )
+    mics_shard_size: Annotated[Count, AfterValidator(_all_or_some)] = ALL_RANKS
+    zero_hpz_partition_size: Annotated[Count, Field(ge=1)] = 1
 
 
 class AioSection(Section):
@@ -159,6 +176,8 @@ class ActivationSection(Section):
 
 class TieringSection(Section):
     device_memory: SizeOrAuto = None
+    fill_device: Bool = False
+    device_headroom: Number = Field(0.05, ge=0, lt=1)
     host_memory: SizeOrAuto = None
     nvme: list[NvmeSection] = []
     state_format: Literal["auto", "fp32", "split", "master", "bf16", "int8"] = "auto"
@@ -177,6 +196,7 @@ class TieringSection(Section):
 
 class CommunicationSection(Section):
     timeout: Number = Field(300.0, gt=0)
+    shard_size: Annotated[Count, Field(ge=1)] | None = None
 
 
 class RootSection(Section):

@@ -5,13 +5,16 @@ from infinity.kernels.machine import (
     active_instruction_set,
     instruction_sets,
     set_threads,
+    share_threads,
     thread_count,
     use_instruction_set,
 )
+from infinity.kernels.on_device import update_on_device
 from infinity.kernels.rules import AdagradHyper, Hyper, LionHyper, Rule, SgdHyper
-from infinity.kernels.torch_ops import update_in_torch
+from infinity.kernels.torch_ops import scratch_bytes, update_in_torch
 from infinity.kernels.update import (
     SCALE_BLOCK,
+    Aside,
     Dither,
     Moment,
     adam_fp32,
@@ -25,6 +28,7 @@ from infinity.kernels.update import (
 __all__ = [
     "SCALE_BLOCK",
     "AdagradHyper",
+    "Aside",
     "Dither",
     "GradStats",
     "Hyper",
@@ -40,11 +44,14 @@ __all__ = [
     "instruction_sets",
     "join_master",
     "load_moment",
+    "scratch_bytes",
     "set_threads",
+    "share_threads",
     "split_master",
     "store_moment",
     "thread_count",
     "update",
     "update_in_torch",
+    "update_on_device",
     "use_instruction_set",
 ]

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import os
+
 from infinity.kernels._native import _adam
+
+_MOST_LEFT = 2  # CPUs for the threads that keep a device busy: the script's, and autograd's
+_LEFT_SHARE = 4
+
+_chosen = False  # somebody has called `set_threads`
 
 
 def set_threads(count: int) -> None:
     """Use `count` threads from now on."""
     if count < 1:
         raise ValueError(f"thread count is {count}; it must be at least 1")
+    global _chosen
+    _chosen = True
     _adam.set_thread_count(count)
 
 
+def share_threads(processes: int, *, launches: bool) -> None:
+    """Use this process's share of the machine's CPUs from now on, unless `set_threads` was called.
+
+    Args:
+        processes: how many train on this machine. Those that are bound to CPUs of their own have theirs.
+        launches: some CPUs are left for the threads that launch what a device computes.
+    """
+    if not _chosen:
+        _adam.set_thread_count(_share(os.cpu_count() or 1, len(os.sched_getaffinity(0)), processes, launches=launches))
+
+
+def _share(machine: int, allowed: int, processes: int, *, launches: bool) -> int:
+    """Of a machine's CPUs, of which a process is allowed to use so many."""
+    is_bound = allowed <= machine // processes
+    own = allowed if is_bound else allowed // processes
+    left = min(_MOST_LEFT, own // _LEFT_SHARE) if launches else 0
+    return max(1, own - left)
+
+
 def thread_count() -> int:
-    """Threads that the kernels use; at first, the CPUs that this process may run on."""
+    """Threads that the kernels use; at first, as many as this process may use CPUs."""
     return _adam.thread_count()
 
 

@@ -18,6 +18,12 @@ import torch
 from infinity.kernels.rules import Loop, Numbers, Rule
 
 _ELEMENTS = 1 << 24  # worked on at a time: bounds what intermediate results take
+_SCRATCH = 8 * torch.float32.itemsize  # an element's part of them, at most
+
+
+def scratch_bytes(numel: int) -> int:
+    """The most that an update of so many elements takes of the device's memory beside what it works on."""
+    return min(numel, _ELEMENTS) * _SCRATCH
 
 
 def update_in_torch(
@@ -101,7 +107,7 @@ def _adam(coupled: bool) -> _Run:
         if n.m_weight < 0.5:  # torch's lerp starts from the nearer end
             m += difference * n.m_weight
         else:
-            torch.add(g, difference * _less(n.m_weight, 1.0), out=m)
+            torch.add(g, difference * less(n.m_weight, 1.0), out=m)
         v *= n.v_factor
         v += (g * n.v_weight) * g
         denominator = _sqrt(v).mul_(n.inv_bias2).add_(n.eps)
@@ -119,7 +125,7 @@ def _adagrad(p: torch.Tensor, _: _State, s: _State, g: torch.Tensor, n: Numbers)
 
 def _lion(p: torch.Tensor, m: _State, _: _State, g: torch.Tensor, n: Numbers) -> None:
     assert m is not None
-    direction = m * _less(1.0, n.blend) + g * n.blend
+    direction = m * less(1.0, n.blend) + g * n.blend
     # torch's own sign makes zero of NaN and of -0.
     sign = torch.where(direction > 0, 1.0, torch.where(direction < 0, -1.0, direction))
     p *= n.param_factor
@@ -142,7 +148,7 @@ def _sqrt(value: torch.Tensor) -> torch.Tensor:
     return value.sqrt() if value.is_cuda else value.double().sqrt_().float()
 
 
-def _less(value: float, other: float) -> float:
+def less(value: float, other: float) -> float:
     """`value - other` in float32, as the kernels have it."""
     return float(np.float32(value) - np.float32(other))
 

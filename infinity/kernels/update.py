@@ -62,6 +62,21 @@ class Dither:
     index: int = 0
 
 
+@dataclass(frozen=True)
+class Aside:
+    """Tensors like those of an update, so that its old values stay somewhere; None where they need not.
+
+    Attributes:
+        param: gets the old values; the new ones are in place.
+        master, first, second: get the new values; the old ones stay in place.
+    """
+
+    param: torch.Tensor | None = None
+    master: torch.Tensor | None = None
+    first: Moment | None = None
+    second: Moment | None = None
+
+
 def update(
     hyper: Rule,
     param: torch.Tensor,
@@ -71,6 +86,7 @@ def update(
     first: Moment | None = None,
     second: Moment | None = None,
     dither: Dither | None = None,
+    aside: Aside | None = None,
 ) -> None:
     """One update by any rule.
 
@@ -79,6 +95,7 @@ def update(
         grad: float32, bfloat16 or float16.
         master: what lies beside `param`.
         first, second: the moments that the rule has, of one kind.
+        aside: where old or new values go so that both are there afterwards.
 
     Raises:
         ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
@@ -99,6 +116,11 @@ def update(
         raise ValueError(f"{hyper.first} and {hyper.second} are of different kinds")
     rule, scalars = _native(hyper)
     dither = dither or Dither()
+    if aside is not None:
+        _check_aside("param", aside.param, param)
+        _check_aside("master", aside.master, master)
+        _check_moment_aside("first", aside.first, first)
+        _check_moment_aside("second", aside.second, second)
     _adam.update(
         rule=rule,
         param_kind=param_kind,
@@ -115,6 +137,38 @@ def update(
         scalars=scalars,
         seed=dither.seed,
         index=dither.index,
+        aside=None if aside is None else _native_aside(aside),
+    )
+
+
+def _check_aside(name: str, aside: torch.Tensor | None, own: torch.Tensor | None) -> None:
+    if aside is None:
+        return
+    if own is None:
+        raise ValueError(f"the update has no {name}, but one is given aside")
+    check(f"{name} aside", aside, own.numel(), own.dtype)
+
+
+def _check_moment_aside(name: str, aside: Moment | None, own: Moment | None) -> None:
+    if aside is None:
+        return
+    if own is None:
+        raise ValueError(f"the update has no {name} moment, but one is given aside")
+    _check_aside(f"{name} moment", aside.values, own.values)
+    _check_aside(f"scales of the {name} moment", aside.scales, own.scales)
+    if (aside.scales is None) != (own.scales is None):
+        raise ValueError(f"the {name} moment has scales, but the one aside has none")
+
+
+def _native_aside(aside: Aside) -> _adam.Aside:
+    first, second = aside.first, aside.second
+    return _adam.Aside(
+        param=_address(aside.param),
+        master=_address(aside.master),
+        first=_address(first.values if first else None),
+        first_scales=_address(first.scales if first else None),
+        second=_address(second.values if second else None),
+        second_scales=_address(second.scales if second else None),
     )
 
 

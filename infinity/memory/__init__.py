@@ -1,14 +1,22 @@
 """Aligned memory: one arena, leases on it, stable ranges, and the ledger of a budget."""
 
-from infinity.memory.arena import Arena, FreeList, Lease
-from infinity.memory.available import available_memory_bytes, free_bytes, memory_limit_bytes
+from infinity.memory.arena import LEASE_ALIGN_BYTES, Arena, FreeList, Lease
+from infinity.memory.available import (
+    DeviceLevel,
+    available_memory_bytes,
+    device_level,
+    free_bytes,
+    memory_limit_bytes,
+)
 from infinity.memory.budget import Budget, Ledger, Level
 from infinity.memory.scratch import Loan, Scratch, scratch_on
 from infinity.memory.stable import StableBuffer, StableMemory, stable_memory
 
 __all__ = [
+    "LEASE_ALIGN_BYTES",
     "Arena",
     "Budget",
+    "DeviceLevel",
     "FreeList",
     "Lease",
     "Ledger",
@@ -18,6 +26,7 @@ __all__ = [
     "StableBuffer",
     "StableMemory",
     "available_memory_bytes",
+    "device_level",
     "free_bytes",
     "memory_limit_bytes",
     "scratch_on",

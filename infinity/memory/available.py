@@ -31,6 +31,32 @@ def free_bytes(device: torch.device) -> int:
     return int(module.mem_get_info(device)[0]) + int(cached)
 
 
+class DeviceLevel(NamedTuple):
+    """How full a device's memory is.
+
+    Attributes:
+        total_bytes: that it has.
+        free_bytes: that this process could take.
+        allocated_bytes, most_bytes: that this process's tensors take, now and at most so far.
+    """
+
+    total_bytes: int
+    free_bytes: int
+    allocated_bytes: int
+    most_bytes: int
+
+
+def device_level(device: torch.device) -> DeviceLevel:
+    """How full the memory of a device is, which is not the CPU."""
+    module = torch.get_device_module(device)
+    return DeviceLevel(
+        total_bytes=int(module.mem_get_info(device)[1]),
+        free_bytes=free_bytes(device),
+        allocated_bytes=int(module.memory_allocated(device)),
+        most_bytes=int(module.max_memory_allocated(device)),
+    )
+
+
 def available_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
     """Bytes that can be taken without swapping, and without being killed for it.
 

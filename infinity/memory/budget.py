@@ -82,7 +82,7 @@ class Ledger:
             CapacityError: the shares exceed the capacity.
         """
         self.parts[name] = part
-        shares = sum(part.capacity_bytes for part in self.parts.values())
+        shares = self.shares_bytes
         if shares > self.capacity_bytes + _PAGE_BYTES * len(self.parts):
             told = ", ".join(f"{name} {part.capacity_bytes}" for name, part in self.parts.items())
             raise CapacityError(f"{self.key} is {self.capacity_bytes} bytes but its parts need {shares}: {told}")
@@ -95,14 +95,24 @@ class Ledger:
 
     def open_within(self, name: str, most_bytes: int) -> Budget:
         """A part of at most so many bytes, in what the others leave; none is counted where that is nothing."""
-        left = self.capacity_bytes - sum(part.capacity_bytes for part in self.parts.values())
-        nbytes = max(0, min(left, most_bytes))
+        nbytes = max(0, min(self.capacity_bytes - self.shares_bytes, most_bytes))
         return self.open(name, nbytes) if nbytes else Budget(f"{self.key} for {name}", 0)
 
     def fix(self, name: str, nbytes: int) -> None:
         """A part that is used as a whole."""
         if nbytes:
             self.open(name, nbytes).take(nbytes, name)
+
+    def widen(self, name: str, part: Budget, nbytes: int) -> None:
+        """A part has so much more from now on, or less; the memory is found to have it, if it was not known to."""
+        part.capacity_bytes += nbytes
+        self.parts[name] = part
+        self.capacity_bytes = max(self.capacity_bytes, self.shares_bytes)
+
+    @property
+    def shares_bytes(self) -> int:
+        """What the parts may take together."""
+        return sum(part.capacity_bytes for part in self.parts.values())
 
     @property
     def peak_bytes(self) -> int:

@@ -22,7 +22,17 @@ from dataclasses import dataclass
 import torch
 
 from infinity.errors import ConfigError
-from infinity.kernels import SCALE_BLOCK, Dither, Moment, Rule, join_master, load_moment, split_master, store_moment
+from infinity.kernels import (
+    SCALE_BLOCK,
+    Aside,
+    Dither,
+    Moment,
+    Rule,
+    join_master,
+    load_moment,
+    split_master,
+    store_moment,
+)
 from infinity.kernels import update as update_flat
 
 SHARD_ALIGN = 2048  # elements: 4096 bytes of 16-bit values
@@ -264,12 +274,15 @@ def update(
     grad: torch.Tensor,
     hyper: Rule,
     dither: Dither | None = None,
+    aside: tuple[torch.Tensor | None, Mapping[str, torch.Tensor] | None] | None = None,
 ) -> None:
     """One update in place.
 
     Args:
         param, grad: 1-D and of one length; states: the fields for the same elements.
         dither: where stochastic rounding takes its bits from; the formats with exact moments need none.
+        aside: what gets the old parameters, and what gets the new fields, of the same elements; None where old values
+            need not stay.
     """
     update_flat(
         hyper,
@@ -279,4 +292,12 @@ def update(
         first=layout.moment(states, layout.first),
         second=layout.moment(states, layout.second),
         dither=dither,
+        aside=None if aside is None else _aside(layout, *aside),
     )
+
+
+def _aside(layout: StateLayout, param: torch.Tensor | None, states: Mapping[str, torch.Tensor] | None) -> Aside:
+    if states is None:
+        return Aside(param)
+    master = states[layout.master] if layout.master is not None else None
+    return Aside(param, master, layout.moment(states, layout.first), layout.moment(states, layout.second))

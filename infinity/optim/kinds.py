@@ -10,8 +10,8 @@ import torch
 
 from infinity.config.values import number, switch
 from infinity.errors import ConfigError
-from infinity.kernels import AdagradHyper, Hyper, LionHyper, Rule, SgdHyper
-from infinity.optim.named import Lion
+from infinity.kernels import Hyper, Rule, SgdHyper
+from infinity.optim.named import Lion, adagrad_rule, lion_rule
 
 Values = Mapping[str, Any]
 
@@ -49,16 +49,6 @@ def _adam(values: Values, step: int, grad_scale: float) -> Rule:
     )
 
 
-def _adagrad(values: Values, step: int, grad_scale: float) -> Rule:
-    numbers = {name: float(values[name]) for name in ("lr", "lr_decay", "eps", "weight_decay")}
-    return AdagradHyper(**numbers, step=step, grad_scale=grad_scale)
-
-
-def _lion(values: Values, step: int, grad_scale: float) -> Rule:
-    beta1, beta2 = values["betas"]
-    return LionHyper(float(values["lr"]), float(beta1), float(beta2), float(values["weight_decay"]), step, grad_scale)
-
-
 def _sgd(values: Values, step: int, grad_scale: float) -> Rule:
     numbers = {name: float(values[name]) for name in ("lr", "momentum", "weight_decay")}
     return SgdHyper(**numbers, step=step, nesterov=bool(values["nesterov"]), grad_scale=grad_scale)
@@ -70,11 +60,11 @@ ADAM = OptimizerKind("adamw", _ADAM, _adam, (torch.optim.Adam, torch.optim.AdamW
 ADAGRAD = OptimizerKind(
     "adagrad",
     {"lr": 1e-2, "lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0},
-    _adagrad,
+    adagrad_rule,
     (torch.optim.Adagrad,),
     ("initial_accumulator_value", "maximize"),
 )
-LION = OptimizerKind("lion", {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}, _lion, (Lion,))
+LION = OptimizerKind("lion", {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}, lion_rule, (Lion,))
 SGD = OptimizerKind(
     "sgd",
     {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False},
@@ -94,6 +84,7 @@ _FOR_TORCH_ALONE = (
     "decoupled_weight_decay",
     "differentiable",
     "foreach",
+    "fp32_optimizer_states",
     "fused",
     "initial_accumulator_value",
     "maximize",

@@ -1,12 +1,12 @@
 """The optimizer step as a pipeline of tiles: while one tile is updated, the next are read and the last are written.
 
-One worker thread updates the units whose gradients are final: first what somebody waits for, then what it has begun,
-which gives the memory of its gradients back, then what the next forward pass needs first. What is still queued when
-backward ends is then needed last, and updated under the forward pass. Tiles are read into the slots of a ring in that
-order, unless they live in host memory, and then ahead for the units that are expected next, so that the disk is busy
-before their gradients are there. The worker chooses anew for every tile, and takes the first in that order whose next
-tile is in memory. It runs the fused kernel over the tile and starts writing the fields, and the parameters where their
-home is below, without waiting.
+One worker thread updates the units whose gradients are final: first what somebody waits for, then, under backward, what
+it has begun, which gives the memory of its gradients back, then what the next forward pass needs first. What is still
+queued when backward ends is then needed last, and updated under the forward pass. Tiles are read into the slots of a
+ring in that order, unless they live in host memory, and then ahead for the units that are expected next, so that the
+disk is busy before their gradients are there. The worker chooses anew for every tile, and takes the first in that order
+whose next tile is in memory. It runs the fused kernel over the tile and starts writing the fields, and the parameters
+where their home is below, without waiting.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import threading
 import time
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 import torch
 
@@ -28,6 +27,7 @@ from infinity.errors import InfinityError
 from infinity.io.threads import start_thread
 from infinity.kernels import Dither, Rule
 from infinity.memory import Lease
+from infinity.optim.before_images import BeforeImages, Image, Room, image_bytes
 from infinity.optim.formats import StateLayout, update
 from infinity.telemetry import Counters, Times, Waits
 from infinity.tiers.copies import Memory, Move, Transfer
@@ -41,8 +41,6 @@ LEAST_SLOTS, MOST_SLOTS = 4, 16
 
 _HOST = Memory.HOST  # a look-up in an Enum takes 0.2 us
 _LEAVE_S = 10.0  # a tile takes milliseconds; a drive that hangs must not keep the process from ending
-
-_rank = attrgetter("rank")
 
 # (unit, tile, the parameters of the whole shard, the tile's fields): looks at what is about to be updated
 BeforeUpdate = Callable[[int, Tile, torch.Tensor, "dict[str, torch.Tensor]"], None]
@@ -73,6 +71,7 @@ class UpdateJob:
         first: position of the shard's first element in the unit; shards of several ranks round differently.
         needed: when the unit is needed next; the lowest goes first among units that nobody waits for yet.
         tiles: indices of those to update; None for all.
+        before: room for what is replaced, by index of the tile.
     """
 
     unit: int
@@ -85,6 +84,7 @@ class UpdateJob:
     first: int = 0
     needed: int = 0
     tiles: frozenset[int] | None = None
+    before: Mapping[int, Image] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -96,6 +96,10 @@ class UpdateTicket:
         missing: moves that the update still has to wait for.
         awaited: somebody waits for this update and no other.
         begun: a tile has been updated.
+        keeps: what is replaced may be needed again.
+        kept: tiles of which `job.before` has what was there.
+        under_way: the tile that is updated now, if `job.before` has room for it.
+        reached: all elements before this one have been updated.
     """
 
     job: UpdateJob
@@ -103,13 +107,12 @@ class UpdateTicket:
     missing: tuple[Move, ...]
     awaited: bool = False
     begun: bool = False
+    keeps: bool = True
+    kept: list[Tile] = field(default_factory=list)
+    under_way: Tile | None = None
+    reached: int = 0
     computed: Future[None] = field(default_factory=Future)
     writes: list[Transfer] = field(default_factory=list)
-
-    @property
-    def rank(self) -> tuple[bool, bool, int]:
-        """Lowest goes first. What is begun is finished, since that gives back the memory of its gradients."""
-        return not self.awaited, not self.begun, self.job.needed
 
     def done(self) -> bool:
         return self.computed.done() and all(write.done() for write in self.writes)
@@ -129,7 +132,7 @@ class UpdateTicket:
 
 
 class UpdatePipeline:
-    """Runs update jobs in the order of `UpdateTicket.rank`; of equals, in the order of submission.
+    """Runs update jobs: first what is awaited, then what is begun (see `prefer`), then what is needed first.
 
     Attributes:
         waits: what the worker waited for; who waits for a ticket waits for that too.
@@ -138,16 +141,26 @@ class UpdatePipeline:
 
     Args:
         slots: of the ring, each as large as a full tile; empty where every tile lives in host memory.
+        images: room for what updates replace that may be undone; closed with the pipeline.
     """
 
-    def __init__(self, layout: StateLayout, states: StateStore, slots: Sequence[Lease], counters: Counters) -> None:
+    def __init__(
+        self,
+        layout: StateLayout,
+        states: StateStore,
+        slots: Sequence[Lease],
+        counters: Counters,
+        images: BeforeImages | None = None,
+    ) -> None:
         self._layout = layout
         self._states = states
         self._counters = counters
         self.waits = Waits(counters.timeline)
         self.before_update: BeforeUpdate | None = None
         self._ring = Ring(states, slots, self.waits)
+        self._images = BeforeImages(0) if images is None else images
         self._queue: list[UpdateTicket] = []  # in the order of their ranks
+        self._prefers_begun = True
         self._views: dict[tuple[Lease, int], dict[str, torch.Tensor]] = {}  # of that many elements in a lease
         self._queued: Counter[int] = Counter()  # by unit
         self._expected: dict[int, None] = {}
@@ -174,7 +187,7 @@ class UpdatePipeline:
         with self._wake:
             if self._closing:
                 raise InfinityError("the optimizer pipeline is closed")
-            insort(self._queue, ticket, key=_rank)
+            insort(self._queue, ticket, key=self._rank)
             self._queued[job.unit] += 1
             self._expected.pop(job.unit, None)
             self._wake.notify()
@@ -183,37 +196,102 @@ class UpdatePipeline:
     def _tiles_of(self, job: UpdateJob) -> Iterator[Tile]:
         return (tile for tile in self._states.tiles(job.unit) if job.tiles is None or tile.index in job.tiles)
 
-    def wait_computed(self, ticket: UpdateTicket) -> None:
+    def wait_computed(self, ticket: UpdateTicket, reached: Callable[[int], None] | None = None) -> None:
         """Wait until this update is computed, which now goes before all others.
+
+        Args:
+            reached: called now and then with the first element that has not been updated yet.
 
         Raises:
             StorageError: a read of this job failed.
         """
         if not ticket.computed.done():
             with self._wake:
-                if ticket in self._queue:
-                    self._queue.remove(ticket)
-                    ticket.awaited = True
-                    insort(self._queue, ticket, key=_rank)
+                ticket.awaited = True
+                self._queue = sorted(self._queue, key=self._rank)  # in one: an interrupt must not lose what is moved
+        if reached is not None:
+            for element in self._progress(ticket):
+                reached(element)
         ticket.computed.result()
+
+    def _progress(self, ticket: UpdateTicket) -> Iterator[int]:
+        """How far the update of an awaited ticket has come, whenever it has come further, until it is over."""
+        seen = 0
+        while not ticket.computed.done():
+            with self._wake:
+                while ticket.reached == seen and not ticket.computed.done():
+                    self._wake.wait()
+                seen = ticket.reached
+            yield seen
+
+    def prefer(self, *, begun: bool) -> None:
+        """Whether units that are begun are finished before others, which gives back the memory of their gradients.
+
+        Else, as once all gradients have come, what the next forward pass needs first is all that counts.
+        """
+        if begun is not self._prefers_begun:
+            with self._wake:
+                self._prefers_begun = begun
+                self._queue = sorted(self._queue, key=self._rank)
+
+    def _rank(self, ticket: UpdateTicket) -> tuple[bool, bool, int]:
+        """Lowest goes first; of equals, what was submitted first."""
+        return not ticket.awaited, not (ticket.begun and self._prefers_begun), ticket.job.needed
 
     def all_tiles(self, unit: int) -> frozenset[int]:
         """Indices of the unit's tiles."""
         return frozenset(range(len(self._states.tiles(unit))))
 
-    def can_undo(self, unit: int) -> frozenset[int]:
+    def can_undo(self, unit: int, *, param: bool) -> frozenset[int]:
         """Indices of the unit's tiles of which an update that is submitted now can be undone.
 
         None while somebody looks on `before_update`, and is to see the tiles of a unit in their order.
+
+        Args:
+            param: its parameters are to be kept, too.
         """
         if self.before_update is not None:
             return frozenset()
-        return frozenset(tile.index for tile in self._states.tiles(unit) if self._states.can_undo(tile))
+        room = self._images.room()
+        return frozenset(tile.index for tile in self._states.tiles(unit) if self._can_undo(tile, room, param=param))
+
+    def _can_undo(self, tile: Tile, room: Room, *, param: bool) -> bool:
+        fields = not self._states.can_undo(tile)
+        if fields and not tile.is_in_memory_alone:
+            return False
+        return room.draw([*([tile.nbytes] if fields else []), *([self._param_bytes(tile)] if param else [])])
+
+    def _param_bytes(self, tile: Tile) -> int:
+        return image_bytes(self._layout, tile.numel) - tile.nbytes
+
+    def keep_before(self, unit: int, tiles: Collection[int], *, param: bool) -> dict[int, Image]:
+        """Room for what an update of these tiles replaces, which `can_undo` has named; of those that need any.
+
+        Pairs with `forget_before`.
+        """
+        images = {}
+        for tile in self._states.tiles(unit):
+            fields = not self._states.can_undo(tile)
+            if tile.index in tiles and (param or fields):
+                images[tile.index] = Image(
+                    self._images.take(tile.nbytes) if fields else None,
+                    self._images.take(self._param_bytes(tile)) if param else None,
+                )
+        return images
+
+    def forget_before(self, ticket: UpdateTicket) -> None:
+        """What the update has replaced is not needed any more."""
+        with self._wake:
+            ticket.keeps = False
+            for index, image in ticket.job.before.items():
+                if ticket.under_way is None or ticket.under_way.index != index:  # the worker gives that back
+                    self._images.give_back(image)
 
     def undo(self, tickets: Sequence[UpdateTicket]) -> None:
         """Have the states be what they were before these updates, which may not be done yet; waits for that.
 
-        Only of tiles that `can_undo` has named before they were submitted.
+        Only of tiles that `can_undo` has named before they were submitted. Parameters are not put back: `params_before`
+        has them.
 
         Raises:
             StorageError: they cannot be read again.
@@ -223,6 +301,15 @@ class UpdatePipeline:
             self._undoing.append((tickets, undone))
             self._wake.notify()
         undone.result()
+
+    @staticmethod
+    def params_before(ticket: UpdateTicket) -> Iterator[tuple[int, torch.Tensor]]:
+        """Where pieces of a shard's parameters begin that an update has changed, and what they were."""
+        for tile in ticket.kept:
+            before = ticket.job.before[tile.index].old_param(ticket.job.param.dtype, tile.numel)
+            for start, stop, _ in _parts(ticket.job, tile):
+                if before is not None:
+                    yield start, before[start - tile.start : stop - tile.start]
 
     def tiles(
         self, unit: int, *, writable: bool, fresh: bool = False
@@ -254,6 +341,25 @@ class UpdatePipeline:
         for write in writes:
             write.result()
 
+    def move_states(self, unit: int, *, there: bool) -> None:
+        """Have the unit's states live on the device, or below again, while no job is queued.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for them; they stay where they are.
+            StorageError: they cannot be read, or written.
+        """
+        self._park()
+        tiles = self._states.tiles(unit)
+        if there:
+            for tile, room in zip(tiles, self._states.room_there(unit), strict=True):
+                self._ring.move_there(tile, room)
+        else:
+            for write in [self._ring.move_back(tile) for tile in tiles]:
+                if write is not None:
+                    write.result()
+        self._ring.clear()
+        self._states.note_homes(unit)
+
     def take_over(self) -> None:
         """All states are those that an earlier process has left on the drives; no job may be queued.
 
@@ -276,6 +382,7 @@ class UpdatePipeline:
         self._stop()
         atexit.unregister(self._leave)
         self._ring.clear()
+        self._images.close()
         self._views.clear()  # they hold on to the memory
 
     def _leave(self) -> None:
@@ -342,11 +449,20 @@ class UpdatePipeline:
         try:
             for ticket in tickets:
                 for tile in self._tiles_of(ticket.job):
-                    self._ring.undo(tile)
+                    self._undo(ticket, tile)
         except BaseException as error:  # whoever waits gets it
             undone.set_exception(error)
         else:
             undone.set_result(None)
+
+    def _undo(self, ticket: UpdateTicket, tile: Tile) -> None:
+        """Put back what an update that may have come to a tile has replaced."""
+        image = ticket.job.before.get(tile.index)
+        if image is None or image.fields is None:
+            self._ring.undo(tile)
+        elif tile in ticket.kept:
+            tile.lease, image.fields = image.fields, tile.lease
+            tile.take_back(_HOST)
 
     def _next_ticket(self) -> UpdateTicket | None:
         """The one to go on with: the nearest to being updated, and of those the first in rank."""
@@ -374,11 +490,16 @@ class UpdatePipeline:
             if ticket.tiles:
                 self._update(ticket, ticket.tiles[0])
                 ticket.tiles.popleft()
+                if ticket.tiles:
+                    ticket.reached = ticket.tiles[0].start
+                if ticket.awaited:
+                    with self._wake:
+                        self._wake.notify_all()
                 if not ticket.begun:
                     with self._wake:
                         self._queue.remove(ticket)
                         ticket.begun = True
-                        insort(self._queue, ticket, key=_rank)
+                        insort(self._queue, ticket, key=self._rank)
         except BaseException as error:  # whoever waits for the ticket gets it
             self._end(ticket, error)
         else:
@@ -403,7 +524,7 @@ class UpdatePipeline:
         try:
             if self.before_update is not None:
                 self.before_update(job.unit, tile, job.param, self._fields(tile))
-            touched = self._compute(job, tile)
+            touched = self._compute(ticket, tile)
         finally:
             write = self._ring.let_go(tile)
         if write is not None:
@@ -411,30 +532,83 @@ class UpdatePipeline:
         if touched and job.write is not None and (write := job.write(job.unit, tile.start, tile.numel)) is not None:
             ticket.writes.append(write)
 
-    def _compute(self, job: UpdateJob, tile: Tile) -> bool:
+    def _compute(self, ticket: UpdateTicket, tile: Tile) -> bool:
         """Update what the job's segments have of a tile; False if that is nothing."""
-        start, stop = tile.start, tile.start + tile.numel
-        parts = [part for part in job.segments if max(part.start, start) < min(part.stop, stop)]
+        job = ticket.job
+        parts = list(_parts(job, tile))
         if not parts:
             return False
         begun_s = time.perf_counter()
-        fields = self._fields(tile)
+        image = self._begin_keeping(ticket, tile)
         tile.begin_write(_HOST)  # of what is held nothing moves
-        for part in parts:
-            low, high = max(part.start, start), min(part.stop, stop)
-            local = fields if high - low == tile.numel else self._layout.narrow(fields, low - start, high - start)
-            dither = Dither(job.seed, job.first + low)
-            update(self._layout, job.param[low:high], local, job.grad[low:high], part.rule, dither)
+        self._apply(job, tile, parts, image)
+        if image is not None:
+            self._end_keeping(ticket, tile, image)
         tile.end_write(_HOST)
         self._counters.updated(job.unit, tile.nbytes, begun_s)
         return True
 
+    def _apply(self, job: UpdateJob, tile: Tile, parts: Sequence[tuple[int, int, Rule]], image: Image | None) -> None:
+        fields = self._fields(tile)
+        old_param = new_fields = None
+        if image is not None:
+            old_param = image.old_param(job.param.dtype, tile.numel)
+            if image.fields is not None:
+                new_fields = self._fields_at(image.fields, tile)
+                if sum(stop - start for start, stop, _ in parts) < tile.numel:
+                    for name, values in new_fields.items():  # what is not updated comes along
+                        values.copy_(fields[name])
+        for start, stop, rule in parts:
+            here = slice(start - tile.start, stop - tile.start)
+            aside = (
+                None if old_param is None else old_param[here],
+                None if new_fields is None else self._of_part(new_fields, tile, start, stop),
+            )
+            update(
+                self._layout,
+                job.param[start:stop],
+                self._of_part(fields, tile, start, stop),
+                job.grad[start:stop],
+                rule,
+                Dither(job.seed, job.first + start),
+                aside if image is not None else None,
+            )
+
+    def _begin_keeping(self, ticket: UpdateTicket, tile: Tile) -> Image | None:
+        """Where what the update of a tile replaces goes; None where it is not needed again."""
+        if not ticket.job.before:
+            return None
+        with self._wake:
+            image = ticket.job.before.get(tile.index) if ticket.keeps else None
+            ticket.under_way = None if image is None else tile
+        return image
+
+    def _end_keeping(self, ticket: UpdateTicket, tile: Tile, image: Image) -> None:
+        """The tile's new fields are in its second place."""
+        if image.fields is not None:
+            tile.lease, image.fields = image.fields, tile.lease
+        with self._wake:
+            ticket.under_way = None
+            if ticket.keeps:
+                ticket.kept.append(tile)
+            else:
+                self._images.give_back(image)
+
+    def _of_part(self, fields: dict[str, torch.Tensor], tile: Tile, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """The fields of elements [start, stop) of the shard."""
+        if stop - start == tile.numel:
+            return fields
+        return self._layout.narrow(fields, start - tile.start, stop - tile.start)
+
     def _fields(self, tile: Tile) -> dict[str, torch.Tensor]:
         """The fields of a tile where it is held."""
         assert tile.lease is not None
-        key = (tile.lease, tile.numel)
+        return self._fields_at(tile.lease, tile)
+
+    def _fields_at(self, place: Lease, tile: Tile) -> dict[str, torch.Tensor]:
+        key = (place, tile.numel)
         if key not in self._views:
-            buffer = tile.lease.tensor(torch.uint8, tile.nbytes)
+            buffer = place.tensor(torch.uint8, tile.nbytes)
             self._views[key] = self._layout.views(buffer, tile.numel)
         return self._views[key]
 
@@ -460,3 +634,11 @@ class UpdatePipeline:
         except BaseException:  # it comes again when the tile is updated, and then there is somebody to tell
             with self._wake:
                 self._expected = {}
+
+
+def _parts(job: UpdateJob, tile: Tile) -> Iterator[tuple[int, int, Rule]]:
+    """Where in the shard what the job does to a tile begins and ends, and the rule."""
+    for segment in job.segments:
+        start, stop = max(segment.start, tile.start), min(segment.stop, tile.start + tile.numel)
+        if start < stop:
+            yield start, stop, segment.rule

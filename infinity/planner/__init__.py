@@ -1,6 +1,6 @@
 """What a training will need, do and cost, before anything is allocated."""
 
-from infinity.planner.memory import Drive, Estimate, drives_here, estimate, largest_model, problems
+from infinity.planner.memory import Drive, Estimate, drives_here, estimate, filled_later, largest_model, problems
 from infinity.planner.rates import Duplex, Rates, rates_of, with_numbers
 from infinity.planner.roofline import Intensity, bandwidth_for, efficiency, intensity
 from infinity.planner.stand_in import WIDTH_STEP, Shape, shape_of, stand_in
@@ -28,6 +28,7 @@ __all__ = [
     "drives_here",
     "efficiency",
     "estimate",
+    "filled_later",
     "intensity",
     "largest_model",
     "plan_training",

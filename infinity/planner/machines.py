@@ -9,13 +9,14 @@ move 6 GB/s. Nothing of it was measured here; `infinity profile` measures the ma
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
 
 _SHARE = 0.45  # of the peak
+_OF_A_PROFILE = ("optimizer_rate", "disk")  # what the processor and the drives of another machine say, too
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,16 @@ class KnownMachine:
         device_memory, machine_memory: bytes.
         flops: a second, of a transformer's products.
         link: bytes a second each way.
-        optimizer_rate: parameters a second.
-        disk: bytes a second.
+        optimizer_rate: parameters a second; None if nobody has said.
+        disk: bytes a second; None if nobody has said.
     """
 
     device_memory: int
     machine_memory: int
     flops: float
     link: float
-    optimizer_rate: float
-    disk: float
+    optimizer_rate: float | None
+    disk: float | None
 
 
 def _server(gigabytes: float, peak: float, link: float = 55e9) -> KnownMachine:
@@ -56,14 +57,17 @@ MACHINES = {
 }
 
 
-def known_machine(name: str) -> KnownMachine:
+def known_machine(name: str, *, profiled: bool = False) -> KnownMachine:
     """One of `MACHINES`, or what a JSON file says with the names of `KnownMachine` as keys.
+
+    Args:
+        profiled: the drives and the optimizer's rate that are assumed give way to those of a profile; a file's do not.
 
     Raises:
         ConfigError: there is none of this name, or the file lacks a number.
     """
     if name in MACHINES:
-        return MACHINES[name]
+        return replace(MACHINES[name], optimizer_rate=None, disk=None) if profiled else MACHINES[name]
     if not name.endswith(".json"):
         raise ConfigError(f"--emulate {name}: no such machine; there are {', '.join(MACHINES)}, or a JSON file")
     try:
@@ -71,10 +75,14 @@ def known_machine(name: str) -> KnownMachine:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--emulate {name} cannot be read: {error}") from error
     wanted = [field.name for field in fields(KnownMachine)]
-    if not isinstance(values, dict) or sorted(values) != sorted(wanted):
-        raise ConfigError(f"--emulate {name} must be an object with these numbers and no others: {', '.join(wanted)}")
+    optional = _OF_A_PROFILE if profiled else ()
+    if not isinstance(values, dict) or not set(wanted) - set(optional) <= set(values) <= set(wanted):
+        raise ConfigError(
+            f"--emulate {name} must be an object with these numbers and no others: {', '.join(wanted)}"
+            + (f"; without {' and '.join(optional)}, those of --profile count" if optional else "")
+        )
     for key, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
             raise ConfigError(f"--emulate {name}: {key} is {value!r}; it must be a number above 0")
     whole = {key: int(values[key]) for key in ("device_memory", "machine_memory")}
-    return KnownMachine(**{**values, **whole})
+    return KnownMachine(**{**dict.fromkeys(_OF_A_PROFILE), **values, **whole})

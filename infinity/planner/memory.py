@@ -12,6 +12,7 @@ from infinity.errors import CapacityError
 from infinity.planner.stand_in import Shape, shape_of, stand_in
 from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
 from infinity.planner.work import Work
+from infinity.schedule.placement import that_fit
 
 _LEAST_PARAMS, _MOST_PARAMS = 5e6, 1e15
 _TRIES = 14  # halvings of a factor of 2e8: within a few percent
@@ -77,6 +78,17 @@ def estimate(plan: TrainingPlan, work: Work | None, libraries_bytes: int) -> Est
         nvme_bytes=plan.nvme_bytes,
         machine_nvme_bytes=plan.nvme_bytes * plan.machine.neighbours,
     )
+
+
+def filled_later(plan: TrainingPlan, needs: Estimate, headroom: float) -> list[int]:
+    """Units whose states come to the device after the first step, if it is filled then.
+
+    Args:
+        headroom: the share of the device's memory that is left free.
+    """
+    sizing = plan.sizing
+    spare_bytes = int((plan.machine.device_bytes or 0) * (1 - headroom)) - needs.device_bytes
+    return that_fit(sizing.rules, sizing.shards, sizing.may_come, spare_bytes)
 
 
 def drives_here(config: Config) -> list[Drive]:

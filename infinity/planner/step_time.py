@@ -134,7 +134,7 @@ def predict_step(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -
         down=traffic.link_down,
         read=traffic.spilled + stored,
         written=traffic.spilled,
-        reduce_s=traffic.reduced / reduced if reduced else 0.0,
+        reduce_s=(traffic.reduced + traffic.averaged) / reduced if reduced else 0.0,
     )
     update = seconds.update()
     shared = not plan.machine.discrete
@@ -176,7 +176,8 @@ class _Seconds:
         self._plan = plan
         self._rates = rates
         self._neighbours = plan.machine.neighbours
-        self._on_device = plan.sizing.rules.states is Memory.DEVICE
+        # A device whose memory has the states updates them in less time than a step's launches take.
+        self._updated_below = sum(plan.sizing.shards.below)
 
     def lanes(
         self,
@@ -201,11 +202,9 @@ class _Seconds:
     def update(self) -> Lanes:
         traffic, rate = self._plan.traffic, self._rates.optimizer_params_per_s
         gather = self._rates.gather_bytes_per_s
-        own = sum(self._plan.sizing.shards.numels)
         written = traffic.states + traffic.params_written
         return {
-            # A device whose memory has the states updates them in less time than a step's launches take.
-            "optimizer": own * self._neighbours / rate if rate and not self._on_device else 0.0,
+            "optimizer": self._updated_below * self._neighbours / rate if rate else 0.0,
             "disk": self._duplex(self._rates.disk, traffic.states, written) * self._neighbours / self._busy(),
             "collectives": traffic.regathered / gather if gather else 0.0,
         }
@@ -225,11 +224,11 @@ class _Seconds:
         plan, rates, traffic = self._plan, self._rates, self._plan.traffic
         needed = {
             "compute": not rates.products,
-            "optimizer": rates.optimizer_params_per_s is None and not self._on_device,
+            "optimizer": rates.optimizer_params_per_s is None and self._updated_below > 0,
             "disk": rates.disk is None and plan.read_bytes + plan.write_bytes > 0,
             "link": rates.link is None and plan.machine.discrete,
             "collectives": (rates.gather_bytes_per_s is None or rates.reduce_bytes_per_s is None)
-            and traffic.reduced > 0,
+            and traffic.reduced + traffic.averaged > 0,
         }
         return tuple(name for name, missing in needed.items() if missing)
 
@@ -248,7 +247,7 @@ def _windows(plan: TrainingPlan, forward: Lanes, backward: Lanes, update: Lanes,
     most = 1.0
     least = 1.0
     if schedule is UpdateSchedule.SPECULATIVE:
-        least = 0.0
+        least = 1.0 - _share_ahead(plan)
     if schedule is UpdateSchedule.BACKWARD:
         grads = sum(plan.sizing.shards.grad_sizes)
         least, most = 0.0, min(1.0, plan.split.grads_bytes / max(1, grads))
@@ -262,6 +261,17 @@ def _windows(plan: TrainingPlan, forward: Lanes, backward: Lanes, update: Lanes,
         choices.append(pair)
     best = min(choices, key=lambda pair: sum(_merge(window, shared, len(plan.units)).seconds for window in pair))
     return [*best, *others]
+
+
+def _share_ahead(plan: TrainingPlan) -> float:
+    """How much of the states can be updated before the norm is known: what has two slots, or room for before-images."""
+    sizing, needs, split = plan.sizing, plan.needs, plan.split
+    if sizing.keeps_steps:
+        return 1.0
+    share = split.images_bytes / needs.images_bytes if needs.images_bytes else 0.0
+    if sizing.has_slots and sizing.rules.params is Memory.NVME:
+        share += 1.0 - split.states_bytes / max(1, needs.states_bytes)
+    return min(1.0, share)
 
 
 def _merge(window: Window, shared: bool, units: int) -> Window:

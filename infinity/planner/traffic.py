@@ -13,7 +13,11 @@ from infinity.zero.sizing import Sizing
 
 @dataclass(frozen=True)
 class Fetches:
-    """Parameters that come in for all forward, or all backward, passes of a step, in bytes by route."""
+    """Parameters that come in for all forward, or all backward, passes of a step, in bytes by route.
+
+    Attributes:
+        gathered: from other ranks, which each use of a unit needs, wherever this rank's shard is.
+    """
 
     disk: int = 0
     link: int = 0
@@ -31,7 +35,8 @@ class Traffic:
         spilled: gradients that do not fit: so much is written, and so much read, under backward.
         link_down: gradients that leave the device; those that are added up on it leave once.
         link_up: updated parameters that stay on the device, of units whose states do not.
-        reduced: gradients that are sent to other ranks.
+        reduced: gradients that are sent to the ranks that share the states.
+        averaged: those of this rank's shard that are exchanged with the ranks that have the same one.
         regathered: updated parameters that every rank keeps whole, received from those that have updated them.
     """
 
@@ -43,7 +48,13 @@ class Traffic:
     link_down: int
     link_up: int
     reduced: int
+    averaged: int
     regathered: int
+
+    @property
+    def gathered(self) -> int:
+        """Parameters that come from the ranks that share the states."""
+        return self.forward.gathered + self.backward.gathered + self.regathered
 
     @property
     def read_bytes(self) -> int:
@@ -54,9 +65,7 @@ class Traffic:
         return self.states + self.params_written + self.spilled
 
 
-def traffic_of(
-    sizing: Sizing, placement: Placement, steps: Plan, micro_batches: int, ranks: int, sums_bytes: int = 0
-) -> Traffic:
+def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches: int, sums_bytes: int = 0) -> Traffic:
     """Of a step of so many micro-batches, each of which repeats the plan's cycle unless they go layer by layer.
 
     Args:
@@ -65,20 +74,19 @@ def traffic_of(
     rules, specs = sizing.rules, sizing.specs
     passes = 1 if sizing.layer_major else micro_batches
     stored = [home.memory is Memory.NVME for home in placement.params]
-    forward, backward = (
-        _fetches(sizing, stored, list(units), passes) for units in _fetched(steps, len(steps.steps) // 2)
-    )
+    half = len(steps.steps) // 2
+    phases = zip(_fetched(steps, half), _gathered(steps, half), strict=True)
+    forward, backward = (_fetches(sizing, stored, list(units), whole, passes) for units, whole in phases)
     spilled = sum(sizing.shards.grad_sizes[unit] for unit in placement.grad_homes.spilled)
     updated = steps.evicted if rules.one_memory and not rules.gathers else range(len(specs))
     trained = sum(unit.trainable_numel for unit in sizing.partition.units)
-    # An all-reduce is a reduce-scatter and an all-gather.
-    reductions = (micro_batches if rules.reduces_every_pass else 1) * (1 if rules.gathers else 2)
-    own = trained // rules.sharding.count
-    own_bytes = own * sizing.grad_dtype.itemsize
-    leaving = 0 if rules.one_memory or rules.states is Memory.DEVICE else own_bytes
+    reduced = trained * sizing.communication_dtype.itemsize * (micro_batches if rules.reduces_every_pass else 1)
+    leaving = 0 if rules.one_memory else sum(sizing.shards.grad_sizes)
     once = min(leaving, sums_bytes)
     coming = {unit for part in _fetched(steps, 0) for unit in part}
-    staying = sum(spec.shard_nbytes for unit, spec in enumerate(specs) if unit not in coming)
+    staying = sum(
+        spec.shard_nbytes for unit, spec in enumerate(specs) if unit not in coming and unit not in sizing.there
+    )
     kept_whole = sum(spec.nbytes for spec in specs if not spec.offloaded)
     return Traffic(
         forward,
@@ -88,8 +96,10 @@ def traffic_of(
         spilled=spilled * passes,
         link_down=once + (leaving - once) * passes,
         link_up=staying if leaving else 0,
-        reduced=_sent(trained * sizing.communication_dtype.itemsize * reductions, ranks) if rules.reduces else 0,
-        regathered=_sent(kept_whole, ranks) if rules.gathers else 0,
+        reduced=_sent(reduced, rules.sharding.count),
+        # An all-reduce is a reduce-scatter and an all-gather.
+        averaged=_sent(2 * reduced // rules.sharding.count, rules.replicas),
+        regathered=_sent(kept_whole, rules.sharding.count),
     )
 
 
@@ -101,14 +111,23 @@ def _fetched(steps: Plan, forward: int) -> Iterator[Iterator[int]]:
         yield iter([*on_the_spot, *ahead])
 
 
-def _fetches(sizing: Sizing, stored: list[bool], units: list[int], passes: int) -> Fetches:
+def _gathered(steps: Plan, forward: int) -> Iterator[list[int]]:
+    """Units that are made whole for the forward uses, and for the others, wherever their shards are: a unit stays whole
+    from one use to the next if that follows at once."""
+    uses = [step.unit for step in steps.steps]
+    due = [(index, unit) for index, unit in enumerate(uses) if uses[index - 1 : index] != [unit]]
+    yield [unit for index, unit in due if index < forward]
+    yield [unit for index, unit in due if index >= forward]
+
+
+def _fetches(sizing: Sizing, stored: list[bool], units: list[int], whole: list[int], passes: int) -> Fetches:
     specs, rules = sizing.specs, sizing.rules
-    whole = passes * sum(specs[unit].nbytes for unit in units)
+    whole_bytes = passes * sum(specs[unit].nbytes for unit in whole)
     shards = passes * sum(specs[unit].shard_nbytes for unit in units)
     return Fetches(
         disk=passes * sum(specs[unit].shard_nbytes for unit in units if stored[unit]),
         link=0 if rules.one_memory else shards,
-        gathered=_sent(whole, rules.sharding.count) if rules.gathers else 0,
+        gathered=_sent(whole_bytes, rules.sharding.count),
     )
 
 

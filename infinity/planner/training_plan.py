@@ -89,6 +89,11 @@ class TrainingPlan:
         return sum(unit.params for unit in self.units)
 
     @property
+    def updated_on_device(self) -> list[str]:
+        """Names of the units whose optimizer states are on the device."""
+        return [unit.name for index, unit in enumerate(self.units) if index in self.sizing.there]
+
+    @property
     def read_bytes(self) -> int:
         """From the drives in one step."""
         return self.traffic.read_bytes
@@ -111,10 +116,15 @@ class TrainingPlan:
             "host_bytes": self.host_bytes,
             "host_used_bytes": self.host_used_bytes,
             "device_used_bytes": self.device_used_bytes,
+            "states_on_device_bytes": self.sizing.shards.states_there_bytes,
+            "updated_on_device": self.updated_on_device,
             "split": asdict(self.split),
             "nvme_bytes": self.nvme_bytes,
             "read_bytes_per_step": self.read_bytes,
             "write_bytes_per_step": self.write_bytes,
+            "gathered_bytes_per_step": self.traffic.gathered,
+            "reduced_bytes_per_step": self.traffic.reduced,
+            "averaged_bytes_per_step": self.traffic.averaged,
             "units": [asdict(unit) for unit in self.units],
             "steps": [
                 {
@@ -142,7 +152,8 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
     placement = place(sizing.rules, sizing.specs, sizing.shards, split)
     there = device_budgets(sizing, config, split, Ledger("host memory", capacity), machine.device_bytes or 0)
     moving = [unit for unit, spec in enumerate(sizing.specs) if spec.offloaded]
-    steps = make_plan([*moving, *reversed(moving)], [spec.nbytes for spec in sizing.specs], there.params.capacity_bytes)
+    sizes = [spec.nbytes for spec in sizing.specs]
+    steps = make_plan([*moving, *reversed(moving)], sizes, there.params.capacity_bytes, sizing.ahead_bytes)
     return TrainingPlan(
         machine=machine,
         sizing=sizing,
@@ -161,9 +172,7 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
         if config.tiering.crash_consistent
         else _nvme_bytes(sizing, placement),
         steps=steps,
-        traffic=traffic_of(
-            sizing, placement, steps, config.gradient_accumulation_steps, machine.ranks, there.sums.capacity_bytes
-        ),
+        traffic=traffic_of(sizing, placement, steps, config.gradient_accumulation_steps, there.sums.capacity_bytes),
     )
 
 
@@ -182,9 +191,8 @@ def _host_capacity(config: Config, needs: MemoryNeeds, machine: Machine) -> int:
 
 
 def _host_used(needs: MemoryNeeds, split: MemorySplit) -> int:
-    granted = split.params_bytes + split.grads_bytes + split.states_bytes + split.ring_bytes + split.homes_bytes
     beside = needs.collecting_bytes + needs.activations_bytes + needs.initial_extra_bytes(split)
-    return needs.always_bytes + granted + beside
+    return needs.always_bytes + split.granted_bytes + beside
 
 
 def _nvme_bytes(sizing: Sizing, placement: Placement) -> int:

@@ -41,6 +41,7 @@ class MemoryNeeds:
         collecting_bytes: whole gradients on their way to the ranks' shards, where this memory has them.
         activations_bytes: what autograd saves and is moved here.
         initial_bytes: values on their way to the tiers at `initialize`, before there are gradients and activations.
+        images_bytes: before-images of all that updates may overwrite ahead.
         largest_unit: name of the largest unit, for the error message, its bytes, and whether it is an embedding.
     """
 
@@ -63,6 +64,7 @@ class MemoryNeeds:
     collecting_bytes: int = 0
     activations_bytes: int = 0
     initial_bytes: int = 0
+    images_bytes: int = 0
 
     @property
     def least_bytes(self) -> int:
@@ -72,7 +74,8 @@ class MemoryNeeds:
     @property
     def most_bytes(self) -> int:
         params_bytes = self.always_bytes + self.params_bytes + self.homes_bytes
-        return params_bytes + self.ring_bytes + self.states_bytes + self._later(self.grads_bytes)
+        states_bytes = self.ring_bytes + self.states_bytes + self.images_bytes
+        return params_bytes + states_bytes + self._later(self.grads_bytes)
 
     def _later(self, grads_bytes: int) -> int:
         """What training takes that `initialize` does not: values on their way to the tiers have this room then."""
@@ -91,13 +94,21 @@ class MemoryNeeds:
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """Bytes granted to parameters, gradients, states that stay, tiles in flight, and shards that lie apart."""
+    """Bytes granted to parameters, gradients, states that stay, tiles in flight, shards that lie apart, and
+    before-images."""
 
     params_bytes: int
     grads_bytes: int
     states_bytes: int
     ring_bytes: int
     homes_bytes: int = 0
+    images_bytes: int = 0
+
+    @property
+    def granted_bytes(self) -> int:
+        """All of these."""
+        states_bytes = self.states_bytes + self.ring_bytes + self.images_bytes
+        return self.params_bytes + self.homes_bytes + self.grads_bytes + states_bytes
 
 
 def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySplit:
@@ -121,7 +132,13 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySpl
             f"{_further(needs)}. "
             f"Raise {key} to {needs.least_bytes} bytes or more, lower tiering.tile_size, "
             "or move a section to nvme."
-            + alone(needs.largest_unit, needs.largest_unit_bytes, capacity_bytes, needs.largest_is_embedding)
+            + alone(
+                needs.largest_unit,
+                needs.largest_unit_bytes,
+                capacity_bytes,
+                needs.largest_is_embedding,
+                at_once=2 if needs.params_min_bytes else 1,
+            )
         )
     ring = min(needs.ring_bytes, capacity_bytes // _RING_SHARE, needs.ring_min_bytes + spare)
     ring = max(needs.ring_min_bytes, ring // needs.tile_bytes * needs.tile_bytes)
@@ -134,7 +151,9 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySpl
     spare -= homes - needs.homes_min_bytes
     grads = min(needs.grads_bytes, flowing + spare)
     spare -= grads - flowing
-    return MemorySplit(params, grads, min(needs.states_bytes, needs.states_min_bytes + spare), ring, homes)
+    states = min(needs.states_bytes, needs.states_min_bytes + spare)
+    spare -= states - needs.states_min_bytes
+    return MemorySplit(params, grads, states, ring, homes, min(needs.images_bytes, spare))
 
 
 def _further(needs: MemoryNeeds) -> str:
@@ -147,16 +166,24 @@ def _further(needs: MemoryNeeds) -> str:
     return "".join(f", {name} {format_size(nbytes)}" for name, nbytes in parts.items() if nbytes)
 
 
-def alone(unit: str, unit_bytes: int, capacity_bytes: int, is_embedding: bool) -> str:
-    """What to do about a unit that no schedule can fit; nothing if it would fit."""
-    if unit_bytes <= capacity_bytes:
+def alone(unit: str, unit_bytes: int, capacity_bytes: int, is_embedding: bool, at_once: int = 1) -> str:
+    """What to do about a unit that no schedule can fit; nothing if it would fit.
+
+    Args:
+        at_once: units that are whole here at once: the one that is computed on, and the one that comes meanwhile.
+    """
+    if at_once * unit_bytes <= capacity_bytes:
         return ""
+    size = format_size(unit_bytes)
+    how = f"alone is larger than that ({size})"
+    if unit_bytes <= capacity_bytes:
+        how = f"alone takes {size} of that, beside the one that comes while it is computed on,"
     if is_embedding:
         return (
-            f" Unit `{unit}` alone is larger than that ({format_size(unit_bytes)}) and is an embedding, which is held "
-            "as a whole while it is used: only a larger budget helps, a smaller vocabulary, or bf16 for fp32."
+            f" Unit `{unit}` {how} and is an embedding, which is held as a whole while it is used: only a larger "
+            "budget helps, a smaller vocabulary, or bf16 for fp32."
         )
     return (
-        f" Unit `{unit}` alone is larger than that ({format_size(unit_bytes)}): replace its large nn.Linear layers by "
-        "infinity.zero.TiledLinear, whose parts are units of their own."
+        f" Unit `{unit}` {how.rstrip(',')}: replace its large nn.Linear layers by infinity.zero.TiledLinear, whose "
+        "parts are units of their own."
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from infinity.schedule.ahead import MOST_AHEAD
 from infinity.schedule.next_use import NextUse
 from infinity.schedule.plan import Plan, PlanStep, make_plan
 
@@ -19,14 +20,16 @@ class Cycle:
         sizes: bytes of each unit.
         moving: which of them come and go.
         capacity_bytes: memory for these.
+        ahead_bytes: of those that are gathered ahead of their use, beyond the next one.
 
     Attributes:
         plan: None before the first training step.
     """
 
-    def __init__(self, sizes: Sequence[int], moving: Sequence[bool], capacity_bytes: int) -> None:
+    def __init__(self, sizes: Sequence[int], moving: Sequence[bool], capacity_bytes: int, ahead_bytes: int = 0) -> None:
         self.plan: Plan | None = None
         self.capacity_bytes = capacity_bytes
+        self.ahead_bytes = ahead_bytes
         self._sizes = tuple(sizes)
         self._moving = tuple(moving)
         self._recorded: list[int] | None = None  # None between two cycles
@@ -59,7 +62,7 @@ class Cycle:
         moving = tuple(unit for unit in uses if self._moving[unit])
         if self.plan is not None and moving == self._course.uses:
             return False
-        self.plan = make_plan(moving, self._sizes, self.capacity_bytes)
+        self.plan = make_plan(moving, self._sizes, self.capacity_bytes, self.ahead_bytes)
         self._course = NextUse(moving)
         return True
 
@@ -82,6 +85,11 @@ class Cycle:
     def expected(self) -> int | None:
         """The unit that will probably be used next; None where nobody knows."""
         return self._last.expected
+
+    @property
+    def upcoming(self) -> tuple[int, ...]:
+        """The units that will probably be used next, in their order, a few; none where nobody knows."""
+        return self._last.upcoming(MOST_AHEAD if self.ahead_bytes else 1)
 
     def strangers(self, units: Iterable[int]) -> list[int]:
         """Those of the units that the plan does not begin with."""

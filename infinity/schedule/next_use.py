@@ -77,6 +77,10 @@ class NextUse:
         self._move_to(self.position + 1)
         return True
 
+    def upcoming(self, count: int) -> tuple[int, ...]:
+        """At most so many of the units that the running cycle uses next; none if nobody knows."""
+        return () if self.position is None else self.uses[self.position : self.position + count]
+
     def _move_to(self, position: int) -> None:
         self.position = position
         self.expected = self.uses[position] if position < len(self.uses) else None

@@ -7,7 +7,8 @@ Three facts of a run (its stage, its offload sections, what computes it) and not
 - A shard lies *apart* from the tensor that is computed on where the device has memory of its own, or where several
   ranks share the tensor. The optimizer then updates the shard, in host memory; else the tensor itself.
 - What the ranks share (all but at stage 0) has its home in shards. Whole tensors of parameters stay at stages 1 and 2
-  and are gathered from shards at stage 3.
+  and are gathered from shards at stage 3. Ranks share in groups, each of which has all, if `communication.shard_size`
+  says so.
 
 `Rules` hold this for all units alike. What a budget is too small for goes to the drive, tile by tile and unit by unit:
 that is `place`, once the budget is divided.
@@ -24,14 +25,18 @@ from typing import NamedTuple
 import torch
 
 from infinity.config import Config, NvmeConfig
+from infinity.kernels import scratch_bytes
 from infinity.schedule.budget import MemoryNeeds, MemorySplit
+from infinity.schedule.on_device import as_far_as_fits, may_fill, promotion_order, share_there
 from infinity.tiers import ARRIVING_UNITS, WHOLE, FlatSpec, GradHomes, Memory, Sharding
 
 _SPILL_SLOTS = 3  # one filled, one written, one read
 _GRADS_IN_FLIGHT = 3  # units whose gradients may be held at once where they are updated in backward
-# Of all gradients: those whose updates may be left to the next forward pass, under which the drive would idle.
+# Of all gradients: those whose updates may be left for later. The drive would idle under the next forward pass, and the
+# device in backward, while the optimizer is busy with a large unit.
 _GRADS_LEFT_SHARE = 4
 _DEVICE_TILE_BYTES = 64 << 20
+_AHEAD_NUMEL = 50_000_000  # gathered ahead, beyond the next unit: DeepSpeed's default
 _STAGING_UNITS = 3  # of those that lie apart: one uploaded, one read, one updated
 
 
@@ -57,12 +62,16 @@ class Rules:
 
     Attributes:
         sharding: which slice of a unit's states, of its gradients, and of what lies apart, is this rank's.
+        replicas: ranks that have the same slice.
         params: home of parameters that may leave the device; DEVICE if none may.
         states: home of optimizer states; DEVICE if they, and gradients, never leave it.
+        share_there: of the states, so many are on the device, unit by unit, whatever the home of the others is.
+        fills: what the device's memory has left after the first step is filled with states of further units.
         site: where the optimizer updates: HOST on a shard that lies apart, DEVICE on what is computed on.
         one_memory: device and host are one: the host's budget pays for both.
         stage: of ZeRO, where there are several ranks; else 0.
         gathers: units are made whole from the shards of several ranks.
+        ahead_numel: elements of units that are, ahead of their use, beyond the next one.
         reduces: gradients are sums over several ranks.
         reduces_every_pass: in every backward pass, else in the last one of a step.
         collects_all: every rank has whole gradients of all units at once before they are reduced.
@@ -78,12 +87,16 @@ class Rules:
     """
 
     sharding: Sharding
+    replicas: int
     params: Memory
     states: Memory
+    share_there: float
+    fills: bool
     site: Memory
     one_memory: bool
     stage: int
     gathers: bool
+    ahead_numel: int
     reduces: bool
     reduces_every_pass: bool
     collects_all: bool
@@ -97,13 +110,14 @@ class Rules:
     drives: tuple[NvmeConfig, ...]
     activations_bytes: int
 
-    def param_home(self, *, stays: bool) -> Memory:
-        """Of a unit's parameters, which may `stay` by themselves, before a budget moves it up from the drive."""
-        return Memory.DEVICE if stays else self.params
+    def param_home(self, *, stays: bool, updated_there: bool) -> Memory:
+        """Of a unit's parameters, which may `stay` by themselves or as they are updated on the device, before a budget
+        moves it up from the drive."""
+        return Memory.DEVICE if stays or updated_there else self.params
 
     def measured_there(self, parts: int) -> int:
         """Of so many parts of units, each measured by itself, those whose gradients' norms are made on the device."""
-        return parts if self.grads_stream or self.states is Memory.DEVICE else 0
+        return parts if self.grads_stream or self.share_there else 0
 
     def in_place_problem(self) -> str:
         """Why frozen weights cannot be used where they lie in somebody's files; or nothing."""
@@ -116,11 +130,12 @@ class Rules:
 
     def commit_problem(self) -> str:
         """Why not every step can be kept on the drives; or nothing."""
-        if self.states is not Memory.DEVICE:
+        if not (self.share_there or self.fills):
             return ""
         return (
             "tiering.crash_consistent writes through what an update changes in host memory, but with "
-            "offload_optimizer.device none the states are updated on the device: set it to cpu or nvme"
+            "offload_optimizer.device none, ratio below 1 or tiering.fill_device, states are updated on the device: "
+            "set device to cpu or nvme, and leave the other two out"
         )
 
     def no_sync_problem(self) -> str:
@@ -148,9 +163,13 @@ def rules_of(
         discrete: the compute device has memory of its own.
         exact: the state format rounds nothing, so that a device can update it too.
         updates_in_backward: a unit is updated as soon as its gradients are final.
+
+    Raises:
+        ConfigError: so many ranks cannot be divided into groups that share states.
     """
     stage, params, states = config.zero.stage, config.zero.offload_param.device, config.zero.offload_optimizer.device
-    sharding = WHOLE if stage == 0 else Sharding(rank, ranks)
+    sharing = config.zero.sharing(ranks)
+    sharding = Sharding(rank % sharing, sharing)
     apart = discrete or sharding.count > 1
     layer_major = config.gradient_accumulation_steps > 1 and config.tiering.accumulation == "layer"
     summed = config.accumulates and not layer_major
@@ -164,17 +183,23 @@ def rules_of(
     else:
         home = Memory.DEVICE
     states_home = {"nvme": Memory.NVME, "cpu": Memory.HOST, "none": Memory.HOST}[states]
-    if states == "none" and discrete and exact and ranks == 1 and home is Memory.DEVICE:
-        states_home = Memory.DEVICE
+    share = share_there(config, ranks, discrete=discrete, exact=exact)
+    if states == "none" and discrete and exact and home is Memory.DEVICE:
+        states_home, share = Memory.DEVICE, 1.0
+    fills = states_home is not Memory.DEVICE and may_fill(config, ranks, discrete=discrete, exact=exact)
     streams = discrete and states_home is not Memory.DEVICE
     return Rules(
         sharding=sharding,
+        replicas=ranks // sharing,
         params=home,
         states=states_home,
+        share_there=share,
+        fills=fills,
         site=Memory.HOST if apart else Memory.DEVICE,
         one_memory=not discrete,
         stage=stage if ranks > 1 else 0,
         gathers=sharding.count > 1,
+        ahead_numel=_ahead_numel(config, discrete=discrete) if sharding.count > 1 else 0,
         reduces=ranks > 1,
         reduces_every_pass=every_pass,
         collects_all=ranks > 1 and summed and not every_pass,
@@ -182,13 +207,20 @@ def rules_of(
         spills_grads=on_drives and (summed or not updates_in_backward),
         grads_stream=streams,
         sums_there=streams and summed and (ranks == 1 or every_pass),
-        least_tile_bytes=_DEVICE_TILE_BYTES if states_home is Memory.DEVICE else 0,
+        # Tiles of a drive keep the size that is best for it.
+        least_tile_bytes=_DEVICE_TILE_BYTES if (share or fills) and states_home is not Memory.NVME else 0,
         # Users read and write parameters between steps at these stages, as in torch.
         settles=stage < 3 and config.tiering.update_schedule == "auto",
         params_pass_host=config.aio.use_gds and discrete and home is Memory.NVME,
         drives=config.tiering.nvme if on_drives else (),
         activations_bytes=config.tiering.activation_memory_bytes if activations_move else 0,
     )
+
+
+def _ahead_numel(config: Config, *, discrete: bool) -> int:
+    """As it is asked for; else some where the device has memory of its own, and none beside the host's shards."""
+    asked = config.zero.prefetch_numel
+    return asked if asked is not None else _AHEAD_NUMEL if discrete else 0
 
 
 def may_run_ahead(config: Config) -> bool:
@@ -204,6 +236,7 @@ class Shards:
         numels: elements of each unit that this rank's optimizer has.
         tile_numel, tile_bytes: elements of a full tile of optimizer states, bytes of a tile of so many.
         standing: units whose gradients stay open while those of others come and go.
+        there: units whose states, and gradients, are on the device; those of the others are `below`.
     """
 
     numels: Sequence[int]
@@ -211,16 +244,51 @@ class Shards:
     tile_bytes: Callable[[int], int]
     grad_dtype: torch.dtype
     standing: Collection[int]
+    there: frozenset[int] = frozenset()
+
+    @cached_property
+    def below(self) -> list[int]:
+        """As `numels`, of units whose states are not on the device; 0 of the others."""
+        return [0 if unit in self.there else numel for unit, numel in enumerate(self.numels)]
 
     @cached_property
     def tile_sizes(self) -> list[int]:
-        """Bytes of every tile."""
-        return [self.tile_bytes(numel) for numel in cut_into_tiles(self.numels, self.tile_numel)]
+        """Bytes of every tile below."""
+        return self._tile_sizes(self.below)
 
     @cached_property
     def grad_sizes(self) -> list[int]:
-        """Bytes of each unit's gradients."""
-        return [numel * self.grad_dtype.itemsize for numel in self.numels]
+        """Bytes of each unit's gradients below."""
+        return [numel * self.grad_dtype.itemsize for numel in self.below]
+
+    @cached_property
+    def states_there_bytes(self) -> int:
+        """Optimizer states on the device."""
+        return self.states_bytes(self.there)
+
+    def states_bytes(self, units: Collection[int]) -> int:
+        """Optimizer states of these units."""
+        return sum(self._tile_sizes([self.numels[unit] for unit in units]))
+
+    @cached_property
+    def grad_sizes_there(self) -> list[int]:
+        """Bytes of each unit's gradients on the device."""
+        return [(all_ - below) * self.grad_dtype.itemsize for all_, below in zip(self.numels, self.below, strict=True)]
+
+    def _tile_sizes(self, numels: Sequence[int]) -> list[int]:
+        return [self.tile_bytes(numel) for numel in cut_into_tiles(numels, self.tile_numel)]
+
+
+def may_come(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, first: Collection[int]) -> list[int]:
+    """Units below whose states may come to the device later, in order: those whose parameters stay there.
+
+    Args:
+        first: units that come before the others.
+    """
+    if not rules.fills:
+        return []
+    staying = [0 if spec.offloaded else numel for spec, numel in zip(specs, shards.below, strict=True)]
+    return promotion_order(staying, first)
 
 
 # Shares of memory #
@@ -253,8 +321,10 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     moving = sorted((spec.nbytes for spec in specs if spec.offloaded), reverse=True)
     staying = sum(spec.nbytes for spec in specs if not spec.offloaded)
     # One in use, one to come. Gathered beside their shards, more than one to go would be there twice.
-    most = moving[:3] if rules.one_memory and rules.gathers else moving
-    computed = Share(staying, sum(moving[:2]), sum(most))
+    most = sum(moving)
+    if rules.one_memory and rules.gathers:
+        most = sum(moving[:3]) + min(sum(moving[3:]), rules.ahead_numel * specs[0].dtype.itemsize)
+    computed = Share(staying, sum(moving[:2]), most)
     if rules.site is Memory.DEVICE:
         return ParamBytes(computed, Share(), 0)
     # What is updated on the device passes through when it is made or looked at.
@@ -291,6 +361,7 @@ def collecting_bytes(
     converts = collect is not travel  # else a unit is sent from where it was collected, beside the next
     collected = sum(numels) - sum(moving) + sum(moving[: 1 if converts else 2])
     shard = max(numels) // rules.sharding.count if rules.sharding.count > 1 else 0
+    shard *= 2 if rules.replicas > 1 else 1  # one is summed over its replicas beside the next, which is scattered
     leaving = ARRIVING_UNITS * max(numels) // rules.sharding.count if rules.grads_stream else 0
     moving_bytes = ((max(numels) if converts else 0) + shard) * travel.itemsize + leaving * hold.itemsize
     return collected * collect.itemsize + moving_bytes
@@ -305,19 +376,26 @@ class GradShare(NamedTuple):
     most: int = 0
 
 
-def grad_share(rules: Rules, shards: Shards) -> GradShare:
-    """What gradients take of the memory that holds them."""
-    total = sum(shards.grad_sizes)
-    largest_first = sorted(shards.grad_sizes, reverse=True)
-    standing = sum(shards.grad_sizes[unit] for unit in shards.standing)
+def grad_share(rules: Rules, sizes: Sequence[int], standing: Collection[int], *, there: bool = False) -> GradShare:
+    """What gradients of units take of the memory that holds them.
+
+    Args:
+        sizes: bytes of each unit's.
+        standing: units whose gradients stay open while those of others come and go.
+        there: that memory is the device's, from which none spill, and where no update waits for the drive.
+    """
+    total = sum(sizes)
+    largest_first = sorted(sizes, reverse=True)
+    open_bytes = sum(sizes[unit] for unit in standing)
 
     def flying(units: int) -> int:
-        return min(total, sum(largest_first[:units]) + standing)
+        return min(total, sum(largest_first[:units]) + open_bytes)
 
     if rules.holds_all_grads:
-        least = flying(1) if rules.spills_grads else total
+        least = flying(1) if rules.spills_grads and not there else total
         return GradShare(least, least, total)
-    left = total // _GRADS_LEFT_SHARE if rules.states is Memory.NVME else 0
+    lags = not there and (rules.states is Memory.NVME or rules.grads_stream)
+    left = total // _GRADS_LEFT_SHARE if lags else 0
     return GradShare(flying(1), flying(2), min(total, flying(_GRADS_IN_FLIGHT) + left))
 
 
@@ -333,10 +411,32 @@ class DeviceShare(NamedTuple):
 
 def device_share(rules: Rules, shards: Shards) -> DeviceShare:
     """What lies on the device beside parameters."""
-    if rules.states is not Memory.DEVICE:
-        return DeviceShare(sums=sum(shards.grad_sizes) if rules.sums_there else 0)
-    grads = grad_share(rules, shards)
-    return DeviceShare(sum(shards.tile_sizes), grads.flowing, grads.most)
+    grads = grad_share(rules, shards.grad_sizes_there, shards.standing, there=True)
+    sums = sum(shards.grad_sizes) if rules.sums_there else 0
+    return DeviceShare(shards.states_there_bytes, grads.flowing, grads.most, sums)
+
+
+def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: int) -> list[int]:
+    """Of units that may come to the device, in this order, those for which so much of its memory is room.
+
+    Beside their states there is room for their gradients, as far as these are there at once, and for an update.
+    """
+    states = [shards.states_bytes([unit]) for unit in range(len(shards.numels))]
+    scratch = scratch_bytes(max((min(shards.tile_numel, shards.numels[unit]) for unit in order), default=0))
+    if rules.holds_all_grads:
+        grads = [numel * shards.grad_dtype.itemsize for numel in shards.numels]
+        sizes, passing = [sum(pair) for pair in zip(states, grads, strict=True)], scratch
+    else:
+        sizes, passing = states, scratch + grads_there_bytes(rules, shards, order)
+    taken = as_far_as_fits(order, sizes, spare_bytes - passing)
+    return [unit for unit in order if unit in taken]
+
+
+def grads_there_bytes(rules: Rules, shards: Shards, came: Collection[int]) -> int:
+    """What gradients need on the device once these units have come to it."""
+    there = shards.there.union(came)
+    sizes = [numel * shards.grad_dtype.itemsize if unit in there else 0 for unit, numel in enumerate(shards.numels)]
+    return grad_share(rules, sizes, shards.standing, there=True).flowing
 
 
 def host_needs(
@@ -347,6 +447,7 @@ def host_needs(
     slots: tuple[int, int],
     collecting_bytes: int,
     initial_bytes: int,
+    images_bytes: int,
     embeddings: Collection[str],
 ) -> MemoryNeeds:
     """What host memory must and may hold.
@@ -355,16 +456,17 @@ def host_needs(
         slots: tiles in flight, the fewest and the most that are of use.
         collecting_bytes: for whole gradients on their way between ranks.
         initial_bytes: values on their way to the tiers at `initialize`.
+        images_bytes: of the before-images of all tiles; 0 where updates leave none.
         embeddings: names of modules that are one table.
     """
     params = param_bytes(rules, specs)
     computed = params.computed if rules.one_memory else Share()
-    there = rules.states is Memory.DEVICE
     stored = shards.tile_sizes if rules.states is Memory.NVME else []
-    grads = GradShare() if there else grad_share(rules, shards)
-    states_bytes = 0 if there else sum(shards.tile_sizes)
+    grads = grad_share(rules, shards.grad_sizes, shards.standing)
+    states_bytes = sum(shards.tile_sizes)
     # What lies on the device passes through one slot when it is looked at.
-    slots = (1, 1) if there else (min(slots[0], len(stored)), min(slots[1], len(stored)))
+    passing = int(rules.fills or bool(shards.there))
+    slots = (max(passing, min(slots[0], len(stored))), max(passing, min(slots[1], len(stored))))
     largest = max(specs, key=lambda spec: spec.nbytes)
     tile_bytes = shards.tile_bytes(shards.tile_numel)
     return MemoryNeeds(
@@ -387,6 +489,7 @@ def host_needs(
         collecting_bytes=collecting_bytes if rules.one_memory else 0,
         activations_bytes=rules.activations_bytes,
         initial_bytes=initial_bytes,
+        images_bytes=images_bytes,
     )
 
 
@@ -413,27 +516,34 @@ class Placement:
 
 def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: MemorySplit) -> Placement:
     """Fill the table for host memory that is divided so."""
-    grads = GradHomes(())
-    if rules.states is not Memory.DEVICE:
-        grads = place_gradients(shards.grad_sizes, shards.standing, split.grads_bytes, spills=rules.spills_grads)
+    grads = place_gradients(shards.grad_sizes, shards.standing, split.grads_bytes, spills=rules.spills_grads)
     # Of states at home in host memory, the share is all.
-    stay = resident_tiles(shards.numels, shards.tile_numel, shards.tile_bytes, split.states_bytes)
+    stay = resident_tiles(shards.below, shards.tile_numel, shards.tile_bytes, split.states_bytes)
     homes_bytes = split.homes_bytes - param_bytes(rules, specs).staging
 
-    def home(dtype: torch.dtype | None, stays: bool) -> Home:
+    def home(dtype: torch.dtype | None, stays: bool, *, there: bool = False) -> Home:
+        if there:
+            return Home(Memory.DEVICE, rules.sharding, dtype, moves=False)
         return Home(Memory.HOST if stays else Memory.NVME, rules.sharding, dtype, moves=not stays)
 
-    here, there = home(None, True), home(None, False)
-    if rules.states is Memory.DEVICE:
-        here, stay = Home(Memory.DEVICE, rules.sharding, None, moves=False), [True] * len(shards.tile_sizes)
     return Placement(
         params=tuple(_param_homes(rules, specs, homes_bytes)),
-        grads=tuple(home(shards.grad_dtype, unit not in grads.spilled) for unit in range(len(specs))),
-        tiles=tuple(here if stays else there for stays in stay),
+        grads=tuple(
+            home(shards.grad_dtype, unit not in grads.spilled, there=unit in shards.there) for unit in range(len(specs))
+        ),
+        tiles=tuple(_tile_homes(shards, home(None, True, there=True), [home(None, stays) for stays in stay])),
         grad_homes=grads,
         stored_bytes=sum(shards.grad_sizes[unit] for unit in grads.spilled)
         + sum(size for size, stays in zip(shards.tile_sizes, stay, strict=True) if not stays),
     )
+
+
+def _tile_homes(shards: Shards, there: Home, below: Sequence[Home]) -> Iterator[Home]:
+    """Of every tile of every unit, given those of the tiles below."""
+    rest = iter(below)
+    for unit, numel in enumerate(shards.numels):
+        for _ in cut_into_tiles([numel], shards.tile_numel):
+            yield there if unit in shards.there else next(rest)
 
 
 def _param_homes(rules: Rules, specs: Sequence[FlatSpec], homes_bytes: int) -> Iterator[Home]:

@@ -4,7 +4,8 @@ The trace is cyclic: training repeats it. The plan is made in two passes, both p
 
 1. *What to replace.* During each use the next unit must come in, and what is needed farthest ahead makes room
    for it (Belady's MIN, with the unit in use and the next one held). Deciding as late as possible keeps
-   the bytes moved at the least that any policy of one unit look-ahead can reach.
+   the bytes moved at the least that any policy of one unit look-ahead can reach. Where units are gathered further
+   ahead (see infinity/zero/gathering.py), those within so many bytes must come in, too.
 2. *When to start.* Each of these fetches then moves forward in time to the point where its victims were used
    for the last time. The order of operations, and so the content of memory after each, stays the same; only the
    disk gets to work earlier.
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from infinity.schedule.ahead import MOST_AHEAD, Ahead
 from infinity.schedule.next_use import NextUse
 
 _MAX_CYCLES = 8  # a steady state is reached in two or three; a longer search only serves degenerate traces
@@ -73,9 +75,10 @@ class _Fetch:
 class _Replacement:
     """The first pass: walks the trace and decides what comes in and what goes."""
 
-    def __init__(self, uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int) -> None:
+    def __init__(self, uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int, ahead_bytes: int = 0) -> None:
         self._next_use = NextUse(uses)
         self._sizes = sizes
+        self._ahead = Ahead(capacity_bytes, ahead_bytes, max((sizes[unit] for unit in uses), default=0))
         self._capacity_bytes = self._free_bytes = capacity_bytes
         self._last_use: dict[int, int] = {}
         self._last_start = 0  # fetches keep their order
@@ -86,21 +89,31 @@ class _Replacement:
         self.fetches: list[_Fetch] = []
 
     def use(self, time: int) -> None:
-        """Pass time `time`: its unit comes in now if it could not before, and the next one if both fit."""
-        unit, following = self._next_use.at(time), self._next_use.at(time + 1)
+        """Pass time `time`: its unit comes in now if it could not before, and the next ones as far as all fit."""
+        unit = self._next_use.at(time)
         if unit not in self.resident:
-            self._fetch(unit, time, keep=unit, on_the_spot=True)
+            self._fetch(unit, time, time, keep={unit})
         self._last_use[unit] = time
         self._push(unit, time)
-        if following not in self.resident and self._capacity_bytes - self._sizes[unit] >= self._sizes[following]:
-            self._fetch(following, time, keep=unit, on_the_spot=False)
-            self._push(following, time)
+        held, ahead_bytes = {unit}, 0
+        for steps in range(1, MOST_AHEAD + 1):
+            following = self._next_use.at(time + steps)
+            if following in held:
+                continue
+            if not self._ahead.may_be(steps, self._sizes[following], self._sizes[unit], ahead_bytes):
+                return
+            if following not in self.resident:
+                self._fetch(following, time, time + steps, keep=held)
+                self._push(following, time)
+            held.add(following)
+            ahead_bytes += self._sizes[following]
 
     def _push(self, unit: int, time: int) -> None:
         heappush(self._by_need, (-self._next_use.after(unit, time), unit))
 
-    def _fetch(self, unit: int, time: int, keep: int, on_the_spot: bool) -> None:
+    def _fetch(self, unit: int, time: int, needed: int, keep: set[int]) -> None:
         victims = self._victims(unit, keep)
+        on_the_spot = needed == time
         start = time if on_the_spot else self._last_start
         for victim in victims:
             start = max(start, self._last_use.get(victim, -1) + 1)
@@ -109,15 +122,15 @@ class _Replacement:
         self.resident.add(unit)
         self._free_bytes -= self._sizes[unit]
         self._last_start = start
-        self.fetches.append(_Fetch(unit, tuple(victims), start, time + (not on_the_spot), on_the_spot))
+        self.fetches.append(_Fetch(unit, tuple(victims), start, needed, on_the_spot))
 
-    def _victims(self, unit: int, keep: int) -> list[int]:
+    def _victims(self, unit: int, keep: set[int]) -> list[int]:
         """Who makes room: what is needed farthest ahead, without those that a larger one after them has spared."""
         missing_bytes = self._sizes[unit] - self._free_bytes
         taken, spared = [], []
         while missing_bytes > 0:
             entry = heappop(self._by_need)
-            if entry[1] == keep:
+            if entry[1] in keep:
                 spared.append(entry)
             else:
                 taken.append(entry)
@@ -135,13 +148,14 @@ class _Replacement:
         return victims[::-1]
 
 
-def make_plan(uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int) -> Plan:
+def make_plan(uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int, ahead_bytes: int = 0) -> Plan:
     """Plan one steady cycle.
 
     Args:
         uses: unit indices in order of use.
         sizes: bytes of each unit, by index.
         capacity_bytes: room for resident units; must hold the largest unit that is used.
+        ahead_bytes: of units that must be in memory before their use, where these are more than the next one.
 
     Raises:
         ValueError: `capacity_bytes` does not hold the largest used unit.
@@ -151,7 +165,7 @@ def make_plan(uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int) ->
         raise ValueError(f"capacity of {capacity_bytes} bytes cannot hold a unit of {largest} bytes")
     if not uses:
         return Plan((), frozenset(), frozenset(), 0, is_steady=True)
-    replacement = _Replacement(uses, sizes, capacity_bytes)
+    replacement = _Replacement(uses, sizes, capacity_bytes, ahead_bytes)
     length = len(uses)
     seen: list[frozenset[int]] = []
     while len(seen) < _MAX_CYCLES and frozenset(replacement.resident) not in seen[-1:]:

@@ -20,6 +20,7 @@ from infinity.tiers.norms import Norms
 from infinity.tiers.params import Device, FlatSpec, Params, Residency
 from infinity.tiers.sharding import WHOLE, Piece, Sharding, overlap
 from infinity.tiers.slots import Extent
+from infinity.tiers.split_grads import SplitGrads
 from infinity.tiers.states import StateStore, Tile
 from infinity.tiers.swap import SwapPath, SwapSpace, open_swap
 from infinity.tiers.weight_files import FileRun, StoredTensor, WeightFile, WeightFiles, lay_out_image
@@ -50,6 +51,7 @@ __all__ = [
     "Residency",
     "SameMemory",
     "Sharding",
+    "SplitGrads",
     "State",
     "StateStore",
     "StoredTensor",

@@ -25,6 +25,7 @@ class DeviceGrads:
 
     Attributes:
         torn: never; see `GradStore`.
+        budget: what gradients may take of the device's memory.
     """
 
     torn = False
@@ -35,7 +36,7 @@ class DeviceGrads:
         self.norms = norms
         self._numels = numels
         self._dtype = dtype
-        self._budget = budget
+        self.budget = budget
         self._device = device
         self._buffers: dict[int, torch.Tensor] = {}
         self._used_by: set[int] = set()  # units whose update has the buffer
@@ -49,7 +50,7 @@ class DeviceGrads:
         if buffer is None:
             if self.lacks_capacity(unit):
                 return None
-            self._budget.take(self._nbytes(unit), f"gradients of unit {unit}")
+            self.budget.take(self._nbytes(unit), f"gradients of unit {unit}")
             buffer = self._buffers[unit] = torch.empty(self._numels[unit], dtype=self._dtype, device=self._device)
         return buffer
 
@@ -76,13 +77,13 @@ class DeviceGrads:
         """The unit's gradients are nothing any more."""
         del self._buffers[unit]
         self._measured.pop(unit, None)
-        self._budget.give(self._nbytes(unit))
+        self.budget.give(self._nbytes(unit))
 
     # Room #
 
     def lacks_capacity(self, unit: int) -> bool:
         """What is open takes the memory that the unit's gradients would need."""
-        return not self._budget.fits(self._nbytes(unit))
+        return not self.budget.fits(self._nbytes(unit))
 
     def make_room(self, unit: int) -> bool:
         """There is nowhere else to put gradients."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,18 +20,29 @@ class DeviceSums:
         dtype: dtype in which gradients are summed.
         budget: device memory for them.
         device: where they are computed.
+        stays: whether a unit's gradients never leave the device, so that they need no sum beside them.
     """
 
-    def __init__(self, numels: Sequence[int], dtype: torch.dtype, budget: Budget, device: torch.device) -> None:
+    def __init__(
+        self,
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        budget: Budget,
+        device: torch.device,
+        stays: Callable[[int], bool],
+    ) -> None:
         self._numels = numels
         self._dtype = dtype
         self._budget = budget
         self._device = device
+        self._stays = stays
         self._buffers: dict[int, torch.Tensor] = {}
         self._held: dict[int, dict[int, torch.Tensor]] = {}  # the sums that there are, by unit and part
 
     def has_room(self, unit: int) -> bool:
         """There is a buffer for the unit's gradients."""
+        if self._stays(unit):
+            return False
         if unit not in self._buffers:
             nbytes = self._numels[unit] * self._dtype.itemsize
             if not self._budget.fits(nbytes):
@@ -63,6 +74,11 @@ class DeviceSums:
     def drop(self, unit: int, part: int) -> None:
         """Forget a sum, if there is one: what comes next begins a new one."""
         self._held.get(unit, {}).pop(part, None)
+
+    def give_up(self, unit: int) -> None:
+        """The unit's gradients stay on the device from now on; it has no sum. Gives its buffer back."""
+        if self._buffers.pop(unit, None) is not None:
+            self._budget.give(self._numels[unit] * self._dtype.itemsize)
 
     def clear(self) -> None:
         """Forget all of them."""

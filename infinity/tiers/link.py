@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from infinity.io.gds import DeviceReader, HostReader, KvikioReader, gds_problem
-from infinity.memory import free_bytes
+from infinity.memory import DeviceLevel, device_level, free_bytes
 from infinity.telemetry import Counters, StallCause, Times, now
 from infinity.tiers.copies import Transfer
 
@@ -58,6 +58,9 @@ class Link(Protocol):
     def free_bytes(self) -> int:
         """What the device's memory has left; a great number where nothing limits it but host memory."""
 
+    def level(self) -> DeviceLevel | None:
+        """How full the device's memory is; None where it is the host's."""
+
 
 def accelerator() -> torch.device | None:
     """The kind of device that torch sees beside the CPU; None without one."""
@@ -98,6 +101,9 @@ class AcceleratorLink:
 
     def free_bytes(self) -> int:
         return free_bytes(self.device)
+
+    def level(self) -> DeviceLevel | None:
+        return device_level(self.device)
 
     def _copy(
         self, stream: torch.Stream, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None
@@ -214,6 +220,9 @@ class SameMemory:
 
     def free_bytes(self) -> int:
         return sys.maxsize
+
+    def level(self) -> DeviceLevel | None:
+        return None
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
         start_s = time.perf_counter()

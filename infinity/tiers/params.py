@@ -32,7 +32,7 @@ FSDP2 does). A touch while the unit is away faults; it never reads another unit'
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -47,7 +47,7 @@ from infinity.tiers.copies import Field, Memory, Move, State, Transfer
 from infinity.tiers.link import Link
 from infinity.tiers.sharding import WHOLE, Piece, Sharding
 from infinity.tiers.slots import Extent, SlotExtent
-from infinity.tiers.swap import SwapSpace
+from infinity.tiers.swap import ALIGN_BYTES, SwapSpace
 from infinity.tiers.weight_files import FileRun, WeightFiles
 
 
@@ -121,7 +121,10 @@ class Device:
     direct: DeviceReads | None = None
 
 
+FrozenReader = Callable[[int, int, torch.Tensor], torch.Tensor]
+
 _CPU = torch.device("cpu")
+_PART_BYTES = 8 << 20  # a copy of less takes a link hardly longer than being started takes the host
 _DRIVES = (Memory.FILE, Memory.NVME)
 
 
@@ -136,9 +139,23 @@ class _Unit:
         since: what the device was given from this moment on does not touch the memory that the next upload fills, see
             [Note: uploads]; None where nobody knows.
         extent: of the NVME or the FILE copy.
+        sent: elements of the shard that are on the device, or on their way there, while the others are being changed.
     """
 
-    __slots__ = ("buffer", "extent", "field", "home", "index", "lease", "since", "site", "spec", "tensor", "written")
+    __slots__ = (
+        "buffer",
+        "extent",
+        "field",
+        "home",
+        "index",
+        "lease",
+        "sent",
+        "since",
+        "site",
+        "spec",
+        "tensor",
+        "written",
+    )
 
     def __init__(
         self,
@@ -154,6 +171,7 @@ class _Unit:
         self.home = home
         self.site = Memory.DEVICE if device is None else Memory.HOST
         self.since: Transfer | None = None
+        self.sent = 0
         self.lease = lease
         self.extent = extent
         self.written = extent is not None and home is not Memory.FILE
@@ -457,6 +475,7 @@ class Params:
                 f"unit `{each.spec.name}` is used where it lies in {each.spec.runs[0].file.path.parent}, which is "
                 "never written: to change frozen parameters, read them with in_place=False"
             )
+        each.sent = 0
         return each.field.begin_write(each.site)
 
     def begin_update(self, unit: int) -> tuple[Move, ...]:
@@ -488,6 +507,20 @@ class Params:
             self._send_up(each)
         self.torn = False
 
+    def can_send_parts(self, unit: int) -> bool:
+        """What is being changed of the unit in host memory can go up piece by piece, see `send_part`."""
+        field = self._units[unit].field
+        changing = self._device is not None and field.state(Memory.HOST) is State.WRITING
+        # What is on the device is old since the update began, so that nobody minds a mixture there.
+        return changing and field.state(Memory.DEVICE) is State.VALID
+
+    def send_part(self, unit: int, stop: int) -> None:
+        """The elements of the shard before `stop` are changed: send them up if that is worth a copy; `end_change` sends
+        the others."""
+        each = self._units[unit]
+        if (stop - each.sent) * each.spec.dtype.itemsize >= _PART_BYTES:
+            self._upload(each, stop)
+
     def _send_up(self, each: _Unit) -> None:
         """The newest values are in host memory, and older ones on the device or on their way there."""
         older = each.field.arriving(Memory.DEVICE)
@@ -500,13 +533,15 @@ class Params:
             self._end_fetch(each)
 
     def begin_device_change(self, unit: int) -> torch.Tensor:
-        """The tensor on the device, to be changed by what it is given from now on; pairs with `end_device_change`."""
+        """What is trained of this rank's shard on the device, to be changed by what it is given from now on; pairs with
+        `end_device_change`."""
         each = self._units[unit]
         assert self._device is not None
         self.await_update(unit)
         for move in each.field.begin_write(Memory.DEVICE):
             self._device.link.compute_waits(move.transfer)
-        return each.tensor
+        sharding, trained = each.spec.sharding, each.spec.trainable_numel // each.spec.sharding.count
+        return each.tensor.narrow(0, sharding.rank * trained, trained)
 
     def end_device_change(self, unit: int) -> None:
         """The change is in the device's queue: what it is given from now on sees it."""
@@ -541,6 +576,39 @@ class Params:
         self._counters.moved("nvme_write", span.nbytes, write, unit, "parameters")
         return write
 
+    # Values that nobody changes #
+
+    def frozen_reader(self, unit: int) -> FrozenReader | None:
+        """How any thread reads the unit's frozen values where they lie, while training goes on; None if none can.
+
+        Nothing of the unit is brought or kept for it, so whoever changes frozen values lets it come to its end before.
+
+        Returns:
+            A function of the shard's first element, of the number of elements, and of memory to read into, which has
+            room for them and three blocks more. It returns the values.
+        """
+        each = self._units[unit]
+        if each.home is Memory.HOST or (each.home is Memory.DEVICE and each.site is Memory.DEVICE):
+            return lambda start, numel, _: self.host_tensor(unit)[start : start + numel]
+        on_drive = isinstance(each.extent, Extent) and each.home in _DRIVES and self.is_stored(unit)
+        if not on_drive or (each.home is Memory.NVME and self._swap.verifies):
+            return None
+        return lambda start, numel, into: self._read_apart(each, start, numel, into)
+
+    def _read_apart(self, each: _Unit, start: int, numel: int, into: torch.Tensor) -> torch.Tensor:
+        assert isinstance(each.extent, Extent)
+        size = each.spec.dtype.itemsize
+        first = start * size // ALIGN_BYTES * ALIGN_BYTES
+        end = min(-(-(start + numel) * size // ALIGN_BYTES) * ALIGN_BYTES, each.extent.nbytes)
+        begin = -into.data_ptr() % ALIGN_BYTES
+        span = Span(into.data_ptr() + begin, end - first, into)
+        source = self._files if each.home is Memory.FILE else self._swap
+        read = source.read(each.extent, span, first, priority=Priority.WRITE_BACK)
+        self._counters.moved("nvme_read", span.nbytes, read, each.index, "parameters")
+        read.result()
+        begin += start * size - first
+        return into[begin : begin + numel * size].view(each.spec.dtype)
+
     # Changes that are undone #
 
     def begin_ahead(self) -> None:
@@ -558,6 +626,11 @@ class Params:
         each = self._units[unit]
         slotted = isinstance(each.extent, SlotExtent) and self._swap.slots.keeps(each.extent)
         return slotted and each.home is not Memory.DEVICE and each.field.is_newest(Memory.NVME)
+
+    def can_put_back(self, unit: int) -> bool:
+        """The values may be changed at any time, with nothing to be read or written for it."""
+        each = self._units[unit]
+        return each.extent is None and each.home in (Memory.HOST, Memory.DEVICE)
 
     def undo(self, unit: int) -> None:
         """The values are what they were before the last change, of which `can_undo` has told; nothing is on its way.
@@ -731,16 +804,26 @@ class Params:
         self._counters.moved("nvme_read", each.spec.shard_nbytes, read, each.index, "parameters")
 
     def _start_upload(self, each: _Unit) -> Move:
-        """HOST to the shard's place in the tensor on the device."""
+        """HOST to the shard's place in the tensor on the device, but for what is there already."""
+        token = self._upload(each, each.spec.shard_numel)
+        each.since, each.sent = None, 0
+        return each.field.begin_move(Memory.HOST, Memory.DEVICE, token, StallCause.HOST_LINK)
+
+    def _upload(self, each: _Unit, stop: int) -> Transfer:
+        """Start copying what is left of the shard before `stop`."""
         assert self._device is not None
         source = self.host_tensor(each.index)
         for piece in each.spec.pieces:  # on one stream: the last copy's token is good for all
-            here, there = _shard_part(source, piece), _whole_part(each.tensor, piece)
+            start, end = max(each.sent, piece.shard), min(stop, piece.shard + piece.numel)
+            if start >= end:
+                continue
+            left = Piece(start, piece.whole + start - piece.shard, end - start)
+            here, there = _shard_part(source, left), _whole_part(each.tensor, left)
             with self._counters.stalled(StallCause.HOST_LINK):
                 token = self._device.link.upload(there, here, each.since)
             self._counters.moved("host_to_device", here.nbytes, token, each.index, "parameters")
-        each.since = None
-        return each.field.begin_move(Memory.HOST, Memory.DEVICE, token, StallCause.HOST_LINK)
+        each.sent = stop
+        return token
 
     def _download(self, each: _Unit) -> None:
         """The shard's place in the tensor on the device to HOST."""

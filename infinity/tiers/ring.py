@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 
+import torch
+
 from infinity.errors import InfinityError
 from infinity.io import Priority
 from infinity.memory import Lease
@@ -135,6 +137,32 @@ class Ring:
                 return
             self._read(tile, Priority.DEMAND)
         self._finish_read(tile)
+
+    def move_there(self, tile: Tile, room: torch.Tensor) -> None:
+        """Have a tile live on the device, in this memory; it keeps its place below."""
+        self.hold(tile)
+        self._states.move_there(tile, room)
+        tile.drop(_HOST)
+        if tile.own is None:
+            self._free_slot(tile)
+        tile.lease = None
+
+    def move_back(self, tile: Tile) -> Transfer | None:
+        """Have a tile of the device live below again, in its place there.
+
+        Returns:
+            The write to that place, if there is one.
+        """
+        if tile.own is None:
+            self.hold(tile)
+            self._states.move_back(tile)
+            return self.let_go(tile)
+        self._states.read(tile, tile.own, Priority.DEMAND)
+        move = tile.arriving(_HOST)
+        assert move is not None
+        self._finish(tile, move)
+        self._states.move_back(tile)
+        return None
 
     def let_go(self, tile: Tile) -> Transfer | None:
         """A held tile is not used any more; its slot is free once nothing moves.

@@ -24,7 +24,7 @@ from infinity.errors import CheckpointError, StorageError
 from infinity.io.directory import create_private
 from infinity.tiers.records import MOST_BYTES, Generation, Record, parse_record
 from infinity.tiers.striping import Stripe
-from infinity.tiers.swap_file import open_swap_directory
+from infinity.tiers.swap_file import open_swap_directory, swap_directory
 
 _NAME = re.compile(
     r"infinity-(?P<run>[0-9a-f]{8,64})-r(?P<rank>\d{1,9})(?:-d\d{1,4}\.slots(?:\.swap)?|\.record(?:\.new)?)"
@@ -59,15 +59,8 @@ def kept_files(directory: Path) -> list[KeptFile]:
     Raises:
         StorageError: the directory cannot be used.
     """
-    descriptor = open_swap_directory(directory)
-    try:
-        with os.scandir(descriptor) as entries:
-            names = sorted(entry.name for entry in entries)
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, "cannot look for states", str(directory), 0) from error
-    finally:
-        os.close(descriptor)
-    found = [(name, match) for name in names if (match := _NAME.fullmatch(name))]
+    with swap_directory(directory, "states") as (_, names):
+        found = [(name, match) for name in names if (match := _NAME.fullmatch(name))]
     return [KeptFile(directory / name, match["run"], int(match["rank"])) for name, match in found]
 
 

@@ -13,7 +13,7 @@ from infinity.errors import InfinityError
 from infinity.io import Priority
 from infinity.memory import Arena, Lease
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers.copies import Field, Memory, State, Transfer
+from infinity.tiers.copies import Copy, Field, Memory, State, Transfer
 from infinity.tiers.link import Link
 from infinity.tiers.slots import Extent, SlotExtent
 from infinity.tiers.swap import SwapSpace
@@ -31,9 +31,10 @@ class Tile(Field):
         extent: where it lives on NVMe, or is written through to; None for others.
         there: its bytes where it lives on the device, uint8; None for others.
         lease: the memory of its host copy: its home, or a slot of the ring; None while it has none.
+        own: while it lives on the device, the memory in which it will live on the host again; None for others.
     """
 
-    __slots__ = ("extent", "home", "home_copy", "index", "lease", "nbytes", "numel", "start", "there", "unit")
+    __slots__ = ("extent", "home", "home_copy", "index", "lease", "nbytes", "numel", "own", "start", "there", "unit")
 
     def __init__(
         self,
@@ -46,24 +47,35 @@ class Tile(Field):
         extent: Extent | SlotExtent | None,
     ) -> None:
         self.lease: Lease | None = place if isinstance(place, Lease) else None
+        self.own: Lease | None = None
         self.extent = extent
         self.there: torch.Tensor | None = place if isinstance(place, torch.Tensor) else None
-        self.home = Memory.HOST
+        home = Memory.HOST
         if self.lease is None:
-            self.home = Memory.NVME if self.there is None else Memory.DEVICE
-        memories = {self.home, Memory.HOST} | ({Memory.NVME} if extent is not None else set())
+            home = Memory.NVME if self.there is None else Memory.DEVICE
+        memories = {home, Memory.HOST} | ({Memory.NVME} if extent is not None else set())
         super().__init__(f"tile {index} of the optimizer states of unit {unit}", memories)
-        self.home_copy = self.copies[self.home]
+        self.settle_in(home)
         self.unit = unit
         self.index = index
         self.start = start
         self.numel = numel
         self.nbytes = nbytes
 
+    def settle_in(self, home: Memory) -> None:
+        """It lives here from now on, where it has a copy or is about to."""
+        self.home = home
+        self.home_copy = self.copies.setdefault(home, Copy(home))
+
     @property
     def is_written_through(self) -> bool:
         """It lives in host memory, and what changes goes to the drive too."""
         return self.extent is not None and self.home is Memory.HOST
+
+    @property
+    def is_in_memory_alone(self) -> bool:
+        """It lives in host memory and nowhere else, so that any other place there would do."""
+        return self.extent is None and self.home is Memory.HOST
 
 
 class StateStore:
@@ -110,7 +122,13 @@ class StateStore:
                 extent = self._reserve(home, nbytes)
                 tiles.append(Tile(unit, index, start, numel, nbytes, self._place(home, nbytes), extent))
             self._tiles.append(tiles)
-        self._stored_tiles = [[tile for tile in tiles if tile.home is Memory.NVME] for tiles in self._tiles]
+        self._stored_tiles: list[list[Tile]] = [[] for _ in self._tiles]
+        for unit in range(len(self._tiles)):
+            self.note_homes(unit)
+
+    def note_homes(self, unit: int) -> None:
+        """The unit's tiles live where they do now."""
+        self._stored_tiles[unit] = [tile for tile in self._tiles[unit] if tile.home is Memory.NVME]
 
     def _reserve(self, home: Memory, nbytes: int) -> Extent | SlotExtent | None:
         if self._written_through or (self._slotted and home is Memory.NVME):
@@ -127,6 +145,19 @@ class StateStore:
 
     def tiles(self, unit: int) -> Sequence[Tile]:
         return self._tiles[unit]
+
+    def nbytes(self, unit: int) -> int:
+        """Of the unit's states."""
+        return sum(tile.nbytes for tile in self._tiles[unit])
+
+    def is_there(self, unit: int) -> bool:
+        """The unit's states live on the device, all of them, and it is updated there."""
+        return any(tile.home is Memory.DEVICE for tile in self._tiles[unit][:1])
+
+    @property
+    def some_are_there(self) -> bool:
+        """Some units are updated on the device."""
+        return any(map(self.is_there, range(len(self._tiles))))
 
     def stored(self, unit: int, first: int = 0) -> Iterator[Tile]:
         """The unit's tiles on NVMe, from the tile `first` on."""
@@ -153,8 +184,9 @@ class StateStore:
     def write(self, tile: Tile) -> Transfer:
         """Start writing a tile from the slot where it is, or from where it lives."""
         assert tile.lease is not None
-        if tile.extent is None:
+        if tile.home is Memory.DEVICE:
             return self._upload(tile, tile.lease)
+        assert tile.extent is not None
         write = self._swap.write(tile.extent, tile.lease.span(0, tile.nbytes))
         tile.begin_move(Memory.HOST, Memory.NVME, write, StallCause.DISK_WRITE)
         self._counters.moved("nvme_write", tile.nbytes, write, tile.unit, "states")
@@ -219,6 +251,33 @@ class StateStore:
         tile.begin_move(Memory.HOST, Memory.DEVICE, copy, StallCause.HOST_LINK)
         self._counters.moved("host_to_device", tile.nbytes, copy, tile.unit, "states")
         return copy
+
+    def room_there(self, unit: int) -> list[torch.Tensor]:
+        """Memory on the device for the unit's tiles.
+
+        Raises:
+            torch.OutOfMemoryError: there is none.
+        """
+        assert self._link is not None
+        device = self._link.device
+        return [torch.empty(tile.nbytes, dtype=torch.uint8, device=device) for tile in self._tiles[unit]]
+
+    def move_there(self, tile: Tile, room: torch.Tensor) -> None:
+        """A tile that is held lives on the device from now on."""
+        assert tile.lease is not None
+        tile.there = room
+        tile.own = tile.lease if tile.home is Memory.HOST else None
+        tile.settle_in(Memory.DEVICE)
+        self._upload(tile, tile.lease)
+        move = tile.arriving(Memory.DEVICE)
+        assert move is not None
+        tile.finish_move(move)
+
+    def move_back(self, tile: Tile) -> None:
+        """A tile of the device that is held lives below again, where it may have an older value still."""
+        tile.settle_in(Memory.NVME if tile.own is None else Memory.HOST)
+        tile.drop(Memory.DEVICE)
+        tile.there = tile.own = None
 
     def close(self) -> None:
         """Give the device's memory back; nothing may be on its way."""

@@ -130,6 +130,11 @@ class SwapSpace:
         return sum(self._striping.sizes)
 
     @property
+    def verifies(self) -> bool:
+        """What is read is compared with what was written, in the ranges that it was written in."""
+        return self._checksums is not None
+
+    @property
     def capacity_bytes(self) -> int:
         """The most that may be laid on the drives, by what is free there now."""
         free_bytes: dict[int, int] = {}

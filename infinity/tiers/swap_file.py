@@ -21,8 +21,8 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -50,13 +50,27 @@ def remove_stale(directory: Path) -> list[Path]:
     Raises:
         StorageError: the directory cannot be used.
     """
+    with swap_directory(directory, "old swap files") as (descriptor, names):
+        return [directory / name for name in names if _removed(descriptor, name)]
+
+
+@contextmanager
+def swap_directory(directory: Path, wanted: str) -> Iterator[tuple[int, list[str]]]:
+    """A descriptor of a directory for swap files, which is made if it is missing, and the names in it.
+
+    Args:
+        wanted: what is looked for, for the error.
+
+    Raises:
+        StorageError: it cannot be made or used.
+    """
     descriptor = open_swap_directory(directory)
     try:
         with os.scandir(descriptor) as entries:
             names = sorted(entry.name for entry in entries)
-        return [directory / name for name in names if _removed(descriptor, name)]
+        yield descriptor, names
     except OSError as error:
-        raise StorageError(error.errno or errno.EIO, "cannot look for old swap files", str(directory), 0) from error
+        raise StorageError(error.errno or errno.EIO, f"cannot look for {wanted}", str(directory), 0) from error
     finally:
         os.close(descriptor)
 

@@ -148,11 +148,12 @@ class WeightFiles:
             self._index[file] = len(self._files) - 1
         return self._index[file]
 
-    def read(self, extent: Extent, span: Span, *, priority: Priority) -> IoFuture:
-        """Start filling the beginning of `span` with all of an extent."""
+    def read(self, extent: Extent, span: Span, offset: int = 0, *, priority: Priority) -> IoFuture:
+        """Start filling the beginning of `span` with what there is of an extent from `offset`, a whole block, on."""
         reads: list[IoFuture] = []
         files: dict[int, _Opened] = {}
-        for piece, part in overlapping(extent, Span(span.address, extent.nbytes, span.owner), 0):
+        nbytes = min(span.nbytes, extent.nbytes - offset)
+        for piece, part in overlapping(extent, Span(span.address, nbytes, span.owner), offset):
             files[piece.file] = self._files[piece.file]
             reads += files[piece.file].read(piece, part, priority)
         return _Checked(reads, tuple(files.values()))

@@ -125,11 +125,11 @@ def setting_of(config: Config, limits: Limits = Limits()) -> Setting:
     """
     tiering, aio, zero = config.tiering, config.aio, config.zero
     stated = _section(config, "tiering")
-    schedule = choose_schedule(config).value if zero.stage == 3 else tiering.update_schedule
+    names = zero.stage == 3 and not _waits(config)
     return Setting(
         placement=(zero.offload_param.device, zero.offload_optimizer.device),
         state_format=_EXACT[config.precision] if tiering.state_format == "auto" else tiering.state_format,
-        schedule=schedule,
+        schedule=choose_schedule(config).value if names else tiering.update_schedule,
         tile=None if stated.get("tile_size") in (None, "auto") else tiering.tile_size_bytes,
         aio=(aio.block_size_bytes, aio.queue_depth, tiering.io_backend),
         batch=(config.micro_batch_size, config.gradient_accumulation_steps, tiering.accumulation),
@@ -206,10 +206,15 @@ def _placements(config: Config, *, discrete: bool) -> list[Placement]:
     return list(product(params, states))
 
 
+def _waits(config: Config) -> bool:
+    """Updates wait for the norm, or run ahead of it; of these ways `auto` knows the best."""
+    return config.gradient_clipping > 0 or config.precision == "fp16" or not config.managed_accumulation
+
+
 def _schedules(config: Config) -> list[str]:
     """At stages 0 to 2 `auto` shows the newest parameters when `step()` returns, which named schedules do not."""
-    waits = config.gradient_clipping > 0 or config.precision == "fp16" or not config.managed_accumulation
-    overlapping = ["deferred"] if waits else ["backward", "deferred"]
+    waiting = "auto" if config.tiering.update_schedule == "auto" else "deferred"
+    overlapping = [waiting] if _waits(config) else ["backward", "deferred"]
     if config.zero.stage == 3 or config.tiering.update_schedule in overlapping:
         return overlapping
     return ["auto"]

@@ -29,7 +29,7 @@ Facts = Mapping[str, Any]  # plain values by name
 # What each machine may have its own of: memory, drives, and how they are read.
 _LOCAL = (
     "aio.",
-    "communication.",
+    "communication.timeout_s",
     "monitors.",
     "source",
     "tiering.activation_memory_bytes",

@@ -99,12 +99,13 @@ def _device_capacity(sizing: Sizing, config: Config, free_bytes: int) -> int:
     if share.states:
         raise CapacityError(
             f"tiering.device_memory is {format_size(total)} but with their optimizer states on the device (offload_"
-            f"optimizer.device is none) parameters need {format_size(params.always)}, states "
-            f"{format_size(share.states)} and gradients {format_size(share.grads_least)} there: set zero_optimization."
-            f"offload_optimizer.device to cpu or nvme, or raise device_memory to {least} bytes or more"
+            f"optimizer.device is none, or ratio below 1) parameters need {format_size(params.always + params.least)}, "
+            f"states {format_size(share.states)} and gradients {format_size(share.grads_least)} there: set "
+            "zero_optimization.offload_optimizer.device to cpu or nvme, raise a ratio below 1, or raise device_memory "
+            f"to {least} bytes or more"
         )
     raise CapacityError(
         f"tiering.device_memory is {format_size(total)} but the parameters need at least {format_size(least)} "
         f"on the device at once: raise it to {least} bytes or more, or offload parameters that stay there"
-        + alone(sizing.largest.name, sizing.largest.nbytes, total, sizing.largest.name in sizing.embeddings)
+        + alone(sizing.largest.name, sizing.largest.nbytes, total, sizing.largest.name in sizing.embeddings, 2)
     )

@@ -15,7 +15,9 @@ from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.io import IoOptions, open_engine
 from infinity.io.gds import DeviceReads
+from infinity.kernels import share_threads
 from infinity.memory import Arena, Budget, Ledger, Level
+from infinity.optim.before_images import BeforeImages
 from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule import Cycle, MemorySplit, split_memory
@@ -32,6 +34,7 @@ from infinity.tiers import (
     Memory,
     Norms,
     Params,
+    SplitGrads,
     StateStore,
     StoredTensor,
     SwapPath,
@@ -43,12 +46,14 @@ from infinity.zero.adoption import RunFacts, open_run
 from infinity.zero.budgets import agreed, device_budgets, host_capacity
 from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
+from infinity.zero.groups import Groups
 from infinity.zero.in_flight import InFlight
 from infinity.zero.landing import Places, landing_of
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
+from infinity.zero.on_both_sides import OnBothSides
 from infinity.zero.on_device import OnDevice
 from infinity.zero.partition import Partition
-from infinity.zero.ranks import ALONE, Ranks, is_first_process
+from infinity.zero.ranks import ALONE, Ranks, is_first_process, ranks_on_this_machine
 from infinity.zero.reduction import Direct, Journey, Reduction
 from infinity.zero.sizing import Sizing, size_up
 from infinity.zero.updates import UpdateSchedule
@@ -62,15 +67,16 @@ class Runtime:
     """Everything that one engine owns.
 
     Attributes:
+        groups: who shares the states, and who has the same of them.
         host, device: what the two memories are used for; with a CPU as the compute device, the host's pays for all.
         loss_norm: of the loss, where the device measures it.
     """
 
     sizing: Sizing
-    ranks: Ranks
+    groups: Groups
     executor: Executor
     params: Params
-    grads: GradStore | DeviceGrads
+    grads: GradStore | DeviceGrads | SplitGrads
     pipeline: UpdatePipeline
     states: StateStore
     sums: DeviceSums
@@ -85,6 +91,11 @@ class Runtime:
     parts: ModelParts
     monitor: Monitor
     owner_pid: int = field(default_factory=os.getpid)
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who trains this model together."""
+        return self.groups.all
 
     @property
     def partition(self) -> Partition:
@@ -179,6 +190,8 @@ def build_runtime(
     sizing = size_up(
         model, groups, config, optimizer, discrete=link.discrete, ranks=ranks, made=made, in_files=in_files
     )
+    share_threads(ranks_on_this_machine(ranks), launches=link.discrete)
+    groups_of_ranks = Groups.of(ranks, sizing.rules.sharding)
     needs = sizing.host_needs()
     host = Ledger("host memory", host_capacity(config, needs, ranks))
     split = agreed(split_memory(needs, host.capacity_bytes, "tiering.host_memory"), ranks, parts.ranks)
@@ -193,6 +206,8 @@ def build_runtime(
         swap = _open_disk(sizing.rules, config, ranks, undo, facts or {})
         slots = [arena.lease(sizing.tile_bytes) for _ in range(split.ring_bytes // sizing.tile_bytes)]
         there = device_budgets(sizing, config, split, host, link.free_bytes())  # before anything is taken
+        for others in (ranks, parts.ranks):  # full on one is full on all, see `agreed`
+            there.grads.capacity_bytes = others.least(there.grads.capacity_bytes)
         states = StateStore(
             sizing.shards.numels,
             sizing.tile_numel,
@@ -205,7 +220,7 @@ def build_runtime(
             written_through=config.tiering.crash_consistent,
             slotted=sizing.has_slots,
         )
-        sums = DeviceSums(sizing.shards.numels, sizing.grad_dtype, there.sums, link.device)
+        sums = DeviceSums(sizing.shards.numels, sizing.grad_dtype, there.sums, link.device, states.is_there)
         host.count("gradients, states and what is on its way", arena)
         host.fix("values on their way at initialize", needs.initial_extra_bytes(split))
         apart = _apart(sizing, config, arena, link)
@@ -223,32 +238,30 @@ def build_runtime(
             written_through=config.tiering.crash_consistent,
             slotted=sizing.tile_numel if sizing.has_slots else 0,
         )
-        if sizing.schedule is UpdateSchedule.SPECULATIVE and not params.has_slots:
+        images = _room_for_images(sizing, split, host, undo)
+        if config.tiering.update_schedule == "speculative" and not params.has_slots and images is None:
             _log.warning(
                 'tiering.update_schedule is "speculative", but no parameters live on a drive, where updates that run '
-                "ahead leave what was before: all updates wait for the norm. Set "
-                "zero_optimization.offload_param.device to nvme"
+                "ahead leave what was before, and no host memory is left for it: all updates wait for the norm. Raise "
+                "tiering.host_memory, or set zero_optimization.offload_param.device to nvme"
             )
         # Behind what a later process goes on from: how many gradients are there follows from the memory of the day.
-        grads = _hold_gradients(sizing, placement, split, there.grads, arena, swap, counters, link)
+        grads = _hold_gradients(sizing, placement, split, there.grads, arena, swap, counters, link, states)
         undo.callback(grads.close)
         _create_files(swap, config, ranks)
         for slot in slots:
             swap.register(slot.span())
-        pipeline = UpdatePipeline(sizing.layout, states, slots, counters)
+        pipeline = UpdatePipeline(sizing.layout, states, slots, counters, images)
         undo.pop_all()
     capacity_bytes = ranks.least(there.params.capacity_bytes)
     moving = [spec.offloaded for spec in sizing.specs]
-    cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes)
+    cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes, sizing.ahead_bytes)
     views = ParameterViews(model, sizing.partition, params)
-    if isinstance(grads, DeviceGrads):
-        in_flight: InFlight | OnDevice = OnDevice(params, grads, states, sizing.layout)
-    else:
-        in_flight = InFlight(params, grads, pipeline, counters)
+    in_flight = _updates_of(grads, params, states, pipeline, sizing, counters)
     return Runtime(
         sizing=sizing,
-        ranks=ranks,
-        executor=Executor(views, params, in_flight, pipeline, cycle, counters, ranks),
+        groups=groups_of_ranks,
+        executor=Executor(views, params, in_flight, pipeline, cycle, counters, groups_of_ranks.sharing),
         params=params,
         grads=grads,
         pipeline=pipeline,
@@ -276,7 +289,7 @@ def make_gradients(runtime: Runtime) -> Gradients:
         journey = Journey(rules.sharding, rules.reduces_every_pass, sizing.collect_dtype, sizing.communication_dtype)
         source = Reduction(
             partition.units,
-            runtime.ranks,
+            runtime.groups,
             journey,
             partition.shared,
             runtime.link.device,
@@ -298,14 +311,47 @@ def _hold_gradients(
     swap: SwapSpace,
     counters: Counters,
     link: Link,
-) -> GradStore | DeviceGrads:
+    states: StateStore,
+) -> GradStore | DeviceGrads | SplitGrads:
     """Where gradients are until they are used."""
-    numels, dtype = sizing.shards.numels, sizing.grad_dtype
-    parts = Places(sizing.partition.units, whole=sizing.rules.reduces).count
-    norms = Norms(sizing.rules.measured_there(parts), link)
-    if there.capacity_bytes:
-        return DeviceGrads(numels, dtype, there, link.device, norms)
-    return GradStore(numels, dtype, arena, split.grads_bytes, placement.grad_homes, counters, swap, link, norms)
+    shards, dtype = sizing.shards, sizing.grad_dtype
+    parts = sizing.rules.measured_there(Places(sizing.partition.units, whole=sizing.rules.reduces).count)
+
+    def on_device() -> DeviceGrads:
+        return DeviceGrads(shards.numels, dtype, there, link.device, Norms(parts, link))
+
+    if sizing.all_is_there:
+        return on_device()
+    norms, homes = Norms(parts, link), placement.grad_homes
+    host = GradStore(shards.below, dtype, arena, split.grads_bytes, homes, counters, swap, link, norms)
+    return SplitGrads(host, on_device(), states.is_there) if sizing.there or sizing.may_come else host
+
+
+def _updates_of(
+    grads: GradStore | DeviceGrads | SplitGrads,
+    params: Params,
+    states: StateStore,
+    pipeline: UpdatePipeline,
+    sizing: Sizing,
+    counters: Counters,
+) -> InFlight | OnDevice | OnBothSides:
+    """What carries out the updates with these gradients."""
+    if isinstance(grads, SplitGrads):
+        host = InFlight(params, grads.host, pipeline, counters)
+        return OnBothSides(host, OnDevice(params, grads.device, states, sizing.layout), grads.is_there)
+    if isinstance(grads, DeviceGrads):
+        return OnDevice(params, grads, states, sizing.layout)
+    return InFlight(params, grads, pipeline, counters)
+
+
+def _room_for_images(sizing: Sizing, split: MemorySplit, host: Ledger, undo: ExitStack) -> BeforeImages | None:
+    """Room for before-images, if there is any."""
+    if not split.images_bytes:
+        return None
+    images = BeforeImages(split.images_bytes)
+    undo.callback(images.close)
+    host.count("what updates ahead replace", images.arena)
+    return images
 
 
 def _apart(sizing: Sizing, config: Config, arena: Arena, link: Link) -> Device | None:

@@ -29,6 +29,7 @@ from infinity.telemetry import Counters
 from infinity.tiers import Params, Residency
 from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
+from infinity.zero.on_both_sides import OnBothSides
 from infinity.zero.on_device import OnDevice
 from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.views import ParameterViews
@@ -43,13 +44,14 @@ class Executor:
         views: what the model's parameters show.
         in_flight: carries updates out.
         cycle: what is used, and the plan.
+        ranks: those whose shards make a unit whole.
     """
 
     def __init__(
         self,
         views: ParameterViews,
         params: Params,
-        in_flight: InFlight | OnDevice,
+        in_flight: InFlight | OnDevice | OnBothSides,
         pipeline: UpdatePipeline,
         cycle: Cycle,
         counters: Counters,
@@ -60,7 +62,7 @@ class Executor:
         self._pipeline = pipeline
         self._cycle = cycle
         self._in_flight = in_flight
-        self._gathering = Gathering(params, ranks, cycle.capacity_bytes, counters)
+        self._gathering = Gathering(params, ranks, cycle.capacity_bytes, counters, cycle.ahead_bytes)
         self._todo: deque[tuple[str, int]] = deque()  # of the plan, in its order
         self._fetching: dict[int, None] = {}  # units on their way, oldest first
         self._recency: dict[int, None] = {}  # units that come and go, least recently used first
@@ -110,9 +112,8 @@ class Executor:
             self._work_off()
 
     def _look_ahead(self) -> None:
-        """Start to gather what is used next."""
-        unit = self._cycle.expected
-        if unit is not None and self._gathering.may_look_ahead(unit):
+        """Start to gather what is used next, in its order."""
+        while (unit := self._gathering.due(self._cycle.upcoming)) is not None:
             self.undo(unit)
             self._params.pin(unit)
             try:
@@ -237,6 +238,10 @@ class Executor:
 
     # Updates #
 
+    def prefer_updates(self, *, begun: bool) -> None:
+        """See `UpdatePipeline.prefer`."""
+        self._pipeline.prefer(begun=begun)
+
     def expect_updates(self, units: Sequence[int]) -> None:
         """Read the optimizer states of these units ahead."""
         self._pipeline.expect(units)
@@ -254,8 +259,9 @@ class Executor:
     @property
     def _on_host(self) -> InFlight:
         """What carries updates out, where some can run ahead."""
-        assert isinstance(self._in_flight, InFlight)
-        return self._in_flight
+        flight = self._in_flight.host if isinstance(self._in_flight, OnBothSides) else self._in_flight
+        assert isinstance(flight, InFlight)
+        return flight
 
     def ran_ahead(self, unit: int) -> tuple[Segment, ...] | None:
         """What an update of the unit has done ahead; None if there was none."""
@@ -298,10 +304,10 @@ class Executor:
             if self._params.residency(unit) is Residency.FETCHING:  # the plan wants it next
                 self._params.fetch_wait(unit)
                 self._fetching.pop(unit, None)
-        self._on_host.undo(ahead)
+        behind = self._on_host.undo(ahead)
         for unit in ahead:
             self._gathering.changed(unit)
-            if self._params.residency(unit) is Residency.RESIDENT:
+            if unit in behind and self._params.residency(unit) is Residency.RESIDENT:
                 self.views.hide(unit)
                 self._params.evict(unit)
                 self._recency.pop(unit, None)
@@ -388,6 +394,21 @@ class Executor:
         while self._in_flight.finish_one():
             pass
         self._settle()
+
+    def move_states(self, unit: int, *, there: bool) -> None:
+        """Have the unit's optimizer states live on the device, or below again; every update is done.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for them; they stay where they are.
+            StorageError: they cannot be read, or written.
+        """
+        within, self._in_flight.torn = self._in_flight.torn, True  # some tiles may have moved and others not
+        try:
+            self._pipeline.move_states(unit, there=there)
+        except torch.OutOfMemoryError:
+            self._in_flight.torn = within
+            raise
+        self._in_flight.torn = within
 
     def show_newest(self) -> None:
         """Carry out every update and have the parameters that never leave show their values; all ranks together."""

@@ -1,19 +1,21 @@
-"""Makes units whole that several ranks share, one unit ahead of the computation.
+"""Makes units whole that several ranks share, ahead of the computation.
 
 [Note: when a unit is gathered]
 Of a unit that several ranks share, what is fetched and updated is this rank's shard; an all-gather makes it whole: a
 field of its own, whose one copy is made of all ranks' shards. All ranks must take part, so whether one is due may
 depend only on what they do alike: a unit is gathered for a use, and stays whole until its last use ends (or, if its
 parameters stay on the device, until the next update), or through to its next use where that follows at once. It must
-not depend on residency, which follows each rank's own disk and memory. What the last cycle did says which unit comes
-next; its all-gather runs under the use before. A cycle that does something else is served on the spot, on all ranks
-alike.
+not depend on residency, which follows each rank's own disk and memory. What the last cycle did says which units come
+next: the all-gather of the next one runs under the use before, and those of more, in their order, as far as
+`Ahead` allows, which knows bytes alone and those of the smallest rank. A cycle that does something else is served on
+the spot, on all ranks alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from infinity.schedule import Ahead
 from infinity.telemetry import Counters, StallCause, Times
 from infinity.tiers import Field, Memory, Params
 from infinity.zero.ranks import Pending, Ranks
@@ -39,22 +41,22 @@ class _Gather:
 
 
 class Gathering:
-    """Which units are whole, and which one will be. A unit of one rank alone always is.
+    """Which units are whole, and which ones will be. A unit of one rank alone always is.
 
     Args:
         capacity_bytes: memory for units that come and go; the same on all ranks.
-
-    Attributes:
-        ahead: the unit that is pinned and gathered for its next use.
+        ahead_bytes: of those that are gathered ahead of their use, beyond the next one.
     """
 
-    def __init__(self, params: Params, ranks: Ranks, capacity_bytes: int, counters: Counters) -> None:
-        self.ahead: int | None = None
+    def __init__(
+        self, params: Params, ranks: Ranks, capacity_bytes: int, counters: Counters, ahead_bytes: int = 0
+    ) -> None:
+        self._ahead: dict[int, None] = {}  # units that are pinned and gathered for their next use, in its order
         self._params = params
         self._ranks = ranks
-        self._capacity_bytes = capacity_bytes
         self._counters = counters
         self._moving_bytes = [spec.nbytes if spec.offloaded else 0 for spec in params.specs]
+        self._may_be_ahead = Ahead(capacity_bytes, ahead_bytes, max(self._moving_bytes, default=0))
         shared = (unit for unit, spec in enumerate(params.specs) if spec.sharding.count > 1)
         self._whole = {unit: Field(f"whole {params.specs[unit].name}", [_DEVICE]) for unit in shared}
         for field in self._whole.values():
@@ -73,9 +75,11 @@ class Gathering:
         if unit not in self._uses:
             self._in_use_bytes += self._moving_bytes[unit]
         self._uses[unit] = self._uses.get(unit, 0) + 1  # first, because `leave` follows whatever happens here
-        if self.ahead == unit:
-            self._take_ahead()
-        else:
+        if unit in self._ahead:
+            while (first := next(iter(self._ahead))) != unit:
+                self._drop(first)
+            self._take(unit)
+        elif not self.is_whole(unit):
             self.drop_ahead()
         self.gather(unit)
 
@@ -92,10 +96,10 @@ class Gathering:
             return
         del self._uses[unit]
         self._in_use_bytes -= self._moving_bytes[unit]
-        if expected == unit and self.ahead is None and self.is_whole(unit) and self._moving_bytes[unit]:
+        if expected == unit and unit not in self._ahead and self.is_whole(unit) and self._moving_bytes[unit]:
             self._params.pin(unit)
-            self.ahead = unit
-        elif self.ahead != unit:
+            self._ahead = {unit: None, **self._ahead}
+        elif unit not in self._ahead:
             self.let_go(unit)
 
     def end_cycle(self) -> None:
@@ -105,17 +109,40 @@ class Gathering:
             self._uses[unit] = 1
             self.leave(unit, None)
 
-    def may_look_ahead(self, unit: int) -> bool:
-        """The unit, which is used next, can be gathered under the use that begins: there is room for both."""
-        if self.ahead is not None or unit not in self._whole or self.is_whole(unit):
-            return False
-        moving_bytes = self._moving_bytes[unit]
-        return not moving_bytes or self._in_use_bytes + moving_bytes <= self._capacity_bytes
+    def due(self, upcoming: Sequence[int]) -> int | None:
+        """The unit that is to be gathered next, under the use that begins; None if there is none, or no room for it.
+
+        Args:
+            upcoming: units that are used next, in their order.
+        """
+        passed: list[int] = []
+        for steps, unit in enumerate(upcoming, 1):
+            # Between two uses of a unit that comes and goes it is let go, unless one follows the other at once: what
+            # comes behind the second is gathered behind it.
+            if (
+                self._moving_bytes[unit]
+                and passed[-1:] != [unit]
+                and (unit in passed or (steps > 1 and unit in self._uses))
+            ):
+                return None
+            passed.append(unit)
+            if not self.is_whole(unit) and unit not in self._ahead:
+                return unit if self._has_room(unit, steps) else None
+        return None
+
+    def _has_room(self, unit: int, steps: int) -> bool:
+        """A unit that is used so many uses from now has room beside all that is in use and comes before it."""
+        if self._moving_bytes[unit]:
+            ahead_bytes = sum(self._moving_bytes[other] for other in self._ahead)
+            return self._may_be_ahead.may_be(steps, self._moving_bytes[unit], self._in_use_bytes, ahead_bytes)
+        specs = self._params.specs
+        whole_bytes = sum(specs[other].nbytes for other in (*self._ahead, unit))
+        return steps == 1 or whole_bytes <= self._may_be_ahead.bytes
 
     def look_ahead(self, unit: int) -> None:
         """Start to gather a resident unit that is pinned; it is unpinned when it is taken or dropped."""
         self._start(unit)
-        self.ahead = unit
+        self._ahead[unit] = None
 
     def changed(self, unit: int) -> None:
         """The unit's values are others now, or will be.
@@ -123,8 +150,8 @@ class Gathering:
         A gathering under way ends first: it may write the old values, this rank's own among them, until it is over.
         """
         if unit in self._whole:
-            if self.ahead == unit:
-                self.drop_ahead()
+            if unit in self._ahead:
+                self._drop(unit)
             self._outdate(unit)
 
     def let_go(self, unit: int) -> None:
@@ -140,20 +167,21 @@ class Gathering:
 
     def drop_ahead(self) -> None:
         """What was gathered ahead is not used next."""
-        unit = self.ahead
-        if unit is not None:
-            self._take_ahead()
-            if unit not in self._uses:
-                self.let_go(unit)
+        while self._ahead:
+            self._drop(next(iter(self._ahead)))
 
-    def _take_ahead(self) -> None:
+    def _drop(self, unit: int) -> None:
+        self._take(unit)
+        if unit not in self._uses:
+            self.let_go(unit)
+
+    def _take(self, unit: int) -> None:
         """What was gathered ahead is whole now."""
-        unit, self.ahead = self.ahead, None
-        if unit is not None:
-            try:
-                self._wait(unit)
-            finally:
-                self._params.unpin(unit)
+        del self._ahead[unit]
+        try:
+            self._wait(unit)
+        finally:
+            self._params.unpin(unit)
 
     def _start(self, unit: int) -> None:
         spec, field = self._params.specs[unit], self._whole[unit]

@@ -12,7 +12,7 @@ from torch import nn
 from infinity.errors import InfinityError
 from infinity.kernels import GradStats
 from infinity.telemetry import Counters
-from infinity.tiers import DeviceGrads, DeviceSums, GradStore
+from infinity.tiers import DeviceGrads, DeviceSums, GradStore, SplitGrads
 from infinity.zero.landing import Coming, Landing, Measures
 from infinity.zero.model_parts import UNDIVIDED, ModelParts, local_gradient
 from infinity.zero.partition import Unit
@@ -40,7 +40,7 @@ class Gradients:
     def __init__(
         self,
         units: Sequence[Unit],
-        store: GradStore | DeviceGrads,
+        store: GradStore | DeviceGrads | SplitGrads,
         source: Direct | Reduction,
         landing: Landing,
         sums: DeviceSums,
@@ -184,12 +184,12 @@ class Gradients:
     @property
     def alone(self) -> bool:
         """No other rank takes part in what is found out about gradients, so that it can be done at any time."""
-        return self._source.ranks.size * self._parts.ranks.size == 1
+        return self._source.groups.all.size * self._parts.ranks.size == 1
 
     def is_finite(self, unit: int) -> bool:
         """So are all of the unit's gradients, on every rank and in every part of the model."""
         with self._source.agreeing():
-            return not self._parts.ranks.any(self._source.ranks.any(not self._is_finite_here(unit)))
+            return not self._parts.ranks.any(self._source.groups.sharing.any(not self._is_finite_here(unit)))
 
     def _is_finite_here(self, unit: int) -> bool:
         return all(stats.finite for stats in self._stats(unit))
@@ -217,7 +217,7 @@ class Gradients:
     def norm_of(self, sum_sq: float) -> float:
         """The norm over all ranks' shards and the model's parts, of a sum over this rank's."""
         with self._source.agreeing():
-            return math.sqrt(self._parts.ranks.sum(self._source.shard_ranks.sum(sum_sq)))
+            return math.sqrt(self._parts.ranks.sum(self._source.groups.sharing.sum(sum_sq)))
 
     # Looks from outside #
 
@@ -236,6 +236,20 @@ class Gradients:
         while (buffer := self._store.open(unit)) is None:
             self._make_room_to_look(unit)
         return buffer
+
+    def collected_anywhere(self) -> bool:
+        """Some rank has gradients that are not reduced over the ranks yet; all of them ask together."""
+        return self._source.groups.all.any(bool(self._source.collected))
+
+    def collected_values(self, unit: int, slot: int, *, of_all: bool) -> torch.Tensor | None:
+        """A copy of a gradient that is not reduced yet: see `Reduction.look`.
+
+        Raises:
+            InfinityError: the step has another part of it, which is reduced.
+        """
+        if slot in self.slots_with_gradients(unit):
+            self.check_reduced()
+        return self._source.look(unit, slot, of_all=of_all)
 
     def _make_room_to_look(self, unit: int) -> None:
         if not self._store.make_room(unit):
@@ -286,7 +300,7 @@ class Gradients:
         Raises:
             InfinityError: others would stay, and what is reduced of a unit is one sum.
         """
-        if self._source.ranks.size > 1:
+        if self._source.groups.all.size > 1:
             here = {unit: set(total.present) for unit, total in self._totals.items()}
             for unit, collected in self._source.collected.items():
                 here.setdefault(unit, set()).update(collected.slots)

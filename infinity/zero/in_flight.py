@@ -3,8 +3,9 @@
 [Note: updates ahead]
 Where the norm of all gradients decides on an update (clipping, a step that is skipped), it may *run ahead* of it, as if
 the norm were small: on those of a unit's tiles that have another slot on the drives, in which what they were before
-stays (slots.py). When the norm is known the update is *confirmed*, and what is left of the unit updated, or *undone*.
-Until then the unit keeps its gradients, and whoever wants its values has the update undone first.
+stays (slots.py), or for which there is room for a before-image (before_images.py). When the norm is known the update is
+*confirmed*, and what is left of the unit updated, or *undone*. Until then the unit keeps its gradients, and whoever
+wants its values has the update undone first.
 
 [Note: hand-overs]
 An exception may come between any two lines (Ctrl-C). While an update passes from one owner to the next, it is in
@@ -14,13 +15,14 @@ was left half way. Then some update is lost, or its values are not known to be n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 
 from infinity.errors import CapacityError, InfinityError
+from infinity.optim.before_images import Image
 from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import GradStore, Move, Params, Residency
@@ -46,11 +48,13 @@ class _Ahead:
 
     Attributes:
         segments: what it does to the tiles in `tiles`.
+        in_memory: what the parameters were is in before-images, not in slots.
     """
 
     segments: tuple[Segment, ...]
     tiles: frozenset[int]
     ticket: UpdateTicket
+    in_memory: bool
 
 
 class InFlight:
@@ -115,7 +119,7 @@ class InFlight:
         self.open_host(unit)
         begun = self._begun.pop(unit, None)
         tiles = None if begun is None else self._pipeline.all_tiles(unit) - begun
-        self._hand_over(unit, self.pending.pop(unit), write=write, needed=needed, tiles=tiles, keeps=False)
+        self._hand_over(unit, self.pending.pop(unit), write=write, needed=needed, tiles=tiles)
         self.torn = False
 
     def _hand_over(
@@ -126,8 +130,9 @@ class InFlight:
         write: bool,
         needed: int,
         tiles: frozenset[int] | None,
-        keeps: bool,
+        before: Mapping[int, Image] | None = None,
     ) -> UpdateTicket:
+        """Hand an update to the pipeline; with `before`, one that may be undone."""
         grad, arriving = self._grads.hand_over(unit)
         touching = self._params.begin_update(unit)
         spec = self._params.specs[unit]
@@ -144,10 +149,12 @@ class InFlight:
             first=spec.sharding.rank * trained,
             needed=needed,
             tiles=tiles,
+            before=before or {},
         )
         ticket = self._pipeline.submit(job)
         ticket.computed.add_done_callback(partial(_put, self._ended, unit))
-        self._handed[unit] = _HandedOver(ticket, self._params.write_through(unit, ticket) if write else None, keeps)
+        written = self._params.write_through(unit, ticket) if write else None
+        self._handed[unit] = _HandedOver(ticket, written, keeps=before is not None)
         return ticket
 
     # Ahead of what decides on it, see [Note: updates ahead] #
@@ -165,16 +172,23 @@ class InFlight:
     def can_run_ahead(self, unit: int) -> bool:
         """The unit and its gradients have memory and are at rest, and something of it can be updated and be undone."""
         busy = unit in self.pending or unit in self._handed or unit in self._ahead
-        can_undo = not busy and self._params.can_undo(unit) and bool(self._pipeline.can_undo(unit))
-        return can_undo and self._params.residency(unit) is Residency.RESIDENT and self._grads.can_hand_over(unit)
+        at_rest = not busy and self._params.residency(unit) is Residency.RESIDENT
+        return at_rest and bool(self._can_undo(unit)) and self._grads.can_hand_over(unit)
+
+    def _can_undo(self, unit: int) -> frozenset[int]:
+        """Indices of the tiles whose update can be undone, and that of their parameters."""
+        if self._params.can_undo(unit):
+            return self._pipeline.can_undo(unit, param=False)
+        return self._pipeline.can_undo(unit, param=True) if self._params.can_put_back(unit) else frozenset()
 
     def run_ahead(self, unit: int, segments: tuple[Segment, ...], needed: int) -> None:
         """Update what can be undone of a unit that `can_run_ahead`, and whose gradients are in memory."""
         self.torn = True
         self.open_host(unit)
-        tiles = self._pipeline.can_undo(unit)
-        ticket = self._hand_over(unit, segments, write=True, needed=needed, tiles=tiles, keeps=True)
-        self._ahead[unit] = _Ahead(segments, tiles, ticket)
+        tiles, in_memory = self._can_undo(unit), not self._params.can_undo(unit)
+        before = self._pipeline.keep_before(unit, tiles, param=in_memory)
+        ticket = self._hand_over(unit, segments, write=True, needed=needed, tiles=tiles, before=before)
+        self._ahead[unit] = _Ahead(segments, tiles, ticket, in_memory)
         self.torn = False
 
     def confirm(self, unit: int) -> None:
@@ -187,10 +201,14 @@ class InFlight:
             self._grads.drop(unit)
         else:
             handed.keeps = False
+        self._pipeline.forget_before(ahead.ticket)
         self.torn = False
 
-    def undo(self, units: Sequence[int]) -> None:
+    def undo(self, units: Sequence[int]) -> frozenset[int]:
         """The units are what they were before they were updated ahead, and have their gradients.
+
+        Returns:
+            Those that are so on the drives alone: what is computed on is to be read again.
 
         Raises:
             InfinityError: a module uses one of them.
@@ -203,13 +221,29 @@ class InFlight:
                     'its update has begun: set tiering.update_schedule to "deferred"'
                 )
         self.torn = True
+        on_drives = frozenset(unit for unit in units if not self._ahead[unit].in_memory)
         self._pipeline.undo([self._ahead[unit].ticket for unit in units])
         for unit in units:
             if unit in self._handed:
                 self._finish(unit)
-            self._params.undo(unit)
-            del self._ahead[unit]
+            if unit in on_drives:
+                self._params.undo(unit)
+            else:
+                self._put_back(unit)
+            self._pipeline.forget_before(self._ahead.pop(unit).ticket)
         self.torn = False
+        return on_drives
+
+    def _put_back(self, unit: int) -> None:
+        """Change the parameters to what they were before they were updated ahead."""
+        self.open_host(unit)
+        self._params.host_wait(unit)
+        for move in self._params.begin_update(unit):
+            move.wait(self._counters)
+        flat = self._params.host_tensor(unit)
+        for start, values in self._pipeline.params_before(self._ahead[unit].ticket):
+            flat[start : start + values.numel()].copy_(values)
+        self._params.close_host(unit)
 
     def finish_ahead(self, unit: int) -> None:
         """Wait for an update that runs ahead: what it was made with is about to change."""
@@ -254,10 +288,12 @@ class InFlight:
     # Out of it #
 
     def wait_computed(self, unit: int) -> None:
-        """Wait until the unit's new values are in memory; they may still be on their way home."""
+        """Wait until the unit's new values are in memory, whence they go up as they come; they may still be on their
+        way home."""
         if unit in self._handed:
             with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
-                self._pipeline.wait_computed(self._handed[unit].ticket)
+                sends = partial(self._params.send_part, unit) if self._params.can_send_parts(unit) else None
+                self._pipeline.wait_computed(self._handed[unit].ticket, sends)
             self._params.end_change(unit)
 
     def finish_one(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from infinity.kernels import GradStats, grad_store
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import DeviceGrads, GradStore, Transfer, to_host
+from infinity.tiers import DeviceGrads, GradStore, SplitGrads, Transfer, to_host
 from infinity.zero.partition import Unit
 from infinity.zero.reduction import WHOLE, Addend, Direct, Reduction
 
@@ -84,7 +84,7 @@ class Landing(ABC):
 
     lag = 0
 
-    def __init__(self, store: GradStore | DeviceGrads, source: Direct | Reduction, places: Places) -> None:
+    def __init__(self, store: GradStore | DeviceGrads | SplitGrads, source: Direct | Reduction, places: Places) -> None:
         self._held = store
         self._source = source
         self._places = places
@@ -147,6 +147,8 @@ class ToHost(Landing):
 class Stays(Landing):
     """Gradients stay where they are computed, and are updated with there; their norms go to the host."""
 
+    lag = _LAG
+
     def __init__(self, store: DeviceGrads, source: Direct | Reduction, places: Places) -> None:
         super().__init__(store, source, places)
         self._store = store
@@ -166,10 +168,41 @@ class Stays(Landing):
         return Coming(self._store.norms.values[index], self._store.measure(unit, index, self._values(unit, part)))
 
 
+class Parted(Landing):
+    """Some units' gradients stay, and others go to host memory."""
+
+    def __init__(
+        self, store: SplitGrads, stays: Landing, to_host: Landing, source: Direct | Reduction, places: Places
+    ) -> None:
+        super().__init__(store, source, places)
+        self._is_there = store.is_there
+        self._stays = stays
+        self._to_host = to_host
+        self.lag = max(stays.lag, to_host.lag)
+
+    def _of(self, unit: int) -> Landing:
+        return self._stays if self._is_there(unit) else self._to_host
+
+    def add(self, addend: Addend, measures: Measures, *, last_pass: bool) -> bool:
+        return self._of(addend.unit).add(addend, measures, last_pass=last_pass)
+
+    def measure(self, unit: int, part: int) -> GradStats | Coming:
+        return self._of(unit).measure(unit, part)
+
+
 def landing_of(
-    store: GradStore | DeviceGrads, source: Direct | Reduction, places: Places, counters: Counters, *, streams: bool
+    store: GradStore | DeviceGrads | SplitGrads,
+    source: Direct | Reduction,
+    places: Places,
+    counters: Counters,
+    *,
+    streams: bool,
 ) -> Landing:
     """How gradients come to this store."""
+    if isinstance(store, SplitGrads):
+        there = landing_of(store.device, source, places, counters, streams=streams)
+        below = landing_of(store.host, source, places, counters, streams=streams)
+        return Parted(store, there, below, source, places)
     if isinstance(store, DeviceGrads):
         return Stays(store, source, places)
     return ToHost(store, source, places, counters, streams=streams)

@@ -18,6 +18,7 @@ class Losses:
 
     Attributes:
         count: losses of all ranks whose mean is the step's; of one rank, where the ranks' gradients are summed.
+        ranks_count: ranks among whose losses it is.
         loss_scale: of fp16 training; its `value` is 1 otherwise.
         scaled: the user has scaled the loss whose backward comes.
 
@@ -39,8 +40,8 @@ class Losses:
         keeps: bool = False,
         keeps_cheap: bool = False,
     ) -> None:
-        self._ranks_count = 1 if config.sums_ranks else ranks.size
-        self.count = config.gradient_accumulation_steps * self._ranks_count
+        self.ranks_count = 1 if config.sums_ranks else ranks.size
+        self.count = config.gradient_accumulation_steps * self.ranks_count
         self.loss_scale = LossScale.of(config.fp16)
         self.scaled = False
         self._keeps = keeps
@@ -61,9 +62,9 @@ class Losses:
         """
         self.scaled = True
         if (self._keeps or (self._keeps_cheap and loss.is_cpu)) and type(loss) is torch.Tensor:
-            mean = loss.detach().float().mean() * (1 if whole_step else self._ranks_count / self.count)
+            mean = loss.detach().float().mean() * (1 if whole_step else self.ranks_count / self.count)
             self._sum = mean if self._sum is None else self._sum + mean
-        share = loss / (self._ranks_count if whole_step else self.count)
+        share = loss / (self.ranks_count if whole_step else self.count)
         return share.float() * self.loss_scale.value if self._fp16 else share
 
     def take_sum(self) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from infinity.errors import CapacityError
-from infinity.kernels import update_in_torch
+from infinity.kernels import update_on_device
 from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import Segment
 from infinity.tiers import DeviceGrads, Memory, Params, StateStore
@@ -73,7 +73,7 @@ class OnDevice:
             assert tile.there is not None
             fields = layout.narrow(layout.views(tile.there, tile.numel), low - tile.start, high - tile.start)
             tile.begin_write(Memory.DEVICE)
-            update_in_torch(
+            update_on_device(
                 segment.rule,
                 param[low:high],
                 grad[low:high],

@@ -9,6 +9,7 @@ import atexit
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -84,6 +85,7 @@ class Ranks:
     neighbours: int = 1
     timeout_s: float = 300.0
     meeting: Meeting | None = None
+    called: str = ""  # this rank in messages, where it is one of a part of those that meet
 
     @staticmethod
     def of_group(group: Any = None, timeout_s: float = 300.0) -> Ranks:
@@ -95,9 +97,7 @@ class Ranks:
             return ALONE
         host = group
         if "gloo" not in str(dist.get_backend_config(group)):
-            # Others may be making groups of their own.
-            members = dist.get_process_group_ranks(group or dist.group.WORLD)
-            host = dist.new_group(members, timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True)
+            host = _group_of(dist.get_process_group_ranks(group or dist.group.WORLD), "gloo", timeout_s)
         ranks = Ranks(dist.get_rank(group), size, group, host, timeout_s=timeout_s, meeting=meeting_of(group))
         if ranks.meeting is not None:
             ranks.meeting.watch.timeout_s = timeout_s
@@ -107,6 +107,42 @@ class Ranks:
             ranks.meeting.processes = processes
         machines = [process.machine for process in processes]
         return replace(ranks, neighbours=machines.count(machines[ranks.rank]))
+
+    def part(self, members: Sequence[int], what: str) -> Ranks:
+        """Some of these ranks, this one among them, with groups of their own.
+
+        All ranks call this, each with the part that it is in, so that every rank is in one.
+
+        Args:
+            members: in ascending order.
+            what: they are, for messages.
+
+        Raises:
+            RankError: the others have not come.
+        """
+        if len(members) == 1:
+            return ALONE
+        if len(members) == self.size:
+            return self
+        parent = self.group or dist.group.WORLD
+        everyone = dist.get_process_group_ranks(parent)
+        chosen = [everyone[rank] for rank in members]
+        made = _made.setdefault(parent, {})
+        if tuple(chosen) not in made:
+            with self.talking(f"the first meeting of {what}"):
+                group = _group_of(chosen, str(dist.get_backend_config(parent)), self.timeout_s)
+                host = group if self.host_group is self.group else _group_of(chosen, "gloo", self.timeout_s)
+            made[tuple(chosen)] = group, host
+        group, host = made[tuple(chosen)]
+        if dist.get_process_group_ranks(group) != chosen:  # torch sorts them
+            raise RankError(
+                f"the process group has its ranks in the order {everyone}, in which {what} cannot be told apart: give "
+                "initialize a group whose ranks ascend, or leave communication.shard_size out"
+            )
+        called = f"{self.rank} of {self.size}, among {what}"
+        return replace(
+            self, rank=members.index(self.rank), size=len(members), group=group, host_group=host, called=called
+        )
 
     def together(self, what: str) -> None:
         """Wait until all ranks have come to the same call, before anything is exchanged; one rank need not wait.
@@ -298,14 +334,20 @@ class Ranks:
             with watch:
                 yield
         except RuntimeError as error:
+            here = self.called or f"{self.rank} of {self.size}"
             cause = "its own message is the one to look at"
             if self.meeting is not None:
                 missing = self.meeting.watch.missing
                 cause = _soon(self.meeting.lonely) or missing() or cause
             raise RankError(
-                f"rank {self.rank} of {self.size}: {what} failed, because another rank has died or does not answer; "
+                f"rank {here}: {what} failed, because another rank has died or does not answer; "
                 f"{cause}. ({str(error).splitlines()[0]})"
             ) from error
+
+
+def _group_of(members: list[int], backend: str, timeout_s: float) -> Any:
+    """A process group of these; others may be making groups of their own."""
+    return dist.new_group(members, timedelta(seconds=timeout_s), backend=backend, use_local_synchronization=True)
 
 
 def _soon(ask: Callable[[], str | None]) -> str | None:
@@ -318,6 +360,9 @@ def _soon(ask: Callable[[], str | None]) -> str | None:
 
 
 ALONE = Ranks()
+
+# Parts of each process group, by their ranks: torch keeps a group's connections for as long as the process lives.
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 # Processes that have given up a collective whose group waits for longer, which keeps them from ending until it is over.
 _abandoned: list[int] = []

@@ -8,6 +8,9 @@ which parameters have a gradient may differ (experts that got no token), so the 
 exchanged beside the gradients. At stages 0 and 1 gradients are summed over the micro-batches first and reduced in the
 last one's backward; at stages 2 and 3 in every one's. Those of layer-major micro-batches are summed first at every
 stage, and reduced when all of them have left the module.
+
+Where ranks share states in groups, a reduction is two: the ranks of a group scatter the unit's sum, and then, under the
+scatter of the next unit, each adds up its slice with the replicas that have the same one. See groups.py.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ from infinity.kernels import GradStats
 from infinity.memory import Loan, scratch_on
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import Sharding, overlap
+from infinity.zero.groups import Groups
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
 from infinity.zero.partition import Unit
-from infinity.zero.ranks import ALONE, Pending, Ranks
+from infinity.zero.ranks import Pending
 
 WHOLE = -1  # the one part of a unit whose gradients are reduced together
 
@@ -61,7 +65,7 @@ class _Collected:
 class Direct:
     """One rank: every parameter's gradient goes to its unit by itself. The verbs are those of `Reduction`."""
 
-    ranks = shard_ranks = ALONE
+    groups = Groups()
     collected: Mapping[int, _Collected] = {}
 
     def __init__(self, units: Sequence[Unit], parts: ModelParts = UNDIVIDED) -> None:
@@ -86,6 +90,10 @@ class Direct:
 
     def clear(self) -> None:
         """Nothing is collected."""
+
+    def look(self, unit: int, slot: int, *, of_all: bool) -> torch.Tensor | None:
+        """Nothing is."""
+        return None
 
     def measured(self, unit: int, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
         if not self._parts.shares:
@@ -116,14 +124,16 @@ class _Reduction(NamedTuple):
     """A reduction under way; `shard` will be this rank's slice of the sum.
 
     Attributes:
+        whole: the unit's gradients of this rank; None where the shard is all of them.
         present: by slot, bytes: it has a gradient on some rank, and it has one of this pass.
+        pending: what is waited for: these flags, and the sum.
     """
 
     unit: int
-    loans: tuple[Loan, ...]
-    shard: torch.Tensor
+    whole: Loan | None
+    shard: Loan
     present: torch.Tensor
-    pending: tuple[Pending, Pending]
+    pending: tuple[Pending, ...]
 
 
 class Reduction:
@@ -139,31 +149,32 @@ class Reduction:
     Attributes:
         collected: what is not reduced yet, by unit.
         gaps: of each unit's buffer, elements that lie in no addend.
-        shard_ranks: those whose shards are apart from this rank's.
+        groups: who shares the sums, and who has the same of them.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        ranks: Ranks,
+        groups: Groups,
         journey: Journey,
         shared: Container[int],
         device: torch.device,
         counters: Counters,
         parts: ModelParts = UNDIVIDED,
     ) -> None:
-        self.ranks = ranks
-        self.shard_ranks = ranks if journey.sharding.count > 1 else ALONE
+        self.groups = groups
         self.gaps: Sequence[Sequence[tuple[int, int]]] = [()] * len(units)
         self.collected: dict[int, _Collected] = {}
         self._units = tuple(units)
         self._journey = journey
         self._shared = shared
+        self._device = device
         self._scratch = scratch_on(device)
         self._counters = counters
         self._parts = parts
         self._reduces = False  # in the backward pass that is running
-        self._under_way: _Reduction | None = None
+        self._scattering: _Reduction | None = None
+        self._averaging: _Reduction | None = None
 
     # Collecting #
 
@@ -194,7 +205,28 @@ class Reduction:
         self._reduces = False
         dropped, self.collected = self.collected, {}
         self._scratch.give(*(collected.loan for collected in dropped.values()))
-        self._under_way = None  # other ranks may never answer, and what still writes there keeps its memory
+        # Other ranks may never answer, and what still writes there keeps its memory.
+        self._scattering = self._averaging = None
+
+    def look(self, unit: int, slot: int, *, of_all: bool) -> torch.Tensor | None:
+        """A copy, flat and in float32, of what is collected of a parameter's gradient; None if nothing is.
+
+        Args:
+            of_all: its sum over the ranks, which look together; else what this one has.
+        """
+        place, collected = self._units[unit].slots[slot], self.collected.get(unit)
+        mine = None
+        if collected is not None and slot in collected.slots:
+            mine = collected.loan.tensor[place.offset : place.offset + place.numel]
+        if not of_all:
+            return None if mine is None else mine.float().clone()
+        if not self.groups.all.any(mine is not None):
+            return None
+        total = torch.zeros(place.numel, dtype=self._journey.dtype, device=self._device)
+        if mine is not None:
+            total.copy_(mine)
+        self.groups.all.all_reduce(total, self._units[unit].name).wait()
+        return total.float()
 
     # Reducing #
 
@@ -214,7 +246,7 @@ class Reduction:
             left = torch.zeros(len(self._units), dtype=torch.uint8)
             left[list(self.collected)] = 1
             with self.agreeing():
-                self.ranks.any_of(left).wait()
+                self.groups.all.any_of(left).wait()
             for unit in left.nonzero():
                 yield from self._reduce(int(unit))
             yield from self._finish()
@@ -227,7 +259,7 @@ class Reduction:
         numel = unit.trainable_numel
         if not self._reduces or not numel:
             return
-        yield from self._finish()
+        yield from self._advance()
         collected = self.collected.pop(index, None) or self._empty(index)
         whole = collected.loan
         for start, stop in gaps(unit, collected.slots):
@@ -239,28 +271,51 @@ class Reduction:
         present = torch.zeros(2, len(unit.slots), dtype=torch.uint8)
         present[0, list(collected.slots)] = 1
         present[1, list(collected.of_pass)] = 1
-        flags = self.ranks.any_of(present)
+        flags = self.groups.all.any_of(present)
         if journey.sharding.count == 1:
-            sums = self.ranks.all_reduce(whole.tensor, unit.name)
-            self._under_way = _Reduction(index, (whole,), whole.tensor, present, (flags, sums))
+            sums = self.groups.replicas.all_reduce(whole.tensor, unit.name)
+            self._averaging = _Reduction(index, None, whole, present, (flags, sums))
         else:
             own = self._scratch.take(numel // journey.sharding.count, journey.dtype)
-            sums = self.ranks.reduce_scatter(own.tensor, whole.tensor, unit.name)
-            self._under_way = _Reduction(index, (whole, own), own.tensor, present, (flags, sums))
+            sums = self.groups.sharing.reduce_scatter(own.tensor, whole.tensor, unit.name)
+            self._scattering = _Reduction(index, whole, own, present, (flags, sums))
 
     def _finish(self) -> Iterator[Addend]:
-        """Wait for what is under way, if anything is, and go through what it brings."""
-        reduction = self._under_way
-        if reduction is None:
-            return
+        """Wait for all that is under way, and go through what it brings."""
+        yield from self._advance()
+        yield from self._advance()
+
+    def _advance(self) -> Iterator[Addend]:
+        """Wait for what is under way, if anything is: what was scattered is summed over the replicas next, under what
+        comes then, and what is complete is gone through."""
+        scattered, self._scattering = self._scattering, None
+        complete, self._averaging = self._averaging, None
+        if scattered is not None:
+            self._wait_for(scattered)
+            assert scattered.whole is not None
+            self._scratch.give(scattered.whole)
+            if self.groups.replicas.size == 1:
+                complete = scattered._replace(pending=())  # nothing is averaged
+            else:
+                name = self._units[scattered.unit].name
+                sums = self.groups.replicas.all_reduce(scattered.shard.tensor, name)
+                self._averaging = scattered._replace(pending=(sums,))
+        if complete is not None:
+            yield from self._complete(complete)
+
+    def _wait_for(self, reduction: _Reduction) -> None:
         with self.agreeing():
             for pending in reduction.pending:
                 pending.wait()
+
+    def _complete(self, reduction: _Reduction) -> Iterator[Addend]:
+        """A sum over all ranks."""
+        self._wait_for(reduction)
         here, of_pass = ({int(slot) for slot in flags.nonzero()} for flags in reduction.present)
         if here:
-            yield Addend(reduction.unit, WHOLE, 0, reduction.shard.numel(), reduction.shard, here, of_pass)
-        self._under_way = None
-        self._scratch.give(*reduction.loans)
+            shard = reduction.shard.tensor
+            yield Addend(reduction.unit, WHOLE, 0, shard.numel(), shard, here, of_pass)
+        self._scratch.give(reduction.shard)
 
     def measured(self, unit: int, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
         """Less the squares of what other parts of the model hold alike, as far as they account for it."""

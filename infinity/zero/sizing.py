@@ -12,17 +12,21 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.errors import ConfigError
+from infinity.optim.before_images import image_bytes
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
 from infinity.optim.pipeline import LEAST_SLOTS, MOST_SLOTS
 from infinity.schedule import MemoryNeeds
+from infinity.schedule.on_device import as_far_as_fits, promotion_order
 from infinity.schedule.placement import (
     DeviceShare,
     ParamBytes,
     Rules,
     Shards,
     collecting_bytes,
+    cut_into_tiles,
     device_share,
     host_needs,
+    may_come,
     may_run_ahead,
     param_bytes,
     rules_of,
@@ -44,6 +48,7 @@ class Sizing:
 
     Attributes:
         rules: where fields live.
+        there: units whose states, and gradients, are on the device.
         specs: flat parameter tensor of each unit.
         grad_dtype: dtype in which gradients are held.
         communication_dtype: dtype in which they travel between ranks.
@@ -51,12 +56,15 @@ class Sizing:
         layer_major: all micro-batches of a step go through a block together.
         initial_numel: elements of the largest unit whose values are made, or exchanged, at `initialize`.
         embeddings: names of units that are one table.
+        keeps_steps: what a step has finished stays on the drives.
+        has_slots: what lives on the drives has two slots.
     """
 
     partition: Partition
     layout: StateLayout
     schedule: UpdateSchedule
     rules: Rules
+    there: frozenset[int]
     specs: tuple[FlatSpec, ...]
     grad_dtype: torch.dtype
     communication_dtype: torch.dtype
@@ -64,6 +72,7 @@ class Sizing:
     layer_major: bool
     initial_numel: int
     embeddings: frozenset[str]
+    keeps_steps: bool
     has_slots: bool
 
     @cached_property
@@ -76,6 +85,7 @@ class Sizing:
             tile_bytes=self.layout.tile_bytes,
             grad_dtype=self.grad_dtype,
             standing=self._standing(),
+            there=self.there,
         )
 
     def _standing(self) -> list[int]:
@@ -86,6 +96,16 @@ class Sizing:
         users = Counter(unit for point in points for unit in point.units)
         alone = {unit for point in points if point.module_name in self.partition.blocks for unit in point.units}
         return [unit.index for unit in self.partition.units if users[unit.index] > 1 or unit.index not in alone]
+
+    @property
+    def all_is_there(self) -> bool:
+        """States and gradients of all units are on the device, and never leave it."""
+        return self.rules.states is Memory.DEVICE
+
+    @cached_property
+    def may_come(self) -> list[int]:
+        """Units whose states, and gradients, may come to the device later, in order."""
+        return may_come(self.rules, self.specs, self.shards, first_to_go(self.partition))
 
     @cached_property
     def params(self) -> ParamBytes:
@@ -101,6 +121,11 @@ class Sizing:
     def device(self) -> DeviceShare:
         """What lies on the device beside parameters."""
         return device_share(self.rules, self.shards)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Of units that are gathered ahead of their use, beyond the next one."""
+        return self.rules.ahead_numel * self.largest.dtype.itemsize
 
     @property
     def collect_dtype(self) -> torch.dtype:
@@ -119,6 +144,13 @@ class Sizing:
         """A full tile of optimizer states."""
         return self.layout.tile_bytes(self.tile_numel)
 
+    @property
+    def images_bytes(self) -> int:
+        """Before-images of all tiles; 0 where updates wait for the norm, or all that they change has two slots."""
+        if self.schedule is not UpdateSchedule.SPECULATIVE or self.keeps_steps:
+            return 0
+        return sum(image_bytes(self.layout, numel) for numel in cut_into_tiles(self.shards.below, self.tile_numel))
+
     def host_needs(self) -> MemoryNeeds:
         """What host memory must and may hold."""
         return host_needs(
@@ -129,6 +161,7 @@ class Sizing:
             collecting_bytes=self.collecting_bytes,
             # In float32: a unit that is made or exchanged, and a tile.
             initial_bytes=(self.initial_numel + self.tile_numel) * torch.float32.itemsize,
+            images_bytes=self.images_bytes,
             embeddings=self.embeddings,
         )
 
@@ -214,24 +247,44 @@ def size_up(
         in_files=InFiles(in_files or {}, dtype),
     )
     accumulates = config.accumulates
+    there = _there(partition, rules.share_there)
     return Sizing(
         partition=partition,
         layout=layout,
         schedule=schedule,
         rules=rules,
-        specs=tuple(_flat_spec(unit, dtype, rules) for unit in partition.units),
-        grad_dtype=_DTYPES[config.grad_accum_dtype] if accumulates else dtype,
+        there=there,
+        specs=tuple(_flat_spec(unit, dtype, rules, there=unit.index in there) for unit in partition.units),
+        grad_dtype=_DTYPES[config.grad_accum_dtype] if accumulates else _held_dtype(config, rules),
         communication_dtype=_DTYPES[config.communication_data_type],
         tile_numel=_tile_numel(partition, layout, max(config.tiering.tile_size_bytes, rules.least_tile_bytes)),
         layer_major=accumulates and config.tiering.accumulation == "layer",
         initial_numel=max(_initial_numel(unit, made, rules) for unit in partition.units),
         embeddings=_embeddings(model),
+        keeps_steps=config.tiering.crash_consistent,
         has_slots=config.tiering.crash_consistent or schedule is UpdateSchedule.SPECULATIVE,
     )
 
 
-def _flat_spec(unit: Unit, dtype: torch.dtype, rules: Rules) -> FlatSpec:
-    home = rules.param_home(stays=unit.persistent)
+def _there(partition: Partition, share: float) -> frozenset[int]:
+    """Units that have this share of all states, as near to it from below as whole units come."""
+    numels = [unit.trainable_numel for unit in partition.units]
+    return as_far_as_fits(promotion_order(numels, first_to_go(partition)), numels, int(share * sum(numels)))
+
+
+def first_to_go(partition: Partition) -> list[int]:
+    """Units whose updates nothing hides: the first, and the small parameters outside of blocks."""
+    return [unit.index for unit in partition.units if unit.index == 0 or unit.name == PERSISTENT]
+
+
+def _held_dtype(config: Config, rules: Rules) -> torch.dtype:
+    """Of the gradients of one backward pass: the model's, unless the ranks' sum has more digits."""
+    made, summed = compute_dtype(config), _DTYPES[config.communication_data_type]
+    return summed if rules.reduces and summed.itemsize > made.itemsize else made
+
+
+def _flat_spec(unit: Unit, dtype: torch.dtype, rules: Rules, *, there: bool) -> FlatSpec:
+    home = rules.param_home(stays=unit.persistent, updated_there=there)
     moves = home is not Memory.DEVICE
     return FlatSpec(unit.name, unit.numel, unit.trainable_numel, dtype, moves, rules.sharding, unit.runs)
 

@@ -30,6 +30,7 @@ from infinity.telemetry import StepStats
 from infinity.telemetry.monitor import Event, tier_costs, tier_peaks
 from infinity.zero.build import Runtime, make_gradients, open_activations
 from infinity.zero.compute_lane import ComputeLane
+from infinity.zero.filling import filling_of
 from infinity.zero.hooks import Hooks
 from infinity.zero.layer_major import LayerMajor
 from infinity.zero.losses import Losses
@@ -123,6 +124,7 @@ class Step:
             config.gradient_clipping,
             self.losses,
         )
+        self._filling = filling_of(runtime, config)
         self.activations = open_activations(config, runtime, model)
         self._stand_ins = StandIns(model, runtime.partition.units)
         self._compute_lane: ComputeLane | None = None
@@ -161,6 +163,11 @@ class Step:
         """
         if self._phase is Phase.CLOSED:
             raise InfinityError("the engine is closed")
+        if self.in_backward_now:
+            raise InfinityError(
+                "the engine is in the middle of a backward pass, and was asked for something that comes before it or "
+                "after it, such as gathering parameters: inside of a backward pass they have their values"
+            )
         if self._open is not None:
             self.abort()
         if self._phase is Phase.UPDATE or self._runtime.torn:
@@ -170,6 +177,11 @@ class Step:
                 f"the engine has stopped after an error ({self._failure}): close it, and resume from the last "
                 "checkpoint"
             )
+
+    @property
+    def in_backward_now(self) -> bool:
+        """This thread is in a backward pass of the engine, as a function with a backward of its own can be."""
+        return self._in_backward and torch._C._current_graph_task_id() != -1
 
     def fail(self, error: BaseException) -> None:
         """The states are not those of one step any more."""
@@ -473,6 +485,8 @@ class Step:
         try:
             self.updates.finish_step()
             self._runtime.settle()
+            if self._filling is not None:
+                self._filling.after_step()
             scheduler = self.lr_scheduler
             if scheduler is not None and advances_by_itself(scheduler) and not self.updates.outcome.skipped:
                 scheduler.step()
@@ -511,6 +525,8 @@ class Step:
             self._back_to(self._open.before)
         self.losses.forget()
         self._open = None
+        if self._filling is not None and isinstance(error, torch.OutOfMemoryError):
+            self._filling.out_of_memory(at_rest=self.gradients.alone and not self.gradients.held())
 
     def drop(self) -> None:
         """Throw the gradients of the step away, as `zero_grad` does; its micro-batches stay counted.
@@ -620,6 +636,11 @@ class Step:
             yield
         finally:
             self._syncs = True
+
+    @property
+    def synchronises(self) -> bool:
+        """It is outside of `unsynchronised`."""
+        return self._syncs
 
     def remove_hooks(self) -> None:
         """Leave the model to others; nothing has been trained."""

@@ -101,6 +101,7 @@ class Updates:
         self._early = early
         self._in_parts = in_parts
         self._due.clear()
+        self._executor.prefer_updates(begun=True)
         runs_ahead = last and self._schedule is UpdateSchedule.SPECULATIVE and self._foresight.runs_ahead
         if runs_ahead:
             self._executor.begin_ahead()
@@ -245,6 +246,7 @@ class Updates:
         self.under_way = False
 
     def _finish_step(self) -> StepOutcome:
+        self._executor.prefer_updates(begun=False)
         for addend in self._gradients.sums_left():  # the user has said after the last micro-batch that it was the last
             self._add_below(addend)
         if self._schedule is UpdateSchedule.BACKWARD:

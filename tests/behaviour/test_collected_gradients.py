@@ -13,8 +13,9 @@ from infinity.memory import StableMemory, scratch, stable_memory
 from infinity.schedule.placement import Rules, collecting_bytes
 from infinity.telemetry import Counters
 from infinity.tiers import WHOLE, Sharding
+from infinity.zero.groups import Groups
 from infinity.zero.partition import ParamSlot, Unit
-from infinity.zero.ranks import Ranks
+from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.reduction import Addend, Journey, Reduction
 
 NUMELS = [256, 64, 128, 64, 512, 64]  # the last is used by several modules
@@ -90,19 +91,24 @@ def backward(source: Reduction, value: float) -> Iterator[Addend]:
     yield from source.end_pass()
 
 
+def groups(sharding: Sharding, replicas: int) -> Groups:
+    """Two ranks that share, two that have the same, or both."""
+    other = cast(Ranks, OneOfTwo())
+    return Groups(other, other if sharding.count > 1 else ALONE, other if replicas > 1 else ALONE)
+
+
 @pytest.mark.parametrize("collect", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("travel", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sharding", [WHOLE, Sharding(0, 2)])
+@pytest.mark.parametrize(("sharding", "replicas"), [(WHOLE, 2), (Sharding(0, 2), 1), (Sharding(0, 2), 2)])
 @pytest.mark.parametrize("every_pass", [True, False])
-def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, every_pass, monkeypatch) -> None:
+def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, replicas, every_pass, monkeypatch) -> None:
     meter = Meter()
     monkeypatch.setattr(scratch, "stable_memory", meter.make)
     units = [unit(index, numel) for index, numel in enumerate(NUMELS)]
     journey = Journey(sharding, every_pass, collect, travel)
-    source = Reduction(units, cast(Ranks, OneOfTwo()), journey, {SHARED}, torch.device("cpu"), Counters())
-    rules = cast(
-        Rules, SimpleNamespace(reduces=True, collects_all=not every_pass, sharding=sharding, grads_stream=False)
-    )
+    source = Reduction(units, groups(sharding, replicas), journey, {SHARED}, torch.device("cpu"), Counters())
+    facts = {"reduces": True, "collects_all": not every_pass, "grads_stream": False}
+    rules = cast(Rules, SimpleNamespace(sharding=sharding, replicas=replicas, **facts))
     most_bytes = collecting_bytes(rules, NUMELS, {SHARED}, collect, travel, collect)
     sums: dict[int, float] = {}
     for _ in range(2):  # steps
@@ -112,7 +118,7 @@ def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, eve
                 assert len(set(addend.values.tolist())) == 1
                 assert addend.values.numel() == NUMELS[addend.unit] // sharding.count
                 sums[addend.unit] = sums.get(addend.unit, 0) + float(addend.values[0])
-    assert sums == dict.fromkeys(range(len(units)), 2 * 2 * 3.0)
+    assert sums == dict.fromkeys(range(len(units)), 2 * sharding.count * replicas * 3.0)
     assert not source.collected
     assert 0.6 * most_bytes <= meter.peak_bytes <= most_bytes
 
@@ -120,12 +126,12 @@ def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, eve
 def test_a_pass_that_is_given_up_leaves_no_memory_that_a_collective_still_fills() -> None:
     units = [unit(0, 64), unit(1, 64)]
     journey = Journey(Sharding(0, 2), every_pass=True, collect_dtype=torch.float32, dtype=torch.float32)
-    source = Reduction(units, cast(Ranks, OneOfTwo()), journey, (), torch.device("cpu"), Counters())
+    source = Reduction(units, groups(Sharding(0, 2), 1), journey, (), torch.device("cpu"), Counters())
     source.begin_pass(last=True)
     for slot in range(2):
         source.take(0, slot, torch.ones(32))
     assert list(source.leave(0)) == []
-    late: Any = source._under_way
+    late: Any = source._scattering
     source.clear()
     source.begin_pass(last=True)
     for slot in range(2):

@@ -147,3 +147,37 @@ def test_sums_in_bf16_take_half_the_memory() -> None:
     assert narrow.grads_bytes * 2 == wide.grads_bytes
     rest = {"grads_bytes": 0, "grads_min_bytes": 0, "grads_flowing_bytes": 0}
     assert dataclasses.replace(narrow, **rest) == dataclasses.replace(wide, **rest)
+
+
+def norm_of_one(stage: int, travel: str) -> float:
+    """The gradient norm of a step of one micro-batch."""
+    config = Recipe("bf16", clipping=1e6).config(Placement())
+    config |= {"zero_optimization": {"stage": stage}, "communication_data_type": travel}
+    with infinity.initialize(model=Products(), config=config)[0] as engine:
+        engine.backward(engine(batches(dist.get_world_size())[dist.get_rank()]))
+        engine.step()
+        norm = engine.get_global_grad_norm()
+    assert norm is not None
+    return norm
+
+
+def norms_of_one(cases: list[tuple[int, str]]) -> list[float]:
+    return [norm_of_one(*case) for case in cases]
+
+
+def test_what_the_ranks_have_summed_is_held_as_it_is(tmp_path: Path) -> None:
+    """Also where there is one micro-batch, and so no dtype of accumulation: a sum in fp32 is not rounded to bf16."""
+    cases = [(stage, travel) for travel in ("fp32", "bf16") for stage in (0, 1, 3)]
+    model = Products().bfloat16()
+    parts: list[Gradients] = []
+    for xs in batches(2):
+        model.zero_grad()
+        (model(xs) / 2).backward()
+        parts.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    expected = [
+        math.sqrt(sum(float(grad.double().square().sum()) for grad in total(parts, DTYPES[travel]).values()))
+        for _, travel in cases
+    ]
+    assert expected[0] != pytest.approx(expected[-1], rel=1e-7), "the cases cannot be told apart"
+    for norms in run_ranks(2, norms_of_one, cases, path=tmp_path):
+        assert norms == pytest.approx(expected, rel=1e-9)

@@ -44,9 +44,9 @@ def seen(monkeypatch) -> list[str]:
         told.append("confirmed")
         confirm(self, unit)
 
-    def undone(self: InFlight, units: list[int]) -> None:
+    def undone(self: InFlight, units: list[int]) -> frozenset[int]:
         told.extend("undone" for _ in units)
-        undo(self, units)
+        return undo(self, units)
 
     monkeypatch.setattr(InFlight, "confirm", confirmed)
     monkeypatch.setattr(InFlight, "undo", undone)
@@ -64,6 +64,7 @@ def engine_of(
     accumulation: int = 1,
     host_memory: int | None = None,
     params: str = "nvme",
+    offload: str = "nvme",
     tile_size: str = "64KiB",
     **tiering: Any,
 ) -> Iterator[infinity.Engine]:
@@ -71,9 +72,9 @@ def engine_of(
     if clipping == SOMETIMES:
         clipping = middle_norm(architecture, precision, accumulation)
     recipe = Recipe(precision, accumulation, clipping)
-    if host_memory is None:
+    if host_memory is None and offload == "nvme":
         host_memory = least_memory(architecture, precision, accumulation) * 5 // 4
-    config = recipe.config(Placement(params, "nvme", path, tile_size, host_memory, schedule))
+    config = recipe.config(Placement(params, offload, path, tile_size, host_memory, schedule))
     config["tiering"] |= tiering
     config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 8}}
     with infinity.initialize(model=model_of(architecture), config=config)[0] as engine:
@@ -169,6 +170,31 @@ def test_at_any_budget(share, eager, seen, tmp_path) -> None:
     """Gradients spill, tiles live on both sides, units come and go."""
     both(tmp_path, clipping=SOMETIMES, host_memory=int(least_memory("gpt2", "bf16", 1) * share))
     assert set(seen) == {"confirmed", "undone"}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_in_memory_what_was_before_is_kept(offload, clipping, precision, eager, seen, tmp_path) -> None:
+    """Parameters are in memory, and so are states, or they have slots."""
+    memory = None if offload == "cpu" else 1 << 30
+    both(tmp_path, clipping=clipping, precision=precision, params="none", offload=offload, host_memory=memory)
+    assert set(seen) >= {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}, ALWAYS: {"undone"}}[clipping]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.7])
+def test_with_room_for_some_of_what_was_before(share, eager, seen, tmp_path) -> None:
+    """Of some units a part of the tiles runs ahead, of others none."""
+    with engine_of(tmp_path, "deferred", params="none", offload="cpu") as engine:
+        train(engine, steps=1)
+        most = engine.stats().peak_bytes["host"]
+        states = sum(param.numel() for param in engine.module.parameters()) * 12
+    budget = most + int(share * states)
+    both(tmp_path, clipping=SOMETIMES, params="none", offload="cpu", host_memory=budget)
+    assert set(seen) == {"confirmed", "undone"}
+    with engine_of(tmp_path, "speculative", params="none", offload="cpu", host_memory=budget) as engine:
+        train(engine)
+        assert engine.stats().peak_bytes["host"] <= budget
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

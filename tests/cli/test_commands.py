@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -118,6 +119,18 @@ def test_a_checkpoint_is_saved_at_the_end(workspace, capsys) -> None:
     assert sorted(path.name for path in (workspace / "saved").iterdir()) == [
         *("global_step2", "global_step4", "global_step5", "latest")
     ]
+
+
+def test_training_goes_on_while_a_checkpoint_is_saved(workspace, capsys) -> None:
+    shown = [
+        argument for argument in train_arguments(workspace, "--steps", "8", "--save-every", "5") if argument != "--json"
+    ]
+    assert main(shown) == 0
+    told = re.findall(r"^(step \d|saved .*global_step\d)", capsys.readouterr().err, re.MULTILINE)
+    first = told.index(f"saved {workspace / 'saved' / 'global_step5'}")
+    assert told[first - 1] == "step 6"  # the next step wrote it
+    assert told[-1] == f"saved {workspace / 'saved' / 'global_step8'}"
+    assert len(told) == 10
 
 
 def test_resume_on_other_data_warns(workspace, capsys) -> None:

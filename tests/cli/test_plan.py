@@ -132,6 +132,24 @@ def test_a_sweep_and_its_plot(what, count, tmp_path, capsys) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_ranks_send_to_one_another(tmp_path, capsys) -> None:
+    values = Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB"))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values | {"communication": {"shard_size": 2}}))
+    arguments = ["plan", "--model", "gpt2", "--config", str(path), "--host-memory", "2GiB", "--nodes", "2"]
+    assert main([*arguments, "--ranks", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "gathered, " in out
+    assert "averaged over replicas" in out
+    assert main([*arguments, "--ranks", "2", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["averaged_bytes_per_step"] == facts["reduced_bytes_per_step"] > 0, "half of a half, there and back"
+    assert main([*arguments, "--ranks", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["averaged_bytes_per_step"] == 0
+    assert main([*arguments, "--nodes", "1", "--ranks", "3"]) != 0
+    assert "choose a divisor of 3" in capsys.readouterr().err
+
+
 def test_a_trillion_parameters_are_planned_in_seconds(capsys) -> None:
     machine = ["--ranks", "16", "--device-memory", "128GiB", "--machine-memory", "1.5TB", "--nvme-capacity", "28TB"]
     rates = ["--flops", "70e12", "--link", "12GB", "--collectives", "100GB", "--disk", "25GB"]

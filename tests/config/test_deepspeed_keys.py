@@ -111,7 +111,7 @@ def test_what_is_switched_off_is_accepted(key, caplog) -> None:
         ("weight_quantization", {"post_init_quant": {"fc": {}}}),
         ("fp16.auto_cast", True),
         ("bf16.check_grad_overflow", False),
-        ("zero_optimization.zero_hpz_partition_size", 8),
+        ("zero_optimization.zero_quantized_gradients", True),
         ("tensor_parallel", {"autotp_size": 2}),
         ("compile", {"deepcompile": True}),
     ],
@@ -125,6 +125,9 @@ def test_what_is_switched_on_and_not_supported_is_refused(key, value) -> None:
 def test_the_spellings_without_stage3_mean_the_same(caplog) -> None:
     config = load_config({"zero_optimization": {"param_persistence_threshold": 5, "max_live_parameters": 1e9}})
     assert config.zero.param_persistence_threshold == 5
+    assert config.zero.prefetch_numel is None
+    for key, value in (("prefetch_bucket_size", 5e7), ("stage3_prefetch_bucket_size", 0.9 * 64 * 64)):
+        assert load_config({f"zero_optimization.{key}": value}).zero.prefetch_numel == int(value)
     with caplog.at_level(logging.INFO):
         load_config({"zero_optimization.max_reuse_distance": "auto"})
     assert "zero_optimization.max_reuse_distance has no effect" in caplog.text
@@ -172,3 +175,13 @@ def test_old_switches_are_refused_where_they_contradict_the_rest() -> None:
         load_config({"zero_optimization": {"stage": 2, "cpu_offload_param": True}})
     with pytest.raises(ConfigError, match=r"did you mean `zero_optimization.cpu_offload_param`"):
         load_config({"zero_optimization": {"stage": 3, "cpu_offload_params": True}})
+
+
+def test_aio_may_be_where_guides_have_it() -> None:
+    aio = {"block_size": 262144, "queue_depth": 16, "single_submit": False}
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    within = load_config({"zero_optimization": zero | {"aio": aio}})
+    assert within == load_config({"zero_optimization": zero, "aio": aio})
+    assert within.get("aio") == aio
+    with pytest.raises(ConfigError, match=r"zero_optimization.aio and aio are both given"):
+        load_config({"zero_optimization": zero | {"aio": aio}, "aio": aio})

@@ -39,8 +39,18 @@ def least_memory(accumulation: int) -> int:
 @pytest.mark.usefixtures("_speed")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("clipping", [100.0, SOMETIMES])
-@pytest.mark.parametrize(("params", "keeps"), [("nvme", False), ("nvme", True), ("cpu", True)])
-def test_the_bits_are_those_of_the_cpu(params, keeps, clipping, accumulation, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("params", "states", "keeps"),
+    [
+        ("nvme", "nvme", False),
+        ("nvme", "nvme", True),
+        ("cpu", "nvme", True),
+        ("cpu", "cpu", False),
+        ("none", "cpu", False),
+        ("none", "nvme", False),
+    ],
+)
+def test_the_bits_are_those_of_the_cpu(params, states, keeps, clipping, accumulation, tmp_path, monkeypatch) -> None:
     ahead: list[int] = []
     run_ahead = InFlight.run_ahead
 
@@ -52,9 +62,9 @@ def test_the_bits_are_those_of_the_cpu(params, keeps, clipping, accumulation, tm
     monkeypatch.setattr(InFlight, "run_ahead", counted)
     clipping = middle_norm("gpt2", "bf16", accumulation) if clipping == SOMETIMES else clipping
     recipe = Recipe("bf16", accumulation, clipping, STEPS)
-    # Kept steps have two slots of what lives in memory, too.
-    host_memory = None if keeps else least_memory(accumulation) * 5 // 4
-    placement = Placement(params, "nvme", tmp_path, "64KiB", host_memory, "speculative")
+    # Kept steps have two slots of what lives in memory, too; else that leaves before-images, where they have room.
+    host_memory = None if keeps or params != "nvme" else least_memory(accumulation) * 5 // 4
+    placement = Placement(params, states, tmp_path, "64KiB", host_memory, "speculative")
     trained = train_on_device(recipe, placement, crash_consistent=keeps)
     assert ahead
     assert_same_bits(trained, on_cpu_like(recipe))

@@ -93,6 +93,8 @@ CASES = (
     Case(stage=3, offload="nvme"),
     Case(stage=3, offload="nvme", schedule="barrier", accumulation=2),
     Case(stage=3, offload="nvme", schedule="speculative", clipping=0.1),
+    Case(stage=3, offload="cpu", schedule="speculative", clipping=0.1),
+    Case(stage=3, offload="cpu", schedule="speculative", clipping=1e6, accumulation=2),
     Case(stage=3, offload="nvme", schedule="speculative", clipping=1e6, accumulation=2),
 )
 

@@ -242,13 +242,51 @@ def test_a_gather_that_failed_is_tried_again(gathering, ranks) -> None:
 def test_what_is_gathered_ahead_is_not_changed_under_the_gather(gathering, ranks) -> None:
     """The gather may write old values until it is over."""
     gathering.enter(0)
-    assert gathering.may_look_ahead(1)
+    assert gathering.due([1]) == 1
     gathering.look_ahead(1)
     assert ranks.waiting == ["unit 1"]
     gathering.changed(1)
     assert ranks.waiting == []
     gathering.enter(1)
     assert ranks.gathered == ["unit 0", "unit 1", "unit 1"]
+
+
+def test_several_are_gathered_ahead_in_their_order_and_dropped_as_they_are_passed_by(ranks) -> None:
+    """256 bytes a unit: one in use, two ahead, and room for one that is fetched."""
+    gathering = Gathering(Units(4), ranks, 4 * 256, Counters(None), ahead_bytes=1 << 20)
+    gathering.enter(0)
+    for unit in (1, 2):
+        assert gathering.due([1, 2, 3]) == unit
+        gathering.look_ahead(unit)
+    assert gathering.due([1, 2, 3]) is None
+    assert ranks.waiting == ["unit 1", "unit 2"]
+    gathering.leave(0, 1)
+    gathering.enter(2)  # the one between is not used
+    assert ranks.waiting == []
+    assert not gathering.is_whole(1)
+    assert gathering.is_whole(2)
+    assert gathering.due([3]) == 3
+    gathering.look_ahead(3)
+    gathering.enter(1)  # nothing of what was expected
+    assert not gathering.is_whole(3)
+    assert ranks.waiting == []
+    assert ranks.gathered == ["unit 0", "unit 1", "unit 2", "unit 3", "unit 1"]
+
+
+def test_what_lies_behind_a_unit_that_is_let_go_first_is_gathered_behind_it(ranks) -> None:
+    """So the order of what is ahead is that of the uses."""
+    gathering = Gathering(Units(4), ranks, 16 * 256, Counters(None), ahead_bytes=1 << 20)
+    gathering.enter(0)
+    assert gathering.due([1, 0, 2]) == 1
+    gathering.look_ahead(1)
+    assert gathering.due([1, 0, 2]) is None, "unit 0 is in use, and let go before its next one"
+    assert gathering.due([1, 1, 2]) == 2, "unit 1 is kept from one use to the next"
+    assert gathering.due([1, 2, 1]) == 2
+    gathering.look_ahead(2)
+    assert gathering.due([1, 2, 1, 3]) is None
+    gathering.leave(0, 1)
+    gathering.enter(1)
+    assert gathering.due([1, 2, 3]) == 3, "what is used again at once is not let go"
 
 
 class Block(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import infinity
 from tests.behaviour.reference import Placement, Recipe, batches, tiny_llama, train_on
@@ -79,6 +80,37 @@ def test_a_compiled_llama_trains_with_the_same_losses(placement, compiled, tmp_p
         assert list(engine.module.state_dict()) == list(tiny_llama().state_dict())
     assert 0 < backend.graphs < 20  # and not one for every step or state of the engine
     assert backend.operations > 50
+
+
+def broken(compiled: Callable[[Any, Any], nn.Module], train: Callable[[nn.Module], None]) -> tuple[list[str], int]:
+    """Why graphs of a compiled model broke while it was trained, and how many were compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    backend = Counting()
+    train(compiled(tiny_llama(), backend))
+    return list(counters["graph_break"]), backend.graphs
+
+
+@pytest.mark.parametrize(
+    ("compiled", "between_units"), [(blocks, False), pytest.param(whole, True, marks=needs_newer_torch)]
+)
+def test_graphs_break_at_hooks_between_units_alone(compiled, between_units, tmp_path) -> None:
+    """The watch on reads breaks none, and has nothing compiled anew."""
+
+    def plainly(model: nn.Module) -> None:
+        for ids in DATA:
+            model(input_ids=ids, labels=ids).loss.backward()
+
+    def by_the_engine(model: nn.Module) -> None:
+        with infinity.initialize(model=model, config=config_of("moves", tmp_path))[0] as engine:
+            train_on(engine, DATA)
+
+    alone, graphs = broken(compiled, plainly)
+    watched, graphs_watched = broken(compiled, by_the_engine)
+    assert not alone
+    assert bool(watched) == between_units
+    assert all("<function Hooks._watch_module" in reason for reason in watched)
+    assert between_units or graphs_watched == graphs
 
 
 @pytest.mark.parametrize("recipe", [Recipe("bf16", 2), Recipe("bf16", 2, extra={})], ids=["micro-batch", "layer"])

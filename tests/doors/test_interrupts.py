@@ -264,6 +264,17 @@ def test_an_interrupt_of_updates_that_run_ahead_is_refused_or_nothing(file, clip
     assert outcomes["nothing"] > 0
 
 
+@pytest.mark.parametrize("clipping", [0.1, 1e6], ids=["undone", "confirmed"])
+@pytest.mark.parametrize("file", ["zero/in_flight.py", "optim/pipeline.py", "optim/before_images.py"])
+@pytest.mark.slow
+def test_an_interrupt_of_updates_with_before_images_is_refused_or_nothing(
+    file, clipping, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(Foresight, "runs_ahead", True)
+    outcomes = sweep(Case("speculative", "cpu", discrete=True, clipping=clipping), tmp_path, EVERY, file)
+    assert outcomes["nothing"] + outcomes["refused"] > 0
+
+
 @pytest.mark.parametrize("file", ["tiers/grads.py", "zero/gradients.py"])
 @pytest.mark.slow
 def test_an_interrupt_while_gradients_spill_is_refused_or_nothing(file, tmp_path) -> None:

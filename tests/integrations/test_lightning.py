@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,20 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from infinity.integrations.lightning import InfinityStrategy  # noqa: E402  (where Lightning is installed)
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning's, which are many
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of Lightning's, which are many
+    pytest.mark.usefixtures("ends_process_group"),  # it leaves one of one rank
+]
 ROOT = Path(__file__).parents[2]
 DATA = torch.cat(batches(10))
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lightning leaves a process group of one, and the environment of a launcher."""
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning leaves the environment of a launcher."""
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class Language(pl.LightningModule):

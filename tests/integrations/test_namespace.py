@@ -150,6 +150,7 @@ def test_what_scripts_call_on_two_ranks(tmp_path) -> None:
     assert told["again"].startswith("no_sync context manager reentry is unsupported")
     assert told["nobody"].startswith("dist_init_required is False, but torch.distributed is not initialized")
     assert told["early"].startswith("gradients are not reduced over the ranks before the last micro-batch's backward")
+    assert told["tags"].startswith("save_checkpoint: tag is not the same on all ranks ('tag-0', 'tag-1'): they write")
     assert told["no model"] == "deepspeed.initialize requires a model"
     assert told["optimizer"].startswith("optimizer Rprop cannot be tiered")
     assert told["scale"].startswith(

@@ -33,6 +33,8 @@ def test_masters_are_read_exactly(saved, tmp_path) -> None:
     path, masters = saved
     state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(path)
     assert all(torch.equal(state[name], value) for name, value in masters.items())
+    assert state["lm_head.weight"] is state["transformer.wte.weight"]
+    tiny_gpt2(seed=1).load_state_dict(state, strict=True)
     assert "transformer.wpe.weight" not in zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
         path, exclude_frozen_parameters=True
     )
@@ -50,6 +52,7 @@ def test_masters_are_read_exactly(saved, tmp_path) -> None:
         zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(path, tmp_path, safe_serialization=safe)
         file = tmp_path / ("model.safetensors" if safe else "pytorch_model.bin")
         assert all(torch.equal(read(file)[name], value) for name, value in masters.items())
+        assert ("lm_head.weight" in read(file)) is not safe  # which transformers ties again
 
 
 def test_what_is_no_checkpoint_of_the_model_is_refused(saved, tmp_path) -> None:

@@ -1,14 +1,17 @@
-"""An update in torch's operators has the bits of the native kernels."""
+"""An update in torch's operators, or in Triton's kernel, has the bits of the native kernels."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import sys
 
 import pytest
 import torch
 
 from infinity import kernels
 from infinity.kernels import AdagradHyper, LionHyper, Moment, Rule, SgdHyper, split_master, torch_ops, update
+from infinity.kernels.on_device import Update
 from tests.kernels.data import HYPER, wild
 
 RULES: dict[str, Rule] = {
@@ -20,6 +23,7 @@ RULES: dict[str, Rule] = {
     "sgd": SgdHyper(lr=1e-2, momentum=0.9, weight_decay=0.1, step=3),
     "nesterov": SgdHyper(lr=1e-2, momentum=0.9, weight_decay=0.0, step=3, nesterov=True),
 }
+GRADS = [torch.float32, torch.bfloat16, torch.float16]
 FORMATS = {"fp32": torch.float32, "split": torch.bfloat16, "master": torch.float16}
 SPECIAL = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-45, -1e-45, 65504.0, 65520.0, 1e38])
 
@@ -62,26 +66,50 @@ def assert_same(left: torch.Tensor, right: torch.Tensor, what: str) -> None:
     assert torch.equal(left.view(torch.uint8), right.view(torch.uint8)), what
 
 
+def assert_native_bits(run: Update, rule: Rule, form: str, grad_dtype: torch.dtype, numel: int) -> None:
+    grad = values(numel, 4).to(grad_dtype)
+    states = [*stored(form, numel), *moments(rule, numel)]
+    ours, native = ([None if state is None else state.clone() for state in states] for _ in range(2))
+    run(rule, ours[0], grad, master=ours[1], first=ours[2], second=ours[3])
+    first, second = (None if moment is None else Moment(moment) for moment in native[2:])
+    update(rule, native[0], grad, master=native[1], first=first, second=second)
+    names = ("param", "master", "first moment", "second moment")
+    for name, left, right in zip(names, ours, native, strict=True):
+        if left is not None and name == "master" and form == "split":
+            known = ~ours[0].isnan()  # the low bits of a NaN are its payload
+            left, right = left[known], right[known]
+        if left is not None:
+            assert_same(left, right, f"{name} of {numel}")
+
+
 @pytest.mark.parametrize("piece", [1 << 24, 13], ids=["whole", "in pieces"])
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("grad_dtype", GRADS, ids=str)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_same_bits(rule, form, grad_dtype, piece, monkeypatch) -> None:
     monkeypatch.setattr(torch_ops, "_ELEMENTS", piece)
     for numel in (0, 1, 7, 255, 257, 4099) if piece > 13 else (41,):
-        grad = values(numel, 4).to(grad_dtype)
-        states = [*stored(form, numel), *moments(rule, numel)]
-        ours, native = ([None if state is None else state.clone() for state in states] for _ in range(2))
-        kernels.update_in_torch(rule, ours[0], grad, master=ours[1], first=ours[2], second=ours[3])
-        first, second = (None if moment is None else Moment(moment) for moment in native[2:])
-        update(rule, native[0], grad, master=native[1], first=first, second=second)
-        names = ("param", "master", "first moment", "second moment")
-        for name, left, right in zip(names, ours, native, strict=True):
-            if left is not None and name == "master" and form == "split":
-                known = ~ours[0].isnan()  # the low bits of a NaN are its payload
-                left, right = left[known], right[known]
-            if left is not None:
-                assert_same(left, right, f"{name} of {numel}")
+        assert_native_bits(kernels.update_in_torch, rule, form, grad_dtype, numel)
+
+
+@pytest.fixture
+def in_triton(monkeypatch) -> Update:
+    """Triton's kernel, interpreted; how a GPU's compiler rounds is another question."""
+    pytest.importorskip("triton", reason="pip install triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delitem(sys.modules, "infinity.kernels.triton_ops", raising=False)
+    found: Update = importlib.import_module("infinity.kernels.triton_ops").update_in_triton
+    monkeypatch.delitem(sys.modules, "infinity.kernels.triton_ops")
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # infinities are meant
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_same_bits_in_triton(rule, form, in_triton) -> None:
+    for grad_dtype in GRADS:
+        for numel in (0, 1, 257, 4099):
+            assert_native_bits(in_triton, rule, form, grad_dtype, numel)
 
 
 def test_the_gradient_and_what_is_not_updated_stay(monkeypatch) -> None:

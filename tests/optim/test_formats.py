@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from itertools import pairwise
 
@@ -98,6 +99,55 @@ def test_machine_and_cuts_change_no_bit(name: str, optimizer: str) -> None:
         tile = make_tile(layout, numel)
         train(layout, tile, hyper, 3, pieces=(kernels.SCALE_BLOCK, kernels.SCALE_BLOCK * 131))
         assert_same(tile, expected)
+
+
+@pytest.mark.parametrize("optimizer", HYPERS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_an_update_replaces_can_stay(name: str, optimizer: str) -> None:
+    """With the same update, whatever stays, of a piece that no page or vector begins with."""
+    layout, hyper = state_layout(name, optimizer), HYPERS[optimizer]
+    numel, start, stop = kernels.SCALE_BLOCK * 300 + 77, kernels.SCALE_BLOCK * 3, kernels.SCALE_BLOCK * 290 + 31
+    grad = gradient(layout, numel, 3)[start:stop]
+    now = dataclasses.replace(hyper, step=3)  # type: ignore[type-var]
+    old = make_tile(layout, numel)
+    train(layout, old, hyper, 2)
+    new = copy.deepcopy(old)
+    formats.update(layout, new[0][start:stop], layout.narrow(new[1], start, stop), grad, now, Dither(3, start))
+    kernels.set_threads(3)
+    for instruction_set in kernels.instruction_sets():
+        kernels.use_instruction_set(instruction_set)
+        for param_stays, fields_stay in [(True, True), (True, False), (False, True)]:
+            (param, fields), (old_param, new_fields) = copy.deepcopy(old), copy.deepcopy(old)
+            old_param.zero_()
+            aside = (
+                old_param[start:stop] if param_stays else None,
+                layout.narrow(new_fields, start, stop) if fields_stay else None,
+            )
+            part = layout.narrow(fields, start, stop)
+            formats.update(layout, param[start:stop], part, grad, now, Dither(3, start), aside)
+            assert_same((param, new_fields if fields_stay else fields), new)
+            if fields_stay:
+                assert_same((param, fields), (new[0], old[1]))
+            if param_stays:
+                assert same_bits(old_param[start:stop], old[0][start:stop])
+            assert not old_param[:start].any()
+            assert not old_param[stop:].any()
+
+
+def test_what_cannot_stay_is_refused() -> None:
+    layout = state_layout("split", "lion")
+    param, states = make_tile(layout, 256)
+    grad = gradient(layout, 256, 1)
+    wrong = {"low_bits": states["low_bits"].clone(), "exp_avg": torch.zeros(255)}
+    with pytest.raises(ValueError, match="first moment aside has 255 elements"):
+        formats.update(layout, param, states, grad, HYPERS["lion"], aside=(None, wrong))
+    with pytest.raises(ValueError, match="param aside is torch"):
+        formats.update(layout, param, states, grad, HYPERS["lion"], aside=(torch.zeros(256), None))
+    flat, moments = torch.zeros(256), [kernels.Moment(torch.zeros(256)) for _ in range(2)]
+    with pytest.raises(ValueError, match="no master"):
+        kernels.update(
+            HYPERS["adamw"], flat, flat, first=moments[0], second=moments[1], aside=kernels.Aside(master=flat)
+        )
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -134,11 +134,16 @@ def test_what_is_needed_first_is_updated_first(tmp_path: Path, resident_bytes: i
 
 
 @pytest.mark.parametrize(
-    ("resident_bytes", "awaited", "order"),
-    [(EVERYTHING, False, [1, 1, 0, 0]), (EVERYTHING, True, [1, 0, 0, 1]), (UNIT_BYTES, True, [1, 0, 0, 1])],
+    ("resident_bytes", "begun_first", "awaited", "order"),
+    [
+        (EVERYTHING, True, False, [1, 1, 0, 0]),
+        (EVERYTHING, False, False, [1, 0, 0, 1]),
+        (EVERYTHING, True, True, [1, 0, 0, 1]),
+        (UNIT_BYTES, True, True, [1, 0, 0, 1]),
+    ],
 )
-def test_what_is_begun_is_finished_unless_somebody_waits_for_another(
-    tmp_path: Path, resident_bytes: int, awaited: bool, order: list[int]
+def test_what_is_begun_is_finished_unless_all_gradients_are_there_or_somebody_waits_for_another(
+    tmp_path: Path, resident_bytes: int, begun_first: bool, awaited: bool, order: list[int]
 ) -> None:
     with stage(tmp_path, resident_bytes=resident_bytes) as on:
         begun, go_on = threading.Event(), threading.Event()
@@ -151,6 +156,7 @@ def test_what_is_begun_is_finished_unless_somebody_waits_for_another(
         first = on.submit(1, 1, write=written)
         begun.wait()
         second = on.submit(0, 0)
+        on.pipeline.prefer(begun=begun_first)
         waiter = threading.Thread(target=on.pipeline.wait_computed, args=[second])
         if awaited:
             waiter.start()

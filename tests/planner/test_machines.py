@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from infinity.cli.main import main
 from infinity.planner.machines import MACHINES
+from infinity.profiling.record import new_record, write_profile
 
 SMALL = ["plan", "--params", "50e6", "--checkpoint-activations", "--seq-len", "256", "--json"]
+
+
+@pytest.fixture
+def profile_file(tmp_path) -> Path:
+    """Of a machine whose drives and processor are slow."""
+    drive = {"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9, "mixed_bytes_per_s": 1e9}
+    parts = {
+        "drives": [{"path": "/drive", **drive}],
+        "optimizer": [{"format": "split", "threads": 2, "params_per_s": 1e9, "bytes_per_s": 1e10}],
+        "memory": [{"threads": 2, "triad_bytes_per_s": 1e10, "in_place_bytes_per_s": 1e10}],
+        "products": [{"device": "cpu", "dtype": "bfloat16", "layout": "nt", "rows": 64, "flop_per_s": 1e11}],
+    }
+    write_profile(new_record("0", 0.0, 0.0, parts), tmp_path / "profile.json")
+    return tmp_path / "profile.json"
 
 
 def planned(capsys, *more: str) -> dict:
@@ -42,6 +58,57 @@ def test_states_on_the_device_put_nothing_on_the_link_and_sums_leave_once(capsys
     assert once > 0
     assert link_s("--offload-optimizer", "none") == 0
     assert link_s("--offload-optimizer", "cpu", "--accumulation", "8") < 3 * once  # twice the bytes, in float32
+
+
+def test_it_says_that_nothing_is_measured(capsys) -> None:
+    assert main([*SMALL[:-1], "--emulate", "4090"]) == 0
+    assert "4090, which is not here: all of this is computed, nothing measured on it" in capsys.readouterr().out
+    facts = planned(capsys, "--emulate", "4090")
+    assert (facts["emulated"], facts["measured"]) == ("4090", False)
+
+
+def test_a_profile_has_the_drives_and_the_optimizer_unless_a_file_says_them(capsys, tmp_path, profile_file) -> None:
+    def parts(*more: str) -> dict[str, float]:
+        return planned(capsys, "--offload-param", "cpu", "--host-memory", "600MB", *more)["step"]["parts_s"]
+
+    assumed, measured = parts("--emulate", "H200"), parts("--emulate", "H200", "--profile", str(profile_file))
+    assert measured["disk"] > 2 * assumed["disk"]
+    assert measured["optimizer"] > 2 * assumed["optimizer"]
+    assert (measured["compute"], measured["link"]) == (assumed["compute"], assumed["link"])
+    file = tmp_path / "machine.json"
+    whole = asdict(MACHINES["H200"])
+    file.write_text(json.dumps(whole))
+    assert parts("--emulate", str(file), "--profile", str(profile_file)) == assumed
+    file.write_text(json.dumps({key: value for key, value in whole.items() if key not in ("disk", "optimizer_rate")}))
+    assert parts("--emulate", str(file), "--profile", str(profile_file)) == measured
+    assert main([*SMALL, "--emulate", str(file)]) == 2
+
+
+def test_the_share_of_the_states_on_the_device_is_in_the_plan(capsys, tmp_path) -> None:
+    def plan(ratio: float, **tiering: object) -> dict:
+        config = {
+            "bf16": {"enabled": True},
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0,
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": ratio}},
+            "tiering": tiering,
+        }
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return planned(capsys, "--emulate", "H200", "--config", str(tmp_path / "config.json"), "--params", "500e6")
+
+    whole, half, nothing = plan(1), plan(0.5), plan(0)
+    assert not whole["updated_on_device"]
+    assert not whole["filled_later"]
+    filled = plan(0.5, fill_device=True)
+    assert {*filled["filled_later"], *filled["updated_on_device"]} == set(nothing["updated_on_device"])
+    assert not {*filled["filled_later"]} & {*filled["updated_on_device"]}
+    assert not plan(0.5, fill_device=True, device_headroom=0.97)["filled_later"]
+    assert half["updated_on_device"][0] == half["units"][0]["name"]
+    assert 0.3 < half["states_on_device_bytes"] / nothing["states_on_device_bytes"] <= 0.5
+    for part in ("link", "optimizer"):
+        below = half["step"]["parts_s"][part] / whole["step"]["parts_s"][part]
+        assert below == pytest.approx(1 - half["states_on_device_bytes"] / nothing["states_on_device_bytes"], abs=0.02)
+        assert nothing["step"]["parts_s"][part] == 0
 
 
 @pytest.mark.parametrize(

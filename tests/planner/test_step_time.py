@@ -129,6 +129,30 @@ def test_two_ranks_exchange_parameters_and_gradients_and_share_the_drive() -> No
     assert "collectives" not in step.unknown
 
 
+def test_what_stays_on_the_device_is_gathered_for_every_use() -> None:
+    """A unit is whole while it is used: there is room for all of them here, but what stays is a shard of each."""
+    machine = Machine(ranks=2, neighbours=2, device_bytes=1 << 30, host_bytes=1 << 30)
+    plan, _ = predicted(numbers(collective_bytes_per_s=1e6), machine, **{"tiering.host_memory": "64MiB"})
+    moving = [unit.nbytes for unit in plan.units if unit.offloaded]
+    assert plan.traffic.forward.link == 0, "nothing is fetched"
+    assert plan.traffic.forward.gathered == sum(moving) // 2
+    assert plan.traffic.backward.gathered == sum(moving[:-1]) // 2, "the last one is used twice at once"
+
+
+def test_groups_exchange_their_shards_alone() -> None:
+    """Of four ranks in two groups: parameters and gradients within the group, and what is this rank's across."""
+    rates, budget = numbers(collective_bytes_per_s=1e6), {"tiering.host_memory": "20MiB"}
+    machine = Machine(ranks=4, neighbours=2)
+    whole, _ = predicted(rates, machine, **budget)
+    halves, step = predicted(rates, machine, **budget, **{"communication.shard_size": 2})
+    of_whole, of_halves = (sum(unit.nbytes for unit in plan.units if unit.offloaded) for plan in (whole, halves))
+    assert (whole.traffic.reduced, whole.traffic.averaged) == (of_whole * 3 // 4, 0)
+    assert (halves.traffic.reduced, halves.traffic.averaged) == (of_halves // 2, of_halves // 2)
+    once, twice = (plan.traffic.forward.gathered + plan.traffic.backward.gathered for plan in (halves, whole))
+    assert once / of_halves == pytest.approx(twice / of_whole * 2 / 3, rel=0.05), "of one other rank, and of three"
+    assert "collectives" not in step.unknown
+
+
 def test_what_has_no_rate_is_named() -> None:
     _, step = predicted(Rates(disk=Duplex(1e6, 1e6, 1e6)), **least_budget())
     assert step.unknown == ("compute", "optimizer")

@@ -157,12 +157,15 @@ def test_the_table_keeps_to_its_shares_and_names_every_field(data: st.DataObject
     states = data.draw(st.sampled_from(["none", "nvme"]))
     made = rules(3, params, states, data.draw(st.integers(1, 2)), discrete=data.draw(st.booleans()), backward=False)
     specs = specs_of(made, *(4 * n for n in data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=8))))
-    shards = Shards([spec.shard_numel for spec in specs], 16, lambda numel: 10 * numel, torch.bfloat16, ())
+    there = frozenset(data.draw(st.sets(st.integers(0, len(specs) - 1))))
+    numels = [spec.shard_numel for spec in specs]
+    shards = Shards(numels, 16, lambda numel: 10 * numel, torch.bfloat16, (), there)
     sizes = [spec.shard_nbytes for spec in specs]
     homes_bytes = data.draw(st.integers(0, sum(sizes)))
     grads_bytes = data.draw(st.integers(max(sizes), 2 * sum(sizes)))
     states_bytes = data.draw(st.integers(0, 20 * sum(sizes)))
     held = param_bytes(made, specs)
+    grad_sizes = [0 if unit in there else size for unit, size in enumerate(sizes)]
     homes_bytes = max(homes_bytes, held.homes.least - held.staging)
     tiles = shards.tile_sizes
     states_bytes = states_bytes if made.states is NVME else sum(tiles)
@@ -178,11 +181,14 @@ def test_the_table_keeps_to_its_shares_and_names_every_field(data: st.DataObject
     assert spilled == set(table.grad_homes.spilled)
     assert not spilled or NVME in (made.params, made.states)
     if spilled:
-        held = sum(sizes[unit] for unit in table.grad_homes.own)
+        held = sum(grad_sizes[unit] for unit in table.grad_homes.own)
         assert held + table.grad_homes.slots * max(sizes[unit] for unit in spilled) <= grads_bytes
 
-    assert len(table.tiles) == len(tiles)
-    stored = sum(size for size, home in zip(tiles, table.tiles, strict=True) if home.moves)
+    owners = [unit for unit, numel in enumerate(numels) for _ in cut_into_tiles([numel], 16)]
+    assert [home.memory is DEVICE for home in table.tiles] == [unit in there for unit in owners]
+    assert {unit for unit, home in enumerate(table.grads) if home.memory is DEVICE} == there
+    below = [home for home in table.tiles if home.memory is not DEVICE]
+    stored = sum(size for size, home in zip(tiles, below, strict=True) if home.moves)
     assert sum(tiles) - stored <= states_bytes
     assert not stored or made.states is NVME
     assert table.stored_bytes == stored + sum(sizes[unit] for unit in spilled)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.schedule import Plan, make_plan
+from infinity.schedule import Ahead, Plan, make_plan
+from infinity.schedule.ahead import MOST_AHEAD
 
 
 @st.composite
@@ -261,3 +262,51 @@ def test_every_fetch_is_ahead_of_its_use_where_two_units_fit() -> None:
 def test_a_unit_larger_than_the_capacity_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot hold"):
         make_plan([0], [5], 4)
+
+
+# Further ahead #
+
+
+def wanted(uses: list[int], sizes: list[int], rule: Ahead, index: int) -> set[int]:
+    """The units that are to be in memory at a use: its own, and those of the next ones that the rule allows."""
+    held, ahead_bytes = {uses[index]}, 0
+    for steps in range(1, MOST_AHEAD + 1):
+        unit = uses[(index + steps) % len(uses)]
+        if unit in held:
+            continue
+        if not rule.may_be(steps, sizes[unit], sizes[uses[index]], ahead_bytes):
+            break
+        held.add(unit)
+        ahead_bytes += sizes[unit]
+    return held
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems() | passes(), st.integers(1, 30))
+def test_units_within_the_bytes_ahead_are_there_in_time_and_within_the_budget(problem, ahead_bytes) -> None:
+    uses, sizes, capacity = problem
+    plan = make_plan(uses, sizes, capacity, ahead_bytes)
+    assert [step.unit for step in plan.steps] == uses
+    assert replay(plan, sizes, capacity) == plan.fetched_bytes
+    rule = Ahead(capacity, ahead_bytes, max(sizes[unit] for unit in uses))
+    resident = set(plan.resident)
+    for index, step in enumerate(plan.steps):
+        resident = (resident - set(step.before or ())) | {step.unit}
+        for kind, unit in step.actions:
+            (resident.remove if kind == "evict" else resident.add)(unit)
+        assert wanted(uses, sizes, rule, index) <= resident
+
+
+@given(problems())
+def test_no_bytes_ahead_is_the_next_unit_alone(problem) -> None:
+    uses, sizes, capacity = problem
+    assert make_plan(uses, sizes, capacity, 0) == make_plan(uses, sizes, capacity)
+
+
+def test_units_ahead_leave_room_for_one_that_is_fetched_meanwhile() -> None:
+    rule = Ahead(capacity_bytes=12, bytes=9, largest_bytes=3)
+    assert rule.may_be(1, 3, 3, 0)
+    assert rule.may_be(2, 3, 3, 3)
+    assert not rule.may_be(3, 3, 3, 6), "nothing could be read while the unit is computed on"
+    assert not Ahead(100, 5, 3).may_be(2, 3, 3, 3), "more than the bytes ahead"
+    assert Ahead(6, 0, 3).may_be(1, 3, 3, 0), "the next one whatever they are"

@@ -92,7 +92,7 @@ def train(settings: Settings) -> int:
                 progress.evaluated(evaluator.run())
             every = settings.save_every
             if every is not None and (signum or last or engine.global_steps % every == 0):
-                run.save()
+                run.save(wait=bool(signum) or last)
         engine.synchronize()
         if engine.config.tiering.crash_consistent and not signum:
             run.end()
@@ -135,6 +135,7 @@ class _Run:
         self._next_sample = 0
         self._skipped = 0  # steps one after the other
         self._saved_step = -1
+        self._saving: Path | None = None  # begun, and not told of yet
         if engine.config.tiering.crash_consistent:
             engine.keep_with_steps(self._position)
 
@@ -170,13 +171,30 @@ class _Run:
         if self._settings.lr is not None:
             _set_lr(self._engine, self._settings.lr)
 
-    def save(self) -> None:
-        """Save a checkpoint that `resume` can go on from."""
-        path = self._engine.save_checkpoint(
-            self._settings.save_dir, client_state=self._position(), keep_last=self._settings.keep_last
+    def save(self, *, wait: bool) -> None:
+        """Save a checkpoint that `resume` can go on from.
+
+        Args:
+            wait: have it be there; else training goes on meanwhile, and it is there two steps later.
+        """
+        engine = self._engine
+        if self._saving is not None:
+            engine.wait_checkpoint()
+            self._tell_of_saved()
+        self._saving = engine.save_checkpoint(
+            self._settings.save_dir,
+            client_state=self._position(),
+            keep_last=self._settings.keep_last,
+            blocking=wait,
         )
-        self._saved_step = self._engine.global_steps
-        self._progress.note(f"saved {path}")
+        self._saved_step = engine.global_steps
+        self._tell_of_saved()
+
+    def _tell_of_saved(self) -> None:
+        """Say that a checkpoint is there, when it is."""
+        if self._saving is not None and self._engine.saving is None:
+            self._progress.note(f"saved {self._saving}")
+            self._saving = None
 
     def end(self) -> None:
         """All steps are done: what is on the drives may go, if a checkpoint has it."""
@@ -219,6 +237,7 @@ class _Run:
             stats=engine.stats(),
             tiers=engine.tiers(),
         )
+        self._tell_of_saved()
         engine.tell(tokens=report.tokens, loss=report.loss)
         self._progress.show(report)
         self._skipped = self._skipped + 1 if report.stats.skipped else 0

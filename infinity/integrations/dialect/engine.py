@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -17,7 +18,7 @@ from infinity.config import Config
 from infinity.config.load import with_values
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError
-from infinity.integrations.dialect.comm import check_initialized
+from infinity.integrations.dialect.comm import check_initialized, get_world_group
 from infinity.integrations.dialect.leaf_modules import apply_leaf_module_section, get_z3_leaf_modules
 from infinity.integrations.dialect.logs import logger
 from infinity.integrations.dialect.misuse import AssertedConfigError, AssertedError
@@ -27,6 +28,7 @@ from infinity.integrations.dialect.zero_to_fp32 import SCRIPT, SCRIPT_NAME
 from infinity.optim.adamw import AdamW
 from infinity.optim.kinds import KINDS
 from infinity.optim.optimizer import TieredOptimizer
+from infinity.zero.gathered import owner_of
 
 
 class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  # each returns itself from eval()
@@ -37,6 +39,8 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
     def __init__(self, *args: Any) -> None:
         nn.Module.__init__(self)
         self.inside_no_sync = False
+        self._training_dataloader: Any = None
+        self._trains = True
         Engine.__init__(self, *args)
 
     def __getattr__(self, name: str) -> Any:
@@ -118,6 +122,44 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
     def sparse_tensor_module_names(self) -> set[str]:
         """None: sparse gradients are made dense."""
         return set()
+
+    @property
+    def training_dataloader(self) -> Any:
+        """What `initialize` has made of `training_data`."""
+        return self._training_dataloader
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of all ranks; None where there is none."""
+        return get_world_group() if dist.is_initialized() else None
+
+    seq_data_parallel_group = data_parallel_group
+
+    @property
+    def mp_world_size(self) -> int:
+        """Parts that the model is divided into."""
+        return self._runtime.parts.ranks.size
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """False: a block with experts is a unit like others."""
+        return False
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Nothing: backward passes have done so by their end."""
+
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **more: Any) -> None:
+        """Take over the model's values, as `checkpoint["module"]` has them by name; all ranks call this together.
+
+        Raises:
+            ConfigError: there is more to it than that.
+        """
+        asked = [name for name, value in more.items() if value and name != "fetch_z3_params"]
+        if asked:
+            raise ConfigError(
+                f"load_module_state_dict({asked[0]}=...) is not supported: change parameters in zero.GatheredParameters"
+            )
+        self.module.load_state_dict(checkpoint["module"], strict)
 
     def _get_optimizer_ckpt_name(self, *args: Any) -> str:
         raise InfinityError("optimizer states have no file of their own here: see docs/checkpoints.md")
@@ -228,6 +270,18 @@ def _without_optimizer(config: Any) -> Any:
     return values
 
 
+def _take_back(model: nn.Module | None) -> None:
+    """End the model's engine if that only evaluates, as TRL's to look at a model that is trained next."""
+    param = None if model is None else next(model.parameters(), None)
+    found = None if param is None else owner_of(param)
+    if found is None:
+        return
+    engine = found[0]
+    if isinstance(engine, DeepSpeedEngine) and engine.module is model and not engine._trains:
+        logger.warning("the model's engine, which has no optimizer, is ended: the model has another one from now on")
+        engine.destroy()
+
+
 _TAKEN_OVER: tuple[type, ...] = (AdamW, *(cls for kind in KINDS for cls in kind.torch_classes))
 
 
@@ -300,6 +354,7 @@ def initialize(
             "or name one in the configuration"
         )
     check_initialized(dist_init_required)
+    _take_back(model)
     engine, tiered, dataloader, scheduler = front.initialize(
         args,
         model,
@@ -318,6 +373,8 @@ def initialize(
         engine_class=DeepSpeedEngine,
     )
     assert isinstance(engine, DeepSpeedEngine)
+    engine._training_dataloader = dataloader
+    engine._trains = tiered is not None
     apply_leaf_module_section(engine.module, (engine.config.get("zero_optimization") or {}).get("leaf_module"))
     if engine.zero_optimization_partition_weights():
         mark(engine)

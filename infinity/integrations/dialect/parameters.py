@@ -5,7 +5,8 @@ This is the one place that hangs attributes on a model's parameters: libraries a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from itertools import count
 from typing import Any
@@ -123,7 +124,8 @@ class Init(InFiles):
 class GatheredParameters(Gathered):
     """`infinity.zero.GatheredParameters` with DeepSpeed's arguments; `fwd_module` changes nothing.
 
-    Inside a model's forward, where what an operation reads is brought for it, looking needs nothing more.
+    Inside a model's forward, where what an operation reads is brought for it, looking needs nothing more; nor does it
+    inside its backward, in a function with a backward of its own.
     """
 
     def __init__(
@@ -135,12 +137,19 @@ class GatheredParameters(Gathered):
     ) -> None:
         super().__init__(params, modifier_rank, enabled=enabled)
         if modifier_rank is None:
-            self._params = [param for param in self._params if not _is_in_forward(param)]
+            self._params = [param for param in self._params if not _is_in_pass(param)]
 
 
-def _is_in_forward(param: nn.Parameter) -> bool:
+def _is_in_pass(param: nn.Parameter) -> bool:
     found = owner_of(param)
-    return found is not None and isinstance(found[0], Engine) and found[0].in_forward
+    return found is not None and isinstance(found[0], Engine) and (found[0].in_forward or found[0].in_backward)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """An engine whose parameters are gathered, so that generating reads no drive and waits for no rank."""
+    with GatheredParameters(model.parameters()):
+        yield model
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -37,7 +37,7 @@ REFUSED = {
     "FusedAdamBuilder": "use deepspeed.ops.adam.FusedAdam",
     "FusedLambBuilder": "choose Adam, AdamW, Adagrad, Lion or SGD",
     "MultipleAllGatherHandles": "GatheredParameters waits for what it gathers",
-    "MiCS_Init": "use zero.Init; parameters are divided among all ranks",
+    "MiCS_Init": "use zero.Init; zero_optimization.mics_shard_size says how many ranks divide the parameters",
 }
 
 

@@ -36,7 +36,7 @@ class _Found:
         for rank in range(count) if count > 1 else ():
             for part in runtime.partition.parts(unit, rank=rank):
                 if part.slot is self.place.slot:
-                    runtime.ranks.broadcast(mine[part.param], rank)
+                    runtime.groups.sharing.broadcast(mine[part.param], rank)
         return mine.view(self.place.slot.shape).to(runtime.params.tensor(unit.index).device)
 
     def local(self, mine: torch.Tensor) -> torch.Tensor:
@@ -47,13 +47,15 @@ class _Found:
         return torch.cat([mine[part.param] for part in parts] or [mine[:0]]).to(device)
 
     def spread(self, value: torch.Tensor) -> torch.Tensor:
-        """The inverse of `local`."""
+        """The inverse of `local`; of several ranks that have the same part, the first one's counts."""
         mine = torch.zeros(self.place.slot.numel, dtype=torch.float32)
         start = 0
         for part in self.runtime.partition.parts(self.place.unit):
             if part.slot is self.place.slot:
                 stop = start + part.stop - part.start
                 mine[part.param] = value.reshape(-1)[start:stop].float().cpu()
+                if self.runtime.sizing.rules.gathers:
+                    self.runtime.groups.replicas.broadcast(mine[part.param])
                 start = stop
         if start != value.numel():
             raise ConfigError(f"`{self.place.slot.name}`: this rank's part has {start} elements, not {value.numel()}")
@@ -234,6 +236,18 @@ def _held(param: nn.Parameter, what: str) -> tuple[_Found, torch.Tensor] | None:
 
 
 def _gradient(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | None:
+    owner = owner_of(param)
+    if owner is None:
+        return None
+    engine, place = owner
+    assert isinstance(engine, Engine)
+    if engine.gradients_wait(what):
+        flat = engine.waiting_gradient(place.unit.index, place.index)
+        if flat is None:
+            return None
+        found = _Found(engine, engine.begin_gathering(what, stores=False), place)
+        flat = flat / engine.loss_scale.value
+        return found.local(flat) if give is _Found.local else flat.view(place.slot.shape)
     held = _held(param, what)
     if held is None:
         return None
@@ -262,8 +276,11 @@ def _set_gradient(param: nn.Parameter, what: str, take: Callable[[_Found], torch
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The gradient, whole, in float32; None if there is none.
 
+    At stages 0 and 1 gradients are reduced in the backward pass of the last micro-batch. Before it, this is a copy of
+    what the reduction would give by now; inside `no_sync` it is what this rank has, whatever others have.
+
     Raises:
-        InfinityError: it has been used already, or is not reduced over the ranks yet.
+        InfinityError: it has been used already.
     """
     return _gradient(param, "safe_get_full_grad", _Found.whole)
 

@@ -131,6 +131,8 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     log_trace_cache_warnings: bool = False
     enable_sanity_checks: bool = False
     save_muon_momentum_buffer_in_memory: bool = False
+    mics_shard_size: int = -1
+    mics_hierarchical_params_gather: bool = False
 
     @model_validator(mode="before")
     @classmethod

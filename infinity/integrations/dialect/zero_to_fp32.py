@@ -27,6 +27,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, torch.Tensor]:
     """The exact float32 masters of a checkpoint by name, with frozen parameters and buffers, in host memory.
 
+    Of parameters that have several names, all of them are there, for one tensor.
+
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
         ConfigError: `lazy_mode` is asked for.
@@ -45,8 +47,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
             wanted |= {name: (FROZEN_FIELD, shape) for name, shape in frozen_params(manifest.tensors).items()}
         for name, (field, shape) in wanted.items():
             state[name] = reader.read(f"{field}.{name}", 0, torch.Size(shape).numel()).float().view(shape)
-    buffers: dict[str, torch.Tensor] = read_extra(path, manifest)["buffers"]
-    return state | buffers
+    extra = read_extra(path, manifest)
+    buffers: dict[str, torch.Tensor] = extra["buffers"]
+    names = extra.get("tied")  # not in checkpoints of before
+    tied = {name: state[first] for name, first in names.items() if first in state} if isinstance(names, dict) else {}
+    return state | tied | buffers
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -86,7 +91,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-    nbytes = sum(value.nbytes for value in state.values())
+    once = {id(value): name for name, value in reversed(state.items())}  # a file of safetensors has no tied ones
+    nbytes = sum(state[name].nbytes for name in once.values())
     if max_shard_size is not None and nbytes > parse_size(max_shard_size):
         raise ConfigError(
             f"the weights have {nbytes} bytes and max_shard_size is {max_shard_size}, but one file is written: pass "
@@ -94,7 +100,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         )
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     if safe_serialization:
-        save_file(state, Path(output_dir) / "model.safetensors", {"format": "pt"})
+        weights = {name: value for name, value in state.items() if once[id(value)] == name}
+        save_file(weights, Path(output_dir) / "model.safetensors", {"format": "pt"})
     else:
         torch.save(state, Path(output_dir) / "pytorch_model.bin")
 

@@ -6,9 +6,9 @@
 
 namespace infinity::simdev {
 
-constexpr std::size_t kMappedBytes = std::size_t{4} << 30; // address space; memory is taken when it is touched
-constexpr std::size_t kSmallBytes = 256;                   // flags, norms, losses: computed even by hollow kernels,
-constexpr std::size_t kLargeBytes = 1 << 16;               // unless they are made of more than this
+constexpr std::size_t kMappedBytes = std::size_t{32} << 30; // address space; memory is taken when it is touched
+constexpr std::size_t kSmallBytes = 256;                    // flags, norms, losses: computed even by hollow kernels,
+constexpr std::size_t kLargeBytes = 1 << 16;                // unless they are made of more than this
 
 struct Settings {
     // Rates are a second; 0 is as fast as it goes.

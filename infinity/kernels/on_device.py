@@ -1,0 +1,127 @@
+"""The update of states on a device: in one kernel where that can be had, else in torch's operators."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from infinity.kernels.rules import AdagradHyper, Hyper, LionHyper, Loop, Rule, SgdHyper
+from infinity.kernels.torch_ops import update_in_torch
+
+_log = logging.getLogger(__name__)
+
+_COMPILED_FOR = ("cuda", "xpu")  # ROCm's devices are cuda's, too
+_TRIED = 4099
+
+_Form = tuple[torch.dtype, torch.dtype | None, torch.dtype]  # of the parameter, what lies beside it, and the gradient
+
+
+class Update(Protocol):
+    """As `update_in_torch`."""
+
+    def __call__(
+        self,
+        rule: Rule,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        *,
+        master: torch.Tensor | None,
+        first: torch.Tensor | None,
+        second: torch.Tensor | None,
+    ) -> None: ...
+
+
+def update_on_device(
+    rule: Rule,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    *,
+    master: torch.Tensor | None,
+    first: torch.Tensor | None,
+    second: torch.Tensor | None,
+) -> None:
+    """As `update_in_torch`, by the quickest implementation that has its bits on this device."""
+    form = param.dtype, None if master is None else master.dtype, grad.dtype
+    run = _serving(param.device, rule.loop()[0], form)
+    run(rule, param, grad, master=master, first=first, second=second)
+
+
+@cache
+def _serving(device: torch.device, loop: Loop, form: _Form) -> Update:
+    """Triton's kernel where there is a compiler for it and its bits are right; torch's operators read and write some
+    ten times as many bytes."""
+    if device.type not in _COMPILED_FOR:
+        return update_in_torch
+    try:
+        from infinity.kernels.triton_ops import update_in_triton  # noqa: PLC0415  (where there is Triton)
+
+        problem = "" if agrees(update_in_triton, device, loop, form) else "Triton's kernel has other bits"
+    except Exception as error:  # no Triton, no compiler, no room: whatever it is, there is another way
+        problem = str(error)
+    if not problem:
+        return update_in_triton
+    _log.warning("%s updates of states on %s are made by torch's operators, which is slower: %s", loop, device, problem)
+    return update_in_torch
+
+
+def agrees(update: Update, device: torch.device, loop: Loop, form: _Form) -> bool:
+    """An update has the bits of torch's operators on this device, whatever the magnitude of the values."""
+    dtype, beside, grad_dtype = form
+    grad = _wild(1, device).to(grad_dtype)
+    for rule in _rules(loop):
+        param = _wild(4, device).to(dtype)
+        master = None if beside is None else _beside(beside, device)
+        param[::9] = 1.0  # written from outside
+        first = None if rule.first is None else _wild(2, device)
+        second = None if rule.second is None else _wild(3, device).abs()
+        ours = [None if each is None else each.clone() for each in (param, master, first, second)]
+        update_in_torch(rule, param, grad, master=master, first=first, second=second)
+        assert ours[0] is not None
+        update(rule, ours[0], grad, master=ours[1], first=ours[2], second=ours[3])
+        for left, right in zip((param, master, first, second), ours, strict=True):
+            if left is not None and right is not None and not _same(left, right):
+                return False
+    return True
+
+
+def _rules(loop: Loop) -> Iterator[Rule]:
+    """Those with this loop, one for each way through it."""
+    rules: tuple[Rule, ...] = (
+        Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 3, decoupled=True, grad_scale=0.37),
+        Hyper(1e-3, 0.3, 0.95, 1e-8, 0.1, 3, decoupled=True),
+        Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 3, decoupled=False),
+        Hyper(1e-3, 0.3, 0.95, 1e-8, 0.1, 3, decoupled=False, grad_scale=0.37),
+        AdagradHyper(1e-2, 1e-3, 1e-10, 0.1, 3),
+        LionHyper(1e-3, 0.9, 0.99, 0.1, 3),
+        SgdHyper(1e-2, 0.9, 0.1, 3),
+        SgdHyper(1e-2, 0.9, 0.1, 3, nesterov=True),
+    )
+    return (rule for rule in rules if rule.loop()[0] is loop)
+
+
+def _wild(seed: int, device: torch.device) -> torch.Tensor:
+    """Finite values of every magnitude, denormal ones among them, and zeros of both signs."""
+    drawn = torch.Generator().manual_seed(seed)
+    magnitude = torch.empty(_TRIED).uniform_(-44, 18, generator=drawn)
+    values = torch.randn(_TRIED, generator=drawn) * 10.0**magnitude
+    values[seed::97] = 0.0
+    values[seed + 1 :: 97] = -0.0
+    return values.to(device)
+
+
+def _beside(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    values = _wild(4, device)
+    return values.view(torch.int16)[::2].contiguous() if dtype == torch.int16 else values
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """The same bits, but for the payload of NaN."""
+    if left.is_floating_point():
+        if not torch.equal(left.isnan(), right.isnan()):
+            return False
+        left, right = left.nan_to_num(0.0), right.nan_to_num(0.0)
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))

@@ -1,0 +1,131 @@
+"""Updates of plain torch parameters, without an engine: the kernels' rules, and moments in float32.
+
+[Note: parameters of 16 bits without a master]
+A parameter is read as float32, updated, and rounded to nearest: updates smaller than half its last bit are lost, as in
+DeepSpeed's optimizers. Its moments must not be of 16 bits, too: in bfloat16 `exp_avg_sq * 0.999` rounds to itself,
+so that the average never forgets. `infinity.optim.AdamW` keeps exact masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from infinity.errors import ConfigError
+from infinity.kernels import AdagradHyper, Moment, Rule, update, update_in_torch
+
+Group = Mapping[str, Any]
+RuleOf = Callable[[Group, int, float], Rule]  # at (values of a group, step, gradient scale)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_REFUSED = ("amsgrad", "differentiable")
+_ELEMENTS = 1 << 22  # worked on at a time where a copy in float32 is made
+
+
+def step_plainly(optimizer: torch.optim.Optimizer, rule_of: RuleOf) -> None:
+    """Update every parameter that has a gradient.
+
+    Raises:
+        ConfigError: a parameter, its gradient or an option of its group has no counterpart here.
+    """
+    for group in optimizer.param_groups:
+        for option in _REFUSED:
+            if group.get(option):
+                raise ConfigError(
+                    f"{type(optimizer).__name__}: {option}={group[option]} is not supported; leave it out"
+                )
+        sign = -1.0 if group.get("maximize") else 1.0
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            _check(optimizer, parameter)
+            state = optimizer.state[parameter]
+            step = int(state.get("step", 0)) + 1
+            rule = rule_of(group, step, sign)
+            _add_missing(state, rule, parameter, _moment_dtype(optimizer, parameter))
+            _update(rule, parameter, state)
+            state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+
+
+def load_plainly(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Have moments as they were saved where torch, which has just loaded `state_dict`, made 16 bits of them."""
+    saved_ids = [saved for group in state_dict["param_groups"] for saved in group["params"]]
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for saved_id, parameter in zip(saved_ids, ordered, strict=True):
+        dtype = _moment_dtype(optimizer, parameter)
+        for name, value in state_dict["state"].get(saved_id, {}).items():
+            if name != "step" and isinstance(value, torch.Tensor):
+                kept = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+                optimizer.state[parameter][name] = kept.copy_(value)
+
+
+def _moment_dtype(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.dtype:
+    return torch.float32 if optimizer.defaults["fp32_optimizer_states"] else parameter.dtype
+
+
+def _check(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+    name = type(optimizer).__name__
+    if parameter.dtype not in _DTYPES:
+        raise ConfigError(f"{name}: a parameter is {parameter.dtype}; use float32, bfloat16 or float16")
+    if type(parameter.data) is not torch.Tensor or parameter.is_meta:
+        kind = "on the meta device" if parameter.is_meta else f"a {type(parameter.data).__name__}"
+        raise ConfigError(f"{name}: a parameter is {kind}; it updates plain tensors, so use torch's optimizer for it")
+
+
+def _add_missing(state: dict[str, Any], rule: Rule, parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    for name in (rule.first, rule.second):
+        if name is not None and name not in state:
+            state[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+
+
+def _update(rule: Rule, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+    grad = parameter.grad
+    assert grad is not None
+    values = parameter.detach()
+    moments = {name: state[name] for name in (rule.first, rule.second) if name is not None}
+    if not grad.is_sparse:
+        _update_dense(rule, values, grad, moments)
+        return
+    if not isinstance(rule, AdagradHyper) or rule.weight_decay or grad.sparse_dim() != 1:
+        raise ConfigError(
+            "a gradient is sparse: that is for Adagrad without weight decay, and rows of a tensor; use an embedding "
+            "with sparse=False, or give this parameter another optimizer"
+        )
+    grad = grad.coalesce()
+    rows = grad.indices()[0]
+    beside = {name: moment[rows] for name, moment in moments.items()}
+    chosen = values[rows]
+    _update_dense(rule, chosen, grad.values(), beside)
+    values[rows] = chosen
+    for name, moment in moments.items():
+        moment[rows] = beside[name]
+
+
+def _update_dense(rule: Rule, values: torch.Tensor, grad: torch.Tensor, moments: Mapping[str, torch.Tensor]) -> None:
+    """One update in place, of tensors of one shape and any strides."""
+    kept = [values, *moments.values()]
+    flats = [tensor.contiguous().view(-1) for tensor in kept]  # themselves, where they are contiguous
+    gradient = grad.detach().contiguous().view(-1)
+    for start in range(0, values.numel(), _ELEMENTS):
+        pieces = [flat[start : start + _ELEMENTS] for flat in flats]
+        wide = [piece.float() for piece in pieces]  # themselves, where they are float32
+        beside = dict(zip(moments, wide[1:], strict=True))
+        _run(rule, wide[0], gradient[start : start + _ELEMENTS], beside)
+        for piece, result in zip(pieces, wide, strict=True):
+            if piece.dtype != result.dtype:
+                piece.copy_(result)
+    for tensor, flat in zip(kept, flats, strict=True):
+        if not tensor.is_contiguous():
+            tensor.copy_(flat.view(tensor.shape))
+
+
+def _run(rule: Rule, values: torch.Tensor, grad: torch.Tensor, moments: Mapping[str, torch.Tensor]) -> None:
+    first, second = (None if name is None else moments[name] for name in (rule.first, rule.second))
+    grad = grad if grad.dtype in _DTYPES else grad.float()
+    if values.is_cpu:
+        as_moments = [None if moment is None else Moment(moment) for moment in (first, second)]
+        update(rule, values, grad, first=as_moments[0], second=as_moments[1])
+    else:
+        update_in_torch(rule, values, grad, master=None, first=first, second=second)

@@ -1,0 +1,105 @@
+"""Which units are updated on the compute device, with their optimizer states and gradients there.
+
+[Note: which units go to the device first]
+Gradients of a unit that is updated there never cross the link, and its update takes no time of the host's cores. So the
+first to go are those whose update nothing hides: what the next forward pass needs first and backward makes last, which
+is the first unit, and the small parameters that stay, whose gradients are complete only when backward is over. The rest
+is taken evenly from all over the model, so that in every part of backward the link and the cores have as much to do
+beside what is computed. One order serves any amount of memory: the more there is, the farther it is followed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+
+from infinity.config import Config
+from infinity.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+def share_there(config: Config, ranks: int, *, discrete: bool, exact: bool) -> float:
+    """The share of optimizer states that `offload_optimizer.ratio` leaves on the device.
+
+    Args:
+        ranks: how many train the model together.
+        discrete: the compute device has memory of its own.
+        exact: the state format rounds nothing, so that a device can update it too.
+
+    Raises:
+        ConfigError: they cannot be updated there.
+    """
+    ratio = config.zero.offload_optimizer.ratio
+    if ratio == 1.0:
+        return 0.0
+    key = f"zero_optimization.offload_optimizer.ratio is {ratio:g}"
+    return 1.0 - ratio if _can_be_there(key, "ratio", config, ranks, discrete=discrete, exact=exact) else 0.0
+
+
+def may_fill(config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool:
+    """Whether `tiering.fill_device` lets states come to the device later; the arguments are those of `share_there`.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    key = "tiering.fill_device is true"
+    if not config.tiering.fill_device:
+        return False
+    if not _can_be_there(key, "fill_device", config, ranks, discrete=discrete, exact=exact):
+        return False
+    if config.tiering.update_schedule == "speculative":
+        raise ConfigError(
+            f'{key}, but tiering.update_schedule "speculative" keeps what was in slots of the drives: leave one of the '
+            "two out"
+        )
+    return True
+
+
+def _can_be_there(key: str, name: str, config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool:
+    """Whether states can be updated on the device as a key asks for; False where there is none.
+
+    Args:
+        key: what is asked for, in words.
+        name: last part of the key.
+
+    Raises:
+        ConfigError: there is a device, but they cannot be updated on it.
+    """
+    if not discrete:
+        _log.info("%s, without effect: the model computes on the CPU, whose memory has all states", key)
+        return False
+    if not exact:
+        raise ConfigError(
+            f"{key}, but tiering.state_format {config.tiering.state_format} is rounded as only the kernels of the host "
+            f'do it: set state_format to "auto", or leave {name} out'
+        )
+    if config.zero.stage == 3 and ranks > 1:
+        raise ConfigError(
+            f"{key}, but at stage 3 with {ranks} ranks parameters live in shards in host memory, and are updated "
+            f"there: set zero_optimization.stage to 2, or leave {name} out"
+        )
+    return True
+
+
+def promotion_order(numels: Sequence[int], first: Collection[int]) -> list[int]:
+    """Units in the order in which they go to the device, see [Note: which units go to the device first].
+
+    Args:
+        numels: trained elements of each unit; those without any are left out.
+        first: units that come before the others.
+    """
+    others = [unit for unit, numel in enumerate(numels) if numel and unit not in first]
+    digits = len(others).bit_length()
+    spread = sorted(range(len(others)), key=lambda index: f"{index:0{digits}b}"[::-1])
+    return [unit for unit in first if numels[unit]] + [others[index] for index in spread]
+
+
+def as_far_as_fits(order: Sequence[int], sizes: Sequence[int], capacity: int) -> frozenset[int]:
+    """Those units that are within the capacity together, in this order; one that is too large is passed over."""
+    taken = []
+    for unit in order:
+        if sizes[unit] <= capacity:
+            taken.append(unit)
+            capacity -= sizes[unit]
+    return frozenset(taken)

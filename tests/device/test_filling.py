@@ -1,0 +1,174 @@
+"""Optimizer states that come to the device, and leave it, between steps: the bits stay those of the CPU."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity import ConfigError
+from infinity.schedule import placement as placement_module
+from tests.behaviour.reference import Placement, Recipe, batches
+from tests.device import simdev
+from tests.device.training import SPEEDS, engine_on, on_cpu, tiny, train_over
+
+STEPS = 6
+# A tiny model's parameters take 0.35 MB, its states 1.65, what updates them 2; a step 0.86 times the batch's length.
+ROOM, HEADROOM = 5_750_000, 840_000
+CLIPPED = Recipe("bf16", 1, 0.5, STEPS)
+
+
+def filled(recipe: Recipe, placement: Placement, **tiering: Any) -> Any:
+    return engine_on("simdev", tiny(), recipe, placement, fill_device=True, **tiering)
+
+
+def there(engine: Any) -> list[int]:
+    states = engine._runtime.states
+    return [unit.index for unit in engine._runtime.partition.units if states.is_there(unit.index)]
+
+
+@pytest.mark.parametrize(
+    ("speed", "recipe", "tier"),
+    [
+        ("slow_kernels", Recipe("bf16", 1, 0.0, STEPS), "cpu"),
+        ("slow_kernels", Recipe("bf16", 1, 0.5, STEPS), "nvme"),
+        ("slow_link", Recipe("bf16", 1, 0.5, STEPS), "nvme"),
+        ("slow_link", Recipe("bf16", 4, 0.5, STEPS), "cpu"),
+        ("slow_kernels", Recipe("fp16", 1, 0.5, STEPS), "nvme"),
+        ("slow_link", Recipe("fp32", 2, 0.0, STEPS), "cpu"),
+    ],
+)
+def test_any_order_of_coming_and_leaving_has_the_same_bits(speed, recipe, tier, tmp_path, monkeypatch) -> None:
+    """Units come and leave by chance after every step; those that the policy moves are as good as any."""
+    monkeypatch.setattr(placement_module, "_DEVICE_TILE_BYTES", 0)  # several tiles a unit
+    chance = random.Random(f"{recipe}{tier}")
+    data = batches(recipe.steps * recipe.accumulation)
+    losses = []
+    with (
+        simdev.configured(**SPEEDS[speed]),
+        filled(recipe, Placement("none", tier, tmp_path, "64KiB"), tile_size="64KiB") as engine,
+    ):
+        filling, runtime = engine._step._filling, engine._runtime
+        filling._filled = True  # chance decides
+        assert max(len(runtime.states.tiles(unit.index)) for unit in runtime.partition.units) > 1
+        for step in range(recipe.steps):
+            losses += train_over(engine, data[step * recipe.accumulation :][: recipe.accumulation])
+            runtime.executor.drain()
+            for unit in chance.sample(range(len(runtime.partition.units)), 3):
+                comes = unit not in filling.came
+                runtime.executor.move_states(unit, there=comes)
+                (filling.came.append if comes else filling.came.remove)(unit)
+                filling._count(runtime.states.nbytes(unit) * (1 if comes else -1))
+            assert there(engine) == sorted(filling.came)
+        weights = {name: param.detach().cpu() for name, param in engine.named_parameters()}
+    cpu = on_cpu("gpt2", recipe.precision, recipe.accumulation, recipe.clipping, recipe.steps)
+    assert losses == cpu.losses
+    assert all(torch.equal(values, cpu.weights[name]) for name, values in weights.items())
+
+
+@pytest.fixture
+def small_device() -> Iterator[float]:
+    """A device with room for a tiny model and little more; what share of its memory HEADROOM is."""
+    gc.collect()
+    torch.accelerator.synchronize()
+    capacity = torch.accelerator.memory_allocated() + ROOM
+    torch.accelerator.reset_peak_memory_stats()
+    with simdev.configured(capacity=capacity):
+        yield HEADROOM / capacity
+
+
+def train_steps(device: str, steps: list[tuple[int, int]], **tiering: Any) -> tuple[list[float], list[int]]:
+    """Losses of steps on batches of (seed, so many times as many samples); units on the device after each step.
+
+    NaN for a step that ran out of memory, which leaves no trace.
+    """
+    losses, held = [], []
+    with engine_on(device, tiny(), CLIPPED, Placement("none", "cpu"), **tiering) as engine:
+        for seed, samples in steps:
+            try:
+                losses += train_over(engine, [torch.cat([batches(1, seed)[0]] * samples)])
+            except torch.OutOfMemoryError:
+                losses.append(math.nan)
+            held.append(len(there(engine)))
+    return losses, held
+
+
+def test_what_is_left_is_filled_after_the_first_step(small_device) -> None:
+    with filled(CLIPPED, Placement("none", "cpu"), device_headroom=small_device) as engine:
+        device, empty = engine._runtime.device, engine._runtime.device.capacity_bytes
+        for step, ids in enumerate(batches(3)):
+            train_over(engine, [ids])
+            assert bool(there(engine)), step
+        assert there(engine)[0] == 0  # which the next forward pass needs first
+        came = sum(engine._runtime.states.nbytes(unit) for unit in there(engine))
+        assert device.parts["optimizer states that came later"].used_bytes == came
+        assert device.capacity_bytes >= empty + came
+        assert torch.accelerator.max_memory_allocated() <= simdev.load().simdev_get(b"capacity")
+        assert not engine._step._filling._spare_bytes(engine._runtime.link.level()) < 0
+
+
+def test_a_budget_that_is_given_is_kept_to() -> None:
+    with filled(CLIPPED, Placement("none", "cpu"), device_memory="3MB") as engine:
+        device = engine._runtime.device
+        before = device.shares_bytes
+        train_over(engine, batches(2))
+        assert 0 < len(there(engine)) < len(engine._runtime.partition.units)
+        assert before < device.shares_bytes <= device.capacity_bytes == 3_000_000
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 4, 1], [1, 1, 5, 5, 1]])
+def test_a_longer_batch_has_units_go_back(lengths, small_device) -> None:
+    """One that takes of the headroom, at its end; one that finds no room, so that it can be tried again."""
+    steps = list(enumerate(lengths))
+    losses, held = train_steps("simdev", steps, fill_device=True, device_headroom=small_device)
+    assert held[:2] == [6, 6]
+    assert 0 < held[2] < 6
+    assert set(held[2:]) == {held[2]}
+    assert [index for index, loss in enumerate(losses) if math.isnan(loss)] == ([2] if 5 in lengths else [])
+    done = [index for index, loss in enumerate(losses) if not math.isnan(loss)]
+    assert [losses[index] for index in done] == train_steps("cpu", [steps[index] for index in done])[0]
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_checkpoints_are_of_what_has_come_too(tier, small_device, tmp_path) -> None:
+    data = batches(4)
+    with filled(CLIPPED, Placement("none", tier, tmp_path / "swap", "64KiB")) as engine:
+        losses = train_over(engine, data[:1])
+        assert there(engine)
+        engine.save_checkpoint(tmp_path / "one", blocking=False)
+        losses += train_over(engine, data[1:])
+        engine.load_checkpoint(tmp_path / "one")
+        assert train_over(engine, data[1:]) == losses[1:]
+        engine._step._filling._move_back(1, "to test what went back")
+        engine.load_checkpoint(tmp_path / "one")
+        assert train_over(engine, data[1:]) == losses[1:]
+
+
+def test_a_save_in_the_background_is_finished_before_anything_comes(small_device, tmp_path) -> None:
+    data = batches(4)
+    with filled(CLIPPED, Placement("none", "cpu")) as engine:
+        engine.save_checkpoint(tmp_path, blocking=False)
+        losses = train_over(engine, data[:1])
+        assert bool(there(engine)) == (engine._runtime.pipeline.before_update is None)
+        engine.wait_checkpoint()
+        losses += train_over(engine, data[1:])
+        assert there(engine)
+        engine.load_checkpoint(tmp_path)
+        assert train_over(engine, data) == losses
+
+
+def test_what_cannot_be_filled_is_refused() -> None:
+    for tiering, words in (
+        ({"state_format": "int8"}, "is rounded as only the kernels of the host"),
+        ({"update_schedule": "speculative"}, "keeps what was in slots of the drives"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            filled(CLIPPED, Placement("none", "cpu"), **tiering)
+    with infinity.initialize(model=tiny(), config=CLIPPED.config(Placement("none", "cpu")), device="cpu")[0] as engine:
+        assert engine._step._filling is None

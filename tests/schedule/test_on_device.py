@@ -1,0 +1,51 @@
+"""Which units are updated on the device."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.config import load_config
+from infinity.errors import ConfigError
+from infinity.schedule.on_device import as_far_as_fits, promotion_order, share_there
+
+
+@given(st.lists(st.integers(0, 5), max_size=40), st.integers(0, 200))
+def test_each_trained_unit_goes_once_and_what_goes_fits(numels, capacity) -> None:
+    first = [0, len(numels) - 1] if len(numels) > 1 else []
+    order = promotion_order(numels, first)
+    assert sorted(order) == [unit for unit, numel in enumerate(numels) if numel]
+    assert order[: len(first)] == [unit for unit in first if numels[unit]] or not all(numels[unit] for unit in first)
+    taken = as_far_as_fits(order, numels, capacity)
+    held = sum(numels[unit] for unit in taken)
+    assert held <= capacity
+    assert all(numels[unit] > capacity - held for unit in order if unit not in taken)
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_any_beginning_is_spread_evenly(units, taken) -> None:
+    """Between two units that have gone lie no more than twice as many others as there would be if all were equal."""
+    taken = min(taken, units)
+    chosen = sorted(promotion_order([1] * units, [])[:taken])
+    gaps = [high - low for low, high in zip(chosen, [*chosen[1:], units], strict=True)]
+    assert max(gaps) <= 2 * -(-units // taken)
+
+
+def test_the_share_is_what_the_ratio_leaves() -> None:
+    def share(
+        stage: int = 2, ranks: int = 1, *, discrete: bool = True, exact: bool = True, ratio: object = 0.25
+    ) -> float:
+        section = {"stage": stage, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+        config = load_config({"zero_optimization": section}, world_size=ranks)
+        return share_there(config, ranks, discrete=discrete, exact=exact)
+
+    assert share() == share(ranks=2) == share(stage=3) == 0.75
+    assert share(ratio="auto") == share(ratio=1) == share(discrete=False) == 0
+    with pytest.raises(ConfigError, match="stage 3 with 2 ranks parameters live in shards"):
+        share(stage=3, ranks=2)
+    with pytest.raises(ConfigError, match="is rounded as only the kernels"):
+        share(exact=False)
+    for wrong in (-0.1, 1.5):
+        with pytest.raises(ConfigError, match="ratio"):
+            share(ratio=wrong)
