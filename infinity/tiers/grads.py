@@ -78,7 +78,7 @@ class Arrival:
 
     def result(self) -> None:
         self.open = False
-        for copy, _ in tuple(self._copies):
+        for copy, _ in reversed(tuple(self._copies)):  # once the last one is here, so are the others
             copy.result()
         self._copies = deque()  # the worker's job keeps this object, and should not keep the device's memory
 
