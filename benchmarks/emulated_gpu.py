@@ -2,13 +2,14 @@
 
     python benchmarks/emulated_gpu.py --path DIR [--regimes h200,4090] [--runs 3] [--json FILE] [--traces DIR]
 
-The emulated device of the tests runs hollow kernels, which take their time and compute nothing, so that the processor's
-cores belong to the optimizer and the drive; its link gives what it is told to. A regime is a step of a Llama 8B on some
-machine: seconds of compute, link, optimizer and drive. Here a small model stands for it, and everything is stretched by
-one factor, so that compute : link : optimizer, or compute : link : drive, stand to each other as on that machine; what
-cannot be stretched is measured first (the optimizer in steps of its own, or the drive under reads and writes) and
-gives the factor. Seconds of Python are not stretched: a unit of the small model has a tenth of a Llama block's
-parameters, so that they count for more here than there.
+The emulated device of the tests runs hollow kernels, which take their time and compute nothing, and copies without the
+processor, as the engines of a real link do: the cores belong to the optimizer, the drive and the Python that launches.
+A regime is a step of a Llama 8B on some machine: seconds of compute, link, optimizer and drive. Here a model of as many
+layers and an eighth of the parameters stands for it, and what a parameter takes is stretched by one factor, so that
+compute : link : optimizer, or compute : link : drive, stand to each other as on that machine; what cannot be stretched
+is measured first (the optimizer in steps of its own, or the drive under reads and writes) and gives the factor. This
+machine's optimizer is slower than a large machine's by about what the model is smaller, so that a step takes about the
+seconds that it takes there, and seconds of Python, which are not stretched, count for as much here as there.
 
 The floor of a step is its busiest engine: compute, each direction of the link, the optimizer, the drive. Printed are
 the step, what each engine worked, the floor, the step over it, and how much of the step the device computes. Where
@@ -300,6 +301,8 @@ def main() -> None:
     problem = simdev.problem()
     if problem is not None:
         sys.exit(problem)
+    if args.traces is not None:
+        args.traces.mkdir(parents=True, exist_ok=True)
     drive = args.drive_rate or drive_rate(args.path)
     print(f"the drive: {drive / 1e9:.2f} GB/s, reading and writing", flush=True)
     names = args.regimes.split(",")
