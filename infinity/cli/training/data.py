@@ -8,14 +8,17 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from infinity.cli.training.turns import in_turns
 from infinity.errors import ConfigError
+from infinity.zero.ranks import ALONE, Ranks
 
 _SUFFIXES = frozenset((".txt", ".md", ".rst", ".py", ".json", ".html", ".c", ".h", ".cpp"))
 _INSTALLED = frozenset(("site-packages", "dist-packages"))  # not the standard library's own, though below it
@@ -91,18 +94,23 @@ class ByteTokens:
 class TokenizedFiles:
     """Files run through a tokenizer once, line after line, into a temporary file.
 
+    Args:
+        ranks: that have the same files; each runs its share of them through the tokenizer.
+
     Raises:
         ConfigError: a file cannot be read, or the tokenizer makes no token of all of them.
     """
 
-    def __init__(self, files: Sequence[Path], tokenizer: Any) -> None:
+    def __init__(self, files: Sequence[Path], tokenizer: Any, ranks: Ranks = ALONE) -> None:
+        def tokens_of(text: str) -> NDArray[np.int32]:
+            return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
         self.vocabulary = len(tokenizer)  # though some number their tokens with gaps
+        texts = chain.from_iterable(map(_pieces, files))
         with tempfile.TemporaryFile() as storage:  # the mapping keeps it alive
-            for path in files:
-                for text in _pieces(path):
-                    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-                    self.vocabulary = max(self.vocabulary, 1 + max(ids, default=-1))
-                    storage.write(np.asarray(ids, dtype=np.int32).tobytes())
+            for ids in in_turns(texts, tokens_of, ranks, "tokenizing --data"):
+                self.vocabulary = max(self.vocabulary, 1 + int(ids.max(initial=-1)))
+                storage.write(ids.tobytes())
             storage.flush()
             if not storage.tell():
                 raise ConfigError(f"the tokenizer makes no token of --data ({_listed(files)}): does it fit the text?")

@@ -13,13 +13,17 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from infinity.cli.training.turns import in_turns
 from infinity.errors import ConfigError
+from infinity.zero.ranks import ALONE, Ranks
 
 SUFFIX = ".jsonl"
-_TOGETHER = 256  # texts that a tokenizer takes at once, on all cores
+_TOGETHER = 256  # lines whose texts a tokenizer takes at once, on all cores
 _MARKS = re.compile(r"\{%[-+]?\s*generation\b")
 
 
@@ -38,29 +42,34 @@ class Document:
     splits: bool
 
 
-def read_documents(files: Iterable[Path], tokenizer: Any | None) -> Iterator[Document]:
+def read_documents(files: Iterable[Path], tokenizer: Any | None, ranks: Ranks = ALONE) -> Iterator[Document]:
     """The documents of these files in order.
 
     Args:
         tokenizer: of transformers; None for bytes.
+        ranks: that have the same files; each runs its share of them through the tokenizer.
 
     Raises:
         ConfigError: a line is malformed, by file and line; or the tokenizer cannot do what it takes.
     """
-    reader = _Bytes() if tokenizer is None else _Reader(tokenizer)
-    texts: list[str] = []
-    for path in files:
-        for place, line in _lines(path):
-            if "messages" not in line:
-                texts.append(line["text"])
-                if len(texts) == _TOGETHER:
-                    yield from reader.texts(texts)
-                    texts = []
-                continue
-            yield from reader.texts(texts)
-            texts = []
-            yield reader.conversation(place, line["messages"], line.get("tools"))
-    yield from reader.texts(texts)
+    lines = chain.from_iterable(map(_lines, files))
+    batches = iter(lambda: tuple(islice(lines, _TOGETHER)), ())
+    if tokenizer is None:
+        reader: _Bytes | _Reader = _Bytes()
+        ranks = ALONE  # there is nothing to share
+    else:
+        reader = _Reader(tokenizer)
+    for documents in in_turns(batches, partial(_documents, reader), ranks, "tokenizing --data"):
+        yield from documents
+
+
+def _documents(reader: _Bytes | _Reader, lines: Sequence[tuple[str, dict[str, Any]]]) -> list[Document]:
+    """Of these lines, in their order."""
+    texts = reader.texts([line["text"] for _, line in lines if "text" in line])
+    return [
+        next(texts) if "text" in line else reader.conversation(place, line["messages"], line.get("tools"))
+        for place, line in lines
+    ]
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -30,6 +30,7 @@ from infinity.config import with_values
 from infinity.engine import Engine
 from infinity.errors import ConfigError, NonFiniteError
 from infinity.setup import initialize
+from infinity.zero.ranks import join_ranks
 
 MAX_SKIPPED = 30  # in a row: more than a loss scale needs to settle
 
@@ -67,7 +68,7 @@ def train(settings: Settings) -> int:
     if longest is not None and settings.data.seq_len > longest:
         raise ConfigError(f"--seq-len is {settings.data.seq_len}, but {settings.model} takes at most {longest} tokens")
     tokenizer = find_tokenizer(settings.model, settings.tokenizer)
-    data = open_data(settings.data, tokenizer, model, settings.model)
+    data = open_data(settings.data, tokenizer, model, settings.model, join_ranks())
     engine, *_ = initialize(model=model, config=_config(settings), weights=weights, device=settings.device)
     with engine, _progress(settings, engine) as progress, _stop_signal() as stop:
         kinds = data.source.vocabulary

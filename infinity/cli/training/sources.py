@@ -17,6 +17,7 @@ from infinity.cli.training.documents import SUFFIX, read_documents
 from infinity.cli.training.packing import Packed
 from infinity.cli.training.tokenizers import check_vocabulary
 from infinity.errors import ConfigError
+from infinity.zero.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,17 @@ class Data:
     notes: list[str]
 
 
-def open_data(options: DataOptions, tokenizer: Any | None, model: nn.Module, name: str) -> Data:
+def open_data(options: DataOptions, tokenizer: Any | None, model: nn.Module, name: str, ranks: Ranks = ALONE) -> Data:
     """Read and cut all of it.
 
     Args:
         name: of the model, for messages.
+        ranks: that all call this with the same data, and share the tokenizing.
 
     Raises:
         ConfigError: it does not exist, is malformed, or is nothing for this model.
     """
-    source, notes = _source(options.data, "--data", options, tokenizer, model)
+    source, notes = _source(options.data, "--data", options, tokenizer, model, ranks)
     check_vocabulary(model, source.vocabulary, name)
     packed = isinstance(source, Packed)
     if options.eval_split is not None:
@@ -70,19 +72,19 @@ def open_data(options: DataOptions, tokenizer: Any | None, model: nn.Module, nam
     samples = Samples(source, options.seed)
     if not options.eval_data:
         return Data(samples, source, None, packed, notes)
-    other, more = _source(options.eval_data, "--eval-data", options, tokenizer, model)
+    other, more = _source(options.eval_data, "--eval-data", options, tokenizer, model, ranks)
     check_vocabulary(model, other.vocabulary, name)
     packed = packed or isinstance(other, Packed)
     return Data(samples, other, torch.arange(len(other)), packed, notes + more)
 
 
 def _source(
-    paths: Sequence[Path], option: str, options: DataOptions, tokenizer: Any | None, model: nn.Module
+    paths: Sequence[Path], option: str, options: DataOptions, tokenizer: Any | None, model: nn.Module, ranks: Ranks
 ) -> tuple[Source, list[str]]:
     files = find_files(paths, option)
     documents = [path for path in files if path.suffix == SUFFIX]
     if not documents:
-        tokens = ByteTokens(files) if tokenizer is None else TokenizedFiles(files, tokenizer)
+        tokens = ByteTokens(files) if tokenizer is None else TokenizedFiles(files, tokenizer, ranks)
         return Stream(tokens, options.seq_len), []
     if len(documents) < len(files):
         other = next(path for path in files if path.suffix != SUFFIX)
@@ -90,7 +92,7 @@ def _source(
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ConfigError(apart_problem(model))
     vocabulary, fill = (256, 0) if tokenizer is None else (len(tokenizer), tokenizer.eos_token_id or 0)
-    packed = Packed(read_documents(files, tokenizer), options.seq_len, vocabulary, fill)
+    packed = Packed(read_documents(files, tokenizer, ranks), options.seq_len, vocabulary, fill)
     notes = [f"{option}: {packed.documents} documents in {len(packed)} samples"]
     if packed.cut:
         notes.append(f"warning: {packed.cut} conversations of {option} are longer than --seq-len, and were cut")
