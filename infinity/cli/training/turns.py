@@ -38,9 +38,7 @@ def in_turns(items: Iterable[Item], work: Callable[[Item], Result], ranks: Ranks
         counts = [len(each) for each in turns]
         if min(counts) < max(counts):
             fewer, more = counts.index(min(counts)), counts.index(max(counts))
-            raise ConfigError(
-                f"--data ends earlier on rank {fewer} than on rank {more}: give all ranks the same files"
-            )
+            raise ConfigError(f"--data ends earlier on rank {fewer} than on rank {more}: give all ranks the same files")
         # Each result is of the rank whose turn it was, and no other's.
         yield from (turns[rank][rank] for rank in range(counts[0]))  # type: ignore[misc]
         if counts[0] < ranks.size:
