@@ -95,9 +95,11 @@ def test_the_engine_is_a_module_around_the_model(tmp_path) -> None:
     assert isinstance(engine, DeepSpeedEngine)
 
 
-def test_the_engine_tells_what_its_users_ask() -> None:
+def test_the_engine_tells_what_its_users_ask(caplog) -> None:
     data = torch.utils.data.TensorDataset(torch.zeros(4, 3))
-    engine, _, loader, _ = initialize(model=Borrows(gathers=False), config=CONFIG, training_data=data)
+    with caplog.at_level(logging.INFO, logger=logger.name):
+        engine, _, loader, _ = initialize(model=Borrows(gathers=False), config=CONFIG, training_data=data)
+    assert f"DeepSpeed info: in its place is infinity {infinity.__version__}" in caplog.text
     with engine:
         assert engine.training_dataloader is loader
         assert (engine.mp_world_size, engine.has_moe_layers) == (1, False)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from infinity import front
+from infinity import __version__, front
 from infinity.checkpoint.extra import persistent_buffers
 from infinity.config import Config
 from infinity.config.load import with_values
@@ -20,7 +20,7 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError
 from infinity.integrations.dialect.comm import check_initialized, get_world_group
 from infinity.integrations.dialect.leaf_modules import apply_leaf_module_section, get_z3_leaf_modules
-from infinity.integrations.dialect.logs import logger
+from infinity.integrations.dialect.logs import log_dist, logger
 from infinity.integrations.dialect.misuse import AssertedConfigError, AssertedError
 from infinity.integrations.dialect.parameters import mark
 from infinity.integrations.dialect.section_facts import SectionFacts
@@ -373,6 +373,7 @@ def initialize(
         engine_class=DeepSpeedEngine,
     )
     assert isinstance(engine, DeepSpeedEngine)
+    log_dist(f"DeepSpeed info: in its place is infinity {__version__}")  # so its logs begin, which tools look for
     engine._training_dataloader = dataloader
     engine._trains = tiered is not None
     apply_leaf_module_section(engine.module, (engine.config.get("zero_optimization") or {}).get("leaf_module"))
