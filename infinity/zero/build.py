@@ -286,7 +286,13 @@ def make_gradients(runtime: Runtime) -> Gradients:
     source: Direct | Reduction = Direct(partition.units, runtime.parts)
     if rules.reduces:
         sizing = runtime.sizing
-        journey = Journey(rules.sharding, rules.reduces_every_pass, sizing.collect_dtype, sizing.communication_dtype)
+        journey = Journey(
+            rules.sharding,
+            rules.reduces_every_pass,
+            sizing.collect_dtype,
+            sizing.communication_dtype,
+            tells_early=sizing.schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE),
+        )
         source = Reduction(
             partition.units,
             runtime.groups,

@@ -16,6 +16,7 @@ from infinity.tiers import DeviceGrads, DeviceSums, GradStore, SplitGrads
 from infinity.zero.landing import Coming, Landing, Measures
 from infinity.zero.model_parts import UNDIVIDED, ModelParts, local_gradient
 from infinity.zero.partition import Unit
+from infinity.zero.ranks import Vote
 from infinity.zero.reduction import WHOLE, Addend, Direct, Reduction
 
 
@@ -104,8 +105,8 @@ class Gradients:
         return Addend(unit, part, start, start + values.numel(), values, (), ())  # whose they are is known
 
     def all_come(self, unit: int) -> bool:
-        """All gradients of the unit have come in this backward pass."""
-        return len(self._of_pass[unit]) == self._awaited[unit]
+        """All gradients of the unit have come in this backward pass, as far as it takes to let them rest."""
+        return self._source.tells_late or len(self._of_pass[unit]) == self._awaited[unit]
 
     def _total(self, unit: int) -> _Total:
         total = self._totals.get(unit)
@@ -151,9 +152,20 @@ class Gradients:
     def end_backward(self) -> Iterator[Addend]:
         """The pass is over, once what is to be added because of that is gone through."""
         yield from self._source.end_pass()
+        self._note_told()
         if self._last_pass:
             yield from self.sums_left()
         self._forget_pass()
+
+    def _note_told(self) -> None:
+        """It is known now which parameters have a gradient; units of which none has, on no rank, have nothing."""
+        if not self._source.tells_late:
+            return
+        for unit, slots in self._source.told():
+            self._total(unit).present.update(slots)
+        for unit in [unit for unit, total in self._totals.items() if not total.present]:
+            self._sums.drop(unit, WHOLE)
+            self._drop(unit)
 
     def abort_backward(self) -> None:
         """The pass has failed."""
@@ -164,6 +176,10 @@ class Gradients:
         self._of_pass = [set() for _ in self._units]
 
     # Sums #
+
+    def begun(self, unit: int) -> bool:
+        """Something has been added to the unit's gradients in this step."""
+        return unit in self._totals
 
     def units_with_gradients(self) -> list[int]:
         return sorted(unit for unit, total in self._totals.items() if total.present)
@@ -186,10 +202,19 @@ class Gradients:
         """No other rank takes part in what is found out about gradients, so that it can be done at any time."""
         return self._source.groups.all.size * self._parts.ranks.size == 1
 
-    def is_finite(self, unit: int) -> bool:
-        """So are all of the unit's gradients, on every rank and in every part of the model."""
+    def ask_others(self, unit: int) -> Vote:
+        """Begin to find out whether a gradient of the unit is not finite, on some rank or in some part of the model."""
+        spoilt, sharing = not self._is_finite_here(unit), self._source.groups.sharing
+        if self._parts.ranks.size == 1:
+            return sharing.ask(spoilt)
         with self._source.agreeing():
-            return not self._parts.ranks.any(self._source.groups.sharing.any(not self._is_finite_here(unit)))
+            spoilt = sharing.any(spoilt)
+        return self._parts.ranks.ask(spoilt)
+
+    def is_finite(self, vote: Vote) -> bool:
+        """What came of `ask_others`."""
+        with self._source.agreeing():
+            return not vote.result()
 
     def _is_finite_here(self, unit: int) -> bool:
         return all(stats.finite for stats in self._stats(unit))

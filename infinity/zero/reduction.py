@@ -4,9 +4,10 @@
 A unit's gradients of one backward pass are collected in a flat tensor on the compute device. When backward leaves the
 unit's module, they are reduced under the backward of the next one; what belongs to no such module, or to several (the
 small parameters that stay, tied ones), follows at the end of the pass, once. Leaving happens on all ranks alike, while
-which parameters have a gradient may differ (experts that got no token), so the flags that say which ones do are
-exchanged beside the gradients. At stages 0 and 1 gradients are summed over the micro-batches first and reduced in the
-last one's backward; at stages 2 and 3 in every one's. Those of layer-major micro-batches are summed first at every
+which parameters have a gradient may differ (experts that got no token), so flags that say which ones do are exchanged:
+of all units at once at the end of the pass, in one exchange, or, where updates begin within the pass and have to know,
+of each unit beside its gradients. At stages 0 and 1 gradients are summed over the micro-batches first and reduced in
+the last one's backward; at stages 2 and 3 in every one's. Those of layer-major micro-batches are summed first at every
 stage, and reduced when all of them have left the module.
 
 Where ranks share states in groups, a reduction is two: the ranks of a group scatter the unit's sum, and then, under the
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -67,6 +69,7 @@ class Direct:
 
     groups = Groups()
     collected: Mapping[int, _Collected] = {}
+    tells_late = False
 
     def __init__(self, units: Sequence[Unit], parts: ModelParts = UNDIVIDED) -> None:
         self._slots = [unit.slots for unit in units]
@@ -86,6 +89,10 @@ class Direct:
     complete = leave
 
     def end_pass(self) -> Iterator[Addend]:
+        return iter(())
+
+    def told(self) -> Iterator[tuple[int, list[int]]]:
+        """Every addend has said it all."""
         return iter(())
 
     def clear(self) -> None:
@@ -112,12 +119,14 @@ class Journey:
         every_pass: reduce in every backward pass, not only in the last of a step.
         collect_dtype: in which they are collected.
         dtype: in which they travel.
+        tells_early: which parameters have one is known with each sum, else only at the end of the pass.
     """
 
     sharding: Sharding
     every_pass: bool
     collect_dtype: torch.dtype
     dtype: torch.dtype
+    tells_early: bool
 
 
 class _Reduction(NamedTuple):
@@ -125,14 +134,15 @@ class _Reduction(NamedTuple):
 
     Attributes:
         whole: the unit's gradients of this rank; None where the shard is all of them.
-        present: by slot, bytes: it has a gradient on some rank, and it has one of this pass.
+        present: by slot, bytes: it has a gradient on some rank, and it has one of this pass; None where that is known
+            at the end of the pass.
         pending: what is waited for: these flags, and the sum.
     """
 
     unit: int
     whole: Loan | None
     shard: Loan
-    present: torch.Tensor
+    present: torch.Tensor | None
     pending: tuple[Pending, ...]
 
 
@@ -175,6 +185,17 @@ class Reduction:
         self._reduces = False  # in the backward pass that is running
         self._scattering: _Reduction | None = None
         self._averaging: _Reduction | None = None
+        self._first = list(accumulate((len(unit.slots) for unit in units), initial=0))  # slots of the units before
+        self._present = self._no_flags()
+
+    @property
+    def tells_late(self) -> bool:
+        """Which parameters have a gradient is known at the end of the pass, by `told`; addends do not say it."""
+        return not self._journey.tells_early
+
+    def _no_flags(self) -> torch.Tensor:
+        """Of all units' slots, bytes: this rank has reduced a gradient of it in this pass; at the end, some has."""
+        return torch.zeros(self._first[-1], dtype=torch.uint8)
 
     # Collecting #
 
@@ -199,6 +220,7 @@ class Reduction:
     def begin_pass(self, *, last: bool) -> None:
         """A backward pass begins, the `last` one of a step or not."""
         self._reduces = last or self._journey.every_pass
+        self._present = self._no_flags()
 
     def clear(self) -> None:
         """What is collected is of no use, nor is the pass that is running."""
@@ -243,15 +265,39 @@ class Reduction:
     def end_pass(self) -> Iterator[Addend]:
         """Reduce what no module has reduced, so that every rank has its sums."""
         if self._reduces:
-            left = torch.zeros(len(self._units), dtype=torch.uint8)
-            left[list(self.collected)] = 1
-            with self.agreeing():
-                self.groups.all.any_of(left).wait()
-            for unit in left.nonzero():
-                yield from self._reduce(int(unit))
+            for unit in self._left():
+                yield from self._reduce(unit)
             yield from self._finish()
         for collected in self.collected.values():
             collected.of_pass.clear()
+
+    def _left(self) -> list[int]:
+        """Units of which some rank has gradients that no module has reduced."""
+        count = len(self._units)
+        left = torch.zeros(count, dtype=torch.uint8)
+        left[list(self.collected)] = 1
+        if self.tells_late:
+            for unit, collected in self.collected.items():
+                self._note(unit, collected)
+            left = torch.cat([left, self._present])
+        with self.agreeing():
+            self.groups.all.any_of(left).wait()
+        if self.tells_late:
+            self._present = left[count:]
+        return [int(unit) for unit in left[:count].nonzero()]
+
+    def _note(self, unit: int, collected: _Collected) -> None:
+        first = self._first[unit]
+        self._present[[first + slot for slot in collected.slots]] = 1
+
+    def told(self) -> Iterator[tuple[int, list[int]]]:
+        """By unit, slots that have a gradient on some rank in the pass that is over, if addends have not said it."""
+        if not (self._reduces and self.tells_late):
+            return
+        for unit, (first, stop) in enumerate(pairwise(self._first)):
+            slots = [int(slot) for slot in self._present[first:stop].nonzero()]
+            if slots:
+                yield unit, slots
 
     def _reduce(self, index: int) -> Iterator[Addend]:
         """Start to reduce a unit, once the one before is added."""
@@ -268,17 +314,24 @@ class Reduction:
             whole = self._scratch.take(numel, journey.dtype)
             whole.tensor.copy_(collected.loan.tensor)
             self._scratch.give(collected.loan)
-        present = torch.zeros(2, len(unit.slots), dtype=torch.uint8)
-        present[0, list(collected.slots)] = 1
-        present[1, list(collected.of_pass)] = 1
-        flags = self.groups.all.any_of(present)
+        present, flags = self._tell(index, collected)
         if journey.sharding.count == 1:
             sums = self.groups.replicas.all_reduce(whole.tensor, unit.name)
-            self._averaging = _Reduction(index, None, whole, present, (flags, sums))
+            self._averaging = _Reduction(index, None, whole, present, (*flags, sums))
         else:
             own = self._scratch.take(numel // journey.sharding.count, journey.dtype)
             sums = self.groups.sharing.reduce_scatter(own.tensor, whole.tensor, unit.name)
-            self._scattering = _Reduction(index, whole, own, present, (flags, sums))
+            self._scattering = _Reduction(index, whole, own, present, (*flags, sums))
+
+    def _tell(self, unit: int, collected: _Collected) -> tuple[torch.Tensor | None, tuple[Pending, ...]]:
+        """Which slots of a unit have a gradient: here, and once what is pending is over, on some rank."""
+        if self.tells_late:
+            self._note(unit, collected)
+            return None, ()
+        present = torch.zeros(2, len(self._units[unit].slots), dtype=torch.uint8)
+        present[0, list(collected.slots)] = 1
+        present[1, list(collected.of_pass)] = 1
+        return present, (self.groups.all.any_of(present),)
 
     def _finish(self) -> Iterator[Addend]:
         """Wait for all that is under way, and go through what it brings."""
@@ -311,8 +364,11 @@ class Reduction:
     def _complete(self, reduction: _Reduction) -> Iterator[Addend]:
         """A sum over all ranks."""
         self._wait_for(reduction)
-        here, of_pass = ({int(slot) for slot in flags.nonzero()} for flags in reduction.present)
-        if here:
+        here: set[int] = set()
+        of_pass: set[int] = set()
+        if reduction.present is not None:
+            here, of_pass = ({int(slot) for slot in flags.nonzero()} for flags in reduction.present)
+        if here or reduction.present is None:
             shard = reduction.shard.tensor
             yield Addend(reduction.unit, WHOLE, 0, shard.numel(), shard, here, of_pass)
         self._scratch.give(reduction.shard)
