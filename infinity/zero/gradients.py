@@ -92,6 +92,14 @@ class Gradients:
         self._note_come(addend)
         return None
 
+    def finish(self) -> Iterator[Addend]:
+        """Go through what the step has not added yet, where only now the user says that its last pass was that."""
+        if not self._last_pass:
+            self._source.begin_pass(last=True)
+            yield from self._source.end_pass()
+            self._note_told()
+        yield from self.sums_left()
+
     def sums_left(self) -> Iterator[Addend]:
         """Go through what is still on the device of sums to which the last micro-batch has added nothing."""
         for unit, part in self._sums.held():
@@ -264,7 +272,7 @@ class Gradients:
 
     def collected_anywhere(self) -> bool:
         """Some rank has gradients that are not reduced over the ranks yet; all of them ask together."""
-        return self._source.groups.all.any(bool(self._source.collected))
+        return self._source.groups.all.any(self._source.waits)
 
     def collected_values(self, unit: int, slot: int, *, of_all: bool) -> torch.Tensor | None:
         """A copy of a gradient that is not reduced yet: see `Reduction.look`.
@@ -286,10 +294,10 @@ class Gradients:
         Raises:
             InfinityError: some are not reduced over the ranks yet.
         """
-        if self._source.collected:
+        if self._source.waits:
             raise InfinityError(
-                "gradients are not reduced over the ranks before the last micro-batch's backward at stages 0 and 1: "
-                "look at them after that, before step()"
+                "gradients are not reduced over the ranks before the last micro-batch's backward, at stages 0 and 1 "
+                "and with communication.shard_size: look at them after that, before step()"
             )
 
     def remeasure(self, unit: int) -> None:
@@ -317,7 +325,7 @@ class Gradients:
 
     def held(self) -> bool:
         """There are gradients that no update has."""
-        return bool(self._source.collected or self.units_with_gradients())
+        return self._source.waits or bool(self.units_with_gradients())
 
     def drop_slots(self, slots: Mapping[int, Collection[int]]) -> None:
         """Throw the gradients of these parameters away, given as slots by unit.
@@ -327,8 +335,8 @@ class Gradients:
         """
         if self._source.groups.all.size > 1:
             here = {unit: set(total.present) for unit, total in self._totals.items()}
-            for unit, collected in self._source.collected.items():
-                here.setdefault(unit, set()).update(collected.slots)
+            for unit, waiting in self._source.slots_that_wait():
+                here.setdefault(unit, set()).update(waiting)
             if any(some - set(slots.get(unit, ())) for unit, some in here.items()):
                 raise InfinityError(
                     "the gradients of some parameters were dropped (param.grad = None) and those of others were not, "

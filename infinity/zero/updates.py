@@ -264,7 +264,7 @@ class Updates:
 
     def _finish_step(self) -> StepOutcome:
         self._executor.prefer_updates(begun=False)
-        for addend in self._gradients.sums_left():  # the user has said after the last micro-batch that it was the last
+        for addend in self._gradients.finish():
             self._add_below(addend)
         if self._schedule is UpdateSchedule.BACKWARD:
             self._all_final()

@@ -189,6 +189,25 @@ def accessed() -> dict[str, Any]:
         return found
 
 
+def looked_at_between() -> dict[str, Any]:
+    """The gradient behind each of two equal micro-batches, and what who sets it between them is told."""
+    rank = dist.get_rank()
+    config = grouped(2, clipping=0.5, accumulation=2).config(Placement())
+    found: dict[str, Any] = {}
+    with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
+        model: Any = engine.module
+        weight = model.transformer.h[1].mlp.c_fc.weight
+        for name in ("half", "whole"):
+            engine.backward(loss_of(engine, batches(RANKS)[rank]))
+            found[name] = infinity.utils.safe_get_full_grad(weight)
+            if name == "half":
+                with pytest.raises(infinity.InfinityError) as refused:
+                    infinity.utils.safe_set_full_grad(weight, torch.zeros_like(found[name]))
+                found["refused"] = str(refused.value)
+            engine.step()
+    return found
+
+
 def refused_here() -> str:
     with pytest.raises(ConfigError) as refused:
         infinity.initialize(model=tiny_gpt2(), config=grouped(3).config(Placement()))
@@ -213,6 +232,7 @@ class Ends:
     experts: list[dict[str, torch.Tensor]]
     overflow: list[tuple[bool, float]]
     accessed: dict[str, Any]
+    between: dict[str, Any]
     refused: str
     lost: str
 
@@ -222,6 +242,7 @@ def go_through() -> Ends:
         [train_experts(each) for each in ("backward", "deferred")],
         overflow_on(3),
         accessed(),
+        looked_at_between(),
         refused_here(),
         until_killed(1),
     )
@@ -267,6 +288,16 @@ def test_looking_and_setting_is_the_same_on_all_ranks(ends) -> None:
     # A part is set by two ranks, of which the first one's counts.
     assert first["set"].unique().tolist() == [0.0, 1.0]
     assert (first["copy"] == 13.0).all()
+
+
+def test_gradients_between_micro_batches_are_those_of_all_groups(ends) -> None:
+    first = ends[0].between
+    assert first["half"].abs().sum() > 0
+    torch.testing.assert_close(2 * first["half"], first["whole"])
+    for found in ends:
+        assert torch.equal(found.between["half"], first["half"])
+        assert torch.equal(found.between["whole"], first["whole"])
+        assert "communication.shard_size" in found.between["refused"]
 
 
 def test_ranks_that_cannot_be_divided_are_refused_on_all(ends) -> None:
@@ -402,16 +433,16 @@ class CountedGroups(CountedRanks):
         return super().all_reduce(flat, unit)
 
 
-def sends_of_a_step(ranks: CountedGroups, stage: int, size: int) -> list[Unit]:
-    config = grouped(size, "bf16", clipping=1.0).config(Placement())
+def sends_of_a_step(ranks: CountedGroups, stage: int, size: int, accumulation: int = 1) -> list[Unit]:
+    config = grouped(size, "bf16", clipping=1.0, accumulation=accumulation).config(Placement())
     config["zero_optimization"]["stage"] = stage
     if stage < 3:
         del config["zero_optimization"]["offload_param"]
     with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
         units = list(engine._runtime.partition.units)
-        train_on(engine, batches(2))
+        train_on(engine, batches(2 * accumulation))
         ranks.sent.clear()
-        train_on(engine, batches(1))
+        train_on(engine, batches(accumulation))
     return units
 
 
@@ -437,6 +468,22 @@ def test_groups_send_shards_alone_to_one_another(stage, world, monkeypatch) -> N
     assert ranks.sent.reduces == dict.fromkeys((unit.name for unit in units), 2)
     assert ranks.sizes == {"gather": {size}, "reduce-scatter": {size}, "all-reduce": {world // size}}
     assert ranks.sent.small <= 3
+
+
+@pytest.mark.parametrize(("stage", "passes"), [(1, 1), (2, 3), (3, 3)])
+def test_replicas_add_up_once_a_step(stage, passes, monkeypatch) -> None:
+    """However many micro-batches it has, and those that share in every one from stage 2 on."""
+    size, world = 4, 16
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        ranks = CountedGroups(0, world, dist.group.WORLD, dist.group.WORLD)
+        monkeypatch.setattr("infinity.setup.join_ranks", lambda *_: ranks)
+        units = sends_of_a_step(ranks, stage, size, accumulation=3)
+    finally:
+        dist.destroy_process_group()
+    total = sum(unit.numel for unit in units)
+    assert ranks.sent.elements["reduce-scatter"] == passes * total
+    assert ranks.sent.elements["all-reduce"] == total // size
 
 
 # What is refused #
