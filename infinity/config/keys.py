@@ -15,6 +15,7 @@ _BUCKETS = "collectives work on a unit at a time"
 _PRESCALED = "the loss is divided by the number of ranks before backward"
 _BUFFERS = "buffer sizes follow from the model and tiering.host_memory"
 _PINNED = "host memory is pinned where there is a GPU"
+_LIVE = "see tiering.host_memory, tiering.device_memory and tiering.max_unit_size"
 _PREFETCH = "prefetch follows from the recorded trace and the memory budget"
 _COLLECTIVES = "how a unit is gathered is not configurable"
 _GATHERED = "saving always gathers, one unit at a time"
@@ -54,8 +55,8 @@ NO_EFFECT: dict[str, str] = {
     "zero_optimization.use_multi_rank_bucket_allreduce": _BUCKETS,
     "zero_optimization.round_robin_gradients": _BUCKETS,
     "zero_optimization.sub_group_size": "the optimizer works on tiles; see tiering.tile_size",
-    "zero_optimization.stage3_max_live_parameters": "see tiering.host_memory and tiering.device_memory",
-    "zero_optimization.max_live_parameters": "see tiering.host_memory and tiering.device_memory",
+    "zero_optimization.stage3_max_live_parameters": _LIVE,
+    "zero_optimization.max_live_parameters": _LIVE,
     "zero_optimization.stage3_max_reuse_distance": _PREFETCH,
     "zero_optimization.max_reuse_distance": _PREFETCH,
     "zero_optimization.stage3_model_persistence_threshold": "see tiering.host_memory",

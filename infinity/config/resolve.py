@@ -317,6 +317,7 @@ def _tiering(
         io_backend=tiering.io_backend,
         checksum=tiering.checksum,
         crash_consistent=tiering.crash_consistent,
+        max_unit_size_bytes=tiering.max_unit_size,
         tile_size_bytes=tiering.tile_size or default_tile_bytes(len(nvme) if states.device == "nvme" else 0),
         activations=activations,
         activation_memory_bytes=tiering.activation_memory,

@@ -116,6 +116,7 @@ class TieringConfig:
     checksum: bool
     crash_consistent: bool
     tile_size_bytes: int
+    max_unit_size_bytes: int | None
     activations: Literal["none", "cpu", "nvme"]
     activation_memory_bytes: int
     timeline: Path | None

@@ -187,6 +187,7 @@ class TieringSection(Section):
     checksum: Bool = False
     crash_consistent: Bool = False
     tile_size: SizeOrAuto = None
+    max_unit_size: SizeOrAuto = None
     activations: Literal["auto", "none", "cpu", "nvme"] = "auto"
     activation_memory: Size = 256 << 20
     timeline: FileName | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from infinity.schedule import Plan
-from infinity.schedule.placement import Placement
+from infinity.schedule.placement import Placement, summed_once
 from infinity.tiers import Memory
 from infinity.zero.sizing import Sizing
 
@@ -69,7 +69,7 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
     """Of a step of so many micro-batches, each of which repeats the plan's cycle unless they go layer by layer.
 
     Args:
-        sums_bytes: of the device's memory, in which gradients of several micro-batches are added up.
+        sums_bytes: of the memory that is computed in, where gradients of several micro-batches are added up.
     """
     rules, specs = sizing.rules, sizing.specs
     passes = 1 if sizing.layer_major else micro_batches
@@ -80,7 +80,10 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
     spilled = sum(sizing.shards.grad_sizes[unit] for unit in placement.grad_homes.spilled)
     updated = steps.evicted if rules.one_memory and not rules.gathers else range(len(specs))
     trained = sum(unit.trainable_numel for unit in sizing.partition.units)
-    reduced = trained * sizing.communication_dtype.itemsize * (micro_batches if rules.reduces_every_pass else 1)
+    reduces = micro_batches if rules.reduces_every_pass else 1
+    travel = sizing.communication_dtype.itemsize
+    at_once = summed_once(rules, sizing.shards, sums_bytes)
+    numels = [unit.trainable_numel * (1 if unit.index in at_once else reduces) for unit in sizing.partition.units]
     leaving = 0 if rules.one_memory else sum(sizing.shards.grad_sizes)
     once = min(leaving, sums_bytes)
     coming = {unit for part in _fetched(steps, 0) for unit in part}
@@ -96,9 +99,9 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
         spilled=spilled * passes,
         link_down=once + (leaving - once) * passes,
         link_up=staying if leaving else 0,
-        reduced=_sent(reduced, rules.sharding.count),
+        reduced=_sent(trained * travel * reduces, rules.sharding.count),
         # An all-reduce is a reduce-scatter and an all-gather.
-        averaged=_sent(2 * reduced // rules.sharding.count, rules.replicas),
+        averaged=_sent(2 * sum(numels) * travel // rules.sharding.count, rules.replicas),
         regathered=_sent(kept_whole, rules.sharding.count),
     )
 

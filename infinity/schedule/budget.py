@@ -42,6 +42,7 @@ class MemoryNeeds:
         activations_bytes: what autograd saves and is moved here.
         initial_bytes: values on their way to the tiers at `initialize`, before there are gradients and activations.
         images_bytes: before-images of all that updates may overwrite ahead.
+        sums_bytes: sums of gradients over a step's micro-batches, before all ranks' are added up.
         largest_unit: name of the largest unit, for the error message, its bytes, and whether it is an embedding.
     """
 
@@ -65,6 +66,7 @@ class MemoryNeeds:
     activations_bytes: int = 0
     initial_bytes: int = 0
     images_bytes: int = 0
+    sums_bytes: int = 0
 
     @property
     def least_bytes(self) -> int:
@@ -74,7 +76,7 @@ class MemoryNeeds:
     @property
     def most_bytes(self) -> int:
         params_bytes = self.always_bytes + self.params_bytes + self.homes_bytes
-        states_bytes = self.ring_bytes + self.states_bytes + self.images_bytes
+        states_bytes = self.ring_bytes + self.states_bytes + self.images_bytes + self.sums_bytes
         return params_bytes + states_bytes + self._later(self.grads_bytes)
 
     def _later(self, grads_bytes: int) -> int:
@@ -94,8 +96,8 @@ class MemoryNeeds:
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """Bytes granted to parameters, gradients, states that stay, tiles in flight, shards that lie apart, and
-    before-images."""
+    """Bytes granted to parameters, gradients, states that stay, tiles in flight, shards that lie apart, before-images,
+    and sums of gradients."""
 
     params_bytes: int
     grads_bytes: int
@@ -103,11 +105,12 @@ class MemorySplit:
     ring_bytes: int
     homes_bytes: int = 0
     images_bytes: int = 0
+    sums_bytes: int = 0
 
     @property
     def granted_bytes(self) -> int:
         """All of these."""
-        states_bytes = self.states_bytes + self.ring_bytes + self.images_bytes
+        states_bytes = self.states_bytes + self.ring_bytes + self.images_bytes + self.sums_bytes
         return self.params_bytes + self.homes_bytes + self.grads_bytes + states_bytes
 
 
@@ -153,7 +156,9 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySpl
     spare -= grads - flowing
     states = min(needs.states_bytes, needs.states_min_bytes + spare)
     spare -= states - needs.states_min_bytes
-    return MemorySplit(params, grads, states, ring, homes, min(needs.images_bytes, spare))
+    images = min(needs.images_bytes, spare)
+    sums = min(needs.sums_bytes, spare - images)
+    return MemorySplit(params, grads, states, ring, homes, images, sums)
 
 
 def _further(needs: MemoryNeeds) -> str:
@@ -184,6 +189,7 @@ def alone(unit: str, unit_bytes: int, capacity_bytes: int, is_embedding: bool, a
             "budget helps, a smaller vocabulary, or bf16 for fp32."
         )
     return (
-        f" Unit `{unit}` {how.rstrip(',')}: replace its large nn.Linear layers by infinity.zero.TiledLinear, whose "
-        "parts are units of their own."
+        f" Unit `{unit}` {how.rstrip(',')}: set tiering.max_unit_size to {format_size(unit_bytes // 4)}, which cuts a "
+        "block into units of its modules; a single nn.Linear can be replaced by infinity.zero.TiledLinear, whose parts "
+        "are units of their own."
     )

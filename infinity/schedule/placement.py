@@ -80,6 +80,8 @@ class Rules:
         grads_stream: a unit's gradients leave the device while it computes on, where nothing is added to them below.
         least_tile_bytes: of a tile of optimizer states: kernels of a device are not worth a launch for less.
         sums_there: those of several micro-batches are added up on the device, as far as it has room, and leave once.
+        sums_once: those of a group of ranks are added up where they are computed, as far as that has room, and over the
+            replicas once a step.
         settles: a step is over when all parameters are updated and show it; else updates go on under the next forward.
         params_pass_host: they are to be read from the drives straight into the device, if there is a way.
         drives: those that are used.
@@ -104,6 +106,7 @@ class Rules:
     spills_grads: bool
     grads_stream: bool
     sums_there: bool
+    sums_once: bool
     least_tile_bytes: int
     settles: bool
     params_pass_host: bool
@@ -207,6 +210,7 @@ def rules_of(
         spills_grads=on_drives and (summed or not updates_in_backward),
         grads_stream=streams,
         sums_there=streams and summed and (ranks == 1 or every_pass),
+        sums_once=every_pass and summed and 1 < sharing < ranks,
         # Tiles of a drive keep the size that is best for it.
         least_tile_bytes=_DEVICE_TILE_BYTES if (share or fills) and states_home is not Memory.NVME else 0,
         # Users read and write parameters between steps at these stages, as in torch.
@@ -412,7 +416,7 @@ class DeviceShare(NamedTuple):
 def device_share(rules: Rules, shards: Shards) -> DeviceShare:
     """What lies on the device beside parameters."""
     grads = grad_share(rules, shards.grad_sizes_there, shards.standing, there=True)
-    sums = sum(shards.grad_sizes) if rules.sums_there else 0
+    sums = sum(shards.grad_sizes) if rules.sums_there or rules.sums_once else 0
     return DeviceShare(shards.states_there_bytes, grads.flowing, grads.most, sums)
 
 
@@ -430,6 +434,16 @@ def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: in
         sizes, passing = states, scratch + grads_there_bytes(rules, shards, order)
     taken = as_far_as_fits(order, sizes, spare_bytes - passing)
     return [unit for unit in order if unit in taken]
+
+
+def summed_once(rules: Rules, shards: Shards, capacity_bytes: int) -> dict[int, int]:
+    """Units whose replicas add up once a step, as far as their sums have room, and the bytes of each sum."""
+    taken: dict[int, int] = {}
+    for unit, nbytes in enumerate(shards.grad_sizes if rules.sums_once else ()):
+        if 0 < nbytes <= capacity_bytes:
+            taken[unit] = nbytes
+            capacity_bytes -= nbytes
+    return taken
 
 
 def grads_there_bytes(rules: Rules, shards: Shards, came: Collection[int]) -> int:
@@ -490,6 +504,7 @@ def host_needs(
         activations_bytes=rules.activations_bytes,
         initial_bytes=initial_bytes,
         images_bytes=images_bytes,
+        sums_bytes=device_share(rules, shards).sums if rules.one_memory else 0,
     )
 
 

@@ -49,7 +49,7 @@ class DeviceBudgets:
         ledger: the device's; without parts where the host's pays.
         params: units that come and go.
         grads: gradients that stay until their update.
-        sums: those of several micro-batches, which leave once.
+        sums: those of several micro-batches, which leave once, or are sent to the replicas once.
     """
 
     ledger: Ledger
@@ -70,10 +70,12 @@ def device_budgets(sizing: Sizing, config: Config, split: MemorySplit, host: Led
     params, share = sizing.params.computed, sizing.device
     if sizing.rules.one_memory:
         device, payer, moving_bytes = Ledger("device memory", 0), host, split.params_bytes
+        sums_bytes = split.sums_bytes
     else:
         device = payer = Ledger("device memory", _device_capacity(sizing, config, free_bytes))
         others = params.always + sizing.collecting_bytes + share.states + share.grads_least
         moving_bytes = min(device.capacity_bytes - others, params.most)
+        sums_bytes = share.sums
     payer.fix("parameters that stay", params.always)
     payer.fix("gradients on their way between ranks", sizing.collecting_bytes)
     payer.fix("optimizer states on the device", share.states)
@@ -81,7 +83,7 @@ def device_budgets(sizing: Sizing, config: Config, split: MemorySplit, host: Led
         device,
         payer.open("parameters", moving_bytes),
         payer.open_within("gradients on the device", share.grads_most),
-        payer.open_within("sums of gradients", share.sums),
+        payer.open_within("sums of gradients", sums_bytes),
     )
 
 

@@ -21,7 +21,7 @@ from infinity.optim.before_images import BeforeImages
 from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule import Cycle, MemorySplit, split_memory
-from infinity.schedule.placement import Placement, Rules, place
+from infinity.schedule.placement import Placement, Rules, place, summed_once
 from infinity.telemetry import Counters, Monitor, Timeline
 from infinity.tiers import (
     ActivationFiles,
@@ -52,6 +52,7 @@ from infinity.zero.landing import Places, landing_of
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
 from infinity.zero.on_both_sides import OnBothSides
 from infinity.zero.on_device import OnDevice
+from infinity.zero.partial_sums import PartialSums
 from infinity.zero.partition import Partition
 from infinity.zero.ranks import ALONE, Ranks, is_first_process, ranks_on_this_machine
 from infinity.zero.reduction import Direct, Journey, Reduction
@@ -70,6 +71,7 @@ class Runtime:
         groups: who shares the states, and who has the same of them.
         host, device: what the two memories are used for; with a CPU as the compute device, the host's pays for all.
         loss_norm: of the loss, where the device measures it.
+        summed_once: units whose replicas add their gradients up once a step.
     """
 
     sizing: Sizing
@@ -90,6 +92,7 @@ class Runtime:
     loss_norm: Norms
     parts: ModelParts
     monitor: Monitor
+    summed_once: frozenset[int]
     owner_pid: int = field(default_factory=os.getpid)
 
     @property
@@ -208,6 +211,8 @@ def build_runtime(
         there = device_budgets(sizing, config, split, host, link.free_bytes())  # before anything is taken
         for others in (ranks, parts.ranks):  # full on one is full on all, see `agreed`
             there.grads.capacity_bytes = others.least(there.grads.capacity_bytes)
+        once = summed_once(sizing.rules, sizing.shards, ranks.least(there.sums.capacity_bytes))
+        there.sums.take(sum(once.values()), "sums of gradients over a group of ranks")
         states = StateStore(
             sizing.shards.numels,
             sizing.tile_numel,
@@ -277,6 +282,7 @@ def build_runtime(
         loss_norm=Norms(sizing.rules.measured_there(1), link),
         parts=parts,
         monitor=Monitor(config.monitors, writes=is_first_process()),
+        summed_once=frozenset(once),
     )
 
 
@@ -286,7 +292,13 @@ def make_gradients(runtime: Runtime) -> Gradients:
     source: Direct | Reduction = Direct(partition.units, runtime.parts)
     if rules.reduces:
         sizing = runtime.sizing
-        journey = Journey(rules.sharding, rules.reduces_every_pass, sizing.collect_dtype, sizing.communication_dtype)
+        journey = Journey(
+            rules.sharding,
+            rules.reduces_every_pass,
+            sizing.collect_dtype,
+            sizing.communication_dtype,
+            tells_early=sizing.schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE),
+        )
         source = Reduction(
             partition.units,
             runtime.groups,
@@ -295,6 +307,7 @@ def make_gradients(runtime: Runtime) -> Gradients:
             runtime.link.device,
             runtime.counters,
             runtime.parts,
+            PartialSums(runtime.summed_once, sizing.shards.numels, sizing.grad_dtype, runtime.link.device),
         )
     streams = rules.grads_stream and not runtime.parts.shares
     places = Places(partition.units, whole=rules.reduces)

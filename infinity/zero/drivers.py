@@ -85,6 +85,6 @@ class _LayerMajorStep:
             for unit in sorted(units, reverse=True):
                 for addend in step.gradients.complete(unit):
                     step.updates.add(addend)
-                if step.gradients.slots_with_gradients(unit):
+                if step.gradients.begun(unit):
                     step.updates.final(unit)
                     step.gradients.rest(unit)

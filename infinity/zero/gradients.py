@@ -16,6 +16,7 @@ from infinity.tiers import DeviceGrads, DeviceSums, GradStore, SplitGrads
 from infinity.zero.landing import Coming, Landing, Measures
 from infinity.zero.model_parts import UNDIVIDED, ModelParts, local_gradient
 from infinity.zero.partition import Unit
+from infinity.zero.ranks import Vote
 from infinity.zero.reduction import WHOLE, Addend, Direct, Reduction
 
 
@@ -91,6 +92,14 @@ class Gradients:
         self._note_come(addend)
         return None
 
+    def finish(self) -> Iterator[Addend]:
+        """Go through what the step has not added yet, where only now the user says that its last pass was that."""
+        if not self._last_pass:
+            self._source.begin_pass(last=True)
+            yield from self._source.end_pass()
+            self._note_told()
+        yield from self.sums_left()
+
     def sums_left(self) -> Iterator[Addend]:
         """Go through what is still on the device of sums to which the last micro-batch has added nothing."""
         for unit, part in self._sums.held():
@@ -104,8 +113,8 @@ class Gradients:
         return Addend(unit, part, start, start + values.numel(), values, (), ())  # whose they are is known
 
     def all_come(self, unit: int) -> bool:
-        """All gradients of the unit have come in this backward pass."""
-        return len(self._of_pass[unit]) == self._awaited[unit]
+        """All gradients of the unit have come in this backward pass, as far as it takes to let them rest."""
+        return self._source.tells_late or len(self._of_pass[unit]) == self._awaited[unit]
 
     def _total(self, unit: int) -> _Total:
         total = self._totals.get(unit)
@@ -151,9 +160,20 @@ class Gradients:
     def end_backward(self) -> Iterator[Addend]:
         """The pass is over, once what is to be added because of that is gone through."""
         yield from self._source.end_pass()
+        self._note_told()
         if self._last_pass:
             yield from self.sums_left()
         self._forget_pass()
+
+    def _note_told(self) -> None:
+        """It is known now which parameters have a gradient; units of which none has, on no rank, have nothing."""
+        if not self._source.tells_late:
+            return
+        for unit, slots in self._source.told():
+            self._total(unit).present.update(slots)
+        for unit in [unit for unit, total in self._totals.items() if not total.present]:
+            self._sums.drop(unit, WHOLE)
+            self._drop(unit)
 
     def abort_backward(self) -> None:
         """The pass has failed."""
@@ -164,6 +184,10 @@ class Gradients:
         self._of_pass = [set() for _ in self._units]
 
     # Sums #
+
+    def begun(self, unit: int) -> bool:
+        """Something has been added to the unit's gradients in this step."""
+        return unit in self._totals
 
     def units_with_gradients(self) -> list[int]:
         return sorted(unit for unit, total in self._totals.items() if total.present)
@@ -186,10 +210,19 @@ class Gradients:
         """No other rank takes part in what is found out about gradients, so that it can be done at any time."""
         return self._source.groups.all.size * self._parts.ranks.size == 1
 
-    def is_finite(self, unit: int) -> bool:
-        """So are all of the unit's gradients, on every rank and in every part of the model."""
+    def ask_others(self, unit: int) -> Vote:
+        """Begin to find out whether a gradient of the unit is not finite, on some rank or in some part of the model."""
+        spoilt, sharing = not self._is_finite_here(unit), self._source.groups.sharing
+        if self._parts.ranks.size == 1:
+            return sharing.ask(spoilt)
         with self._source.agreeing():
-            return not self._parts.ranks.any(self._source.groups.sharing.any(not self._is_finite_here(unit)))
+            spoilt = sharing.any(spoilt)
+        return self._parts.ranks.ask(spoilt)
+
+    def is_finite(self, vote: Vote) -> bool:
+        """What came of `ask_others`."""
+        with self._source.agreeing():
+            return not vote.result()
 
     def _is_finite_here(self, unit: int) -> bool:
         return all(stats.finite for stats in self._stats(unit))
@@ -239,7 +272,7 @@ class Gradients:
 
     def collected_anywhere(self) -> bool:
         """Some rank has gradients that are not reduced over the ranks yet; all of them ask together."""
-        return self._source.groups.all.any(bool(self._source.collected))
+        return self._source.groups.all.any(self._source.waits)
 
     def collected_values(self, unit: int, slot: int, *, of_all: bool) -> torch.Tensor | None:
         """A copy of a gradient that is not reduced yet: see `Reduction.look`.
@@ -261,10 +294,10 @@ class Gradients:
         Raises:
             InfinityError: some are not reduced over the ranks yet.
         """
-        if self._source.collected:
+        if self._source.waits:
             raise InfinityError(
-                "gradients are not reduced over the ranks before the last micro-batch's backward at stages 0 and 1: "
-                "look at them after that, before step()"
+                "gradients are not reduced over the ranks before the last micro-batch's backward, at stages 0 and 1 "
+                "and with communication.shard_size: look at them after that, before step()"
             )
 
     def remeasure(self, unit: int) -> None:
@@ -292,7 +325,7 @@ class Gradients:
 
     def held(self) -> bool:
         """There are gradients that no update has."""
-        return bool(self._source.collected or self.units_with_gradients())
+        return self._source.waits or bool(self.units_with_gradients())
 
     def drop_slots(self, slots: Mapping[int, Collection[int]]) -> None:
         """Throw the gradients of these parameters away, given as slots by unit.
@@ -302,8 +335,8 @@ class Gradients:
         """
         if self._source.groups.all.size > 1:
             here = {unit: set(total.present) for unit, total in self._totals.items()}
-            for unit, collected in self._source.collected.items():
-                here.setdefault(unit, set()).update(collected.slots)
+            for unit, waiting in self._source.slots_that_wait():
+                here.setdefault(unit, set()).update(waiting)
             if any(some - set(slots.get(unit, ())) for unit, some in here.items()):
                 raise InfinityError(
                     "the gradients of some parameters were dropped (param.grad = None) and those of others were not, "

@@ -3,7 +3,8 @@
 A unit is one transformer block by default: a module of a class that the model declares indivisible
 (transformers' `_no_split_modules`), else a child of the outermost containers (`ModuleList`, `Sequential`,
 `ModuleDict`). A module outside of them that holds parameters itself (an embedding, a head) is a unit of its
-own, and so is every tile of a `TiledLinear`, in a block or not. Parameters up to the persistence threshold stay
+own, and so is every tile of a `TiledLinear`, in a block or not, and what a block that is too large is cut into (see
+unit_modules.py). Parameters up to the persistence threshold stay
 resident in one further unit, because moving them one by one costs more than holding them.
 
 Frozen parameters that stay in the files that they came in are a unit apart from the others of their module: nothing is
@@ -24,7 +25,7 @@ from infinity.errors import ConfigError
 from infinity.optim.formats import SHARD_ALIGN, StateLayout
 from infinity.tiers import WHOLE, FileRun, Sharding, StoredTensor, lay_out_image, overlap
 from infinity.zero.model_parts import local_part
-from infinity.zero.tiling import Tile
+from infinity.zero.unit_modules import unit_modules
 
 PERSISTENT = "persistent"
 IN_FILES = " (in its files)"  # behind the module's name
@@ -203,6 +204,7 @@ def make_partition(
     sharding: Sharding = WHOLE,
     watched: bool = False,
     in_files: InFiles = InFiles(),
+    limit_numel: int | None = None,
 ) -> Partition:
     """Partition a model's floating-point parameters.
 
@@ -213,6 +215,7 @@ def make_partition(
         sharding: which slice of each unit is this rank's.
         watched: hooks follow every use, also of units that stay.
         in_files: what stays where it is.
+        limit_numel: blocks of more elements are cut into units of their parts.
 
     Raises:
         ConfigError: the model has no floating-point parameters, or one cannot stay in its file.
@@ -224,17 +227,17 @@ def make_partition(
     members: dict[str, list[str]] = {}  # unit name -> its parameters
     unit_of: dict[str, str] = {}  # parameter -> unit name
     uses: list[tuple[str, list[str]]] = []  # module -> the parameters that its forward uses
-    modules = list(_unit_modules(model))
-    for module_name, module, is_block in modules:
-        used = list(dict.fromkeys(names[id(p)] for p in _own_parameters(module, is_block) if id(p) in names))
+    modules = list(unit_modules(model, limit_numel))
+    for part in modules:
+        used = list(dict.fromkeys(names[id(p)] for p in part.parameters() if id(p) in names))
         for name in used:
             if name in unit_of:
                 continue  # tied to a parameter of an earlier module
-            is_small = not is_block and local_part(model.get_parameter(name)).numel() <= persistence_threshold
+            is_small = not part.whole and local_part(model.get_parameter(name)).numel() <= persistence_threshold
             apart = IN_FILES if name in in_files.tensors else ""
-            unit_of[name] = PERSISTENT if is_small else module_name + apart
+            unit_of[name] = PERSISTENT if is_small else part.name + apart
             members.setdefault(unit_of[name], []).append(name)
-        uses.append((module_name, used))
+        uses.append((part.name, used))
     order = sorted(members, key=lambda unit_name: unit_name == PERSISTENT)  # stable; the persistent one last
     units = tuple(
         _layout_in_files(index, name, members[name], model, in_files, align)
@@ -252,7 +255,7 @@ def make_partition(
     )
     by_name = {unit.name: unit for unit in units}
     hook_points = []
-    blocks = tuple(name for name, _, is_block in modules if is_block)
+    blocks = tuple(part.name for part in modules if part.is_block)
     for module_name, used in uses:
         needed = tuple(sorted({by_name[unit_of[name]].index for name in used}))
         moving = bool(needed) and (watched or any(not units[i].persistent for i in needed))
@@ -263,36 +266,6 @@ def make_partition(
 def _canonical_names(model: nn.Module) -> dict[int, str]:
     """First qualified name of every distinct floating-point parameter, by identity."""
     return {id(p): name for name, p in model.named_parameters() if p.is_floating_point()}
-
-
-def _own_parameters(module: nn.Module, is_block: bool) -> Iterator[nn.Parameter]:
-    """Its parameters, for a block with those of its whole subtree but for the tiles, which are units of their own."""
-    for part in module.modules() if is_block else (module,):
-        if part is module or not isinstance(part, Tile):
-            yield from part.parameters(recurse=False)
-
-
-def _unit_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Modules that own or use units, in definition order: (name, module, is a block with its whole subtree)."""
-    indivisible = frozenset(getattr(model, "_no_split_modules", None) or ())
-    if not any(type(module).__name__ in indivisible for module in model.modules()):
-        indivisible = frozenset()
-    stack: list[tuple[str, nn.Module, bool]] = [("", model, False)]
-    while stack:
-        name, module, in_container = stack.pop()
-        is_block = type(module).__name__ in indivisible if indivisible else in_container
-        is_block |= isinstance(module, Tile)
-        container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        if is_block and not container and any(True for _ in module.parameters()):
-            yield name, module, True
-            for part_name, part in module.named_modules(prefix=name):
-                if part is not module and isinstance(part, Tile):
-                    yield part_name, part, True
-            continue
-        yield name, module, False
-        prefix = f"{name}." if name else ""
-        children = [(prefix + child_name, child, container) for child_name, child in module.named_children()]
-        stack.extend(reversed(children))
 
 
 def _layout_unit(

@@ -65,6 +65,20 @@ class Pending:
                 raise
 
 
+class Vote:
+    """Whether something is so on some rank, which is being found out."""
+
+    def __init__(self, flags: torch.Tensor, pending: Pending | None) -> None:
+        self._flags = flags
+        self._pending = pending
+
+    def result(self) -> bool:
+        """Wait for it."""
+        if self._pending is not None:
+            self._pending.wait()
+        return bool(self._flags.item())
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The processes that train one model together.
@@ -192,11 +206,12 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """It is so on some rank."""
-        if self.size == 1:
-            return flag
+        return self.ask(flag).result()
+
+    def ask(self, flag: bool) -> Vote:
+        """Start to find out whether it is so on some rank."""
         flags = torch.tensor([flag], dtype=torch.uint8)
-        self.any_of(flags).wait()
-        return bool(flags.item())
+        return Vote(flags, self.any_of(flags) if self.size > 1 else None)
 
     def sum(self, value: float) -> float:
         """Sum over the ranks in float64; the same bits on all of them."""

@@ -4,13 +4,15 @@
 A unit's gradients of one backward pass are collected in a flat tensor on the compute device. When backward leaves the
 unit's module, they are reduced under the backward of the next one; what belongs to no such module, or to several (the
 small parameters that stay, tied ones), follows at the end of the pass, once. Leaving happens on all ranks alike, while
-which parameters have a gradient may differ (experts that got no token), so the flags that say which ones do are
-exchanged beside the gradients. At stages 0 and 1 gradients are summed over the micro-batches first and reduced in the
-last one's backward; at stages 2 and 3 in every one's. Those of layer-major micro-batches are summed first at every
+which parameters have a gradient may differ (experts that got no token), so flags that say which ones do are exchanged:
+of all units at once at the end of the pass, in one exchange, or, where updates begin within the pass and have to know,
+of each unit beside its gradients. At stages 0 and 1 gradients are summed over the micro-batches first and reduced in
+the last one's backward; at stages 2 and 3 in every one's. Those of layer-major micro-batches are summed first at every
 stage, and reduced when all of them have left the module.
 
 Where ranks share states in groups, a reduction is two: the ranks of a group scatter the unit's sum, and then, under the
-scatter of the next unit, each adds up its slice with the replicas that have the same one. See groups.py.
+scatter of the next unit, each adds up its slice with the replicas that have the same one. See groups.py, and
+[Note: replicas add up once a step].
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -28,10 +31,14 @@ from infinity.telemetry import Counters, StallCause
 from infinity.tiers import Sharding, overlap
 from infinity.zero.groups import Groups
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
+from infinity.zero.partial_sums import NO_SUMS, PartialSum, PartialSums
 from infinity.zero.partition import Unit
 from infinity.zero.ranks import Pending
 
 WHOLE = -1  # the one part of a unit whose gradients are reduced together
+
+
+_Told: TypeAlias = tuple[torch.Tensor | None, tuple[Pending, ...]]  # flags by slot, and what they wait for
 
 
 class Addend(NamedTuple):
@@ -67,6 +74,8 @@ class Direct:
 
     groups = Groups()
     collected: Mapping[int, _Collected] = {}
+    tells_late = False
+    waits = False
 
     def __init__(self, units: Sequence[Unit], parts: ModelParts = UNDIVIDED) -> None:
         self._slots = [unit.slots for unit in units]
@@ -88,8 +97,16 @@ class Direct:
     def end_pass(self) -> Iterator[Addend]:
         return iter(())
 
+    def told(self) -> Iterator[tuple[int, list[int]]]:
+        """Every addend has said it all."""
+        return iter(())
+
     def clear(self) -> None:
         """Nothing is collected."""
+
+    def slots_that_wait(self) -> Iterator[tuple[int, set[int]]]:
+        """Nothing waits."""
+        return iter(())
 
     def look(self, unit: int, slot: int, *, of_all: bool) -> torch.Tensor | None:
         """Nothing is."""
@@ -112,12 +129,14 @@ class Journey:
         every_pass: reduce in every backward pass, not only in the last of a step.
         collect_dtype: in which they are collected.
         dtype: in which they travel.
+        tells_early: which parameters have one is known with each sum, else only at the end of the pass.
     """
 
     sharding: Sharding
     every_pass: bool
     collect_dtype: torch.dtype
     dtype: torch.dtype
+    tells_early: bool
 
 
 class _Reduction(NamedTuple):
@@ -125,15 +144,20 @@ class _Reduction(NamedTuple):
 
     Attributes:
         whole: the unit's gradients of this rank; None where the shard is all of them.
-        present: by slot, bytes: it has a gradient on some rank, and it has one of this pass.
+        present: by slot, bytes: it has a gradient on some rank, and it has one of this pass; None where that is known
+            at the end of the pass.
         pending: what is waited for: these flags, and the sum.
+        partial: the sum of the step's earlier passes, which it is to be added to, if there is one.
+        stays: it is added to no more than that in this pass.
     """
 
     unit: int
     whole: Loan | None
     shard: Loan
-    present: torch.Tensor
+    present: torch.Tensor | None
     pending: tuple[Pending, ...]
+    partial: PartialSum | None = None
+    stays: bool = False
 
 
 class Reduction:
@@ -145,6 +169,7 @@ class Reduction:
         shared: units that several modules use.
         device: where the model computes.
         parts: who holds the other parts of the model, if it is divided.
+        partial_sums: of units whose replicas add up once a step.
 
     Attributes:
         collected: what is not reduced yet, by unit.
@@ -161,8 +186,11 @@ class Reduction:
         device: torch.device,
         counters: Counters,
         parts: ModelParts = UNDIVIDED,
+        partial_sums: PartialSums = NO_SUMS,
     ) -> None:
         self.groups = groups
+        self._partial_sums = partial_sums
+        self._last = False
         self.gaps: Sequence[Sequence[tuple[int, int]]] = [()] * len(units)
         self.collected: dict[int, _Collected] = {}
         self._units = tuple(units)
@@ -175,6 +203,29 @@ class Reduction:
         self._reduces = False  # in the backward pass that is running
         self._scattering: _Reduction | None = None
         self._averaging: _Reduction | None = None
+        self._first = list(accumulate((len(unit.slots) for unit in units), initial=0))  # slots of the units before
+        self._present = self._no_flags()
+
+    @property
+    def tells_late(self) -> bool:
+        """Which parameters have a gradient is known at the end of the pass, by `told`; addends do not say it."""
+        return not self._journey.tells_early
+
+    @property
+    def waits(self) -> bool:
+        """There are gradients that are not reduced over all ranks yet."""
+        return bool(self.collected or self._partial_sums.held)
+
+    def slots_that_wait(self) -> Iterator[tuple[int, set[int]]]:
+        """Whose they are: parameters of which this rank has one, by unit."""
+        for unit, collected in self.collected.items():
+            yield unit, collected.slots
+        for unit, partial in self._partial_sums.held.items():
+            yield unit, partial.slots
+
+    def _no_flags(self) -> torch.Tensor:
+        """Of all units' slots, bytes: this rank has reduced a gradient of it in this pass; at the end, some has."""
+        return torch.zeros(self._first[-1], dtype=torch.uint8)
 
     # Collecting #
 
@@ -199,12 +250,15 @@ class Reduction:
     def begin_pass(self, *, last: bool) -> None:
         """A backward pass begins, the `last` one of a step or not."""
         self._reduces = last or self._journey.every_pass
+        self._last = last
+        self._present = self._no_flags()
 
     def clear(self) -> None:
         """What is collected is of no use, nor is the pass that is running."""
         self._reduces = False
         dropped, self.collected = self.collected, {}
         self._scratch.give(*(collected.loan for collected in dropped.values()))
+        self._partial_sums.clear()
         # Other ranks may never answer, and what still writes there keeps its memory.
         self._scattering = self._averaging = None
 
@@ -220,11 +274,20 @@ class Reduction:
             mine = collected.loan.tensor[place.offset : place.offset + place.numel]
         if not of_all:
             return None if mine is None else mine.float().clone()
-        if not self.groups.all.any(mine is not None):
+        partial = self._partial_sums.held.get(unit)
+        here = mine is not None or (partial is not None and slot in partial.slots)
+        if not self.groups.all.any(here):
             return None
         total = torch.zeros(place.numel, dtype=self._journey.dtype, device=self._device)
         if mine is not None:
             total.copy_(mine)
+        if partial is not None:
+            numel = self._units[unit].trainable_numel
+            for own in self._journey.sharding.pieces(numel, numel):
+                part = overlap(own, place.offset, place.offset + place.numel)
+                if part is not None:
+                    start = part.whole - place.offset
+                    total[start : start + part.numel] += partial.values[part.shard : part.shard + part.numel]
         self.groups.all.all_reduce(total, self._units[unit].name).wait()
         return total.float()
 
@@ -243,15 +306,52 @@ class Reduction:
     def end_pass(self) -> Iterator[Addend]:
         """Reduce what no module has reduced, so that every rank has its sums."""
         if self._reduces:
-            left = torch.zeros(len(self._units), dtype=torch.uint8)
-            left[list(self.collected)] = 1
-            with self.agreeing():
-                self.groups.all.any_of(left).wait()
-            for unit in left.nonzero():
-                yield from self._reduce(int(unit))
+            for unit in self._left():
+                yield from self._reduce(unit)
             yield from self._finish()
         for collected in self.collected.values():
             collected.of_pass.clear()
+
+    def _left(self) -> list[int]:
+        """Units of which some rank has gradients that no module has reduced."""
+        count = len(self._units)
+        left = torch.zeros(count, dtype=torch.uint8)
+        left[list(self.collected)] = 1
+        if self._last:
+            left[list(self._partial_sums.held)] = 1
+        if self.tells_late:
+            for unit in left.nonzero():
+                self._note(int(unit), self._slots_of(int(unit)))
+            left = torch.cat([left, self._present])
+        with self.agreeing():
+            self.groups.all.any_of(left).wait()
+        if self.tells_late:
+            self._present = left[count:]
+        return [int(unit) for unit in left[:count].nonzero()]
+
+    def _slots_of(self, unit: int) -> set[int]:
+        """Slots of which this rank has a gradient that a reduction would begin with."""
+        collected, partial = self.collected.get(unit), self._partial_sums.held.get(unit)
+        here = set() if collected is None else collected.slots
+        return here if partial is None else here | partial.slots
+
+    def _note(self, unit: int, slots: set[int]) -> None:
+        if not self._stays(unit):
+            first = self._first[unit]
+            self._present[[first + slot for slot in slots]] = 1
+
+    def _stays(self, unit: int) -> bool:
+        """What this pass has of the unit waits for the last one."""
+        return not self._last and self._partial_sums.may_hold(unit)
+
+    def told(self) -> Iterator[tuple[int, list[int]]]:
+        """By unit, slots that have a gradient on some rank in the pass that is over, if addends have not said it."""
+        if not (self._reduces and self.tells_late):
+            return
+        for unit, (first, stop) in enumerate(pairwise(self._first)):
+            slots = [int(slot) for slot in self._present[first:stop].nonzero()]
+            if slots:
+                yield unit, slots
 
     def _reduce(self, index: int) -> Iterator[Addend]:
         """Start to reduce a unit, once the one before is added."""
@@ -260,6 +360,7 @@ class Reduction:
         if not self._reduces or not numel:
             return
         yield from self._advance()
+        slots = self._slots_of(index)
         collected = self.collected.pop(index, None) or self._empty(index)
         whole = collected.loan
         for start, stop in gaps(unit, collected.slots):
@@ -268,17 +369,31 @@ class Reduction:
             whole = self._scratch.take(numel, journey.dtype)
             whole.tensor.copy_(collected.loan.tensor)
             self._scratch.give(collected.loan)
-        present = torch.zeros(2, len(unit.slots), dtype=torch.uint8)
-        present[0, list(collected.slots)] = 1
-        present[1, list(collected.of_pass)] = 1
-        flags = self.groups.all.any_of(present)
+        stays = self._stays(index)
+        if stays:
+            partial = self._partial_sums.of(index, slots)
+            told: _Told = (None, ())
+        else:
+            partial = self._partial_sums.take(index)
+            told = self._tell(index, slots, collected.of_pass)
+        present, flags = told
         if journey.sharding.count == 1:
             sums = self.groups.replicas.all_reduce(whole.tensor, unit.name)
-            self._averaging = _Reduction(index, None, whole, present, (flags, sums))
+            self._averaging = _Reduction(index, None, whole, present, (*flags, sums))
         else:
             own = self._scratch.take(numel // journey.sharding.count, journey.dtype)
             sums = self.groups.sharing.reduce_scatter(own.tensor, whole.tensor, unit.name)
-            self._scattering = _Reduction(index, whole, own, present, (flags, sums))
+            self._scattering = _Reduction(index, whole, own, present, (*flags, sums), partial, stays)
+
+    def _tell(self, unit: int, slots: set[int], of_pass: set[int]) -> _Told:
+        """Which slots of a unit have a gradient: here, and once what is pending is over, on some rank."""
+        if self.tells_late:
+            self._note(unit, slots)
+            return None, ()
+        present = torch.zeros(2, len(self._units[unit].slots), dtype=torch.uint8)
+        present[0, list(slots)] = 1
+        present[1, list(of_pass)] = 1
+        return present, (self.groups.all.any_of(present),)
 
     def _finish(self) -> Iterator[Addend]:
         """Wait for all that is under way, and go through what it brings."""
@@ -296,7 +411,13 @@ class Reduction:
             self._scratch.give(scattered.whole)
             if self.groups.replicas.size == 1:
                 complete = scattered._replace(pending=())  # nothing is averaged
+            elif scattered.stays:
+                assert scattered.partial is not None
+                scattered.partial.add(scattered.shard.tensor)
+                self._scratch.give(scattered.shard)
             else:
+                if scattered.partial is not None:
+                    scattered.partial.add_to(scattered.shard.tensor)
                 name = self._units[scattered.unit].name
                 sums = self.groups.replicas.all_reduce(scattered.shard.tensor, name)
                 self._averaging = scattered._replace(pending=(sums,))
@@ -311,8 +432,11 @@ class Reduction:
     def _complete(self, reduction: _Reduction) -> Iterator[Addend]:
         """A sum over all ranks."""
         self._wait_for(reduction)
-        here, of_pass = ({int(slot) for slot in flags.nonzero()} for flags in reduction.present)
-        if here:
+        here: set[int] = set()
+        of_pass: set[int] = set()
+        if reduction.present is not None:
+            here, of_pass = ({int(slot) for slot in flags.nonzero()} for flags in reduction.present)
+        if here or reduction.present is None:
             shard = reduction.shard.tensor
             yield Addend(reduction.unit, WHOLE, 0, shard.numel(), shard, here, of_pass)
         self._scratch.give(reduction.shard)

@@ -94,7 +94,14 @@ class Sizing:
             return [unit.index for unit in self.partition.units if unit.name == PERSISTENT]
         points = self.partition.hook_points
         users = Counter(unit for point in points for unit in point.units)
-        alone = {unit for point in points if point.module_name in self.partition.blocks for unit in point.units}
+        blocks = self.partition.blocks
+        inside = tuple(f"{name}." for name in blocks)
+        alone = {
+            unit
+            for point in points
+            if point.module_name in blocks or point.module_name.startswith(inside)
+            for unit in point.units
+        }
         return [unit.index for unit in self.partition.units if users[unit.index] > 1 or unit.index not in alone]
 
     @property
@@ -245,6 +252,7 @@ def size_up(
         sharding=rules.sharding,
         watched=rules.reduces,
         in_files=InFiles(in_files or {}, dtype),
+        limit_numel=_limit_numel(config, dtype),
     )
     accumulates = config.accumulates
     there = _there(partition, rules.share_there)
@@ -264,6 +272,12 @@ def size_up(
         keeps_steps=config.tiering.crash_consistent,
         has_slots=config.tiering.crash_consistent or schedule is UpdateSchedule.SPECULATIVE,
     )
+
+
+def _limit_numel(config: Config, dtype: torch.dtype) -> int | None:
+    """Elements of a unit above which blocks are cut; None for no limit."""
+    nbytes = config.tiering.max_unit_size_bytes
+    return None if nbytes is None else nbytes // dtype.itemsize
 
 
 def _there(partition: Partition, share: float) -> frozenset[int]:

@@ -25,7 +25,10 @@ from infinity.zero.foresight import Foresight
 from infinity.zero.gradients import Gradients
 from infinity.zero.losses import Losses
 from infinity.zero.partition import Partition, Unit
+from infinity.zero.ranks import Vote
 from infinity.zero.reduction import Addend
+
+_ASKED = 1  # units whose updates wait until all ranks have come to them, while those compute on
 
 RuleOf = Callable[[int, int, float], Rule]  # (parameter group, step, gradient scale)
 
@@ -80,6 +83,7 @@ class Updates:
         self._losses = losses
         self._sum_sq = 0.0  # of the units that `backward` has handed over in this step
         self._due: dict[int, None] = {}  # units whose gradients are final, and may still be on their way to the host
+        self._asked: dict[int, Vote] = {}  # those that have come, while the ranks find out whether they are finite
         self._finals: list[int] = []
         self._last_pass = False  # the backward pass that is running, or was last, is the step's last one
         self._in_parts: frozenset[int] = frozenset()
@@ -101,6 +105,7 @@ class Updates:
         self._early = early
         self._in_parts = in_parts
         self._due.clear()
+        self._asked.clear()
         self._executor.prefer_updates(begun=True)
         runs_ahead = last and self._schedule is UpdateSchedule.SPECULATIVE and self._foresight.runs_ahead
         if runs_ahead:
@@ -128,8 +133,12 @@ class Updates:
         if unit in self._in_parts:
             return
         if self._schedule is UpdateSchedule.BACKWARD:
+            self._asked.pop(unit, None)  # more of it has come since
             self._due[unit] = None
-            self._update_due()
+            if self._gradients.alone:
+                self._update_due()
+            else:
+                self._update_due(len(self._due) - self._gradients.lag, leave=_ASKED)
         elif self._schedule is UpdateSchedule.SPECULATIVE and self._foresight.runs_ahead:
             self._run_ahead(unit)
 
@@ -146,32 +155,40 @@ class Updates:
             self._foresight.disturbed()
 
     def _all_final(self) -> None:
+        self._update_asked()
         self._due |= dict.fromkeys(self._gradients.units_with_gradients())
-        self._update_due(least=len(self._due))
+        self._update_due(len(self._due))
 
-    def _update_due(self, least: int = 0) -> bool:
+    def _update_due(self, least: int = 0, leave: int = 0) -> bool:
         """Update what is due and has come from the device, waiting for the oldest; returns whether anything was.
 
-        All ranks agree on whether gradients are finite, and so come to it at the same points: there what is due is
-        updated once it lags behind far enough to have come.
+        All ranks agree on whether gradients are finite, and so begin to ask one another at the same points: there what
+        is due lags behind far enough to have come. They compute on meanwhile, and update when the next one is asked
+        about.
 
         Args:
             least: of how many units' gradients to wait for.
+            leave: how many units' updates may still wait for the other ranks then.
         """
-        if not self._gradients.alone:
-            least = max(least, len(self._due) - self._gradients.lag)
-        done = 0
-        for unit in list(self._due):
+        for done, unit in enumerate(list(self._due)):
             if done >= least and not (self._gradients.alone and self._gradients.have_come(unit)):
                 break
             del self._due[unit]
-            self._update_final(unit)
+            self._losses.check_late()
+            self._asked[unit] = self._gradients.ask_others(unit)
+        return self._update_asked(leave)
+
+    def _update_asked(self, leave: int = 0) -> bool:
+        """Update what the ranks have been asked about, but for the last so many; returns whether anything was."""
+        done = 0
+        while len(self._asked) > leave:
+            unit = next(iter(self._asked))
+            self._update_final(unit, finite=self._gradients.is_finite(self._asked.pop(unit)))
             done += 1
         return done > 0
 
-    def _update_final(self, unit: int) -> None:
-        self._losses.check_late()
-        if not self._gradients.is_finite(unit):
+    def _update_final(self, unit: int, *, finite: bool) -> None:
+        if not finite:
             changed = "parameters of later units are already updated" if self.under_way else "nothing was changed by it"
             raise NonFiniteError(
                 f"a gradient of unit `{self._partition.units[unit].name}` is not finite; {changed}. "
@@ -221,7 +238,7 @@ class Updates:
         if self._executor.awaits_updates:
             self._executor.drain()
             return True
-        return self._update_due(least=1) or self._update_early()
+        return self._update_asked() or self._update_due(least=1) or self._update_early()
 
     def _update_early(self) -> bool:
         """Update a unit that still waits for other gradients, which may not come (experts without a token).
@@ -236,7 +253,7 @@ class Updates:
         if not final or not waiting:
             return False
         self.final(waiting[-1])  # backward has probably been there first
-        self._update_due(least=len(self._due))
+        self._update_due(len(self._due))
         self._executor.drain()
         return True
 
@@ -247,7 +264,7 @@ class Updates:
 
     def _finish_step(self) -> StepOutcome:
         self._executor.prefer_updates(begun=False)
-        for addend in self._gradients.sums_left():  # the user has said after the last micro-batch that it was the last
+        for addend in self._gradients.finish():
             self._add_below(addend)
         if self._schedule is UpdateSchedule.BACKWARD:
             self._all_final()

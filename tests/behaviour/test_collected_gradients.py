@@ -105,7 +105,7 @@ def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, rep
     meter = Meter()
     monkeypatch.setattr(scratch, "stable_memory", meter.make)
     units = [unit(index, numel) for index, numel in enumerate(NUMELS)]
-    journey = Journey(sharding, every_pass, collect, travel)
+    journey = Journey(sharding, every_pass, collect, travel, tells_early=every_pass)
     source = Reduction(units, groups(sharding, replicas), journey, {SHARED}, torch.device("cpu"), Counters())
     facts = {"reduces": True, "collects_all": not every_pass, "grads_stream": False}
     rules = cast(Rules, SimpleNamespace(sharding=sharding, replicas=replicas, **facts))
@@ -125,7 +125,9 @@ def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, rep
 
 def test_a_pass_that_is_given_up_leaves_no_memory_that_a_collective_still_fills() -> None:
     units = [unit(0, 64), unit(1, 64)]
-    journey = Journey(Sharding(0, 2), every_pass=True, collect_dtype=torch.float32, dtype=torch.float32)
+    journey = Journey(
+        Sharding(0, 2), every_pass=True, collect_dtype=torch.float32, dtype=torch.float32, tells_early=True
+    )
     source = Reduction(units, groups(Sharding(0, 2), 1), journey, (), torch.device("cpu"), Counters())
     source.begin_pass(last=True)
     for slot in range(2):

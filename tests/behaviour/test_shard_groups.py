@@ -102,10 +102,21 @@ class Experts(nn.Module):
         return x + self.second(x).relu() if both else x
 
 
+class Bystander(nn.Module):
+    """A block that backward goes through, and of which no rank has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return x + self.linear(x).detach()
+
+
 class Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Experts() for _ in range(3))
+        self.blocks = nn.ModuleList([Experts(), Experts(), Bystander(), Experts()])
 
     def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
         for block in self.blocks:
@@ -126,9 +137,11 @@ def experts_data() -> torch.Tensor:
     return torch.randn(len(EXPERTS_OF_A_STEP), RANKS, 4, 16, generator=torch.Generator().manual_seed(2))
 
 
-def train_experts() -> dict[str, torch.Tensor]:
+def train_experts(schedule: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    with infinity.initialize(model=Mixture(), config=experts_config())[0] as engine:
+    config = experts_config()
+    config["tiering"]["update_schedule"] = schedule
+    with infinity.initialize(model=Mixture(), config=config)[0] as engine:
         for x, using in zip(experts_data(), EXPERTS_OF_A_STEP, strict=True):
             rank = dist.get_rank()
             engine.backward(engine(x[rank], both=rank in using).square().mean())
@@ -176,6 +189,25 @@ def accessed() -> dict[str, Any]:
         return found
 
 
+def looked_at_between() -> dict[str, Any]:
+    """The gradient behind each of two equal micro-batches, and what who sets it between them is told."""
+    rank = dist.get_rank()
+    config = grouped(2, clipping=0.5, accumulation=2).config(Placement())
+    found: dict[str, Any] = {}
+    with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
+        model: Any = engine.module
+        weight = model.transformer.h[1].mlp.c_fc.weight
+        for name in ("half", "whole"):
+            engine.backward(loss_of(engine, batches(RANKS)[rank]))
+            found[name] = infinity.utils.safe_get_full_grad(weight)
+            if name == "half":
+                with pytest.raises(infinity.InfinityError) as refused:
+                    infinity.utils.safe_set_full_grad(weight, torch.zeros_like(found[name]))
+                found["refused"] = str(refused.value)
+            engine.step()
+    return found
+
+
 def refused_here() -> str:
     with pytest.raises(ConfigError) as refused:
         infinity.initialize(model=tiny_gpt2(), config=grouped(3).config(Placement()))
@@ -197,15 +229,23 @@ def until_killed(culprit: int) -> str:
 class Ends:
     """What each of four ranks in two groups has found."""
 
-    experts: dict[str, torch.Tensor]
+    experts: list[dict[str, torch.Tensor]]
     overflow: list[tuple[bool, float]]
     accessed: dict[str, Any]
+    between: dict[str, Any]
     refused: str
     lost: str
 
 
 def go_through() -> Ends:
-    return Ends(train_experts(), overflow_on(3), accessed(), refused_here(), until_killed(1))
+    return Ends(
+        [train_experts(each) for each in ("backward", "deferred")],
+        overflow_on(3),
+        accessed(),
+        looked_at_between(),
+        refused_here(),
+        until_killed(1),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -226,8 +266,10 @@ def test_what_one_rank_of_one_group_has_a_gradient_of_is_updated_by_all(ends) ->
             (model(x[rank], both=rank in using).square().mean() / RANKS).backward()
         optimizer.step()
     for found in ends:
+        early, late = found.experts
         for name, param in model.named_parameters():
-            torch.testing.assert_close(found.experts[name], param.data, rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(early[name], param.data, rtol=1e-4, atol=1e-5, msg=name)
+            assert torch.equal(late[name], early[name]), name
 
 
 def test_an_overflow_on_one_rank_is_one_on_all(ends) -> None:
@@ -246,6 +288,16 @@ def test_looking_and_setting_is_the_same_on_all_ranks(ends) -> None:
     # A part is set by two ranks, of which the first one's counts.
     assert first["set"].unique().tolist() == [0.0, 1.0]
     assert (first["copy"] == 13.0).all()
+
+
+def test_gradients_between_micro_batches_are_those_of_all_groups(ends) -> None:
+    first = ends[0].between
+    assert first["half"].abs().sum() > 0
+    torch.testing.assert_close(2 * first["half"], first["whole"])
+    for found in ends:
+        assert torch.equal(found.between["half"], first["half"])
+        assert torch.equal(found.between["whole"], first["whole"])
+        assert "communication.shard_size" in found.between["refused"]
 
 
 def test_ranks_that_cannot_be_divided_are_refused_on_all(ends) -> None:
@@ -381,16 +433,16 @@ class CountedGroups(CountedRanks):
         return super().all_reduce(flat, unit)
 
 
-def sends_of_a_step(ranks: CountedGroups, stage: int, size: int) -> list[Unit]:
-    config = grouped(size, "bf16", clipping=1.0).config(Placement())
+def sends_of_a_step(ranks: CountedGroups, stage: int, size: int, accumulation: int = 1) -> list[Unit]:
+    config = grouped(size, "bf16", clipping=1.0, accumulation=accumulation).config(Placement())
     config["zero_optimization"]["stage"] = stage
     if stage < 3:
         del config["zero_optimization"]["offload_param"]
     with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
         units = list(engine._runtime.partition.units)
-        train_on(engine, batches(2))
+        train_on(engine, batches(2 * accumulation))
         ranks.sent.clear()
-        train_on(engine, batches(1))
+        train_on(engine, batches(accumulation))
     return units
 
 
@@ -415,7 +467,23 @@ def test_groups_send_shards_alone_to_one_another(stage, world, monkeypatch) -> N
     }
     assert ranks.sent.reduces == dict.fromkeys((unit.name for unit in units), 2)
     assert ranks.sizes == {"gather": {size}, "reduce-scatter": {size}, "all-reduce": {world // size}}
-    assert ranks.sent.small <= len(units) + 3
+    assert ranks.sent.small <= 3
+
+
+@pytest.mark.parametrize(("stage", "passes"), [(1, 1), (2, 3), (3, 3)])
+def test_replicas_add_up_once_a_step(stage, passes, monkeypatch) -> None:
+    """However many micro-batches it has, and those that share in every one from stage 2 on."""
+    size, world = 4, 16
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        ranks = CountedGroups(0, world, dist.group.WORLD, dist.group.WORLD)
+        monkeypatch.setattr("infinity.setup.join_ranks", lambda *_: ranks)
+        units = sends_of_a_step(ranks, stage, size, accumulation=3)
+    finally:
+        dist.destroy_process_group()
+    total = sum(unit.numel for unit in units)
+    assert ranks.sent.elements["reduce-scatter"] == passes * total
+    assert ranks.sent.elements["all-reduce"] == total // size
 
 
 # What is refused #

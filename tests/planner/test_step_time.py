@@ -148,6 +148,11 @@ def test_groups_exchange_their_shards_alone() -> None:
     of_whole, of_halves = (sum(unit.nbytes for unit in plan.units if unit.offloaded) for plan in (whole, halves))
     assert (whole.traffic.reduced, whole.traffic.averaged) == (of_whole * 3 // 4, 0)
     assert (halves.traffic.reduced, halves.traffic.averaged) == (of_halves // 2, of_halves // 2)
+    several, _ = predicted(
+        rates, machine, **{"tiering.host_memory": "64MiB", "communication.shard_size": 2}, gradient_accumulation_steps=3
+    )
+    assert several.traffic.reduced == 3 * halves.traffic.reduced
+    assert several.traffic.averaged == halves.traffic.averaged, "once a step"
     once, twice = (plan.traffic.forward.gathered + plan.traffic.backward.gathered for plan in (halves, whole))
     assert once / of_halves == pytest.approx(twice / of_whole * 2 / 3, rel=0.05), "of one other rank, and of three"
     assert "collectives" not in step.unknown

@@ -23,6 +23,7 @@ from infinity.schedule.placement import (
     place_gradients,
     resident_tiles,
     rules_of,
+    summed_once,
 )
 from infinity.tiers import WHOLE, FlatSpec, Memory, Sharding
 
@@ -192,6 +193,16 @@ def test_the_table_keeps_to_its_shares_and_names_every_field(data: st.DataObject
     assert sum(tiles) - stored <= states_bytes
     assert not stored or made.states is NVME
     assert table.stored_bytes == stored + sum(sizes[unit] for unit in spilled)
+
+
+def test_replicas_add_up_once_a_step_as_far_as_sums_have_room() -> None:
+    shards = Shards([10, 0, 40, 20], 16, lambda numel: 10 * numel, torch.bfloat16, ())
+    config = {"zero_optimization": {"stage": 3}, "communication": {"shard_size": 2}, "gradient_accumulation_steps": 2}
+    once = rules_of(load_config(config, world_size=4), 0, 4, discrete=False, updates_in_backward=False)
+    assert summed_once(once, shards, 140) == {0: 20, 2: 80, 3: 40}
+    assert summed_once(once, shards, 139) == {0: 20, 2: 80}
+    assert summed_once(once, shards, 79) == {0: 20, 3: 40}
+    assert summed_once(rules(3, ranks=4, steps=2), shards, 140) == {}, "all ranks share"
 
 
 def test_gradients_that_stand_never_spill() -> None:
