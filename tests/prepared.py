@@ -153,6 +153,7 @@ _running: dict[str, socket.socket] = {}
 
 def _prepared(path: str) -> socket.socket:
     """To a process that was started with this PYTHONPATH: what is imported may depend on it."""
+    path = os.pathsep.join(entry for entry in path.split(os.pathsep) if entry not in ("", str(ROOT)))
     if path not in _running:
         ours, theirs = socket.socketpair()
         with theirs:
