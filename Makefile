@@ -18,11 +18,11 @@ demo: $(VENV)/.built
 	$(BIN)/infinity train --model gpt2 --config configs/nvme.json --steps $(DEMO_STEPS)
 
 test: $(VENV)/.built
-	$(BIN)/python -m pytest --numprocesses 2
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # Apart: the emulated device is the accelerator of the whole process.
 test-device: $(VENV)/.built
-	$(BIN)/python -m pytest --numprocesses 2 tests/device
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/device
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check .

@@ -16,9 +16,10 @@ import torch.multiprocessing as mp
 
 _TIMEOUT_S = 60
 
-# Ranks are forked off a process that has imported what they need and nothing else: a start takes milliseconds.
+# Ranks are forked off a process that has imported what they need and has run nothing of it: a start takes milliseconds.
+# `transformers` imports its models when they are asked for, as the reference does, which takes seconds.
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["infinity.setup", "transformers", __name__])
+_CONTEXT.set_forkserver_preload(["infinity.setup", "tests.behaviour.reference", "pytest", __name__])
 
 
 def run_ranks(

@@ -7,7 +7,6 @@ import errno
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from functools import cache
@@ -21,6 +20,7 @@ from infinity.config import load_config
 from infinity.io.native import NativeEngine
 from infinity.planner import plan_training
 from infinity.tiers import State
+from tests import prepared
 from tests.behaviour.disks import FailingDisk, swap_on
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_llama
@@ -282,9 +282,8 @@ with pytest.MonkeyPatch.context() as patch:
 
 @pytest.mark.parametrize(("operation", "nth"), [("write", 11), ("read", 2)])
 def test_kill_9_in_the_middle_leaves_a_file_that_the_next_start_removes(operation, nth, tmp_path) -> None:
-    command = [sys.executable, "-c", _DIES, str(tmp_path), operation, str(nth)]
-    root = Path(__file__).parents[2]
-    assert subprocess.run(command, check=False, timeout=100, cwd=root).returncode == -signal.SIGKILL
+    died = prepared.run(["-c", _DIES, tmp_path, operation, str(nth)], timeout=100)
+    assert died.returncode == -signal.SIGKILL, died.stderr
     (stale,) = tmp_path.iterdir()
     recipe = Recipe("bf16", 3, 0.5, STEPS)
     with start(recipe, tmp_path, "deferred") as engine:

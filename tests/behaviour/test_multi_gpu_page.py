@@ -1,11 +1,8 @@
-"""The examples of docs/multi-gpu.md run, on ranks that the command line starts."""
+"""The examples of docs/multi-gpu.md run; the first on ranks that the command line starts."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +11,9 @@ import pytest
 from infinity.config import load_config
 from infinity.zero.budgets import host_capacity
 from tests.behaviour.test_pipelining import needs_scale_grads
+from tests.integrations.processes import ROOT, output, ranks, run
 from tests.schedule.test_budget import NEEDS
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/multi-gpu.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 MODEL = """
@@ -28,25 +25,16 @@ def make_dataset():
 """
 
 
-def run(path: Path, code: str, ranks: int) -> str:
-    """Standard output of a script on so many ranks."""
+def written(path: Path, code: str) -> Path:
     (path / "train.py").write_text(MODEL + code)
-    done = subprocess.run(
-        [sys.executable, "-m", "infinity.cli.main", "run", "--ranks", str(ranks), "train.py"],
-        cwd=path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return path / "train.py"
 
 
 def test_the_training_script_runs_on_two_ranks(tmp_path) -> None:
     (tmp_path / "swap").mkdir()
-    assert "trained on 2 ranks with 1 threads each" in run(tmp_path, EXAMPLES[0], 2)
+    assert "trained on 2 ranks with 1 threads each" in output(
+        run("--ranks", "2", written(tmp_path, EXAMPLES[0]), where=tmp_path)
+    )
     assert (tmp_path / "checkpoints/latest").read_text() == "global_step2"
     assert not list((tmp_path / "swap").iterdir())
 
@@ -77,14 +65,14 @@ def make_stage(index):
 
 
 def test_the_tensor_parallel_script_runs_on_four_ranks(tmp_path) -> None:
-    run(tmp_path, MLP + EXAMPLES[1], 4)
+    output(ranks(4, written(tmp_path, MLP + EXAMPLES[1]), where=tmp_path))
     for part in range(2):
         assert (tmp_path / f"checkpoints/part-{part}-of-2/latest").read_text() == "global_step3"
 
 
 @needs_scale_grads
 def test_the_pipeline_script_runs_on_two_ranks(tmp_path) -> None:
-    run(tmp_path, MLP + EXAMPLES[2], 2)
+    output(ranks(2, written(tmp_path, MLP + EXAMPLES[2]), where=tmp_path))
     for stage in range(2):
         assert (tmp_path / f"checkpoints/stage-{stage}/latest").read_text() == "global_step3"
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.prepared import Child
 
 SCRIPT = """
 import os, signal, sys
@@ -39,14 +38,8 @@ dist.destroy_process_group()
 """
 
 
-def start(rank: int, path: Path, victim: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(rank), str(path), str(victim)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+def start(rank: int, path: Path, victim: int) -> Child:
+    return Child(["-c", SCRIPT, str(rank), path, str(victim)])
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -72,3 +65,4 @@ def test_a_killed_rank_ends_the_others_with_a_message(victim, tmp_path) -> None:
     finally:
         for process in processes:
             process.kill()
+            process.communicate()

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch import nn
 
 import infinity
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
+from tests.prepared import Child, run
 
 RECIPE = Recipe("bf16")
 
@@ -60,23 +60,16 @@ if ending == "raise":
 """
 
 
-def start(path: Path, ending: str) -> subprocess.Popen[str]:
+def start(path: Path, ending: str) -> Child:
     config = json.dumps(RECIPE.config(Placement("nvme", "nvme", path)))
-    process = subprocess.Popen(
-        [sys.executable, "-c", _RUN, config, ending],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert process.stdout is not None
+    process = Child(["-c", _RUN, config, ending], clears=ending in ("exit", "raise"))
     assert process.stdout.readline().strip() == "ready", process.communicate()[1]
     return process
 
 
-def end(process: subprocess.Popen[str]) -> int:
+def end(process: Child) -> int:
     process.communicate(timeout=60)
-    return process.returncode
+    return process.wait()
 
 
 @pytest.mark.parametrize("ending", ["exit", "raise"])
@@ -88,13 +81,7 @@ def test_no_swap_file_remains_after_the_process_ends(ending, tmp_path) -> None:
 @pytest.mark.parametrize(("ending", "code"), [("exit", 0), ("raise", 1), ("synchronize", 0)])
 def test_a_process_may_end_while_units_are_updated(ending, code, tmp_path) -> None:
     config = json.dumps(RECIPE.config(Placement("nvme", "nvme", tmp_path, host_memory="96MiB")))
-    done = subprocess.run(
-        [sys.executable, "-c", _AMID_UPDATES, config, ending],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = run(["-c", _AMID_UPDATES, config, ending], timeout=60, clears=True)
     assert done.returncode == code, done.stderr
     assert ("on purpose" in done.stderr) == (ending == "raise")
     assert ("close the engine first" in done.stderr) == (ending == "synchronize"), done.stderr
@@ -247,5 +234,5 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 assert len(space.files()) == 1 and space.files()[0].exists()
 space.close()
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=Path(__file__).parents[2])
+    run(["-c", script], check=True, timeout=60)
     assert not list(tmp_path.iterdir())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from infinity.zero import meeting
 from infinity.zero.meeting import Meeting
 from infinity.zero.processes import this_process
 from infinity.zero.watch import Watch
+from tests.prepared import Child
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,17 +133,7 @@ for step in range(2):
 
 def test_a_rank_that_hangs_is_named_within_the_timeout_whatever_the_groups_own_is(tmp_path) -> None:
     """The process group was made with torch's half hour."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path)],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
+    processes = [Child(["-c", SCRIPT, str(rank), tmp_path]) for rank in range(2)]
     try:
         _, told = processes[0].communicate(timeout=100)
         assert processes[0].returncode != 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from infinity.checkpoint.blocks import OutputFile
 from infinity.checkpoint.format import read_manifest
 from infinity.checkpoint.inspection import verify
 from infinity.checkpoint.stored import StoredReader
+from tests import prepared
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, batches
 from tests.checkpoint.common import make_engine, run
@@ -185,8 +184,7 @@ raise ValueError("an end")
 
 
 def test_the_end_of_the_process_waits_for_it(tmp_path) -> None:
-    command = [sys.executable, "-c", _PROCESS, str(tmp_path)]
-    done = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+    done = prepared.run(["-c", _PROCESS, tmp_path], clears=True)
     assert "ValueError: an end" in done.stderr
     assert verify(tmp_path).counters["global_steps"] == 2
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import infinity
 from infinity.checkpoint.directory import latest_tag, replacing, restore_interrupted
+from tests import prepared
 
 
 def fill(target: Path, content: str) -> None:
@@ -59,7 +58,7 @@ armed = True
 with replacing(directory, "tag") as target:
     (target / "file").write_text("new")
 """
-    subprocess.run([sys.executable, "-c", script, str(tmp_path), str(call)], check=False, timeout=60)
+    prepared.run(["-c", script, tmp_path, str(call)], timeout=60)
     restore_interrupted(tmp_path)  # as a load does
     assert latest_tag(tmp_path) == "tag"
     assert (tmp_path / "tag" / "file").read_text() in ("old", "new")

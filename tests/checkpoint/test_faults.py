@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 
 import infinity
 from infinity.checkpoint.runs import LOCK
+from tests import prepared
 from tests.behaviour.reference import Placement, batches
 from tests.checkpoint.common import make_engine, run
 
@@ -64,8 +63,7 @@ for text in sys.argv[2:]:
         armed = False
     os._exit(0)
 """
-    command = [sys.executable, "-c", script, str(tmp_path), *map(str, EVENTS)]
-    subprocess.run(command, check=True, timeout=120, cwd=ROOT)
+    prepared.run(["-c", script, tmp_path, *map(str, EVENTS)], check=True)
     weights = {}
     with make_engine(Placement()) as engine:
         for step in (1, 2):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from infinity.cli.disk.sweeping import plot_path
 from infinity.cli.main import main
 from infinity.io import IoOptions
 from infinity.io.sweep import SweepPoint, best_point
+from tests.prepared import Child
 
 MIB = 1 << 20
 
@@ -178,9 +176,7 @@ def test_a_plot_without_a_sweep_is_refused(tmp_path, capsys) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_no_file_and_what_was_measured(number, code, tmp_path) -> None:
     options = small(tmp_path, "--runtime", "60", "--op", "read", "--json")
-    command = [sys.executable, "-m", "infinity.cli.main", *options]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+    with Child(["-m", "infinity.cli.main", *options]) as child:
         try:
             deadline = time.monotonic() + 60
             while not list(tmp_path.iterdir()):

@@ -14,6 +14,7 @@ import pytest
 
 from infinity.cli.main import main
 from infinity.cli.training.models import build_model
+from tests.prepared import Child
 
 ROOT = Path(__file__).parents[2]
 
@@ -201,14 +202,7 @@ def test_lines_for_people_end_with_what_moved_where(workspace, capsys) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_training_after_the_step(number, code, workspace) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "infinity.cli.main", *train_arguments(workspace, "--steps", "100000")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    assert process.stdout is not None
+    process = Child(["-m", "infinity.cli.main", *train_arguments(workspace, "--steps", "100000")], cwd=ROOT)
     for _ in range(2):
         process.stdout.readline()
     process.send_signal(number)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import pytest
 
 from infinity.cli.main import main
 from tests.cli.test_commands import ROOT, lines, train_arguments, workspace, write_config
+from tests.prepared import Child
 
 __all__ = ["workspace"]  # a fixture
 
@@ -22,15 +22,9 @@ TIMEOUT_S = 90
 
 
 @contextmanager
-def running(workspace: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+def running(workspace: Path, *more: str) -> Iterator[Child]:
     """`infinity train` in a process of its own, which does not outlive the block."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "infinity.cli.main", *train_arguments(workspace, *more)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
+    process = Child(["-m", "infinity.cli.main", *train_arguments(workspace, *more)], cwd=ROOT)
     try:
         yield process
     finally:
@@ -38,15 +32,15 @@ def running(workspace: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=TIMEOUT_S)
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], bool], process: Child) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.002)
 
 
-def catches_sigterm(process: subprocess.Popen[str]) -> bool:
+def catches_sigterm(process: Child) -> bool:
     """The training loop has begun, in a run without swap files: nothing else takes this signal."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
@@ -58,7 +52,6 @@ def test_kill_9_and_resume_continue_bit_for_bit(steps_before, workspace, capsys)
     assert main(train_arguments(workspace, "--steps", "40", "--save-dir", str(workspace / "other"))) == 0
     whole = {step["step"]: step["loss"] for step in lines(capsys.readouterr().out)}
     with running(workspace, "--steps", "100000", "--save-every", "1") as process:
-        assert process.stdout is not None
         for _ in range(steps_before):
             process.stdout.readline()
         wait_for((workspace / "saved" / "latest").exists, process)
@@ -91,7 +84,6 @@ def test_a_signal_while_the_model_is_placed_leaves_nothing_behind(number, codes,
 
 def test_a_signal_saves_what_was_trained(workspace, capsys) -> None:
     with running(workspace, "--steps", "100000", "--save-every", "100000") as process:
-        assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=TIMEOUT_S)
@@ -118,7 +110,6 @@ def test_the_second_sigint_does_not_wait_for_the_step(workspace) -> None:
 
 def test_what_a_signal_interrupts_is_reported_as_json_lines_only(workspace) -> None:
     with running(workspace, "--steps", "100000") as process:
-        assert process.stdout is not None
         first = json.loads(process.stdout.readline())
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=TIMEOUT_S)

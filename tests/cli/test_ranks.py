@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from infinity.cli.training.ranks import agreed, first_sample, rank_and_size
+from tests.prepared import Child
 
 SCRIPT = """
 import json, sys
@@ -30,15 +29,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_take_turns_at_the_samples_and_agree_on_a_signal(size, tmp_path) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(size), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    processes = [Child(["-c", SCRIPT, str(rank), str(size), tmp_path / "store"]) for rank in range(size)]
     try:
         for rank, process in enumerate(processes):
             output, errors = process.communicate(timeout=90)
@@ -47,6 +38,7 @@ def test_ranks_take_turns_at_the_samples_and_agree_on_a_signal(size, tmp_path) -
     finally:
         for process in processes:
             process.kill()
+            process.communicate()
 
 
 def test_one_process_needs_no_group() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_commands import ROOT, train_arguments, workspace
+from tests.prepared import Child
 
 __all__ = ["workspace"]  # a fixture
 
@@ -120,13 +121,8 @@ def test_top_follows_a_run_and_gives_the_screen_back(terminal, workspace, tmp_pa
     """At 80 columns; the run is started by hand, as a script may be."""
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path / "runtime")}
     (tmp_path / "runtime").mkdir(mode=0o700)
-    run = subprocess.Popen(
-        [sys.executable, "-m", "infinity.cli.main", *train_arguments(workspace, "--steps", "100000")],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=ROOT,
-        env=environment,
-    )
+    steps = train_arguments(workspace, "--steps", "100000")
+    run = Child(["-m", "infinity.cli.main", *steps], cwd=ROOT, env=environment)
     try:
         screen = terminal(80, "top")
 
@@ -138,7 +134,7 @@ def test_top_follows_a_run_and_gives_the_screen_back(terminal, workspace, tmp_pa
         assert lines[0].split()[:4] == ["pid", "rank", "step", "loss"]
         assert max(len(line) for line in lines) <= 80
         run.kill()
-        run.wait(TIMEOUT_S)
+        run.communicate(TIMEOUT_S)
         screen.wait(lambda lines: row(lines).endswith("gone"))
         screen.press("C-c")
         assert screen.ended() == 0
@@ -146,7 +142,7 @@ def test_top_follows_a_run_and_gives_the_screen_back(terminal, workspace, tmp_pa
         assert screen.cursor_is_shown()
     finally:
         run.kill()
-        run.wait(TIMEOUT_S)
+        run.communicate(TIMEOUT_S)
 
 
 def test_an_error_comes_after_the_picture_and_the_cursor_back(terminal, workspace) -> None:

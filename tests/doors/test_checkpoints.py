@@ -10,8 +10,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from infinity.checkpoint.identity import first_difference, model_identity
 from infinity.checkpoint.runs import LOCK
 from tests.behaviour.ranks import run_ranks
 from tests.doors.small_models import WIDTH, Heads, engine_of, train, weights
+from tests.prepared import Child
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12
 
@@ -312,8 +311,7 @@ time.sleep(60)
 @pytest.mark.parametrize("fate", ["lives", "dies"])
 def test_the_lock_of_a_process_lasts_as_long_as_the_process(fate, tmp_path) -> None:
     """Not as long as workers that were forked off it."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path), fate], stdout=subprocess.PIPE, cwd=ROOT)
-    assert process.stdout is not None
+    process = Child(["-c", HOLD, tmp_path, fate])
     worker = int(process.stdout.readline())
     run = Run(nn.Linear(1, 1))
     try:
@@ -328,8 +326,7 @@ def test_the_lock_of_a_process_lasts_as_long_as_the_process(fate, tmp_path) -> N
         run.close()
         process.kill()
         os.kill(worker, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        process.communicate()
 
 
 def test_a_child_that_ends_does_not_unlock_what_its_parent_holds(tmp_path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from infinity.io import IoOptions, Span, open_engine
 from infinity.io.threads import start_thread
 from infinity.memory import Arena
 from infinity.zero.coroutines import Coroutine
+from tests import prepared
 from tests.behaviour.disks import FailingDisk, swap_on
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
 
@@ -108,9 +107,7 @@ print(grad_store(target, source, accumulate=False).sum_sq, torch.equal(source, t
 
 
 def with_little_memory(script: str, what: str, mib: int) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", _SCARCE + script, what, str(mib)], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    done = prepared.run(["-c", _SCARCE + script, what, str(mib)])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,6 +16,7 @@ from infinity.zero.launch import Launch, launch_of, local_size
 from infinity.zero.ranks import Ranks
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, tiny_gpt2
+from tests.prepared import Child
 
 MEETING = {"MASTER_ADDR": "first", "MASTER_PORT": "2345"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -108,16 +106,9 @@ def test_tasks_of_srun_join_at_the_address_that_they_were_given() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = os.environ | STEP | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | STEP | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     tasks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
-            cwd=Path(__file__).parents[2],
-            env=environment | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        Child(["-c", SCRIPT], env=environment | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank)})
         for rank in range(2)
     ]
     try:
@@ -127,6 +118,7 @@ def test_tasks_of_srun_join_at_the_address_that_they_were_given() -> None:
     finally:
         for task in tasks:
             task.kill()
+            task.communicate()
 
 
 def shares() -> tuple[int, int]:

@@ -11,29 +11,51 @@ from pathlib import Path
 from typing import Any
 
 from infinity.integrations.as_deepspeed import FOLDER
+from tests import prepared
+from tests.prepared import ROOT
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
 _OWN_PATH = os.environ.get("PYTHONPATH", "")
 
 
 def run(*arguments: str | Path, where: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """`infinity run ...`, whatever becomes of it."""
-    return _python(["-m", "infinity.cli.main", "run", *arguments], {}, [ROOT], where)
+    return _python(["-m", "infinity.cli.main", "run", *arguments], where)
 
 
 def script(*arguments: str | Path, namespace: bool = True, where: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """A script as the one rank that `infinity run` would start, with or without its `deepspeed`."""
-    path = [FOLDER, ROOT] if namespace else [ROOT]
+    return ranks(1, *arguments, namespace=namespace, where=where)
+
+
+def ranks(
+    size: int, *arguments: str | Path, namespace: bool = True, where: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """A script as the ranks that `infinity run` would start: rank 0's end, or that of the first which failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    return _python(arguments, {"LOCAL_RANK": "0", "WORLD_SIZE": "1", "RANK": "0"} | meeting, path, where)
+    sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    found = _environment([FOLDER, ROOT] if namespace else [ROOT]) | meeting | sizes
+    children = [
+        prepared.Child(arguments, cwd=where, env=found | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(size)
+    ]
+    try:
+        ended = []
+        for child in children:
+            output, errors = child.communicate(TIMEOUT_S)
+            ended.append(subprocess.CompletedProcess(child.args, child.wait(), output, errors))
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    return next((done for done in ended if done.returncode), ended[0])
 
 
 def plainly(*arguments: str | Path, where: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """A script that is no rank, and starts ranks of its own."""
-    return _python(arguments, {}, [ROOT], where)
+    return _python(arguments, where)
 
 
 def output(ended: subprocess.CompletedProcess[str]) -> str:
@@ -46,13 +68,17 @@ def result(ended: subprocess.CompletedProcess[str]) -> Any:
     return next(json.loads(line[7:]) for line in output(ended).splitlines() if line.startswith("RESULT "))
 
 
-def _python(arguments: Any, more: dict[str, str], path: list[Path], where: Path) -> subprocess.CompletedProcess[str]:
+def _environment(path: list[Path]) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, path), _OWN_PATH])}
+
+
+def _python(arguments: Any, where: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
         cwd=where,
         timeout=TIMEOUT_S,
-        env=os.environ | more | {"PYTHONPATH": os.pathsep.join([*map(str, path), _OWN_PATH])},
+        env=_environment([ROOT]),
         check=False,
     )

@@ -18,7 +18,7 @@ import infinity
 from infinity.cli.main import main
 from infinity.integrations import as_deepspeed
 from tests.doors.small_models import Heads
-from tests.integrations.processes import result, run, script
+from tests.integrations.processes import ranks, result, run, script
 
 HERE = Path(__file__).parent
 BUDGET = "272KiB"  # of the states' 420
@@ -144,7 +144,7 @@ def test_what_deepspeed_scripts_import_is_there_or_refused_by_name(tmp_path) -> 
 
 def test_what_scripts_call_on_two_ranks(tmp_path) -> None:
     """The script asserts what holds, and gives what was said of the rest."""
-    told = result(run("--ranks", "2", HERE / "deepspeed_calls_script.py"))
+    told = result(ranks(2, HERE / "deepspeed_calls_script.py"))
     assert told["incompatible"].startswith("no_sync context manager is incompatible with this engine: ")
     assert told["step"].startswith("It is illegal to call Engine.step() inside no_sync context manager: leave it")
     assert told["again"].startswith("no_sync context manager reentry is unsupported")

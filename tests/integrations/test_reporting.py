@@ -39,7 +39,7 @@ def test_logs_have_the_means_of_the_steps_since_the_last_log(tmp_path) -> None:
         for count in (3, 1):
             for ids in batches(count):
                 train_on(engine, [ids])
-                read.append(engine.stats().tier_bytes["nvme_read"])
+                read.append(engine.stats().tier_bytes.get("nvme_read", 0))
                 waited.append(engine.stats().stall_s.get("disk_read", 0.0))
                 handler.on_step_end(None, state, TrainerControl())
             logged(handler, state, {"loss": 1.0})
@@ -49,7 +49,7 @@ def test_logs_have_the_means_of_the_steps_since_the_last_log(tmp_path) -> None:
     assert first["loss"] == 1.0
     assert first["tiers/nvme_read_gb"] == pytest.approx(sum(read[:3]) / 3e9)
     assert first.get("tiers/disk_read_wait_s", 0.0) == pytest.approx(sum(waited[:3]) / 3)
-    assert second["tiers/nvme_read_gb"] == pytest.approx(read[3] / 1e9)
+    assert second.get("tiers/nvme_read_gb", 0.0) == pytest.approx(read[3] / 1e9)  # all of it may be read ahead
     assert second["tiers/peak_host_gb"] == pytest.approx(peak / 1e9)
     assert evaluation == {"eval_loss": 1.0}
     assert state.log_history == reporter.seen

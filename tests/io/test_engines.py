@@ -7,7 +7,6 @@ import gc
 import os
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -21,6 +20,7 @@ from infinity.errors import ConfigError, InfinityError, StorageError
 from infinity.io import IoEngine, IoFuture, IoOptions, Priority, Span, open_engine, probe_backends
 from infinity.io.native import NativeEngine
 from infinity.memory import Arena, Lease
+from tests import prepared
 
 MIB = 1 << 20
 NATIVE = [status.name for status in probe_backends() if status.available and status.name != "aiofiles"]
@@ -414,7 +414,7 @@ except ConfigError as error:
 def test_where_io_uring_is_forbidden_threads_take_over_and_the_reason_is_told() -> None:
     """Really forbidden, by a seccomp filter in a child process."""
     script = _FORBIDDEN.format(root=str(Path(__file__).parents[2]))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    done = prepared.run(["-c", script], timeout=60)
     assert done.stdout.strip() == "refused", done.stderr
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from infinity.errors import ConfigError, InfinityError, StorageError
 from infinity.io import IoOptions, Span, open_engine, probe_backends
 from infinity.io.native import NativeEngine
 from infinity.memory import Arena
+from tests import prepared
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -180,7 +179,7 @@ def test_an_ordinary_user_with_little_locked_memory(backend, tmp_path) -> None:
             parent.chmod(parent.stat().st_mode | 0o711)
     tmp_path.chmod(0o777)
     script = _ORDINARY.format(root=str(ROOT), backend=backend, path=str(tmp_path / "f"))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    done = prepared.run(["-c", script], timeout=60)
     assert done.stdout.split("\n")[:2] == ["registered False", "verified"], done.stderr
     assert "buffers are used unregistered" in done.stderr
 
@@ -234,9 +233,8 @@ os._exit(0)
 @pytest.mark.parametrize("backend", NATIVE)
 def test_ctrl_c_ends_a_wait(backend, tmp_path) -> None:
     script = _INTERRUPTED.format(root=str(ROOT), backend=backend, path=str(tmp_path / "f"))
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
+    with prepared.Child(["-c", script]) as child:
         try:
-            assert child.stdout is not None
             assert child.stdout.readline() == "waiting\n"
             child.send_signal(signal.SIGINT)
             started_s = time.monotonic()

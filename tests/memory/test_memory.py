@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from infinity.errors import CapacityError, InfinityError
 from infinity.memory import Arena, Budget, Ledger, StableBuffer
 from infinity.memory.arena import FreeList
 from infinity.memory.mapping import _PlainMapping
+from tests import prepared
 
 MIB = 1 << 20
 
@@ -108,7 +107,7 @@ tensor = buffer.tensor(torch.float32, 1024)
 buffer.allocate(); tensor.fill_(1.0); buffer.free()
 print("value", tensor[3].item())
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    done = prepared.run(["-c", script], timeout=60)
     assert done.returncode < 0, "no signal ended it"
     assert "value" not in done.stdout
 
