@@ -67,6 +67,7 @@ class Engine(Accessors):
         self._runtime = runtime
         self._step = Step(model, config, runtime, optimizer)
         self._step.lr_scheduler = lr_scheduler
+        optimizer.keep_groups()
         self._session = Session(model, optimizer, runtime, self._step, config.gradient_accumulation_steps)
         optimizer.run_step = self._step.finish
         optimizer.drop_gradients = self._step.drop
