@@ -97,6 +97,11 @@ class Engine(Accessors):
         except AttributeError:
             raise AttributeError(f"neither the engine nor its {type(self.module).__name__} has {name!r}") from None
 
+    @classmethod
+    def optimizer_class(cls, config: Config) -> type[TieredOptimizer]:
+        """Of what `initialize` returns beside an engine of this class."""
+        return TieredOptimizer
+
     @property
     def global_steps(self) -> int:
         """Updates so far, skipped ones included."""
