@@ -67,6 +67,7 @@ class Engine(Accessors):
         self._runtime = runtime
         self._step = Step(model, config, runtime, optimizer)
         self._step.lr_scheduler = lr_scheduler
+        optimizer.keep_groups()
         self._session = Session(model, optimizer, runtime, self._step, config.gradient_accumulation_steps)
         optimizer.run_step = self._step.finish
         optimizer.drop_gradients = self._step.drop
@@ -95,6 +96,11 @@ class Engine(Accessors):
             return getattr(self.module, name)
         except AttributeError:
             raise AttributeError(f"neither the engine nor its {type(self.module).__name__} has {name!r}") from None
+
+    @classmethod
+    def optimizer_class(cls, config: Config) -> type[TieredOptimizer]:
+        """Of what `initialize` returns beside an engine of this class."""
+        return TieredOptimizer
 
     @property
     def global_steps(self) -> int:

@@ -106,7 +106,9 @@ def initialize(
     link = link or _default_link(device)
     if trains is None:
         trains = optimizer is not None or resolved.optimizer is not None
-    tiered, groups, facts = _agreed_optimizer(model, resolved, ranks, model_parameters, optimizer, trains=trains)
+    tiered, groups, facts = _agreed_optimizer(
+        model, resolved, ranks, model_parameters, optimizer, engine_class.optimizer_class(resolved), trains=trains
+    )
     values = InitialValues(model, init_function, weights, keep=ranks.size > 1)
     outside = OutsideUnits(model)
     runtime: Runtime | None = None
@@ -196,6 +198,7 @@ def _agreed_optimizer(
     ranks: Ranks,
     model_parameters: ParamsOrGroups | None,
     optimizer: torch.optim.Optimizer | None,
+    optimizer_class: type[TieredOptimizer],
     *,
     trains: bool,
 ) -> tuple[TieredOptimizer, dict[str, int], RunFacts]:
@@ -208,9 +211,9 @@ def _agreed_optimizer(
 
     def make() -> None:
         _check_parameters(model)
-        tiered = TieredOptimizer([{"params": []}], {})
+        tiered = optimizer_class([{"params": []}], {})
         if trains:
-            tiered = TieredOptimizer(*_parameters(model, config, model_parameters, optimizer))
+            tiered = optimizer_class(*_parameters(model, config, model_parameters, optimizer))
         made.append((tiered, _group_of_each(model, tiered)))
 
     ranks.each(make, "infinity.initialize(): the model", ConfigError)

@@ -133,7 +133,7 @@ def apply_extra(
     """
     try:
         if parts.optimizer and not _has_no_groups(extra):
-            optimizer.load_state_dict(extra["optimizer"])
+            optimizer.load_groups(extra["optimizer"])
         if parts.lr_scheduler and lr_scheduler is not None and extra["lr_scheduler"] is not None:
             lr_scheduler.load_state_dict(extra["lr_scheduler"])
         with torch.no_grad():

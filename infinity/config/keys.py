@@ -40,7 +40,7 @@ NO_EFFECT: dict[str, str] = {
     "timers": "engine.stats() always has the seconds of each phase",
     "optimizer.legacy_fusion": "there is one implementation of each optimizer",
     "optimizer.torch_adam": "there is one implementation of each optimizer",
-    "checkpoint.tag_validation": "all ranks write one checkpoint under one tag",
+    "checkpoint.tag_validation": "all ranks write one checkpoint, and tags that differ are refused",
     "checkpoint.use_node_local_storage": "every rank writes its own files, whether directories are shared or not",
     "checkpoint.load_universal": _CHECKPOINTS,
     "checkpoint.parallel_write": _CHECKPOINTS,
@@ -107,6 +107,9 @@ NO_EFFECT: dict[str, str] = {
     "torch_autocast.lower_precision_safe_modules": "gradients travel in communication_data_type",
     "bf16.immediate_grad_update": "gradients leave the parameters as backward produces them",
 }
+
+# What keys without an effect may be, in any case of letters, where DeepSpeed refuses anything else.
+CHOICES: dict[str, tuple[str, ...]] = {"checkpoint.tag_validation": ("Ignore", "Warn", "Fail")}
 
 REFUSED: dict[str, str] = {
     "amp": "apex AMP is not supported; use bf16",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from infinity.config.keys import DEPRECATED, NO_EFFECT, REFUSED, asks_for_nothing
+from infinity.config.keys import CHOICES, DEPRECATED, NO_EFFECT, REFUSED, asks_for_nothing
 from infinity.config.read import check_values, read_json
 from infinity.config.resolve import resolve
 from infinity.config.resolved import Config
@@ -170,6 +170,7 @@ def _classify(values: dict[str, Any]) -> None:
             _log.info("configuration key %s is switched off, and would be refused otherwise", path)
             _remove(values, path)
         elif path in NO_EFFECT:
+            _check_choice(path, value)
             _log.info("configuration key %s has no effect here: %s", path, NO_EFFECT[path])
             _remove(values, path)
         elif path in DEPRECATED:
@@ -226,6 +227,12 @@ def _check_spellings(values: Mapping[str, Any], section: type[BaseModel], prefix
             and issubclass(field.annotation, BaseModel)
         ):
             _check_spellings(inner, field.annotation, f"{prefix}{name}.")
+
+
+def _check_choice(path: str, value: Any) -> None:
+    choices = CHOICES.get(path)
+    if choices is not None and value is not None and str(value).lower() not in map(str.lower, choices):
+        raise ConfigError(f"{path} is {shown(value)}; choose one of {', '.join(choices)}")
 
 
 def _unknown(path: str, known: Iterable[str]) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +16,24 @@ from infinity.kernels import Rule
 from infinity.optim.kinds import ADAM, OptimizerKind
 from infinity.optim.loss_scale import LossScale
 
+_log = logging.getLogger(__name__)
+
 ParamsOrGroups = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
+
+
+def check_no_states(state_dict: Mapping[str, Any]) -> None:
+    """Nothing of a `state_dict` would be left out.
+
+    Raises:
+        ConfigError: it has moments.
+    """
+    states = state_dict.get("state")
+    if states:
+        raise ConfigError(
+            f"load_state_dict: the states (moments, step counts) of {len(states)} parameters would be left out, for "
+            "they live in the tiers here: engine.load_checkpoint restores them, and `infinity checkpoint import` takes "
+            "over DeepSpeed's and torch.distributed's. To go on with fresh ones pass {\"param_groups\": ...} alone"
+        )
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -29,12 +49,55 @@ class TieredOptimizer(torch.optim.Optimizer):
             them.
     """
 
+    # By group, identities of the parameters that an engine has; here, since torch's constructor adds groups.
+    _kept: list[list[int]] | None = None
+
     def __init__(self, params: ParamsOrGroups, defaults: Mapping[str, Any], kind: OptimizerKind = ADAM) -> None:
         super().__init__(params, {**kind.defaults, **defaults})  # type: ignore[arg-type]
         self.kind = kind
         self.run_step: Callable[[], object] | None = None
         self.drop_gradients: Callable[[], None] | None = None
         self.loss_scaler = LossScale.of(None)
+
+    def keep_groups(self) -> None:
+        """An engine has the groups' parameters as they are now: from here on, hyper-parameters may change alone."""
+        self._kept = self._members()
+
+    def _members(self) -> list[list[int]]:
+        return [[id(param) for param in group["params"]] for group in self.param_groups]
+
+    def check_groups(self) -> None:
+        """The groups have the parameters that the engine's states were made for.
+
+        Raises:
+            InfinityError: a group has come or gone, or has others.
+        """
+        if self._kept is None or (members := self._members()) == self._kept:
+            return
+        if len(members) != len(self._kept):
+            change = (
+                f"there are {len(members)} parameter groups, and were {len(self._kept)} when initialize made states"
+            )
+        else:
+            index = next(i for i, (now, then) in enumerate(zip(members, self._kept, strict=True)) if now != then)
+            change = f"parameter group {index} has not the parameters that it had when initialize made their states"
+        raise InfinityError(
+            f"{change}: form groups before initialize (model_parameters, or an optimizer). To leave parameters out for "
+            "a while call requires_grad_(False) on them; hyper-parameters of a group may change at any time"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, before an engine has the groups.
+
+        Raises:
+            InfinityError: one has, and makes no states for others.
+        """
+        if self._kept is not None:
+            raise InfinityError(
+                "add_param_group after initialize, which has made states for the parameters of before: give initialize "
+                "all groups (model_parameters, or an optimizer), and freeze what trains later by requires_grad_(False)"
+            )
+        super().add_param_group(param_group)
 
     def check_trains(self) -> None:
         """There is something to train.
@@ -95,23 +158,43 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def share_groups(self, given: torch.optim.Optimizer) -> None:
         """Have the groups be those of the optimizer that they were taken from: what a scheduler of it changes in them
-        counts, and so for another one that shares them."""
+        counts, and so for another one that shares them. Loading into that one would end this, and is done here."""
         for index, group in enumerate(given.param_groups):
             group.update(self.param_groups[index])
             self.param_groups[index] = group
+        given.register_load_state_dict_pre_hook(partial(_refuse_loading, weakref.ref(self)))
 
     def state_dict(self) -> dict[str, Any]:
         """The groups' hyper-parameters; the states themselves are saved by `engine.save_checkpoint`."""
         return {"param_groups": [self._hyper_parameters(group) for group in self.param_groups]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over hyper-parameters, as of `state_dict()`; the moments stay as they are, and a warning says so.
+
+        Raises:
+            ConfigError: there are moments in it, as in those of torch's optimizers, or other groups.
+        """
+        check_no_states(state_dict)
+        self.load_groups(state_dict)
+        _log.warning(
+            "optimizer.load_state_dict has set hyper-parameters only: moments and step counts are saved and restored "
+            "by engine.save_checkpoint and engine.load_checkpoint"
+        )
+
+    def load_groups(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over hyper-parameters, whose moments come by themselves.
+
+        Raises:
+            ConfigError: there are other groups.
+        """
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ConfigError(
                 f"the state has {len(groups)} parameter groups but this optimizer has {len(self.param_groups)}"
             )
         for group, loaded in zip(self.param_groups, groups, strict=True):
-            group.update({key: tuple(v) if key == "betas" else v for key, v in loaded.items()})
+            values = self._hyper_parameters(loaded)  # without what torch has of parameters there, their numbers
+            group.update({key: tuple(v) if key == "betas" else v for key, v in values.items()})
 
     def rule(self, group: int, step: int, grad_scale: float) -> Rule:
         """Numbers for update number `step` of a parameter of `group`, as they stand now."""
@@ -124,3 +207,15 @@ class TieredOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in group.items() if key != "params"}
+
+
+def _refuse_loading(
+    taker: weakref.ref[TieredOptimizer], given: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> None:
+    """torch would give `given` other groups and moments, which nobody reads while an engine has its parameters."""
+    tiered = taker()
+    if tiered is not None and tiered.run_step is not None:
+        check_no_states(state_dict)
+        raise ConfigError(
+            f"an engine has taken over this {type(given).__name__}: load into the optimizer that initialize returned"
+        )

@@ -261,7 +261,7 @@ def build_runtime(
     capacity_bytes = ranks.least(there.params.capacity_bytes)
     moving = [spec.offloaded for spec in sizing.specs]
     cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes, sizing.ahead_bytes)
-    views = ParameterViews(model, sizing.partition, params)
+    views = ParameterViews(model, sizing.partition, params, writable=config.zero.stage < 3)
     in_flight = _updates_of(grads, params, states, pipeline, sizing, counters)
     return Runtime(
         sizing=sizing,

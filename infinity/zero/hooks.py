@@ -80,6 +80,7 @@ class Hooks:
         self._of_thread = _OfThread()
         self._begun: dict[_Call, None] = {}
         self._alone = alone
+        self._trained: list[tuple[nn.Parameter, int]] = []  # and the key of its hook
         self._awaited = [sum(slot.trainable for slot in unit.slots) for unit in partition.units]
         self._arrived = [0] * len(partition.units)  # gradients in the backward pass that is running
         self._uses: Counter[int] = Counter()  # calls of the training forward passes whose backward is to come
@@ -107,6 +108,8 @@ class Hooks:
             training: backward will follow.
         """
         self._counting = training
+        if training:
+            self._let_users_hooks_come_first()
         try:
             yield
         except BaseException:
@@ -224,6 +227,8 @@ class Hooks:
 
     def _watch_parameter(self, param: nn.Parameter, unit: int, slot: int) -> None:
         def ready(param: torch.Tensor) -> None:
+            if param.grad is None:
+                return  # a hook of the user's has taken it: to torch there is none in this pass
             self._listener.gradient_ready(unit, slot, param)  # type: ignore[arg-type]
             self._arrived[unit] += 1
             if self._alone and self._is_complete(unit):
@@ -231,7 +236,20 @@ class Hooks:
                     if all(self._is_complete(other) for other in call.followed):
                         call.end()
 
-        self._handles.append(param.register_post_accumulate_grad_hook(ready))
+        handle = param.register_post_accumulate_grad_hook(ready)
+        self._handles.append(handle)
+        self._trained.append((param, handle.id))
+
+    def _let_users_hooks_come_first(self) -> None:
+        """What others have registered for `param.grad` since sees it, and may change it, before it leaves.
+
+        torch has no argument for that here, as it has for hooks of modules; it calls them in the order in which they
+        came into this table (`move_to_end` would not change that for its own loop, which takes it as a plain dict).
+        """
+        for param, key in self._trained:
+            table = param._post_accumulate_grad_hooks
+            if len(table) > 1 and next(reversed(table)) != key:
+                table[key] = table.pop(key)
 
     def _is_complete(self, unit: int) -> bool:
         return self._arrived[unit] == self._awaited[unit]

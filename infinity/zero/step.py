@@ -341,6 +341,7 @@ class Step:
                 "parameters already. Call step() after each, set gradient_accumulation_steps, or set the schedule to "
                 '"deferred", which adds their gradients up'
             )
+        self._optimizer.check_groups()
         if direct is None:
             self._drop_what_was_taken_away()
         self.updates.undo_ahead()
@@ -415,6 +416,7 @@ class Step:
         if not self._syncs:
             raise InfinityError("step() inside no_sync: leave the context before the last backward of the step")
         self._check_not_gathered("step()")
+        self._optimizer.check_groups()
         self._drop_what_was_taken_away()
         if self.updates.under_way and self._began_with != self._optimizer.rules():
             raise InfinityError(

@@ -1,4 +1,11 @@
-"""What the model's parameters show: their unit's memory, or a NaN of the right shape while it is away."""
+"""What the model's parameters show: their unit's memory, or a NaN of the right shape while it is away.
+
+[Note: parameters that lie elsewhere]
+`param.data = values` leaves the memory of the unit as it was, and would be undone when the parameter is next shown or
+hidden: a write that is lost without a word. So wherever that is about to happen, and where values are used, it is seen
+that parameters lie where they were put. Where they stay in memory and may be written to, what lies elsewhere is copied
+to where it belongs, as `param.data.copy_(values)` would; elsewhere it is refused.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from infinity.errors import InfinityError
 from infinity.tiers import Params
 from infinity.zero.model_parts import local_part, set_local_part
 from infinity.zero.partition import Partition
@@ -18,24 +26,68 @@ class ParameterViews:
     A parameter that is read while its unit is stored is NaN: loud, of the right shape, and free. Parameters that are
     lent stay as they are.
 
+    Args:
+        writable: while values are shown they may be written to, see [Note: parameters that lie elsewhere].
+
     Attributes:
         lent: slots of each unit.
         detached: the units' memory is about to go, so that no parameter may lie in it any more.
     """
 
-    def __init__(self, model: nn.Module, partition: Partition, params: Params) -> None:
+    def __init__(self, model: nn.Module, partition: Partition, params: Params, *, writable: bool) -> None:
         self._params = params
+        self._writable = writable
         self._units = partition.units
         self._parameters = [[model.get_parameter(slot.name) for slot in unit.slots] for unit in partition.units]
         # Made when the unit is first in memory (a view of freed storage cannot be made), then kept.
         self._views: dict[int, list[torch.Tensor]] = {}
         self._shown: list[bool | None] = [None] * len(partition.units)  # None: neither values nor NaN of ours
+        # Where each was put; None where somebody else has put it.
+        self._lies: list[list[torch.Tensor | None]] = [[None] * len(unit.slots) for unit in partition.units]
         self.lent: list[set[int]] = [set() for _ in partition.units]
         self.detached = False
 
     def forget(self, unit: int) -> None:
         """Somebody else has written to the parameters' `data`."""
         self._shown[unit] = None
+        self._lies[unit] = [None] * len(self._lies[unit])
+
+    @torch.inference_mode(False)
+    def look(self, unit: int) -> None:
+        """The unit's parameters lie where they were put, see [Note: parameters that lie elsewhere].
+
+        Raises:
+            InfinityError: one does not, and cannot be brought there.
+        """
+        refused = ""
+        with torch._C.DisableTorchFunction():  # this is no use of the parameters, see reads.py
+            for slot, (param, place) in enumerate(zip(self._parameters[unit], self._lies[unit], strict=True)):
+                if place is None or slot in self.lent[unit]:
+                    continue
+                lies = local_part(param)
+                if _same_place(lies, place):
+                    continue
+                if self._writable and self._shown[unit] and lies.shape == place.shape:
+                    place.copy_(lies.detach())
+                else:
+                    refused = refused or self._refusal(unit, slot, lies)
+                set_local_part(param, place)
+                torch.autograd.graph.increment_version(param)  # a graph of before must not compute with these
+        if refused:
+            raise InfinityError(refused)
+
+    def _refusal(self, unit: int, slot: int, lies: torch.Tensor) -> str:
+        known = self._units[unit].slots[slot]
+        if lies.shape != known.shape:
+            return (
+                f"`{known.name}`.data was set to a tensor of shape {tuple(lies.shape)}, but its states are of "
+                f"{tuple(known.shape)}, and it is as it was: change the model before initialize"
+            )
+        return (
+            f"`{known.name}`.data was set to another tensor while the parameter's values are in their tier, or about "
+            "to be updated, so that nothing would use it, and is as it was: change it in zero.GatheredParameters, "
+            "or with load_state_dict"
+        )
 
     @torch.inference_mode(False)
     def outdate(self, unit: int, *, trained: bool) -> None:
@@ -55,6 +107,7 @@ class ParameterViews:
 
     def _cover(self, unit: int, slots: Sequence[int]) -> None:
         if self._shown[unit] is not False:
+            self.look(unit)
             self._set(unit, slots, self._nothing(unit))
             self._shown[unit] = None
 
@@ -70,6 +123,7 @@ class ParameterViews:
 
     @torch.inference_mode(False)  # a parameter must not become an inference tensor, which cannot be trained
     def show(self, unit: int) -> None:
+        self.look(unit)
         if self._shown[unit]:
             return
         if unit not in self._views:
@@ -82,6 +136,7 @@ class ParameterViews:
 
     @torch.inference_mode(False)
     def hide(self, unit: int) -> None:
+        self.look(unit)
         if self._shown[unit] is False:
             return
         self._set(unit, range(len(self._parameters[unit])), self._nothing(unit))
@@ -96,6 +151,7 @@ class ParameterViews:
         for slot in slots:
             if slot not in self.lent[unit]:
                 set_local_part(self._parameters[unit][slot], values[slot])
+                self._lies[unit][slot] = values[slot]
 
     def lent_values(self, unit: int, slot: int) -> torch.Tensor | None:
         """What the parameter lies in while it is lent; None if it is not."""
@@ -111,4 +167,9 @@ class ParameterViews:
         self.detached = True
         self._views.clear()
         for unit in range(len(self._units)):
+            self.forget(unit)
             self.hide(unit)
+
+
+def _same_place(lies: torch.Tensor, place: torch.Tensor) -> bool:
+    return lies.data_ptr() == place.data_ptr() and lies.stride() == place.stride() and lies.shape == place.shape

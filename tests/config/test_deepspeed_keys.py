@@ -122,6 +122,17 @@ def test_what_is_switched_on_and_not_supported_is_refused(key, value) -> None:
     assert str(refused.value) == f"{key} is {value!r}: {REFUSED[key]}; remove the key"
 
 
+@pytest.mark.parametrize("value", ["Ignore", "WARN", "fail", None])
+def test_ways_to_validate_tags_are_accepted(value) -> None:
+    assert load_config({"checkpoint": {"tag_validation": value}}) == load_config({})
+
+
+@pytest.mark.parametrize("value", ["foo", True, 3])
+def test_no_way_to_validate_tags_is_refused(value) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.tag_validation is .*; choose one of Ignore, Warn, Fail"):
+        load_config({"checkpoint": {"tag_validation": value}})
+
+
 def test_the_spellings_without_stage3_mean_the_same(caplog) -> None:
     config = load_config({"zero_optimization": {"param_persistence_threshold": 5, "max_live_parameters": 1e9}})
     assert config.zero.param_persistence_threshold == 5

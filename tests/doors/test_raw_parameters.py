@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +45,26 @@ def test_after_a_step_parameters_are_the_newest(stage, offload, clipping, tmp_pa
             assert all(torch.equal(here[name], values) for name, values in engine.named_parameters())
 
 
+def _in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.9)
+
+
+def _by_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data * 0.9
+
+
+@pytest.mark.parametrize("shrink", [_in_place, _by_data])
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 @pytest.mark.parametrize("link", [None, SameMemory])
-def test_what_is_written_to_parameters_is_trained_on(stage, clipping, link) -> None:
+def test_what_is_written_to_parameters_is_trained_on(stage, clipping, link, shrink) -> None:
     """As weight decay by hand, or a projection, does; in float32, where torch says what comes out.
 
     With a link the parameters lie apart from where they are updated, as on a GPU.
     """
-
-    def shrink(model: nn.Module) -> None:
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(0.9)
-
     model = tiny_gpt2()
     config = config_of(stage, clipping=clipping)
     with infinity.initialize(model=model, config=config, link=link and link())[0] as engine:
@@ -76,6 +83,50 @@ def test_what_is_written_to_parameters_is_trained_on(stage, clipping, link) -> N
         shrink(plain)
     for name, values in raw(plain).items():
         torch.testing.assert_close(here[name], values, rtol=2e-4, atol=2e-5)
+
+
+def _step(engine: infinity.Engine) -> None:
+    train_on(engine, batches(1))
+
+
+LOOKS: list[Callable[[infinity.Engine], object]] = [
+    _step,
+    lambda engine: engine.module.state_dict(),
+    lambda engine: list(engine.named_parameters()),
+    lambda engine: infinity.zero.GatheredParameters(engine.module).__enter__(),
+]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("place", ["none", "cpu", "nvme"])
+def test_at_stage_3_data_that_would_be_lost_are_refused(place, look, tmp_path) -> None:
+    """`param.data = values` leaves the tiers as they are, where a script would go on with old values."""
+    model = tiny_gpt2()
+    config = config_of(3, offload=place, path=tmp_path)
+    config["zero_optimization"]["offload_param"] = {"device": place, "nvme_path": str(tmp_path)}
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        train_on(engine, batches(2))
+        before = dict(engine.named_parameters())
+        for param in model.parameters():
+            param.data = torch.zeros(param.shape)
+        with pytest.raises(infinity.InfinityError, match=r"`.*weight`\.data was set .* zero\.GatheredParameters"):
+            look(engine)
+        for _ in range(6):  # each unit says so once
+            with suppress(infinity.InfinityError):
+                list(engine.named_parameters())
+        assert all(torch.equal(values, before[name]) for name, values in engine.named_parameters())
+        train_on(engine, batches(1))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_data_of_another_shape_are_refused(stage) -> None:
+    model = tiny_gpt2()
+    with infinity.initialize(model=model, config=config_of(stage))[0] as engine:
+        train_on(engine, batches(1))
+        model.lm_head.weight.data = torch.zeros(3)
+        with pytest.raises(infinity.InfinityError, match=r"weight`\.data was set to a tensor of shape \(3,\)"):
+            train_on(engine, batches(1))
+        train_on(engine, batches(1))
 
 
 @pytest.mark.parametrize("schedule", ["auto", "deferred", "backward"])

@@ -22,6 +22,7 @@ from infinity.integrations.dialect.comm import check_initialized, get_world_grou
 from infinity.integrations.dialect.leaf_modules import apply_leaf_module_section, get_z3_leaf_modules
 from infinity.integrations.dialect.logs import log_dist, logger
 from infinity.integrations.dialect.misuse import AssertedConfigError, AssertedError
+from infinity.integrations.dialect.optimizers import DeepSpeedZeroOptimizer_Stage3, optimizer_class
 from infinity.integrations.dialect.parameters import mark
 from infinity.integrations.dialect.section_facts import SectionFacts
 from infinity.integrations.dialect.zero_to_fp32 import SCRIPT, SCRIPT_NAME
@@ -47,6 +48,10 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
         if name == "module" and "_modules" in vars(self):
             return vars(self)["_modules"]["module"]
         return Engine.__getattr__(self, name)
+
+    @classmethod
+    def optimizer_class(cls, config: Config) -> type[TieredOptimizer]:
+        return optimizer_class(config.zero.stage)
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         self.training = mode
@@ -296,28 +301,6 @@ def get_state_devices(engine: Engine, state: Any) -> set[torch.device]:
     return {engine.device}
 
 
-class _Nothing:
-    """A module without parameters, as far as TRL looks at one."""
-
-    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(())
-
-    def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(())
-
-
-class ParameterOffload:
-    """What TRL takes hooks from while it generates: there are none here, for generating needs the engine's."""
-
-    def __init__(self) -> None:
-        self.module = _Nothing()
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
-
-    def _register_deepspeed_module(self, module: Any) -> None:
-        """Nothing was taken away."""
-
-
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -379,7 +362,7 @@ def initialize(
     apply_leaf_module_section(engine.module, (engine.config.get("zero_optimization") or {}).get("leaf_module"))
     if engine.zero_optimization_partition_weights():
         mark(engine)
+        assert isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3)
         leaves = get_z3_leaf_modules(engine.module)
-        engine.optimizer.leaf_parameters = {leaf: list(leaf.parameters()) for leaf in leaves}  # type: ignore[attr-defined]
-        engine.optimizer.parameter_offload = ParameterOffload()  # type: ignore[attr-defined]
+        engine.optimizer.leaf_parameters = {leaf: list(leaf.parameters()) for leaf in leaves}
     return engine, tiered, dataloader, scheduler

@@ -9,7 +9,7 @@ from infinity.errors import ConfigError
 
 _PIPELINE = "use torch.distributed.pipelining, see engine.driven_step()"
 _EXPERTS = "a mixture-of-experts block of the model itself is one unit"
-_ONE_OPTIMIZER = "there is one optimizer class for all precisions and stages, deepspeed.DeepSpeedOptimizer"
+_ONE_OPTIMIZER = "there is one optimizer class for all precisions, deepspeed.DeepSpeedOptimizer"
 _FILES = "checkpoints are stored by parameter name in safetensors, see docs/checkpoints.md"
 
 REFUSED = {
@@ -29,8 +29,6 @@ REFUSED = {
     "BF16_Optimizer": _ONE_OPTIMIZER,
     "FP16_Optimizer": _ONE_OPTIMIZER,
     "FP16_UnfusedOptimizer": _ONE_OPTIMIZER,
-    "DeepSpeedZeroOptimizer": _ONE_OPTIMIZER,
-    "DeepSpeedZeroOptimizer_Stage3": _ONE_OPTIMIZER,
     "get_model_ckpt_name_for_rank": _FILES,
     "AsyncIOBuilder": "see infinity.io for reading and writing drives",
     "CPUAdamBuilder": "use deepspeed.ops.adam.DeepSpeedCPUAdam",

@@ -61,13 +61,17 @@ _OFF = (
     "autotuning_enabled",
     "bf16_master_weights_and_gradients",
     "bf16_optimizer_states",
+    "curriculum_enabled_legacy",
     "curriculum_learning_enabled",
     "data_efficiency_enabled",
     "data_sampling_enabled",
     "eigenvalue_enabled",
+    "elasticity_enabled",
     "flops_profiler_enabled",
     "fp16_auto_cast",
     "fp16_master_weights_and_gradients",
+    "load_universal_checkpoint",
+    "optimizer_legacy_fusion",
     "pld_enabled",
     "random_ltd_enabled",
     "sparse_gradients_enabled",
@@ -95,6 +99,12 @@ class SectionFacts:
     def dataloader_drop_last(self) -> bool:
         """A last micro-batch that is not full is left out."""
         return self.config.drops_last
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """True: tags are compared, and those that differ refused, whatever `checkpoint.tag_validation` is."""
+        return True
+
+    checkpoint_tag_validation_fail = checkpoint_tag_validation_enabled
 
     def zero_nvme_offload_optimizer(self) -> bool:
         """Optimizer states live on NVMe."""

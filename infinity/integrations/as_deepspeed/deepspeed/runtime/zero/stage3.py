@@ -1,4 +1,4 @@
-from infinity.integrations.dialect.refused import refused_class
+from infinity.integrations.dialect.optimizers import DeepSpeedZeroOptimizer_Stage3
 from infinity.zero.estimates import (
     estimate_zero3_model_states_mem_needs,
     estimate_zero3_model_states_mem_needs_all_cold,
@@ -11,5 +11,3 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
 ]
-
-DeepSpeedZeroOptimizer_Stage3 = refused_class("DeepSpeedZeroOptimizer_Stage3")

@@ -1,5 +1,5 @@
 from infinity.integrations.dialect.data import split_half_float_double
-from infinity.integrations.dialect.refused import refused_class
+from infinity.integrations.dialect.optimizers import DeepSpeedZeroOptimizer
 from infinity.zero.estimates import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -13,5 +13,3 @@ __all__ = [
     "estimate_zero2_model_states_mem_needs_all_live",
     "split_half_float_double",
 ]
-
-DeepSpeedZeroOptimizer = refused_class("DeepSpeedZeroOptimizer")
