@@ -26,9 +26,13 @@ class Scratch(Protocol):
         """Nothing uses these any more; one that is never given back goes with its tensor."""
 
 
-def scratch_on(device: torch.device) -> Scratch:
-    """Lends tensors on this device."""
-    return HostScratch() if device.type == "cpu" else DeviceScratch(device)
+def scratch_on(device: torch.device, *, read_late: bool = False) -> Scratch:
+    """Lends tensors on this device.
+
+    Args:
+        read_late: copies that hold a tensor may still read it when it has been given back.
+    """
+    return HostScratch() if device.type == "cpu" and not read_late else DeviceScratch(device)
 
 
 class HostScratch:

@@ -298,6 +298,7 @@ def make_gradients(runtime: Runtime) -> Gradients:
             sizing.collect_dtype,
             sizing.communication_dtype,
             tells_early=sizing.schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE),
+            streams=rules.grads_stream,
         )
         source = Reduction(
             partition.units,

@@ -130,6 +130,7 @@ class Journey:
         collect_dtype: in which they are collected.
         dtype: in which they travel.
         tells_early: which parameters have one is known with each sum, else only at the end of the pass.
+        streams: sums leave the device while it computes on: they may be read when more come.
     """
 
     sharding: Sharding
@@ -137,6 +138,7 @@ class Journey:
     collect_dtype: torch.dtype
     dtype: torch.dtype
     tells_early: bool
+    streams: bool = False
 
 
 class _Reduction(NamedTuple):
@@ -197,7 +199,7 @@ class Reduction:
         self._journey = journey
         self._shared = shared
         self._device = device
-        self._scratch = scratch_on(device)
+        self._scratch = scratch_on(device, read_late=journey.streams)
         self._counters = counters
         self._parts = parts
         self._reduces = False  # in the backward pass that is running
