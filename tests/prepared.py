@@ -88,7 +88,9 @@ class Child:
         self.stdout, self.stderr = os.fdopen(out), os.fdopen(err)
         self._status = os.fdopen(status, buffering=1)
         self._readers: list[_Reader] = []
-        self.pid = int(self._status.readline())
+        begun = self._status.readline()
+        assert begun, "the prepared process has ended; what it wrote to standard error says why"
+        self.pid = int(begun)
 
     def __enter__(self) -> Child:
         return self

@@ -143,7 +143,7 @@ def test_checkpoints_are_one_span_between_steps(tmp_path) -> None:
     assert any(s.lane is Lane.COMPUTE and s.name.endswith("evaluation") for s in spans)
 
 
-LATE_S = 0.1
+LATE_S = 0.25  # on a busy machine ranks wait for each other, too
 
 
 def train_on_rank(path: Path) -> list[infinity.StepStats]:
