@@ -329,6 +329,25 @@ def _check_parameters(model: nn.Module) -> None:
             )
     if not any(param.is_floating_point() for param in model.parameters()):
         raise ConfigError("the model has no floating-point parameters to train or place")
+    _check_memory_of_their_own(model)
+
+
+def _check_memory_of_their_own(model: nn.Module) -> None:
+    """Refuse parameters that lie in one another's memory: in their tiers they would be values of their own.
+
+    Raises:
+        ConfigError: it names two of them.
+    """
+    first: dict[tuple[torch.device, int], tuple[str, nn.Parameter]] = {}
+    for name, param in model.named_parameters():
+        if param.is_meta or not param.numel() or 0 in local_part(param).stride():
+            continue
+        other_name, other = first.setdefault((param.device, local_part(param).data_ptr()), (name, param))
+        if other is not param and (param.requires_grad or other.requires_grad):
+            raise ConfigError(
+                f"parameters `{other_name}` and `{name}` lie in the same memory (`a.data = b.data` does that), which "
+                "they would not any more: to tie them, make them one parameter (`a = b`); to keep them apart, clone one"
+            )
 
 
 def _group_of_each(model: nn.Module, optimizer: TieredOptimizer) -> dict[str, int]:

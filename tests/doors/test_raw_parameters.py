@@ -234,3 +234,18 @@ def test_so_it_is_where_the_unit_that_was_updated_last_is_the_next_again(clippin
     with infinity.initialize(model=model, config=config_of(2, clipping=clipping), link=over)[0] as engine:
         here = run(model, by_engine)
     torch.testing.assert_close(here, run(plain, plainly))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_in_one_anothers_memory_are_refused(frozen) -> None:
+    """In torch a step of one changes the other; in their tiers each would have values of its own."""
+    model = tiny_gpt2()
+    first, second = (block.attn.c_proj.weight for block in model.transformer.h[:2])
+    second.data = first.data
+    if frozen:
+        second.requires_grad_(False)
+    with pytest.raises(infinity.ConfigError, match=r"`.*h\.0\.attn\.c_proj.*` and `.*h\.1\..*` lie in the same memory"):
+        infinity.initialize(model=model, config=config_of(2))
+    second.data = first.data.clone()
+    with infinity.initialize(model=model, config=config_of(2))[0] as engine:
+        train_on(engine, batches(1))

@@ -1,0 +1,1 @@
+raise ImportError("deepspeed.autotuning is not supported by infinity: use `infinity tune`")

@@ -1,0 +1,3 @@
+raise ImportError(
+    "deepspeed.compile is not supported by infinity: call torch.compile on the model or its blocks before initialize"
+)
