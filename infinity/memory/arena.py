@@ -117,14 +117,14 @@ class Arena:
     def try_lease(self, nbytes: int) -> Lease | None:
         """As `lease`; None where there is no room."""
         size = _round_up(nbytes)
-        self._torn = True
+        within, self._torn = self._torn, True
         offset = self._free.take(size)
         lease = None
         if offset is not None:
             self.used_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
             lease = Lease(self, self._address + offset, nbytes)
-        self._torn = False
+        self._torn = within
         return lease
 
     def _give_back(self, address: int, nbytes: int) -> None:

@@ -178,11 +178,11 @@ class GradStore:
             arrival = self._arrivals[unit] = Arrival()
             field.begin_move(None, _HOST, arrival, StallCause.HOST_LINK, at=field.version)
         grad = grad.to(self._dtype)
-        self.torn = True
+        within, self.torn = self.torn, True
         arrival.add(self._link.download(self._tensors[unit][start : start + grad.numel()], grad), grad)
         copy = self.norms.bring(index, grad)
         arrival.add(copy, grad)
-        self.torn = False
+        self.torn = within
         self._counters.moved("device_to_host", grad.nbytes, copy, unit, "gradients")
         return copy
 
@@ -346,7 +346,7 @@ class GradStore:
         nbytes, extent = self._sizes[unit], self._extents[unit]
         span = self._leases[unit].span(0, nbytes)
         future: IoFuture
-        self.torn = True
+        within, self.torn = self.torn, True
         if target is _HOST:
             route, cause = "nvme_read", StallCause.DISK_READ
             future = self._swap.read(extent, span, priority=priority)
@@ -354,7 +354,7 @@ class GradStore:
             route, cause = "nvme_write", StallCause.DISK_WRITE
             future = self._swap.write(extent, span)
         self._fields[unit].begin_move(source, target, future, cause)
-        self.torn = False
+        self.torn = within
         self._counters.moved(route, nbytes, future, unit, "grads")
 
     def _finish_moves(self, unit: int) -> None:

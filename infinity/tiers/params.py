@@ -501,11 +501,11 @@ class Params:
         each = self._units[unit]
         if each.field.state(each.site) is not State.WRITING:
             return
-        self.torn = True
+        within, self.torn = self.torn, True
         each.field.end_write(each.site)
         if each.site is Memory.HOST and each.field.state(Memory.DEVICE) is not State.ABSENT:
             self._send_up(each)
-        self.torn = False
+        self.torn = within
 
     def can_send_parts(self, unit: int) -> bool:
         """What is being changed of the unit in host memory can go up piece by piece, see `send_part`."""

@@ -9,8 +9,9 @@ wants its values has the update undone first.
 
 [Note: hand-overs]
 An exception may come between any two lines (Ctrl-C). While an update passes from one owner to the next, it is in
-neither's books: `torn` is set before that and cleared behind it, without `finally`, so that it stays if the hand-over
-was left half way. Then some update is lost, or its values are not known to be newer than the home's.
+neither's books: `torn` is set before that and put back to what it was behind it, without `finally`, so that it stays if
+the hand-over was left half way, also through hand-overs that follow it before anybody looks. Then some update is lost,
+or its values are not known to be newer than the home's.
 """
 
 from __future__ import annotations
@@ -115,12 +116,12 @@ class InFlight:
         self._stuck.pop(unit, None)
         # Of a unit whose home has older values, those that this update leaves alone would stay as old there.
         write = write and not self._params.is_dirty(unit)
-        self.torn = True
+        within, self.torn = self.torn, True
         self.open_host(unit)
         begun = self._begun.pop(unit, None)
         tiles = None if begun is None else self._pipeline.all_tiles(unit) - begun
         self._hand_over(unit, self.pending.pop(unit), write=write, needed=needed, tiles=tiles)
-        self.torn = False
+        self.torn = within
 
     def _hand_over(
         self,
@@ -183,17 +184,17 @@ class InFlight:
 
     def run_ahead(self, unit: int, segments: tuple[Segment, ...], needed: int) -> None:
         """Update what can be undone of a unit that `can_run_ahead`, and whose gradients are in memory."""
-        self.torn = True
+        within, self.torn = self.torn, True
         self.open_host(unit)
         tiles, in_memory = self._can_undo(unit), not self._params.can_undo(unit)
         before = self._pipeline.keep_before(unit, tiles, param=in_memory)
         ticket = self._hand_over(unit, segments, write=True, needed=needed, tiles=tiles, before=before)
         self._ahead[unit] = _Ahead(segments, tiles, ticket, in_memory)
-        self.torn = False
+        self.torn = within
 
     def confirm(self, unit: int) -> None:
         """What ran ahead is the unit's update; `pending` is what is left of it."""
-        self.torn = True
+        within, self.torn = self.torn, True
         ahead, handed = self._ahead.pop(unit), self._handed.get(unit)
         if ahead.tiles != self._pipeline.all_tiles(unit):
             self._begun[unit], self.pending[unit] = ahead.tiles, ahead.segments
@@ -202,7 +203,7 @@ class InFlight:
         else:
             handed.keeps = False
         self._pipeline.forget_before(ahead.ticket)
-        self.torn = False
+        self.torn = within
 
     def undo(self, units: Sequence[int]) -> frozenset[int]:
         """The units are what they were before they were updated ahead, and have their gradients.
@@ -220,7 +221,7 @@ class InFlight:
                     f"the values of unit `{self._params.specs[unit].name}` are asked for while backward uses it, after "
                     'its update has begun: set tiering.update_schedule to "deferred"'
                 )
-        self.torn = True
+        within, self.torn = self.torn, True
         on_drives = frozenset(unit for unit in units if not self._ahead[unit].in_memory)
         self._pipeline.undo([self._ahead[unit].ticket for unit in units])
         for unit in units:
@@ -231,7 +232,7 @@ class InFlight:
             else:
                 self._put_back(unit)
             self._pipeline.forget_before(self._ahead.pop(unit).ticket)
-        self.torn = False
+        self.torn = within
         return on_drives
 
     def _put_back(self, unit: int) -> None:

@@ -51,7 +51,7 @@ class OnDevice:
         """Carry out the pending update of a unit; the arguments are of interest where that takes time."""
         if unit not in self.pending:
             return
-        self.torn = True
+        within, self.torn = self.torn, True
         segments = self.pending.pop(unit)
         param, (grad, _) = self._params.begin_device_change(unit), self._grads.hand_over(unit)
         for segment in segments:
@@ -59,7 +59,7 @@ class OnDevice:
         self._params.end_device_change(unit)
         self._grads.used(unit)
         self.finished.append(unit)
-        self.torn = False
+        self.torn = within
 
     start = try_start
 

@@ -42,7 +42,7 @@ class ParameterViews:
         # Made when the unit is first in memory (a view of freed storage cannot be made), then kept.
         self._views: dict[int, list[torch.Tensor]] = {}
         self._shown: list[bool | None] = [None] * len(partition.units)  # None: neither values nor NaN of ours
-        # Where each was put; None where somebody else has put it.
+        # Where each was put; None where nobody knows: somebody else has put it there, or is about to.
         self._lies: list[list[torch.Tensor | None]] = [[None] * len(unit.slots) for unit in partition.units]
         self.lent: list[set[int]] = [set() for _ in partition.units]
         self.detached = False
@@ -150,6 +150,7 @@ class ParameterViews:
     def _set(self, unit: int, slots: Iterable[int], values: Sequence[torch.Tensor]) -> None:
         for slot in slots:
             if slot not in self.lent[unit]:
+                self._lies[unit][slot] = None  # an interrupt must not look as if somebody else had put it there
                 set_local_part(self._parameters[unit][slot], values[slot])
                 self._lies[unit][slot] = values[slot]
 

@@ -8,6 +8,7 @@ are left out.
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import sys
 from collections import Counter
@@ -24,7 +25,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 import infinity
-from infinity.tiers import Link, SameMemory
+from infinity.tiers import Link, Params, SameMemory
 from infinity.zero.foresight import Foresight
 from tests.doors.sequences import WIDTH, Blocks
 
@@ -252,6 +253,17 @@ def test_an_interrupt_at_any_line_of_a_step_is_refused_or_nothing(case, tmp_path
 def test_an_interrupt_on_a_device_with_memory_of_its_own_is_refused_or_nothing(states, file, tmp_path) -> None:
     outcomes = sweep(Case("backward" if states == "cpu" else "deferred", states, discrete=True), tmp_path, EVERY, file)
     assert outcomes["nothing"] + outcomes["refused"] > 0  # of some files every fifth line is within an update
+
+
+@pytest.mark.slow
+def test_what_follows_an_interrupted_hand_over_does_not_hide_it(tmp_path) -> None:
+    """Other units' values reach the device while the interrupt passes through the forward pass."""
+    case = Case("backward", "cpu", discrete=True)
+    states = reference(case, tmp_path)
+    start = inspect.getsourcelines(Params._start_upload)[1] + 2  # its first line
+    where = (inspect.getsourcefile(Params) or "", start)
+    outcomes = [interrupt_at(case, tmp_path, where, occurrence, states) for occurrence in range(1, 9) for _ in range(3)]
+    assert "refused" in outcomes
 
 
 @pytest.mark.parametrize("clipping", [0.1, 1e6], ids=["undone", "confirmed"])
