@@ -11,6 +11,7 @@ A file that is kept (see run_files.py) gets a name that `remove_stale` leaves al
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
 import logging
@@ -24,6 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -186,7 +188,7 @@ def create_owned(directory: Path, rank: int, nbytes: int, name: str | None = Non
     name = name or f"{_PREFIX}r{rank}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
     place = _Place(directory / name, open_swap_directory(directory), os.getpid())
     try:
-        _remove_on_sigterm(place)
+        _remove_at_the_end(place)
         owned = OwnedFile(place, _create_locked(place))
     except BaseException as error:  # Ctrl-C may come right behind a system call
         _live.discard(place)
@@ -293,15 +295,27 @@ def _free(directory: Path) -> int | str:
 _live: set[_Place] = set()
 
 
-def _remove_on_sigterm(place: _Place) -> None:
+def _remove_at_the_end(place: _Place) -> None:
+    _remove_at_exit()
     _live.add(place)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _die_of_sigterm)
 
 
-def _die_of_sigterm(signum: int, frame: FrameType | None) -> None:
+@cache
+def _remove_at_exit() -> None:
+    """What `weakref` removes at exit may come too late: where somebody has used it before infinity was imported, that
+    is behind whoever ends the process on the spot, as a rank does whose collective nobody answers."""
+    atexit.register(_remove_live)
+
+
+def _remove_live() -> None:
     for place in list(_live):
         if place.pid == os.getpid():
             _attempt(place.unlink, place.path)
+
+
+def _die_of_sigterm(signum: int, frame: FrameType | None) -> None:
+    _remove_live()
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)

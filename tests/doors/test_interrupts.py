@@ -8,12 +8,11 @@ are left out.
 from __future__ import annotations
 
 import ast
-import inspect
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -255,15 +254,29 @@ def test_an_interrupt_on_a_device_with_memory_of_its_own_is_refused_or_nothing(s
     assert outcomes["nothing"] + outcomes["refused"] > 0  # of some files every fifth line is within an update
 
 
-@pytest.mark.slow
-def test_what_follows_an_interrupted_hand_over_does_not_hide_it(tmp_path) -> None:
-    """Other units' values reach the device while the interrupt passes through the forward pass."""
-    case = Case("backward", "cpu", discrete=True)
-    states = reference(case, tmp_path)
-    start = inspect.getsourcelines(Params._start_upload)[1] + 2  # its first line
-    where = (inspect.getsourcefile(Params) or "", start)
-    outcomes = [interrupt_at(case, tmp_path, where, occurrence, states) for occurrence in range(1, 9) for _ in range(3)]
-    assert "refused" in outcomes
+def test_what_follows_an_interrupted_hand_over_does_not_hide_it(tmp_path, monkeypatch) -> None:
+    """Other units' values come to the device before anybody looks."""
+    send_up, left = Params._send_up, [KeyboardInterrupt()]
+
+    def interrupted(params: Params, each: Any) -> None:
+        if left:
+            raise left.pop()
+        send_up(params, each)
+
+    with engine_at(Case("deferred", "cpu", discrete=True), tmp_path) as engine:
+        one_step(engine, 0)
+        engine.synchronize()
+        params = engine._runtime.params
+        monkeypatch.setattr(Params, "_send_up", interrupted)
+        for unit in (0, 1):
+            assert params.open_host(unit)
+            for move in params.begin_change(unit):
+                move.transfer.result()
+            with suppress(KeyboardInterrupt):
+                params.end_change(unit)
+        assert not left
+        with pytest.raises(infinity.InfinityError, match="has stopped after an error"):
+            one_step(engine, 1)
 
 
 @pytest.mark.parametrize("clipping", [0.1, 1e6], ids=["undone", "confirmed"])
