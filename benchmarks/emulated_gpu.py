@@ -5,11 +5,12 @@
 The emulated device of the tests runs hollow kernels, which take their time and compute nothing, and copies without the
 processor, as the engines of a real link do: the cores belong to the optimizer, the drive and the Python that launches.
 A regime is a step of a Llama 8B on some machine: seconds of compute, link, optimizer and drive. Here a model of as many
-layers and an eighth of the parameters stands for it, and what a parameter takes is stretched by one factor, so that
-compute : link : optimizer, or compute : link : drive, stand to each other as on that machine; what cannot be stretched
-is measured first (the optimizer in steps of its own, or the drive under reads and writes) and gives the factor. This
-machine's optimizer is slower than a large machine's by about what the model is smaller, so that a step takes about the
-seconds that it takes there, and seconds of Python, which are not stretched, count for as much here as there.
+layers and an eighth of the parameters stands for it, and a parameter takes eight times as long: on the device and on
+the link because they are told to, in the optimizer because it sleeps behind each tile for as long as this machine is
+faster (a large machine has other cores for it, too). So a step takes the seconds that it takes there, and Python, which
+is not stretched, counts for as much here as there. Where this machine's optimizer is slower than that, everything is
+stretched further; with a drive, which cannot be told to wait, everything is stretched by as much as that one is slower
+than the regime's.
 
 The floor of a step is its busiest engine: compute, each direction of the link, the optimizer, the drive. Printed are
 the step, what each engine worked, the floor, the step over it, and how much of the step the device computes. Where
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ import infinity
 from infinity.io import IoOptions
 from infinity.io.bench import BenchSession, bench_file, ring_bytes
 from infinity.memory.filled import random_memory
+from infinity.optim import formats, pipeline
 from tests.device import simdev
 
 GPU_PARAMS = 8.0e9  # of the model whose step a regime tells
@@ -46,7 +49,7 @@ LAYERS, WIDTH, VOCAB, SEQ, BATCH = 32, 1024, 65536, 256, 4  # units as those of 
 FORWARD_SHARE = 1 / 4  # of what a micro-batch computes; backward computes it again and twice as much beside it
 PROBE_FLOPS = 1e13
 PROBE_STEPS = 7  # in the first of which nothing is updated, in the second memory is touched first
-STATES_ON_DEVICE_STEP_S = 0.6  # as long as the other regimes that are bound by compute
+ASIDE_SHARE = 0.6  # of the optimizer's rate, where an update leaves what it replaces (measured on one core)
 ENGINES = ("compute", "h2d", "d2h", "optimizer", "drive")
 
 
@@ -196,6 +199,17 @@ def step_of(engine: infinity.Engine, regime: Regime) -> None:
         engine.step()
 
 
+def throttled(rate: float) -> Callable[..., None]:
+    """The optimizer's update of a run of elements, at no more than so many a second."""
+
+    def update(layout: Any, param: torch.Tensor, states: Any, grad: Any, rule: Any, dither: Any, aside: Any) -> None:
+        until_s = time.perf_counter() + param.numel() / (rate if aside is None else ASIDE_SHARE * rate)
+        formats.update(layout, param, states, grad, rule, dither, aside)
+        time.sleep(max(0.0, until_s - time.perf_counter()))
+
+    return update
+
+
 def train(
     regime: Regime, path: str, steps: int, drive_rate: float, probed: tuple[float, float], trace: Path | None
 ) -> dict[str, Any]:
@@ -208,10 +222,10 @@ def train(
         for _ in range(2):
             step_of(engine, regime)
         torch.accelerator.synchronize()
-        # How many times slower this machine is, for a parameter: what cannot be stretched decides.
-        slower = regime.drive / drive_rate if regime.drive else regime.adam / adam_rate
-        if regime.states == "none":  # nothing is bound to this machine but the Python that launches
-            slower = STATES_ON_DEVICE_STEP_S / (regime.compute_s * params / GPU_PARAMS)
+        # How many times longer a parameter takes here: what cannot be told to wait decides.
+        slower = regime.drive / drive_rate if regime.drive else GPU_PARAMS / params
+        if regime.states != "none":
+            slower = max(slower, regime.adam / adam_rate)
         compute_s = regime.compute_s * params / GPU_PARAMS * slower
         simdev.configure(
             flops=PROBE_FLOPS * probed_s / compute_s,
@@ -220,6 +234,7 @@ def train(
             launch_us=1,
             trace=float(trace is not None),
         )
+        pipeline.update = throttled(regime.adam / slower)
         for _ in range(2 + steps):
             busy, start_s = simdev.busy(), time.perf_counter()
             step_of(engine, regime)

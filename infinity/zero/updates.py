@@ -170,13 +170,15 @@ class Updates:
             least: of how many units' gradients to wait for.
             leave: how many units' updates may still wait for the other ranks then.
         """
+        updated = False
         for done, unit in enumerate(list(self._due)):
             if done >= least and not (self._gradients.alone and self._gradients.have_come(unit)):
                 break
             del self._due[unit]
             self._losses.check_late()
             self._asked[unit] = self._gradients.ask_others(unit)
-        return self._update_asked(leave)
+            updated |= self._update_asked(0 if self._gradients.alone else max(leave, _ASKED))
+        return self._update_asked(leave) or updated
 
     def _update_asked(self, leave: int = 0) -> bool:
         """Update what the ranks have been asked about, but for the last so many; returns whether anything was."""

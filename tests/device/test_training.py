@@ -12,6 +12,9 @@ import torch
 
 import infinity
 from infinity.tiers import link
+from infinity.zero.gradients import Gradients
+from infinity.zero.ranks import Vote
+from infinity.zero.updates import Updates
 from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of
 from tests.behaviour.test_parity import assert_same_bits
 from tests.device import simdev
@@ -81,6 +84,30 @@ def test_the_host_waits_for_units_and_not_for_every_gradient(monkeypatch) -> Non
         engine.backward(loss)
         engine.step()
     assert len(waits) < trained / 3  # about one a unit; some more where the machine is busy
+
+
+def test_a_unit_is_updated_before_the_next_ones_gradients_are_waited_for(monkeypatch) -> None:
+    told: list[tuple[str, int]] = []
+    ask, update = Gradients.ask_others, Updates._update_final
+
+    def asked(gradients: Gradients, unit: int) -> Vote:
+        told.append(("asked", unit))
+        return ask(gradients, unit)
+
+    def updated(updates: Updates, unit: int, *, finite: bool) -> None:
+        told.append(("updated", unit))
+        update(updates, unit, finite=finite)
+
+    monkeypatch.setattr(Gradients, "ask_others", asked)
+    monkeypatch.setattr(Updates, "_update_final", updated)
+    placement = Placement("cpu", "cpu", schedule="backward")
+    with (
+        simdev.configured(link_us=2000),
+        engine_on("simdev", tiny(), Recipe("bf16"), placement) as engine,
+    ):
+        train_over(engine, batches(1))
+    assert told
+    assert told == [(what, unit) for _, unit in told[::2] for what in ("asked", "updated")]
 
 
 @pytest.mark.usefixtures("_speed")
