@@ -33,7 +33,8 @@ def test_engines_that_are_dropped_leave_nothing(clipping, tmp_path) -> None:
     for _ in range(5):
         use()
         gc.collect()
-    assert held(tmp_path) == before
+    # What the tests before have left may go meanwhile.
+    assert all(now <= then for now, then in zip(held(tmp_path), before, strict=True))
 
 
 def test_the_model_outlives_its_engine_and_says_so(tmp_path) -> None:
@@ -54,7 +55,7 @@ def test_an_engine_in_the_middle_of_a_step_can_be_dropped(tmp_path) -> None:
     engine.backward(loss)
     del engine, loss
     gc.collect()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # those of the tests before may end meanwhile
 
 
 def test_an_engine_is_gone_without_the_garbage_collector(tmp_path) -> None:
@@ -66,7 +67,7 @@ def test_an_engine_is_gone_without_the_garbage_collector(tmp_path) -> None:
         engine = infinity.initialize(model=tiny_gpt2(), config=config)[0]
         train_on(engine, batches(1))
         del engine
-        assert threading.active_count() == before
+        assert threading.active_count() <= before  # those of the tests before may end meanwhile
     finally:
         gc.enable()
 
