@@ -164,7 +164,7 @@ class Updates:
 
         All ranks agree on whether gradients are finite, and so begin to ask one another at the same points: there what
         is due lags behind far enough to have come. They compute on meanwhile, and update when the next one is asked
-        about.
+        about. A rank that is alone updates each unit before it waits for the next one's gradients.
 
         Args:
             least: of how many units' gradients to wait for.
@@ -177,7 +177,7 @@ class Updates:
             del self._due[unit]
             self._losses.check_late()
             self._asked[unit] = self._gradients.ask_others(unit)
-            updated |= self._update_asked(0 if self._gradients.alone else max(leave, _ASKED))
+            updated |= self._update_asked(0 if self._gradients.alone else _ASKED)
         return self._update_asked(leave) or updated
 
     def _update_asked(self, leave: int = 0) -> bool:
