@@ -10,6 +10,7 @@ else runs on the machine then matters little, and a step is as long as windows, 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -104,12 +105,12 @@ class Block(nn.Module):
     def __init__(self, forward_s: float, backward_s: float) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12))
-        self.seconds = forward_s, backward_s
+        self.seconds = forward_s / len(self.layers), backward_s / len(self.layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = x + 0.1 * layer(x)
-        return Sleep.apply(x, *self.seconds)
+            x = Sleep.apply(x + 0.1 * layer(x), *self.seconds)
+        return x
 
 
 class Model(nn.Module):
@@ -207,7 +208,13 @@ def run_case(case: Case, nvme: Path, steps: int) -> dict[str, Any]:
     forward, backward = (Pass({Product("nt", 1): seconds * FLOP_PER_S}) for seconds in own_seconds(case))
     work = Work(ROWS, forward, backward, 0.0, 0.0, 0.0)
     drive = Duplex(*(DRIVE_BYTES_PER_S,) * 3)
-    rates = Rates({"nt": ((1, FLOP_PER_S),)}, optimizer_params_per_s=OPTIMIZER_PARAMS_PER_S, disk=drive)
+    parts = ("compute", "optimizer", "disk")
+    rates = Rates(
+        {"nt": ((1, FLOP_PER_S),)},
+        optimizer_params_per_s=OPTIMIZER_PARAMS_PER_S,
+        disk=drive,
+        beside=dict.fromkeys(itertools.permutations(parts, 2), 1.0),  # who sleeps holds nobody up
+    )
     predicted = predict_step(plan, config, work, rates)
     seconds = []
     x = torch.ones(ROWS, WIDTH, dtype=torch.bfloat16 if case.precision == "bf16" else torch.float32)

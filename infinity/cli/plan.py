@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 _NAMED = 4  # units, before the rest is counted
+_SHOWN_S = 0.005
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -93,7 +94,9 @@ def _step_facts(step: StepTime, rated_bytes: int | None) -> dict[str, Any]:
     return {
         "step_s": step.seconds,
         "parts_s": dict(step.parts),
-        "windows": [{"name": window.name, "seconds": window.seconds, "bound": window.bound} for window in step.windows],
+        "busy_s": dict(step.busy),
+        "phases_s": dict(step.phases),
+        "waits_s": dict(step.waits),
         "unknown": step.unknown,
         "bottleneck": step.bottleneck,
         "tokens": step.tokens,
@@ -149,8 +152,10 @@ def _print_step(step: StepTime, rated_bytes: int | None) -> None:
     for name, seconds in step.parts.items():
         if seconds:
             print(f"  {name:<14}{seconds:.2f} s if alone")
-    for window in step.windows:
-        print(f"  {window.name + ':':<28}{window.seconds:.2f} s, bound by {window.bound}")
+    print(f"  in order      {', '.join(f'{name} {seconds:.2f} s' for name, seconds in step.phases.items())}")
+    waits = [f"{part} {seconds:.2f} s" for part, seconds in step.waits.items() if seconds >= _SHOWN_S]
+    if waits:
+        print(f"  computing waits for {', '.join(waits)}")
     if step.parts["compute"]:
         print(f"computing       {step.efficiency:.0%} of the step, {_flops(step.flop_per_s)} a device")
         print(f"break-even      {step.break_even_tokens:,.0f} tokens a step (now {step.tokens:,}) hide the rest")

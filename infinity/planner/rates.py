@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,8 @@ class Rates:
         disk: all drives of the machine together, inward is read.
         link: of one device, inward is to the device.
         gather_bytes_per_s, reduce_bytes_per_s: that one rank receives, or sends.
+        beside: what is left of one part of the machine while another works, as a share of its speed alone: of
+            "compute", "optimizer" and "disk", as pairs.
     """
 
     products: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
@@ -48,6 +50,7 @@ class Rates:
     link: Duplex | None = None
     gather_bytes_per_s: float | None = None
     reduce_bytes_per_s: float | None = None
+    beside: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def compute_s(self, work: Pass) -> float | None:
         """Of one pass on one device that has nothing else to do; None if the rates are not known."""

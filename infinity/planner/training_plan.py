@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from infinity.schedule.placement import Placement, place
 from infinity.tiers import Memory
 from infinity.tiers.swap import ALIGN_BYTES
 from infinity.zero.budgets import AUTO_SHARE, device_budgets, host_capacity
+from infinity.zero.partition import Partition
 from infinity.zero.ranks import Ranks
 from infinity.zero.sizing import Sizing, size_up
 
@@ -50,6 +51,13 @@ class UnitFacts:
     offloaded: bool
 
 
+class Use(NamedTuple):
+    """A module that uses a unit, in a block or outside of all of them."""
+
+    unit: int
+    in_block: bool
+
+
 @dataclass(frozen=True)
 class TrainingPlan:
     """One step of training on one rank, whose budgets and bytes these are.
@@ -66,7 +74,10 @@ class TrainingPlan:
         device_used_bytes: on a device with memory of its own: parameters that are computed on, and gradients between
             ranks; 0 without one.
         nvme_bytes: space that will be reserved on the drives.
-        steps: of one cycle in steady state, forward through the units in their order and backward in the reverse.
+        placement: where everything lives.
+        params_bytes: memory for units that come and go, where they are computed on.
+        uses: units in the order of a forward pass, one entry for each module that uses one; backward is the reverse.
+        steps: of one cycle in steady state, through those of the uses whose units come and go.
         traffic: what moves in a step.
     """
 
@@ -81,6 +92,9 @@ class TrainingPlan:
     host_used_bytes: int
     device_used_bytes: int
     nvme_bytes: int
+    placement: Placement
+    params_bytes: int
+    uses: tuple[Use, ...]
     steps: Plan
     traffic: Traffic
 
@@ -151,7 +165,8 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
     split = split_memory(needs, capacity, "tiering.host_memory")
     placement = place(sizing.rules, sizing.specs, sizing.shards, split)
     there = device_budgets(sizing, config, split, Ledger("host memory", capacity), machine.device_bytes or 0)
-    moving = [unit for unit, spec in enumerate(sizing.specs) if spec.offloaded]
+    uses = _uses(sizing.partition)
+    moving = [unit for unit, _ in uses if sizing.specs[unit].offloaded]
     sizes = [spec.nbytes for spec in sizing.specs]
     steps = make_plan([*moving, *reversed(moving)], sizes, there.params.capacity_bytes, sizing.ahead_bytes)
     return TrainingPlan(
@@ -171,8 +186,21 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
         nvme_bytes=_kept_bytes(sizing, placement)
         if config.tiering.crash_consistent
         else _nvme_bytes(sizing, placement),
+        placement=placement,
+        params_bytes=there.params.capacity_bytes,
+        uses=uses,
         steps=steps,
         traffic=traffic_of(sizing, placement, steps, config.gradient_accumulation_steps, there.sums.capacity_bytes),
+    )
+
+
+def _uses(partition: Partition) -> tuple[Use, ...]:
+    """A model is taken to run through its modules in their order."""
+    starts = tuple(f"{name}." for name in partition.blocks)
+    return tuple(
+        Use(unit, point.module_name in partition.blocks or point.module_name.startswith(starts))
+        for point in partition.hook_points
+        for unit in point.units
     )
 
 

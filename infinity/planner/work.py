@@ -63,6 +63,7 @@ class Work:
         saved_bytes: activations that autograd holds when the forward pass ends.
         block_bytes: of these, one block's that are computed again, if blocks are checkpointed; else 0.
         loss_bytes: what lives beside them at most at the end of the forward pass: logits and what is made of them.
+        outside_forward, outside_backward: what no block does, as far as that is known.
     """
 
     tokens: int
@@ -71,6 +72,8 @@ class Work:
     saved_bytes: float
     block_bytes: float
     loss_bytes: float
+    outside_forward: Pass = Pass()
+    outside_backward: Pass = Pass()
 
     @property
     def activation_bytes(self) -> float:
@@ -149,21 +152,23 @@ def _outermost(partition: Partition) -> list[str]:
 def _extended(one: Work, two: Work, blocks: int) -> Work:
     """See [Note: two layers stand for all]."""
 
-    def line(first: float, second: float) -> float:
-        return first + (blocks - 1) * (second - first)
+    def line(first: float, second: float, count: int) -> float:
+        return first + (count - 1) * (second - first)
 
-    def passes(first: Pass, second: Pass) -> Pass:
+    def passes(first: Pass, second: Pass, count: int) -> Pass:
         kinds = first.flops.keys() | second.flops.keys()
-        flops = {kind: line(first.flops.get(kind, 0.0), second.flops.get(kind, 0.0)) for kind in kinds}
-        return Pass(flops, line(first.other_bytes, second.other_bytes))
+        flops = {kind: line(first.flops.get(kind, 0.0), second.flops.get(kind, 0.0), count) for kind in kinds}
+        return Pass(flops, line(first.other_bytes, second.other_bytes, count))
 
     return Work(
         one.tokens,
-        passes(one.forward, two.forward),
-        passes(one.backward, two.backward),
-        line(one.saved_bytes, two.saved_bytes),
+        passes(one.forward, two.forward, blocks),
+        passes(one.backward, two.backward, blocks),
+        line(one.saved_bytes, two.saved_bytes, blocks),
         one.block_bytes,
         one.loss_bytes,
+        passes(one.forward, two.forward, 0),
+        passes(one.backward, two.backward, 0),
     )
 
 

@@ -18,12 +18,12 @@ class Found:
 
     Attributes:
         over_best: the step without noise, over that of the best of all settings; `over_given` over the given one's.
-        settings: that there are, all of which an exhaustive search runs once or more.
+        measured: settings that were run at all; an exhaustive search runs all `settings`.
     """
 
     over_best: float
     over_given: float
-    runs: int
+    measured: int
     settings: int
 
 
@@ -46,4 +46,9 @@ def simulated_search(outlook: Outlook, choices: Choices, seed: int, *, noise: fl
     everything = [Setting(*values) for values in itertools.product(*(choices[knob] for knob in KNOBS))]
     possible = [setting for setting in everything if not outlook.of(setting).refused]
     least_s = min(map(true_s, possible))
-    return Found(true_s(best) / least_s, true_s(best) / true_s(outlook.given), len(record.runs), len(possible))
+    return Found(
+        true_s(best) / least_s,
+        true_s(best) / true_s(outlook.given),
+        len({run.setting for run in record.runs}),
+        len(possible),
+    )

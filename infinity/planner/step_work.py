@@ -1,0 +1,318 @@
+"""What a step asks of every part of a machine, in seconds of units and tiles: a plan's bytes over a machine's rates.
+
+[Note: fewer tiles]
+A trillion parameters are a million tiles, all alike. Several are taken for one where there are many, and the ring has
+as many slots fewer, but never fewer than keep reading, updating and writing apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from infinity.config import Config
+from infinity.planner.rates import Duplex, Rates
+from infinity.planner.training_plan import TrainingPlan
+from infinity.planner.work import Pass, Work
+from infinity.schedule import Plan
+from infinity.schedule.placement import Home, cut_into_tiles
+from infinity.tiers import Memory
+from infinity.zero.updates import UpdateSchedule
+
+_MOST_TILES = 400  # that are told apart
+_LEAST_SLOTS = 4
+_DRIVES = (Memory.NVME, Memory.FILE)
+
+
+@dataclass(frozen=True)
+class TileWork:
+    """Seconds of one tile of optimizer states, each as if alone; 0 to read and write where it stays in memory.
+
+    Attributes:
+        params_s: writing the parameters that it has updated.
+    """
+
+    update_s: float
+    read_s: float = 0.0
+    write_s: float = 0.0
+    params_s: float = 0.0
+
+    @property
+    def is_stored(self) -> bool:
+        return self.read_s > 0.0
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """What one unit asks for, in seconds as if alone, and the memory that it takes.
+
+    Attributes:
+        nbytes: of its parameters, if they come and go; else 0.
+        read_s, up_s: fetching them from the drives, and to the device.
+        gather_s: making it whole from the shards of several ranks, for a use.
+        grad_bytes: of its gradients in the memory where they wait; 0 where they spill.
+        spill_s: of a unit whose gradients spill: writing them, or reading them.
+        reduce_s, down_s: its gradients of a pass on their way to other ranks, and from the device.
+        publish_s, regather_s: what was updated on its way up again, or to all ranks, where it stays there.
+        tiles: of its optimizer states.
+        ahead: so many of these can be updated before the norm is known.
+    """
+
+    nbytes: int = 0
+    read_s: float = 0.0
+    up_s: float = 0.0
+    gather_s: float = 0.0
+    grad_bytes: int = 0
+    spill_s: float = 0.0
+    reduce_s: float = 0.0
+    down_s: float = 0.0
+    publish_s: float = 0.0
+    regather_s: float = 0.0
+    tiles: tuple[TileWork, ...] = ()
+    ahead: int = 0
+
+
+@dataclass(frozen=True)
+class UseWork:
+    """A module that uses a unit, in each pass: seconds of computing, and of moving what autograd saves in it.
+
+    Attributes:
+        down_s, up_s: leaving the device, and coming back.
+        write_s, read_s: leaving host memory, and coming back.
+    """
+
+    unit: int
+    forward_s: float
+    backward_s: float
+    down_s: float = 0.0
+    up_s: float = 0.0
+    write_s: float = 0.0
+    read_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """A step.
+
+    Attributes:
+        uses: in the order of a forward pass; backward is the reverse.
+        plan: of the units that come and go.
+        params_bytes, grads_bytes: memory for what comes and goes, and for gradients that wait.
+        slots: of the ring of tiles.
+        spill_slots: units whose gradients may be in memory at once, of those that spill.
+        passes: forward and backward passes.
+        runs_in_backward: units are updated as soon as their gradients are final.
+        settles: a step is over when everything is updated.
+        standing: units whose gradients are final at the end of a pass only.
+    """
+
+    units: tuple[UnitWork, ...]
+    uses: tuple[UseWork, ...]
+    plan: Plan
+    params_bytes: int
+    grads_bytes: int
+    slots: int
+    spill_slots: int = 0
+    passes: int = 1
+    runs_in_backward: bool = True
+    settles: bool = False
+    standing: frozenset[int] = frozenset()
+
+
+def step_work(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> StepWork:
+    """Of a step of `plan` whose micro-batches are `work`, on one of the machines of these rates."""
+    sizing, schedule = plan.sizing, UpdateSchedule(plan.update_schedule)
+    micro = config.gradient_accumulation_steps
+    passes = 1 if sizing.layer_major else micro
+    slots = plan.split.ring_bytes // plan.needs.tile_bytes
+    tiles = list(_tiles(plan))
+    together = -(-sum(map(len, tiles)) // _MOST_TILES)
+    seconds = _Seconds(plan, rates, passes)
+    spilled = set(plan.placement.grad_homes.spilled)
+    share = _share_ahead(plan) if schedule is UpdateSchedule.SPECULATIVE else 0.0
+    units = []
+    for unit in range(len(plan.units)):
+        fewer = _fewer([seconds.tile(unit, numel, home) for numel, home in tiles[unit]], together)
+        units.append(seconds.unit(unit, fewer, spills=unit in spilled, ahead=round(share * len(fewer))))
+    return StepWork(
+        units=tuple(units),
+        uses=tuple(_uses(plan, config, work, rates, micro // passes)),
+        plan=plan.steps,
+        params_bytes=plan.params_bytes,
+        grads_bytes=plan.split.grads_bytes,
+        slots=max(min(slots, _LEAST_SLOTS), slots // together) if together else 0,
+        spill_slots=plan.placement.grad_homes.slots,
+        passes=passes,
+        runs_in_backward=schedule is UpdateSchedule.BACKWARD,
+        settles=schedule is UpdateSchedule.BARRIER or sizing.rules.settles,
+        standing=frozenset(sizing.shards.standing),
+    )
+
+
+# Tiles #
+
+
+def _tiles(plan: TrainingPlan) -> Iterator[list[tuple[int, Home]]]:
+    """Elements and homes of every unit's tiles, but for those on the device: that updates them in less time than a
+    step's launches take."""
+    homes, shards = iter(plan.placement.tiles), plan.sizing.shards
+    for numel in shards.numels:
+        tiles = [(elements, next(homes)) for elements in cut_into_tiles([numel], shards.tile_numel)]
+        yield [(elements, home) for elements, home in tiles if home.memory is not Memory.DEVICE]
+
+
+def _fewer(tiles: Sequence[TileWork], together: int) -> tuple[TileWork, ...]:
+    """See [Note: fewer tiles]; those that stay in memory and those that do not are not taken for one another."""
+    if together <= 1:
+        return tuple(tiles)
+    groups: dict[bool, list[TileWork]] = {True: [], False: []}
+    made: list[TileWork] = []
+    for tile in tiles:
+        group = groups[tile.is_stored]
+        group.append(tile)
+        if len(group) == together:
+            made.append(_as_one(group))
+            group.clear()
+    return (*made, *(_as_one(group) for group in groups.values() if group))
+
+
+def _as_one(tiles: Sequence[TileWork]) -> TileWork:
+    return TileWork(
+        sum(tile.update_s for tile in tiles),
+        sum(tile.read_s for tile in tiles),
+        sum(tile.write_s for tile in tiles),
+        sum(tile.params_s for tile in tiles),
+    )
+
+
+def _share_ahead(plan: TrainingPlan) -> float:
+    """How much of the states can be updated before the norm is known: what has two slots, or room for before-images."""
+    sizing, needs, split = plan.sizing, plan.needs, plan.split
+    if sizing.keeps_steps:
+        return 1.0
+    share = split.images_bytes / needs.images_bytes if needs.images_bytes else 0.0
+    if sizing.has_slots and sizing.rules.params is Memory.NVME:
+        share += 1.0 - split.states_bytes / max(1, needs.states_bytes)
+    return min(1.0, share)
+
+
+# Units #
+
+
+class _Seconds:
+    """What bytes and parameters of one rank take on a machine whose drives and cores its neighbours share."""
+
+    def __init__(self, plan: TrainingPlan, rates: Rates, passes: int) -> None:
+        self._plan = plan
+        self._neighbours = plan.machine.neighbours
+        self._rates = rates
+        self._reads, self._writes = _ways(rates.disk)
+        self._up, self._down = _ways(rates.link)
+        self._passes = passes
+        rules, traffic, shards = plan.sizing.rules, plan.traffic, plan.sizing.shards
+        self._fetched = {use.unit for use in plan.steps.steps if use.before is not None} | {
+            unit for use in plan.steps.steps for action, unit in use.actions if action == "prefetch"
+        }
+        # What an update changes reaches its home; where it is changed in what is computed on, if it leaves that.
+        self._written = plan.steps.evicted if rules.one_memory and not rules.gathers else range(len(plan.units))
+        self._trained = max(1, sum(unit.trainable_numel for unit in plan.sizing.partition.units))
+        self._leaving = max(1, sum(shards.grad_sizes))
+        self._whole = max(1, sum(spec.nbytes for spec in plan.sizing.specs if not spec.offloaded))
+        self._reduced = (traffic.reduced + traffic.averaged) / passes
+
+    def unit(self, unit: int, tiles: tuple[TileWork, ...], *, spills: bool, ahead: int) -> UnitWork:
+        plan, rates, traffic, sizing = self._plan, self._rates, self._plan.traffic, self._plan.sizing
+        spec, grads = sizing.specs[unit], sizing.shards.grad_sizes[unit]
+        moves, shard = spec.offloaded, spec.shard_nbytes
+        others = (spec.sharding.count - 1) / spec.sharding.count
+        trained = sizing.partition.units[unit].trainable_numel
+        stays = not plan.machine.discrete or unit in self._fetched or unit in sizing.there
+        return UnitWork(
+            nbytes=spec.nbytes if moves else 0,
+            read_s=self._read(shard) if moves and plan.placement.params[unit].memory in _DRIVES else 0.0,
+            up_s=_over(shard, self._up) if moves and plan.machine.discrete else 0.0,
+            gather_s=_over(spec.nbytes * others, rates.gather_bytes_per_s) if moves else 0.0,
+            grad_bytes=0 if spills else grads,
+            spill_s=(self._read(grads) + self._write(grads)) / 2 if spills else 0.0,
+            reduce_s=_over(self._reduced * trained / self._trained, rates.reduce_bytes_per_s),
+            down_s=_over(traffic.link_down / self._passes * grads / self._leaving, self._down),
+            publish_s=0.0 if stays else _over(shard, self._up),
+            regather_s=0.0
+            if moves
+            else _over(traffic.regathered * spec.nbytes / self._whole, rates.gather_bytes_per_s),
+            tiles=tiles,
+            ahead=ahead,
+        )
+
+    def tile(self, unit: int, numel: int, home: Home) -> TileWork:
+        sizing = self._plan.sizing
+        nbytes = sizing.layout.tile_bytes(numel)
+        stored, written = home.memory is Memory.NVME, unit in self._written
+        params = self._plan.placement.params[unit].memory is Memory.NVME
+        return TileWork(
+            _over(numel * self._neighbours, self._rates.optimizer_params_per_s),
+            self._read(nbytes) if stored else 0.0,
+            self._write(nbytes) if stored else 0.0,
+            self._write(numel * sizing.specs[unit].dtype.itemsize) if params and written else 0.0,
+        )
+
+    def _read(self, nbytes: int) -> float:
+        return _over(nbytes * self._neighbours, self._reads)
+
+    def _write(self, nbytes: int) -> float:
+        return _over(nbytes * self._neighbours, self._writes)
+
+
+def _ways(duplex: Duplex | None) -> tuple[float | None, float | None]:
+    """Rates in and out."""
+    return (None, None) if duplex is None else (duplex.inward, duplex.outward)
+
+
+def _over(amount: float, rate: float | None) -> float:
+    """Seconds; 0 if the rate is not known."""
+    return amount / rate if rate else 0.0
+
+
+# Uses #
+
+
+def _uses(plan: TrainingPlan, config: Config, work: Work, rates: Rates, together: int) -> Iterator[UseWork]:
+    """Blocks compute as their parameters are many; what no block does is the last other module's.
+
+    Args:
+        together: micro-batches that go through a module in one pass.
+    """
+    share = 1 if plan.machine.discrete else plan.machine.neighbours
+    numels = [plan.units[use.unit].params if use.in_block else 0 for use in plan.uses]
+    if not sum(numels):
+        numels = [plan.units[use.unit].params for use in plan.uses]
+    last = max((index for index, use in enumerate(plan.uses) if not use.in_block), default=len(plan.uses) - 1)
+    saved, stored = _activations(plan, config, work)
+    (reads, writes), (up, down) = _ways(rates.disk), _ways(rates.link)
+    for index, use in enumerate(plan.uses):
+        part = numels[index] / max(1, sum(numels))
+
+        def computed(whole: Pass, outside: Pass, part: float = part, *, is_last: bool = index == last) -> float:
+            apart = rates.compute_s(outside) or 0.0
+            inside = (rates.compute_s(whole) or 0.0) - apart
+            return share * together * (part * inside + (apart if is_last else 0.0))
+
+        yield UseWork(
+            use.unit,
+            computed(work.forward, work.outside_forward),
+            computed(work.backward, work.outside_backward),
+            down_s=_over(part * saved * together, down),
+            up_s=_over(part * saved * together, up),
+            write_s=_over(part * stored * together * plan.machine.neighbours, writes),
+            read_s=_over(part * stored * together * plan.machine.neighbours, reads),
+        )
+
+
+def _activations(plan: TrainingPlan, config: Config, work: Work) -> tuple[float, float]:
+    """What autograd saves of a micro-batch, as far as it leaves the device, and the host for the drives."""
+    held = plan.sizing.rules.activations_bytes
+    if not held:
+        return 0.0, 0.0
+    at_once = config.gradient_accumulation_steps if plan.sizing.layer_major else 1
+    stored = max(0.0, work.saved_bytes * at_once - held) / at_once if config.tiering.activations == "nvme" else 0.0
+    return (work.saved_bytes if plan.machine.discrete else 0.0), stored
