@@ -93,13 +93,6 @@ def _table(profile: dict[str, Any]) -> str:
         lines += [f"  note: {caution}" for caution in drive["cautions"]]
     if profile["drives_together"]:
         lines.append(_drive_line("all at once", profile["drives_together"]))
-    beside = profile["beside_optimizer"]
-    if beside:
-        lines.append(
-            f"{'mixed beside the optimizer':<50}{beside['mixed_bytes_per_s'] / 1e9:>8.2f}  "
-            f"({beside['mixed_bytes_per_s'] / beside['mixed_alone_bytes_per_s']:.0%} of alone; the optimizer "
-            f"{beside['params_per_s'] / beside['params_alone_per_s']:.0%})"
-        )
     lines += _link_lines(profile["link"])
     lines += _processor_lines(profile)
     lines += [
@@ -112,6 +105,10 @@ def _table(profile: dict[str, Any]) -> str:
         gather, scatter = (ranks[f"{name}_bytes_per_s"] / 1e9 for name in ("all_gather", "reduce_scatter"))
         who = f"{ranks['count']} ranks ({ranks['backend']})"
         lines.append(f"{who}: all-gather {gather:.2f} GB/s, reduce-scatter {scatter:.2f} GB/s")
+    lines += [
+        f"{entry['part']} beside {entry['beside']:<{32 - len(entry['part'])}}{entry['share']:>8.0%}  of alone"
+        for entry in profile["contention"] or ()
+    ]
     return "\n".join([*lines, f"took {profile['took_s']:.0f} s"])
 
 

@@ -103,18 +103,16 @@ def rates_of(profile: dict[str, Any], *, dtype: str, state_format: str, device: 
         link=None if link is None else _link(link),
         gather_bytes_per_s=ranks and ranks["all_gather_bytes_per_s"],
         reduce_bytes_per_s=ranks and ranks["reduce_scatter_bytes_per_s"],
+        beside={(entry["part"], entry["beside"]): entry["share"] for entry in profile["contention"] or ()},
     )
 
 
 def _drives(profile: dict[str, Any]) -> Duplex | None:
-    """All drives, as fast as they are beside an optimizer that works."""
+    """All drives at once."""
     if not profile["drives"]:
         return None
     rates = profile["drives_together"] or profile["drives"][0]
-    beside = profile["beside_optimizer"]
-    share = min(1.0, beside["mixed_bytes_per_s"] / beside["mixed_alone_bytes_per_s"]) if beside else 1.0
-    read, write, mixed = (share * rates[f"{name}_bytes_per_s"] for name in ("read", "write", "mixed"))
-    return Duplex(read, write, mixed)
+    return Duplex(*(rates[f"{name}_bytes_per_s"] for name in ("read", "write", "mixed")))
 
 
 def _link(link: dict[str, Any]) -> Duplex:

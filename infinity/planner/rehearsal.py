@@ -261,7 +261,7 @@ class _Stage:
             return False
         self._resident.remove(unit)
         for known in (self._recency, self._unsent, self._reading, self._sending):
-            known.pop(unit, None)  # type: ignore[attr-defined]
+            known.pop(unit, None)
         self._free_bytes += self._units[unit].nbytes
         return True
 

@@ -1,10 +1,10 @@
-"""Rates of the drives: each alone, all at once, and beside an optimizer that works."""
+"""Rates of the drives: each alone, all at once, and beside what else works."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,19 @@ from infinity.io import IoOptions, Span
 from infinity.io.bench import BenchRun, BenchSession, bench_file, ring_bytes, run_together
 from infinity.io.drives import cautions, drive_of
 from infinity.memory.filled import random_memory
-from infinity.profiling.processor import BusyOptimizer
+from infinity.profiling.contention import RUNS_OF_DRIVES, contention
 
 OPERATIONS = ("read", "write", "mixed")
 MOST_PASSES = 4  # over its file, of one measurement: what it may write
-_BESIDE_S = 1.0
+_BESIDE_S = 0.5
 Rates = dict[str, Any]
 
 
 def written_bytes(paths: int, size_bytes: int) -> int:
-    """Most that `drive_rates` writes: each file, then writes and mixed, alone, together and beside an optimizer."""
+    """Most that `drive_rates` writes: each file, then writes and mixed, alone, together and beside others."""
     per_path = size_bytes + MOST_PASSES * (size_bytes + size_bytes // 2)
     together = MOST_PASSES * (size_bytes + size_bytes // 2) if paths > 1 else 0
-    beside = 2 * MOST_PASSES * size_bytes // 2
+    beside = RUNS_OF_DRIVES * (MOST_PASSES * size_bytes // 2)
     return paths * (per_path + together + beside)
 
 
@@ -36,13 +36,16 @@ def drive_rates(
     seconds: float,
     optimizer_numel: int,
     progress: Callable[[str], None],
+    *,
+    computes_here: bool = True,
 ) -> Rates:
-    """The profile's `drives`, `drives_together` and `beside_optimizer`.
+    """The profile's `drives`, `drives_together` and `contention`.
 
     Args:
         size_bytes: of the file on each path.
         seconds: of one measurement, or less: none goes over its file more than a few times.
         optimizer_numel: parameters of the optimizer that works beside.
+        computes_here: the compute device is the CPU, whose products then work beside, too.
 
     Raises:
         StorageError: a path cannot be used, or a file would fill its drive.
@@ -60,9 +63,11 @@ def drive_rates(
             for operation in OPERATIONS:
                 together[f"{operation}_bytes_per_s"] = _together(sessions, operation, size_bytes, drives, seconds)
                 progress(f"all drives: {operation}")
-        beside = _beside(sessions, size_bytes, drives, optimizer_numel)
-        progress("drives beside the optimizer")
-    return {"drives": drives, "drives_together": together, "beside_optimizer": beside}
+        fastest = max(float(drive["mixed_bytes_per_s"]) for drive in drives)
+        beside_s = min(_BESIDE_S, seconds, MOST_PASSES * size_bytes / fastest)
+        beside = contention(optimizer_numel, partial(_move, sessions), beside_s, computes_here=computes_here)
+        progress("drives, optimizer and products beside one another")
+    return {"drives": drives, "drives_together": together, "contention": beside}
 
 
 def _sessions(
@@ -103,26 +108,9 @@ def _together(
     return _total(run_together(sessions, operation, min(seconds, MOST_PASSES * size_bytes / fastest), MOST_PASSES))
 
 
-def _beside(sessions: Sequence[BenchSession], size_bytes: int, drives: Sequence[Rates], numel: int) -> Rates:
-    """Mixed on all drives, the optimizer, and both: each alone first, in the same minute."""
-    fastest = max(float(drive["mixed_bytes_per_s"]) for drive in drives)
-    seconds = min(_BESIDE_S, MOST_PASSES * size_bytes / fastest)
-    optimizer = BusyOptimizer(numel)
-    rates: list[float] = []
-
-    def move() -> None:
-        rates.append(_total(run_together(sessions, "mixed", seconds, MOST_PASSES)))
-
-    alone = optimizer.rate(lambda: time.sleep(seconds))
-    move()
-    beside = optimizer.rate(move)
-    optimizer.close()
-    return {
-        "mixed_bytes_per_s": rates[1],
-        "mixed_alone_bytes_per_s": rates[0],
-        "params_per_s": beside,
-        "params_alone_per_s": alone,
-    }
+def _move(sessions: Sequence[BenchSession], seconds: float) -> float:
+    """Reads and writes at once, on all drives."""
+    return _total(run_together(sessions, "mixed", seconds, MOST_PASSES))
 
 
 def _total(runs: Sequence[BenchRun]) -> float:

@@ -15,6 +15,7 @@ from infinity.errors import CapacityError
 from infinity.io import IoOptions
 from infinity.memory import available_memory_bytes
 from infinity.profiling.collectives import collective_rates
+from infinity.profiling.contention import contention
 from infinity.profiling.drives import OPERATIONS, drive_rates, written_bytes
 from infinity.profiling.link import link_rates
 from infinity.profiling.processor import matmul_rates, optimizer_rates, thread_counts
@@ -26,6 +27,7 @@ from infinity.zero.ranks import Ranks
 _MOST_PARAMS = 16 << 20  # far more than caches hold
 _LEAST_PARAMS = 1 << 20
 _BYTES_PER_PARAM = 80  # all state formats at once, and the triad's arrays
+_BESIDE_S = 0.5
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Progress = Callable[[str, float], None]
 
@@ -75,7 +77,7 @@ def _machine(job: ProfileJob, device: torch.device | None, progress: Progress) -
     counts = thread_counts(kernels.thread_count())
     params = _params(job.params)
     steps = len(job.paths) * (1 + len(OPERATIONS)) + (len(OPERATIONS) if len(job.paths) > 1 else 0)
-    steps += bool(job.paths) + len(counts) + (5 if device is not None else 2)
+    steps += 1 + len(counts) + (5 if device is not None else 2)
     done = 0
 
     def report(what: str) -> None:
@@ -97,8 +99,12 @@ def _machine(job: ProfileJob, device: torch.device | None, progress: Progress) -
         report(f"products of layers on {device.type}")
         parts["link"] = link_rates(device)
         report(f"link to {device.type}")
+    here = device is None
     if job.paths:
-        parts |= drive_rates(job.paths, job.size_bytes, job.options, job.backend, job.seconds, params, report)
+        drives = job.paths, job.size_bytes, job.options, job.backend, job.seconds
+        return parts | drive_rates(*drives, params, report, computes_here=here)
+    parts["contention"] = contention(params, None, min(_BESIDE_S, job.seconds), computes_here=here)
+    report("optimizer and products beside one another")
     return parts
 
 

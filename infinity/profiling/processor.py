@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 
 from infinity import kernels
-from infinity.kernels import Hyper
-from infinity.memory import Arena
 from infinity.optim.bench import ROOFLINE, AdamBenchJob, run_adam_bench
-from infinity.optim.formats import FORMATS, StateLayout, init_states, state_layout, update
+from infinity.optim.formats import FORMATS
 
 _ROUNDS = 5
 _MATMUL_S = 0.4
 _LEAST_ROWS, _MOST_ROWS = 64, 4096
-_PAGE_BYTES = 4096
 _TRIAD_BYTES = 12  # of float32: two read, one written
 Rates = dict[str, Any]
 
@@ -114,62 +109,3 @@ def _product_s(one: torch.Tensor, other: torch.Tensor) -> float:
             torch.accelerator.synchronize(one.device)
 
     return timed(product)
-
-
-def _adam_step(
-    layout: StateLayout, param: torch.Tensor, states: dict[str, torch.Tensor], grad: torch.Tensor, count: int
-) -> None:
-    update(layout, param, states, grad, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, count, decoupled=True))
-
-
-class BusyOptimizer:
-    """AdamW in format `split` that works without a pause in a thread of its own, until it is stopped.
-
-    Args:
-        numel: parameters of one step.
-    """
-
-    def __init__(self, numel: int) -> None:
-        layout = state_layout("split")
-        param_bytes, state_bytes = numel * layout.param_dtype.itemsize, layout.tile_bytes(numel)
-        self._arena = Arena(2 * (param_bytes + _PAGE_BYTES) + state_bytes)
-        self._leases = [self._arena.lease(size) for size in (param_bytes, param_bytes, state_bytes)]
-        param, grad = (lease.tensor(layout.param_dtype, numel) for lease in self._leases[:2])
-        states = layout.views(self._leases[2].tensor(torch.uint8), numel)
-        init_states(layout, torch.ones(numel), param, states)
-        grad.fill_(1e-3)
-        self._step = partial(_adam_step, layout, param, states, grad)
-        self._numel = numel
-        self._steps = 0
-        self._stopped = threading.Event()
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Steps follow one another while the body runs."""
-        self._stopped.clear()
-        thread = threading.Thread(target=self._work, name="infinity-busy-optimizer", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._stopped.set()
-            thread.join()
-
-    def _work(self) -> None:
-        while not self._stopped.is_set():
-            self._steps += 1
-            self._step(self._steps)
-
-    def rate(self, body: Callable[[], object]) -> float:
-        """Parameters a second while `body` runs."""
-        with self.working():
-            before = self._steps
-            seconds = timed(body)
-            return (self._steps - before) * self._numel / seconds
-
-    def close(self) -> None:
-        """Give the memory back."""
-        del self._step
-        while self._leases:
-            self._leases.pop().release()
-        self._arena.close()

@@ -1,10 +1,10 @@
 """The profile as a file: one JSON object whose names carry their units.
 
-    {"format": "infinity-profile", "version": 1, "taken_at_unix_s": ..., "took_s": ..., "infinity": "0.1.0",
+    {"format": "infinity-profile", "version": 2, "taken_at_unix_s": ..., "took_s": ..., "infinity": "0.1.0",
      "drives": [{"path", "filesystem", "device", "backend", "direct", "cautions": [],
                  "read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s"}],
      "drives_together": {"read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s"}; null for one drive,
-     "beside_optimizer": {"mixed_bytes_per_s", "mixed_alone_bytes_per_s", "params_per_s", "params_alone_per_s"},
+     "contention": [{"part", "beside", "share"}],
      "optimizer": [{"format", "threads", "params_per_s", "bytes_per_s"}],
      "memory": [{"threads", "triad_bytes_per_s", "in_place_bytes_per_s"}],
      "matmul": [{"device", "dtype", "rows", "flop_per_s"}],
@@ -15,9 +15,11 @@
                "all_gather_bytes_per_s", "reduce_scatter_bytes_per_s"}; null for one process}
 
 What was not measured is null. A rate is that of a median or of one long run. Drives read and write at once in
-`mixed`, whose rate is the sum of both. A collective's rate is that of the bytes that a rank receives (all-gather) or
-sends (reduce-scatter): (count - 1) shards. Products are those of a linear layer of so many rows, by how their
-operands lie: "nn", "nt" (the second is transposed), "tn" (the first is); and "attention", forward and backward.
+`mixed`, whose rate is the sum of both. Contention is the share of its own speed that a part has left beside another:
+"compute" where that is the CPU's, "optimizer", and "disk" in `mixed`. A collective's rate is that of the bytes that a
+rank receives (all-gather) or sends (reduce-scatter): (count - 1) shards. Products are those of a linear layer of so
+many rows, by how their operands lie: "nn", "nt" (the second is transposed), "tn" (the first is); and "attention",
+forward and backward.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from typing import Any
 
 from infinity.errors import ConfigError
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 _FORMAT = "infinity-profile"
-_PARTS = ("drives", "drives_together", "beside_optimizer", "optimizer", "memory", "matmul", "products", "link", "ranks")
+_PARTS = ("drives", "drives_together", "contention", "optimizer", "memory", "matmul", "products", "link", "ranks")
 
 
 def new_record(infinity_version: str, taken_at_s: float, took_s: float, parts: dict[str, Any]) -> dict[str, Any]:

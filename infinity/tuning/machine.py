@@ -17,6 +17,7 @@ from infinity.io.bench import BenchSession, bench_file, ring_bytes
 from infinity.memory import free_bytes
 from infinity.memory.filled import random_memory
 from infinity.planner import Duplex
+from infinity.profiling.contention import contention
 from infinity.profiling.drives import drive_rates
 from infinity.profiling.link import link_rates
 from infinity.profiling.processor import optimizer_rates
@@ -101,8 +102,10 @@ def _profile(job: MachineJob, device: torch.device | None, progress: Progress) -
     parts["optimizer"], parts["memory"] = optimizer_rates(_PARAMS, [kernels.thread_count()], lambda _: None)
     if job.paths:
         progress("drives")
-        paths = [Path(path) for path in job.paths]
-        parts |= drive_rates(paths, _FILE_BYTES, job.options(job.aio), job.aio[2], _ALONE_S, _PARAMS, lambda _: None)
+        drives = [Path(path) for path in job.paths], _FILE_BYTES, job.options(job.aio), job.aio[2], _ALONE_S
+        parts |= drive_rates(*drives, _PARAMS, lambda _: None, computes_here=device is None)
+    else:
+        parts["contention"] = contention(_PARAMS, None, _ALONE_S, computes_here=device is None)
     return new_record(__version__, taken_at_s, time.perf_counter() - begin_s, parts)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,9 @@ from infinity.errors import ConfigError, StorageError
 from infinity.io import IoOptions
 from infinity.optim.formats import FORMATS
 from infinity.profiling import ProfileJob, planned_write_bytes, read_profile
+from infinity.profiling.contention import BusyOptimizer, contention
 from infinity.profiling.drives import drive_rates
-from infinity.profiling.processor import BusyOptimizer, matmul_rates, thread_counts, threads, timed
+from infinity.profiling.processor import matmul_rates, thread_counts, threads, timed
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -36,9 +39,10 @@ def test_a_profile_has_every_rate(tmp_path, capsys) -> None:
     assert [drive["path"] for drive in profile["drives"]] == [str(place) for place in places]
     for rates in (*profile["drives"], profile["drives_together"]):
         assert all(rates[f"{operation}_bytes_per_s"] > 1e6 for operation in ("read", "write", "mixed"))
-    beside = profile["beside_optimizer"]
-    assert beside["mixed_bytes_per_s"] > 0
-    assert beside["params_alone_per_s"] > 0
+    parts = ["optimizer", "disk"] if torch.accelerator.is_available() else ["compute", "optimizer", "disk"]
+    shares = {(entry["part"], entry["beside"]): entry["share"] for entry in profile["contention"]}
+    assert set(shares) <= set(itertools.permutations(parts, 2))
+    assert all(0 < share <= 1 for share in shares.values())
     assert {rates["format"] for rates in profile["optimizer"]} == set(FORMATS)
     counts = {memory["threads"] for memory in profile["memory"]}
     assert {rates["threads"] for rates in profile["optimizer"]} == counts
@@ -52,15 +56,17 @@ def test_a_profile_has_every_rate(tmp_path, capsys) -> None:
 def test_people_get_a_table(tmp_path, capsys) -> None:
     assert main(["profile", "--path", str(tmp_path), *SMALL]) == 0
     shown = capsys.readouterr()
-    assert "writes at most 88.00 MiB" in shown.err
-    for words in ("optimizer, split", "memory, triad", "matmul cpu float32", "mixed beside the optimizer"):
+    assert "writes at most 152.00 MiB" in shown.err
+    for words in ("optimizer, split", "memory, triad", "matmul cpu float32", "optimizer beside disk"):
         assert words in shown.out
 
 
 def test_no_drive_is_touched_if_none_is_wanted(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["profile", "--without-drives", *SMALL, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["drives"] is None
+    profile = json.loads(capsys.readouterr().out)
+    assert profile["drives"] is None
+    assert all("disk" not in (entry["part"], entry["beside"]) for entry in profile["contention"])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +113,7 @@ def test_a_profile_that_is_none_is_refused(tmp_path) -> None:
         ("{", "p.json"),
         ("[]", "is no profile"),
         ('{"format": "infinity-profile", "version": 99}', "has version 99"),
-        ('{"format": "infinity-profile", "version": 1, "drives": []}', "lacks drives_together"),
+        ('{"format": "infinity-profile", "version": 2, "drives": []}', "lacks drives_together"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=words):
@@ -134,13 +140,21 @@ def test_the_rate_of_a_product_is_that_of_its_operations() -> None:
     assert 0.05 < rates["flop_per_s"] * seconds / (2 * rows**3) < 5
 
 
+def test_parts_of_a_machine_leave_one_another_a_share() -> None:
+    found = contention(4096, lambda seconds: time.sleep(seconds) or 1e9, 0.1, computes_here=True)
+    shares = {(entry["part"], entry["beside"]): entry["share"] for entry in found}
+    assert set(shares) == set(itertools.permutations(("compute", "optimizer", "disk"), 2))
+    assert all(0 < share <= 1 for share in shares.values())
+    assert shares["disk", "compute"] == shares["disk", "optimizer"] == 1.0
+    elsewhere = contention(4096, None, 0.05, computes_here=False)
+    assert elsewhere == [], "one part has nobody beside it"
+
+
 def test_the_busy_optimizer_works_while_it_is_to() -> None:
     optimizer = BusyOptimizer(4096)
     try:
-        assert optimizer.rate(lambda: torch.ones(1) and None) >= 0
-        import time  # noqa: PLC0415
-
-        assert optimizer.rate(lambda: time.sleep(0.05)) > 0
+        assert optimizer.busy.rate(lambda: torch.ones(1) and None) >= 0
+        assert optimizer.busy.rate(lambda: time.sleep(0.05)) > 0
     finally:
         optimizer.close()
 

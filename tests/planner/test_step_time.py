@@ -191,7 +191,7 @@ def profile() -> dict[str, Any]:
     return {
         "drives": [drive],
         "drives_together": None,
-        "beside_optimizer": {"mixed_bytes_per_s": 1.5e9, "mixed_alone_bytes_per_s": 3e9},
+        "contention": [{"part": "disk", "beside": "optimizer", "share": 0.5}],
         "optimizer": [{"format": "split", "threads": n, "params_per_s": n * 1e8} for n in (1, 2)],
         "memory": [{"threads": n, "triad_bytes_per_s": n * 1e9} for n in (1, 2)],
         "products": [{"device": "cpu", "dtype": "bfloat16", "layout": "nt", "rows": 32, "flop_per_s": 1e10}],
@@ -202,7 +202,8 @@ def profile() -> dict[str, Any]:
 
 def test_rates_of_a_profile() -> None:
     rates = rates_of(profile(), dtype="bfloat16", state_format="split")
-    assert rates.disk == Duplex(2e9, 1e9, 1.5e9), "as beside an optimizer"
+    assert rates.disk == Duplex(4e9, 2e9, 3e9)
+    assert rates.beside == {("disk", "optimizer"): 0.5}
     assert rates.optimizer_params_per_s == 2e8
     assert rates.memory_bytes_per_s == 2e9
     assert rates.gather_bytes_per_s is None

@@ -48,7 +48,7 @@ def profile() -> dict:
         "link": None,
         "drives": [disk],
         "drives_together": None,
-        "beside_optimizer": None,
+        "contention": None,
     }
 
 

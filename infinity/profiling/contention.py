@@ -1,0 +1,161 @@
+"""What the parts of a machine leave one another: matrix products, the optimizer and the drives, two at a time.
+
+They share cores, caches and memory. How much that costs is known of no machine before it is measured: on one, a drive
+that moves its most takes a core of every four, on another none.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import torch
+
+from infinity.kernels import Hyper
+from infinity.memory import Arena
+from infinity.optim.formats import StateLayout, init_states, state_layout, update
+from infinity.profiling.processor import timed
+
+_ROUNDS = 2
+_ROWS, _WIDTH, _LAYERS = 128, 1024, 24  # of products whose weights no cache has
+_PAGE_BYTES = 4096
+COMPUTE, OPTIMIZER, DISK = "compute", "optimizer", "disk"
+RUNS_OF_DRIVES = 3 * _ROUNDS  # alone, and beside each of the others
+
+Move = Callable[[float], float]  # so many seconds of reads and writes; returns bytes a second
+
+
+def contention(numel: int, move: Move | None, seconds: float, *, computes_here: bool) -> list[dict[str, Any]]:
+    """The profile's `contention`.
+
+    Args:
+        numel: parameters of a step of the optimizer.
+        move: has the drives read and write; None without drives.
+        seconds: of one measurement.
+        computes_here: the compute device is the CPU.
+    """
+    with ExitStack() as stack:
+        optimizer = BusyOptimizer(numel)
+        stack.callback(optimizer.close)
+        threads = {OPTIMIZER: optimizer.busy}
+        if computes_here:
+            threads[COMPUTE] = _products()
+        parts = [*threads] + ([DISK] if move else [])
+        shares: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+        for _ in range(_ROUNDS):
+            alone = {part: _together([part], threads, move, seconds)[part] for part in parts}
+            for one, other in ((one, other) for one, other in permutations(parts, 2) if one < other):
+                found = _together([one, other], threads, move, seconds)
+                for part, rival in ((one, other), (other, one)):
+                    if alone[part] and found[part]:  # else there was too little time for one step of it
+                        shares[part, rival].append(found[part] / alone[part])
+    return [
+        {"part": part, "beside": other, "share": min(1.0, statistics.fmean(seen))}
+        for (part, other), seen in shares.items()
+    ]
+
+
+def _together(parts: list[str], threads: Mapping[str, Busy], move: Move | None, seconds: float) -> dict[str, float]:
+    """Rates of these parts at once, each in its own measure."""
+    found: dict[str, float] = {}
+
+    def drives() -> None:
+        if DISK in parts and move is not None:
+            found[DISK] = move(seconds)
+        else:
+            time.sleep(seconds)
+
+    body: Callable[[], None] = drives
+    for part in (part for part in parts if part in threads):
+        body = partial(_rated, found, part, threads[part], body)
+    body()
+    return found
+
+
+def _rated(found: dict[str, float], part: str, busy: Busy, body: Callable[[], None]) -> None:
+    found[part] = busy.rate(body)
+
+
+class Busy:
+    """Something that is done again and again without a pause, in a thread of its own, until it is stopped.
+
+    Args:
+        step: of it; told how many came before.
+        amount: of one step.
+    """
+
+    def __init__(self, step: Callable[[int], object], amount: int) -> None:
+        self._step = step
+        self._amount = amount
+        self._steps = 0
+        self._stopped = threading.Event()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Steps follow one another while the body runs."""
+        self._stopped.clear()
+        thread = threading.Thread(target=self._work, name="infinity-busy", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stopped.set()
+            thread.join()
+
+    def _work(self) -> None:
+        while not self._stopped.is_set():
+            self._steps += 1
+            self._step(self._steps)
+
+    def rate(self, body: Callable[[], object]) -> float:
+        """What is done in a second while `body` runs."""
+        with self.working():
+            before = self._steps
+            seconds = timed(body)
+            return (self._steps - before) * self._amount / seconds
+
+
+def _products() -> Busy:
+    """Those of a model's layers."""
+    rows = torch.ones(_ROWS, _WIDTH)
+    layers = [torch.ones(_WIDTH, _WIDTH) for _ in range(_LAYERS)]
+    return Busy(lambda count: torch.mm(rows, layers[count % _LAYERS].t()), 2 * _ROWS * _WIDTH**2)
+
+
+class BusyOptimizer:
+    """AdamW in format `split`, again and again.
+
+    Args:
+        numel: parameters of one step.
+    """
+
+    def __init__(self, numel: int) -> None:
+        layout = state_layout("split")
+        param_bytes, state_bytes = numel * layout.param_dtype.itemsize, layout.tile_bytes(numel)
+        self._arena = Arena(2 * (param_bytes + _PAGE_BYTES) + state_bytes)
+        self._leases = [self._arena.lease(size) for size in (param_bytes, param_bytes, state_bytes)]
+        param, grad = (lease.tensor(layout.param_dtype, numel) for lease in self._leases[:2])
+        states = layout.views(self._leases[2].tensor(torch.uint8), numel)
+        init_states(layout, torch.ones(numel), param, states)
+        grad.fill_(1e-3)
+        self.busy = Busy(partial(_adam_step, layout, param, states, grad), numel)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        del self.busy
+        while self._leases:
+            self._leases.pop().release()
+        self._arena.close()
+
+
+def _adam_step(
+    layout: StateLayout, param: torch.Tensor, states: dict[str, torch.Tensor], grad: torch.Tensor, count: int
+) -> None:
+    update(layout, param, states, grad, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, count, decoupled=True))
