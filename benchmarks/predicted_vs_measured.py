@@ -48,6 +48,7 @@ from infinity.planner import (
 )
 from infinity.profiling import processor, products
 from infinity.profiling.collectives import collective_rates
+from infinity.profiling.contention import contention, contention_of_ranks, with_those_of_ranks
 from infinity.profiling.drives import drive_rates
 from infinity.profiling.processor import optimizer_rates
 from infinity.profiling.products import product_rates
@@ -182,6 +183,11 @@ def worker(case: Case, nvme: Path, steps: int) -> None:
             "predicted_after_s": predictions[1].seconds,
             "parts_s": {name: statistics.fmean(one.parts[name] for one in predictions) for name in middle.parts},
             "bottleneck": middle.bottleneck,
+            "beside": {" beside ".join(pair): share for pair, share in rates[0].beside.items()},
+            "disk": None if rates[0].disk is None else asdict(rates[0].disk),
+            "optimizer_params_per_s": rates[0].optimizer_params_per_s,
+            "predicted_phases_s": middle.phases,
+            "predicted_waits_s": middle.waits,
             "phase_s": stats.phase_s,
             "stall_s": stats.stall_s,
             "optimizer_s": stats.optimizer_s,
@@ -226,17 +232,21 @@ def measured_rates(case: Case, plan: TrainingPlan, nvme: Path, ranks: Ranks) -> 
     device = torch.device("cpu")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[case.precision]
     ranks.barrier()
-    profile: dict[str, Any] = {"link": None, "drives": None, "drives_together": None, "beside_optimizer": None}
+    profile: dict[str, Any] = {"link": None, "drives": None, "drives_together": None, "contention": None}
     profile["products"] = product_rates(device, (dtype,))
     ranks.barrier()
     profile["optimizer"], profile["memory"] = optimizer_rates(4 << 20, [1], lambda _: None)
     profile["ranks"] = collective_rates(ranks, device)
     if ranks.rank == 0 and plan.read_bytes:
-        profile |= drive_rates([nvme], 256 << 20, IoOptions(1 << 20, 32, 2), "auto", 1.0, 4 << 20, lambda _: None)
-    found = [profile["drives"], profile["beside_optimizer"]]
+        profile |= drive_rates([nvme], 1 << 30, IoOptions(1 << 20, 32, 2), "auto", 1.0, 4 << 20, lambda _: None)
+    if plan.read_bytes == 0:
+        profile["contention"] = contention(4 << 20, None, 0.5, computes_here=True)
+    found = [profile["drives"], profile["contention"]]
     if ranks.size > 1:
         torch.distributed.broadcast_object_list(found)
-    profile["drives"], profile["beside_optimizer"] = found
+        of_ranks = contention_of_ranks(ranks, 4 << 20, 0.5, computes_here=True)
+        found[1] = with_those_of_ranks(found[1], of_ranks)
+    profile["drives"], profile["contention"] = found
     rates = rates_of(profile, dtype=str(dtype).removeprefix("torch."), state_format=plan.state_format)
     # They were measured by each rank on a core of its own, where a profile is of all cores together.
     speed = case.ranks

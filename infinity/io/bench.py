@@ -152,6 +152,8 @@ class BenchSession:
 
     Args:
         buffers: memory to read into and write from; its content is what is written.
+        as_in_training: requests wait their turns as what training reads ahead and writes back, which leaves a part of
+            the depth to what is urgent; else they may use all of it.
 
     Attributes:
         registered: the kernel keeps the buffers pinned, which spares it work for every block.
@@ -161,8 +163,19 @@ class BenchSession:
         ConfigError: the sizes do not fit together, or the backend does not work here.
     """
 
-    def __init__(self, path: Path, size_bytes: int, backend: str, options: IoOptions, buffers: Span) -> None:
+    def __init__(
+        self,
+        path: Path,
+        size_bytes: int,
+        backend: str,
+        options: IoOptions,
+        buffers: Span,
+        *,
+        as_in_training: bool = False,
+    ) -> None:
         self._block_bytes = options.block_size_bytes
+        self._read_class = Priority.PREFETCH if as_in_training else Priority.DEMAND
+        self._write_class = Priority.WRITE_BACK if as_in_training else Priority.DEMAND
         if size_bytes < 2 * self._block_bytes or buffers.nbytes < 2 * self._block_bytes:
             raise ConfigError(
                 f"--size {size_bytes} is too small for blocks of {self._block_bytes} bytes; use 64 of them"
@@ -244,10 +257,7 @@ class BenchSession:
         return _run_between(start, _moment(self._engine), done)
 
     def _perform(self, requests: Sequence[Move], until_s: float) -> None:
-        """Run the requests with a few in flight, so that the engine's queue never runs dry.
-
-        They are of the class that may use the whole queue depth.
-        """
+        """Run the requests with a few in flight, so that the engine's queue never runs dry."""
         in_flight: deque[IoFuture] = deque()
         slot_bytes = requests[0].nbytes  # the first is the longest
         most = self.buffers.nbytes // slot_bytes
@@ -257,9 +267,11 @@ class BenchSession:
             if time.perf_counter() >= until_s:
                 break
             at = self.buffers.address + number % most * slot_bytes
-            start = self._engine.read if request.operation == "read" else self._engine.write
             span = Span(at, request.nbytes, self.buffers.owner)
-            in_flight.append(start(self._file, request.offset, span, Priority.DEMAND))
+            if request.operation == "read":
+                in_flight.append(self._engine.read(self._file, request.offset, span, self._read_class))
+            else:
+                in_flight.append(self._engine.write(self._file, request.offset, span, self._write_class))
         for future in in_flight:
             future.result()
 

@@ -22,6 +22,7 @@ from infinity.kernels import Hyper
 from infinity.memory import Arena
 from infinity.optim.formats import StateLayout, init_states, state_layout, update
 from infinity.profiling.processor import timed
+from infinity.zero.ranks import Ranks
 
 _ROUNDS = 2
 _ROWS, _WIDTH, _LAYERS = 128, 1024, 24  # of products whose weights no cache has
@@ -29,10 +30,11 @@ _PAGE_BYTES = 4096
 COMPUTE, OPTIMIZER, DISK = "compute", "optimizer", "disk"
 RUNS_OF_DRIVES = 3 * _ROUNDS  # alone, and beside each of the others
 
+Found = list[dict[str, Any]]
 Move = Callable[[float], float]  # so many seconds of reads and writes; returns bytes a second
 
 
-def contention(numel: int, move: Move | None, seconds: float, *, computes_here: bool) -> list[dict[str, Any]]:
+def contention(numel: int, move: Move | None, seconds: float, *, computes_here: bool) -> Found:
     """The profile's `contention`.
 
     Args:
@@ -56,10 +58,33 @@ def contention(numel: int, move: Move | None, seconds: float, *, computes_here: 
                 for part, rival in ((one, other), (other, one)):
                     if alone[part] and found[part]:  # else there was too little time for one step of it
                         shares[part, rival].append(found[part] / alone[part])
+    return _entries(shares)
+
+
+def contention_of_ranks(ranks: Ranks, numel: int, seconds: float, *, computes_here: bool) -> Found:
+    """As `contention`, without drives, where all ranks of a machine work at once: what they leave one another is in it.
+
+    All ranks call it, and get what it is on average.
+    """
+    ranks.barrier()
+    found = contention(numel, None, seconds, computes_here=computes_here)
+    shares: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for entry in (entry for others in ranks.of_all(found) for entry in others):
+        shares[entry["part"], entry["beside"]].append(entry["share"])
+    return _entries(shares)
+
+
+def _entries(shares: Mapping[tuple[str, str], list[float]]) -> Found:
     return [
         {"part": part, "beside": other, "share": min(1.0, statistics.fmean(seen))}
         for (part, other), seen in shares.items()
     ]
+
+
+def with_those_of_ranks(found: Found, of_ranks: Found) -> Found:
+    """What was measured on all ranks at once takes the place of what was measured on one."""
+    pairs = {(entry["part"], entry["beside"]) for entry in of_ranks}
+    return [entry for entry in found if (entry["part"], entry["beside"]) not in pairs] + of_ranks
 
 
 def _together(parts: list[str], threads: Mapping[str, Busy], move: Move | None, seconds: float) -> dict[str, float]:

@@ -76,7 +76,7 @@ def _sessions(
     share = buffers.nbytes // len(files) // 4096 * 4096
     spans = [Span(buffers.address + index * share, share, buffers.owner) for index in range(len(files))]
     return [
-        stack.enter_context(BenchSession(file, size_bytes, backend, options, span))
+        stack.enter_context(BenchSession(file, size_bytes, backend, options, span, as_in_training=True))
         for file, span in zip(files, spans, strict=True)
     ]
 

@@ -15,7 +15,7 @@ from infinity.errors import CapacityError
 from infinity.io import IoOptions
 from infinity.memory import available_memory_bytes
 from infinity.profiling.collectives import collective_rates
-from infinity.profiling.contention import contention
+from infinity.profiling.contention import contention, contention_of_ranks, with_those_of_ranks
 from infinity.profiling.drives import OPERATIONS, drive_rates, written_bytes
 from infinity.profiling.link import link_rates
 from infinity.profiling.processor import matmul_rates, optimizer_rates, thread_counts
@@ -70,6 +70,10 @@ def run_profile(job: ProfileJob, ranks: Ranks, progress: Progress) -> dict[str, 
     device = accelerator()
     parts = ranks.on_rank_0(lambda: _machine(job, device, progress))
     parts["ranks"] = collective_rates(ranks, device or torch.device("cpu"))
+    if ranks.size > 1:
+        sizes = _params(job.params) // ranks.size // 2048 * 2048, min(_BESIDE_S, job.seconds)
+        of_ranks = contention_of_ranks(ranks, *sizes, computes_here=device is None)
+        parts["contention"] = with_those_of_ranks(parts["contention"], of_ranks)
     return new_record(__version__, taken_at_s, time.perf_counter() - begin_s, parts)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.errors import ConfigError, StorageError
-from infinity.io import IoOptions, probe_backends
+from infinity.io import IoOptions, Priority, probe_backends
 from infinity.io.bench import BenchSession, bench_file, ring_bytes, run_together
 from infinity.io.drives import Drive, cautions, filesystem_of
 from infinity.io.fio import FioJob, fio_engine
@@ -353,3 +353,24 @@ def test_shuffles_differ() -> None:
     random.seed(0)
     first, second = (moves("randread", MIB, 4096, 4096) for _ in range(2))
     assert first != second
+
+
+def test_requests_take_their_turns_as_in_training_where_they_are_to(tmp_path, monkeypatch) -> None:
+    options = IoOptions(128 << 10, 8, 4)
+    for as_in_training, expected in ((True, {Priority.PREFETCH, Priority.WRITE_BACK}), (False, {Priority.DEMAND})):
+        with (
+            random_memory(ring_bytes(options)) as buffers,
+            bench_file(tmp_path, 4 * MIB) as path,
+            BenchSession(path, 4 * MIB, "threads", options, buffers, as_in_training=as_in_training) as session,
+        ):
+            seen = set()
+            for name in ("read", "write"):
+                begin = getattr(session.engine, name)
+
+                def noted(file, offset, span, priority, begin=begin, seen=seen):  # type: ignore[no-untyped-def]
+                    seen.add(priority)
+                    return begin(file, offset, span, priority)
+
+                monkeypatch.setattr(session.engine, name, noted)
+            session.run("mixed")
+        assert seen == expected
