@@ -24,11 +24,8 @@ class DeviceGrads:
         device: where they are computed.
 
     Attributes:
-        torn: never; see `GradStore`.
         budget: what gradients may take of the device's memory.
     """
-
-    torn = False
 
     def __init__(
         self, numels: Sequence[int], dtype: torch.dtype, budget: Budget, device: torch.device, norms: Norms
@@ -39,7 +36,6 @@ class DeviceGrads:
         self.budget = budget
         self._device = device
         self._buffers: dict[int, torch.Tensor] = {}
-        self._used_by: set[int] = set()  # units whose update has the buffer
         self._measured: dict[int, Transfer] = {}  # the last norm of each unit on its way
 
     # Adding #

@@ -211,7 +211,7 @@ class Params:
         writes_updates: what an update changes is always written, as far as there is a place.
         coming: updated units whose new values are on their way up; nothing on the device waits for them yet.
         passing: units on their way to the device through host memory, oldest first; each has pinned its HOST copy.
-        torn: an interrupt has left new values that the device does not have, and nobody knows of.
+        handing_over: see [Note: hand-overs] in hand_over.py.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Params:
         self.keeps_steps = written_through
         self.writes_updates = slotted > 0
         self.specs = tuple(specs)
-        self.torn = False
+        self.handing_over = arena.handing_over
         self.coming: dict[int, Move] = {}
         self.passing: dict[int, None] = {}
         self._swap = swap
@@ -501,11 +501,10 @@ class Params:
         each = self._units[unit]
         if each.field.state(each.site) is not State.WRITING:
             return
-        within, self.torn = self.torn, True
-        each.field.end_write(each.site)
-        if each.site is Memory.HOST and each.field.state(Memory.DEVICE) is not State.ABSENT:
-            self._send_up(each)
-        self.torn = within
+        with self.handing_over:
+            each.field.end_write(each.site)
+            if each.site is Memory.HOST and each.field.state(Memory.DEVICE) is not State.ABSENT:
+                self._send_up(each)
 
     def can_send_parts(self, unit: int) -> bool:
         """What is being changed of the unit in host memory can go up piece by piece, see `send_part`."""

@@ -26,11 +26,6 @@ class SplitGrads:
         self.device = device
         self.is_there = is_there
 
-    @property
-    def torn(self) -> bool:
-        """An interrupt has left a transfer that nobody knows of."""
-        return self.host.torn or self.device.torn
-
     def _of(self, unit: int) -> GradStore | DeviceGrads:
         return self.device if self.is_there(unit) else self.host
 

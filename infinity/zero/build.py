@@ -115,8 +115,7 @@ class Runtime:
     @property
     def torn(self) -> bool:
         """An interrupt has left something in nobody's books."""
-        parts = (self.executor, self.arena, self.grads, self.params, self.swap.slots)
-        return any(part.torn for part in parts)
+        return self.arena.handing_over.torn
 
     def peak_bytes(self) -> dict[str, int]:
         """High-water mark of each tier since the start."""

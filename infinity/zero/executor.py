@@ -67,11 +67,6 @@ class Executor:
         self._fetching: dict[int, None] = {}  # units on their way, oldest first
         self._recency: dict[int, None] = {}  # units that come and go, least recently used first
 
-    @property
-    def torn(self) -> bool:
-        """An interrupt has left an update in nobody's books."""
-        return self._in_flight.torn
-
     # Uses #
 
     def enter(self, units: tuple[int, ...]) -> None:
@@ -88,8 +83,8 @@ class Executor:
                 self._look_ahead()
                 self.views.show(unit)
         except BaseException as error:
-            # An update has failed, and is not looked at again.
-            self._in_flight.torn |= isinstance(error, StorageError)
+            if isinstance(error, StorageError):
+                self._params.handing_over.tear()  # an update has failed, and is not looked at again
             for unit in units:
                 self._params.unpin(unit)
             for unit in entered:
@@ -298,7 +293,7 @@ class Executor:
             StorageError: they cannot be read again.
         """
         ahead = [unit for unit in units if unit in self._in_flight.ahead]
-        if not ahead or self.torn:  # nothing goes on from an engine that is torn
+        if not ahead or self._params.handing_over.torn:  # nothing goes on from an engine that is torn
             return
         for unit in ahead:
             if self._params.residency(unit) is Residency.FETCHING:  # the plan wants it next
@@ -345,7 +340,7 @@ class Executor:
 
     def _settle(self) -> None:
         """Take note of finished updates and use the memory that they gave back."""
-        if self.torn:
+        if self._params.handing_over.torn:
             return
         self._in_flight.settle()
         self._show_finished()
@@ -402,13 +397,14 @@ class Executor:
             torch.OutOfMemoryError: the device has no memory for them; they stay where they are.
             StorageError: they cannot be read, or written.
         """
-        within, self._in_flight.torn = self._in_flight.torn, True  # some tiles may have moved and others not
-        try:
-            self._pipeline.move_states(unit, there=there)
-        except torch.OutOfMemoryError:
-            self._in_flight.torn = within
-            raise
-        self._in_flight.torn = within
+        refused: torch.OutOfMemoryError | None = None
+        with self._params.handing_over:  # some tiles may have moved and others not
+            try:
+                self._pipeline.move_states(unit, there=there)
+            except torch.OutOfMemoryError as error:
+                refused = error
+        if refused is not None:
+            raise refused
 
     def show_newest(self) -> None:
         """Carry out every update and have the parameters that never leave show their values; all ranks together."""

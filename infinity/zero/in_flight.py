@@ -6,12 +6,6 @@ the norm were small: on those of a unit's tiles that have another slot on the dr
 stays (slots.py), or for which there is room for a before-image (before_images.py). When the norm is known the update is
 *confirmed*, and what is left of the unit updated, or *undone*. Until then the unit keeps its gradients, and whoever
 wants its values has the update undone first.
-
-[Note: hand-overs]
-An exception may come between any two lines (Ctrl-C). While an update passes from one owner to the next, it is in
-neither's books: `torn` is set before that and put back to what it was behind it, without `finally`, so that it stays if
-the hand-over was left half way, also through hand-overs that follow it before anybody looks. Then some update is lost,
-or its values are not known to be newer than the home's.
 """
 
 from __future__ import annotations
@@ -64,14 +58,13 @@ class InFlight:
     Attributes:
         pending: they wait for their unit to be in memory.
         finished: units whose updates are over; whoever looks at them takes them out.
-        torn: see [Note: hand-overs].
     """
 
     def __init__(self, params: Params, grads: GradStore, pipeline: UpdatePipeline, counters: Counters) -> None:
         self.pending: dict[int, tuple[Segment, ...]] = {}
         self.finished: list[int] = []
-        self.torn = False
         self._params = params
+        self._handing_over = params.handing_over
         self._grads = grads
         self._pipeline = pipeline
         self._counters = counters
@@ -116,12 +109,11 @@ class InFlight:
         self._stuck.pop(unit, None)
         # Of a unit whose home has older values, those that this update leaves alone would stay as old there.
         write = write and not self._params.is_dirty(unit)
-        within, self.torn = self.torn, True
-        self.open_host(unit)
-        begun = self._begun.pop(unit, None)
-        tiles = None if begun is None else self._pipeline.all_tiles(unit) - begun
-        self._hand_over(unit, self.pending.pop(unit), write=write, needed=needed, tiles=tiles)
-        self.torn = within
+        with self._handing_over:
+            self.open_host(unit)
+            begun = self._begun.pop(unit, None)
+            tiles = None if begun is None else self._pipeline.all_tiles(unit) - begun
+            self._hand_over(unit, self.pending.pop(unit), write=write, needed=needed, tiles=tiles)
 
     def _hand_over(
         self,
@@ -184,26 +176,24 @@ class InFlight:
 
     def run_ahead(self, unit: int, segments: tuple[Segment, ...], needed: int) -> None:
         """Update what can be undone of a unit that `can_run_ahead`, and whose gradients are in memory."""
-        within, self.torn = self.torn, True
-        self.open_host(unit)
-        tiles, in_memory = self._can_undo(unit), not self._params.can_undo(unit)
-        before = self._pipeline.keep_before(unit, tiles, param=in_memory)
-        ticket = self._hand_over(unit, segments, write=True, needed=needed, tiles=tiles, before=before)
-        self._ahead[unit] = _Ahead(segments, tiles, ticket, in_memory)
-        self.torn = within
+        with self._handing_over:
+            self.open_host(unit)
+            tiles, in_memory = self._can_undo(unit), not self._params.can_undo(unit)
+            before = self._pipeline.keep_before(unit, tiles, param=in_memory)
+            ticket = self._hand_over(unit, segments, write=True, needed=needed, tiles=tiles, before=before)
+            self._ahead[unit] = _Ahead(segments, tiles, ticket, in_memory)
 
     def confirm(self, unit: int) -> None:
         """What ran ahead is the unit's update; `pending` is what is left of it."""
-        within, self.torn = self.torn, True
-        ahead, handed = self._ahead.pop(unit), self._handed.get(unit)
-        if ahead.tiles != self._pipeline.all_tiles(unit):
-            self._begun[unit], self.pending[unit] = ahead.tiles, ahead.segments
-        elif handed is None:
-            self._grads.drop(unit)
-        else:
-            handed.keeps = False
-        self._pipeline.forget_before(ahead.ticket)
-        self.torn = within
+        with self._handing_over:
+            ahead, handed = self._ahead.pop(unit), self._handed.get(unit)
+            if ahead.tiles != self._pipeline.all_tiles(unit):
+                self._begun[unit], self.pending[unit] = ahead.tiles, ahead.segments
+            elif handed is None:
+                self._grads.drop(unit)
+            else:
+                handed.keeps = False
+            self._pipeline.forget_before(ahead.ticket)
 
     def undo(self, units: Sequence[int]) -> frozenset[int]:
         """The units are what they were before they were updated ahead, and have their gradients.
@@ -221,18 +211,17 @@ class InFlight:
                     f"the values of unit `{self._params.specs[unit].name}` are asked for while backward uses it, after "
                     'its update has begun: set tiering.update_schedule to "deferred"'
                 )
-        within, self.torn = self.torn, True
-        on_drives = frozenset(unit for unit in units if not self._ahead[unit].in_memory)
-        self._pipeline.undo([self._ahead[unit].ticket for unit in units])
-        for unit in units:
-            if unit in self._handed:
-                self._finish(unit)
-            if unit in on_drives:
-                self._params.undo(unit)
-            else:
-                self._put_back(unit)
-            self._pipeline.forget_before(self._ahead.pop(unit).ticket)
-        self.torn = within
+        with self._handing_over:
+            on_drives = frozenset(unit for unit in units if not self._ahead[unit].in_memory)
+            self._pipeline.undo([self._ahead[unit].ticket for unit in units])
+            for unit in units:
+                if unit in self._handed:
+                    self._finish(unit)
+                if unit in on_drives:
+                    self._params.undo(unit)
+                else:
+                    self._put_back(unit)
+                self._pipeline.forget_before(self._ahead.pop(unit).ticket)
         return on_drives
 
     def _put_back(self, unit: int) -> None:
@@ -344,19 +333,18 @@ class InFlight:
         self._note(unit)
 
     def _note(self, unit: int) -> None:
-        within, self.torn = self.torn, True
-        handed = self._handed.pop(unit)
-        self._computed.pop(unit, None)
-        if handed.keeps:
-            self._grads.returned(unit)
-        else:
-            self._grads.used(unit)
-        self._params.close_host(unit)
-        if handed.write is not None:
-            self._params.written(unit, handed.write)
-        handed.ticket.result()  # raises what went wrong
-        self.finished.append(unit)
-        self.torn = within
+        with self._handing_over:
+            handed = self._handed.pop(unit)
+            self._computed.pop(unit, None)
+            if handed.keeps:
+                self._grads.returned(unit)
+            else:
+                self._grads.used(unit)
+            self._params.close_host(unit)
+            if handed.write is not None:
+                self._params.written(unit, handed.write)
+            handed.ticket.result()  # raises what went wrong
+            self.finished.append(unit)
 
 
 def _put(ended: SimpleQueue[int], unit: int, _: Future[None]) -> None:

@@ -27,15 +27,6 @@ class OnBothSides:
         self._device = device
         self._is_there = is_there
 
-    @property
-    def torn(self) -> bool:
-        """An interrupt has left an update half way."""
-        return self.host.torn or self._device.torn
-
-    @torn.setter
-    def torn(self, torn: bool) -> None:
-        self.host.torn = torn
-
     def __contains__(self, unit: int) -> bool:
         return unit in self.host
 

@@ -21,7 +21,6 @@ class OnDevice:
         finished: units whose updates are over; whoever looks at them takes them out.
         units: none, since no update takes time that anybody sees.
         ahead: none, for the same reason.
-        torn: an interrupt has left an update half way.
     """
 
     units: frozenset[int] = frozenset()
@@ -30,7 +29,6 @@ class OnDevice:
     def __init__(self, params: Params, grads: DeviceGrads, states: StateStore, layout: StateLayout) -> None:
         self.pending: dict[int, tuple[Segment, ...]] = {}
         self.finished: list[int] = []
-        self.torn = False
         self._params = params
         self._grads = grads
         self._states = states
@@ -51,15 +49,14 @@ class OnDevice:
         """Carry out the pending update of a unit; the arguments are of interest where that takes time."""
         if unit not in self.pending:
             return
-        within, self.torn = self.torn, True
-        segments = self.pending.pop(unit)
-        param, (grad, _) = self._params.begin_device_change(unit), self._grads.hand_over(unit)
-        for segment in segments:
-            self._update(unit, param, grad, segment)
-        self._params.end_device_change(unit)
-        self._grads.used(unit)
-        self.finished.append(unit)
-        self.torn = within
+        with self._params.handing_over:
+            segments = self.pending.pop(unit)
+            param, (grad, _) = self._params.begin_device_change(unit), self._grads.hand_over(unit)
+            for segment in segments:
+                self._update(unit, param, grad, segment)
+            self._params.end_device_change(unit)
+            self._grads.used(unit)
+            self.finished.append(unit)
 
     start = try_start
 
