@@ -17,12 +17,13 @@ from infinity.tiers.link import (
     to_host,
 )
 from infinity.tiers.norms import Norms
-from infinity.tiers.params import Device, FlatSpec, Params, Residency
+from infinity.tiers.params import Params, Residency
 from infinity.tiers.sharding import WHOLE, Piece, Sharding, overlap
 from infinity.tiers.slots import Extent
 from infinity.tiers.split_grads import SplitGrads
 from infinity.tiers.states import StateStore, Tile
 from infinity.tiers.swap import SwapPath, SwapSpace, open_swap
+from infinity.tiers.unit_params import Device, FlatSpec, FrozenReader
 from infinity.tiers.weight_files import FileRun, StoredTensor, WeightFile, WeightFiles, lay_out_image
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Field",
     "FileRun",
     "FlatSpec",
+    "FrozenReader",
     "GradHomes",
     "GradStore",
     "HostMemory",

@@ -243,7 +243,11 @@ def build_runtime(
             slotted=sizing.tile_numel if sizing.has_slots else 0,
         )
         images = _room_for_images(sizing, split, host, undo)
-        if config.tiering.update_schedule == "speculative" and not params.has_slots and images is None:
+        if (
+            config.tiering.update_schedule == "speculative"
+            and not any(unit.has_slots for unit in params.units)
+            and images is None
+        ):
             _log.warning(
                 'tiering.update_schedule is "speculative", but no parameters live on a drive, where updates that run '
                 "ahead leave what was before, and no host memory is left for it: all updates wait for the norm. Raise "

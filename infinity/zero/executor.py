@@ -191,11 +191,11 @@ class Executor:
             return True
         if self._params.is_pinned(unit):
             return False
-        if self._params.is_dirty(unit):  # the plan has updates write through, so this is the exception
+        if self._params.units[unit].is_dirty():  # the plan has updates write through, so this is the exception
             self._in_flight.open_host(unit)
             try:
                 self._params.host_wait(unit)
-                self._params.write_home(unit)
+                self._params.units[unit].write_home()
             finally:
                 self._params.close_host(unit)
         self.views.hide(unit)
@@ -377,7 +377,7 @@ class Executor:
         for unit in self._params.unwritten() if self._params.writes_updates else ():
             if unit not in self._in_flight:
                 with self.resident(unit):
-                    self._params.write_home(unit)
+                    self._params.units[unit].write_home()
 
     def drain(self) -> None:
         """Carry out every pending update and wait for all of them; those that only run ahead are undone."""
@@ -472,10 +472,10 @@ class Executor:
         Raises:
             StorageError: they cannot be read; some have changed then.
         """
-        for unit in range(len(self._params.specs)):
-            if self._params.has_found(unit):
+        for unit, params in enumerate(self._params.units):
+            if params.written:  # not where it is in somebody's files
                 with self.changing(unit):
-                    self._params.read_found(unit)
+                    params.read_found()
         self._pipeline.take_over()
 
     def refresh(self, unit: int) -> None:

@@ -108,7 +108,7 @@ class InFlight:
             return
         self._stuck.pop(unit, None)
         # Of a unit whose home has older values, those that this update leaves alone would stay as old there.
-        write = write and not self._params.is_dirty(unit)
+        write = write and not self._params.units[unit].is_dirty()
         with self._handing_over:
             self.open_host(unit)
             begun = self._begun.pop(unit, None)
@@ -146,7 +146,7 @@ class InFlight:
         )
         ticket = self._pipeline.submit(job)
         ticket.computed.add_done_callback(partial(_put, self._ended, unit))
-        written = self._params.write_through(unit, ticket) if write else None
+        written = self._params.units[unit].write_through(ticket) if write else None
         self._handed[unit] = _HandedOver(ticket, written, keeps=before is not None)
         return ticket
 
@@ -170,15 +170,15 @@ class InFlight:
 
     def _can_undo(self, unit: int) -> frozenset[int]:
         """Indices of the tiles whose update can be undone, and that of their parameters."""
-        if self._params.can_undo(unit):
+        if self._params.units[unit].can_undo():
             return self._pipeline.can_undo(unit, param=False)
-        return self._pipeline.can_undo(unit, param=True) if self._params.can_put_back(unit) else frozenset()
+        return self._pipeline.can_undo(unit, param=True) if self._params.units[unit].can_put_back() else frozenset()
 
     def run_ahead(self, unit: int, segments: tuple[Segment, ...], needed: int) -> None:
         """Update what can be undone of a unit that `can_run_ahead`, and whose gradients are in memory."""
         with self._handing_over:
             self.open_host(unit)
-            tiles, in_memory = self._can_undo(unit), not self._params.can_undo(unit)
+            tiles, in_memory = self._can_undo(unit), not self._params.units[unit].can_undo()
             before = self._pipeline.keep_before(unit, tiles, param=in_memory)
             ticket = self._hand_over(unit, segments, write=True, needed=needed, tiles=tiles, before=before)
             self._ahead[unit] = _Ahead(segments, tiles, ticket, in_memory)
@@ -281,8 +281,9 @@ class InFlight:
         """Wait until the unit's new values are in memory, whence they go up as they come; they may still be on their
         way home."""
         if unit in self._handed:
+            params = self._params.units[unit]
             with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
-                sends = partial(self._params.send_part, unit) if self._params.can_send_parts(unit) else None
+                sends = params.send_part if params.can_send_parts() else None
                 self._pipeline.wait_computed(self._handed[unit].ticket, sends)
             self._params.end_change(unit)
 
@@ -342,7 +343,7 @@ class InFlight:
                 self._grads.used(unit)
             self._params.close_host(unit)
             if handed.write is not None:
-                self._params.written(unit, handed.write)
+                self._params.units[unit].field.finish_move(handed.write)
             handed.ticket.result()  # raises what went wrong
             self.finished.append(unit)
 
