@@ -5,6 +5,7 @@ from infinity.tiers.activations import ActivationStore
 from infinity.tiers.copies import Copy, Field, Memory, Move, State, Transfer
 from infinity.tiers.device_grads import DeviceGrads
 from infinity.tiers.device_sums import DeviceSums
+from infinity.tiers.grad_stores import GradStores
 from infinity.tiers.grads import ARRIVING_UNITS, GradHomes, GradStore
 from infinity.tiers.link import (
     AcceleratorLink,
@@ -20,7 +21,6 @@ from infinity.tiers.norms import Norms
 from infinity.tiers.params import Params, Residency
 from infinity.tiers.sharding import WHOLE, Piece, Sharding, overlap
 from infinity.tiers.slots import Extent
-from infinity.tiers.split_grads import SplitGrads
 from infinity.tiers.states import StateStore, Tile
 from infinity.tiers.swap import SwapPath, SwapSpace, open_swap
 from infinity.tiers.unit_params import Device, FlatSpec, FrozenReader
@@ -43,6 +43,7 @@ __all__ = [
     "FrozenReader",
     "GradHomes",
     "GradStore",
+    "GradStores",
     "HostMemory",
     "Link",
     "Memory",
@@ -53,7 +54,6 @@ __all__ = [
     "Residency",
     "SameMemory",
     "Sharding",
-    "SplitGrads",
     "State",
     "StateStore",
     "StoredTensor",

@@ -22,6 +22,7 @@ class DeviceGrads:
         dtype: dtype in which gradients are held.
         budget: device memory for them.
         device: where they are computed.
+        norms: of parameters' gradients, measured there; closed by whoever has made it.
 
     Attributes:
         budget: what gradients may take of the device's memory.
@@ -102,6 +103,5 @@ class DeviceGrads:
         self.drop(unit)
 
     def close(self) -> None:
-        """Nothing may come any more from the device: its memory goes."""
+        """The device's memory goes."""
         self._buffers.clear()
-        self.norms.close()

@@ -29,8 +29,6 @@ from infinity.telemetry import Counters
 from infinity.tiers import Params, Residency
 from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
-from infinity.zero.on_both_sides import OnBothSides
-from infinity.zero.on_device import OnDevice
 from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.views import ParameterViews
 
@@ -51,7 +49,7 @@ class Executor:
         self,
         views: ParameterViews,
         params: Params,
-        in_flight: InFlight | OnDevice | OnBothSides,
+        in_flight: InFlight,
         pipeline: UpdatePipeline,
         cycle: Cycle,
         counters: Counters,
@@ -251,13 +249,6 @@ class Executor:
 
     # Updates that run ahead of the norm, see [Note: updates ahead] in in_flight.py #
 
-    @property
-    def _on_host(self) -> InFlight:
-        """What carries updates out, where some can run ahead."""
-        flight = self._in_flight.host if isinstance(self._in_flight, OnBothSides) else self._in_flight
-        assert isinstance(flight, InFlight)
-        return flight
-
     def ran_ahead(self, unit: int) -> tuple[Segment, ...] | None:
         """What an update of the unit has done ahead; None if there was none."""
         return self._in_flight.ran_ahead(unit)
@@ -273,13 +264,13 @@ class Executor:
             return False
         self._gathering.changed(unit)
         self.views.cover(unit)
-        self._on_host.run_ahead(unit, segments, self._urgency(unit)[1])
+        self._in_flight.run_ahead(unit, segments, self._urgency(unit)[1])
         return True
 
     def confirm(self, unit: int) -> None:
         """What ran ahead is the unit's update, which is finished as any other."""
         self.views.outdate(unit, trained=True)
-        self._on_host.confirm(unit)
+        self._in_flight.confirm(unit)
         if unit not in self._in_flight:
             self._in_flight.finished.append(unit)
         if self._params.residency(unit) is not Residency.STORED:
@@ -299,7 +290,7 @@ class Executor:
             if self._params.residency(unit) is Residency.FETCHING:  # the plan wants it next
                 self._params.fetch_wait(unit)
                 self._fetching.pop(unit, None)
-        behind = self._on_host.undo(ahead)
+        behind = self._in_flight.undo(ahead)
         for unit in ahead:
             self._gathering.changed(unit)
             if unit in behind and self._params.residency(unit) is Residency.RESIDENT:
@@ -316,7 +307,7 @@ class Executor:
     def spoil(self, unit: int) -> None:
         """An update of the unit may have run ahead: its gradients change, so that it is not confirmed."""
         if unit in self._in_flight.ahead:
-            self._on_host.finish_ahead(unit)
+            self._in_flight.finish_ahead(unit)
 
     @property
     def awaits_updates(self) -> bool:

@@ -21,6 +21,7 @@ from infinity.optim.before_images import Image
 from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import GradStore, Move, Params, Residency
+from infinity.zero.on_device import OnDevice
 
 
 @dataclass
@@ -55,12 +56,22 @@ class _Ahead:
 class InFlight:
     """Which units' updates are due, which are in the pipeline, and which have been finished.
 
+    Args:
+        device: carries out the updates of units whose states are there; None where there can be none.
+
     Attributes:
         pending: they wait for their unit to be in memory.
         finished: units whose updates are over; whoever looks at them takes them out.
     """
 
-    def __init__(self, params: Params, grads: GradStore, pipeline: UpdatePipeline, counters: Counters) -> None:
+    def __init__(
+        self,
+        params: Params,
+        grads: GradStore,
+        pipeline: UpdatePipeline,
+        counters: Counters,
+        device: OnDevice | None = None,
+    ) -> None:
         self.pending: dict[int, tuple[Segment, ...]] = {}
         self.finished: list[int] = []
         self._params = params
@@ -68,6 +79,7 @@ class InFlight:
         self._grads = grads
         self._pipeline = pipeline
         self._counters = counters
+        self._device = device
         self._handed: dict[int, _HandedOver] = {}
         self._ended: SimpleQueue[int] = SimpleQueue()  # units whose updates are computed, or have failed
         self._computed: dict[int, None] = {}  # units of these, whose writes may be under way
@@ -97,6 +109,11 @@ class InFlight:
             needed: when the unit is needed next; of those that nobody waits for the lowest goes first.
         """
         if unit not in self.pending:
+            return
+        if self._device is not None and self._device.has(unit):  # it takes no time that anybody sees
+            with self._handing_over:
+                self._device.update(unit, self.pending.pop(unit))
+                self.finished.append(unit)
             return
         if unit in self._handed:
             if unit in self._begun:  # with this step's
@@ -164,7 +181,7 @@ class InFlight:
 
     def can_run_ahead(self, unit: int) -> bool:
         """The unit and its gradients have memory and are at rest, and something of it can be updated and be undone."""
-        busy = unit in self.pending or unit in self._handed or unit in self._ahead
+        busy = unit in self.pending or unit in self._handed or unit in self._ahead or self._is_there(unit)
         at_rest = not busy and self._params.residency(unit) is Residency.RESIDENT
         return at_rest and bool(self._can_undo(unit)) and self._grads.can_hand_over(unit)
 
@@ -255,7 +272,10 @@ class InFlight:
 
     def free_gradients(self, unit: int) -> bool:
         """Free memory that the unit's gradients may take: what can be on the drive, or an update has; False if none."""
-        return self._grads.make_room(unit) or self.finish_one()
+        return not self._is_there(unit) and (self._grads.make_room(unit) or self.finish_one())
+
+    def _is_there(self, unit: int) -> bool:
+        return self._device is not None and self._device.has(unit)
 
     def open_host(self, unit: int) -> None:
         """Have the unit's values on their way to where they are changed, waiting for memory that updates hold.
@@ -267,7 +287,7 @@ class InFlight:
             if not self.finish_one():
                 raise CapacityError(
                     f"no host memory is left for the values of unit `{self._params.specs[unit].name}` on their way: "
-                    "raise tiering.host_memory"
+                    "look at fewer units at once, or raise tiering.host_memory"
                 )
 
     @property
