@@ -132,7 +132,7 @@ def predict_step(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -
         traffic.backward,
         up=saved + traffic.link_up,
         down=traffic.link_down,
-        read=traffic.spilled + stored,
+        read=traffic.unspilled + stored,
         written=traffic.spilled,
         reduce_s=(traffic.reduced + traffic.averaged) / reduced if reduced else 0.0,
     )
