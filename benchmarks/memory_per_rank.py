@@ -122,8 +122,8 @@ def count(engine: infinity.Engine) -> tuple[int, int, int, int]:
     staying = sum(storage_bytes(runtime.params.tensor(unit)) for unit in units if not offloaded(runtime, unit))
     gathered = runtime.host.parts["parameters"].used_bytes if any(offloaded(runtime, unit) for unit in units) else 0
     homes = lease_bytes(getattr(runtime.params, "_homes", ()))
-    own = lease_bytes(runtime.grads._own.values())
-    lent = lease_bytes(runtime.grads._leases.values())
+    own = lease_bytes(runtime.grads.host._own.values())
+    lent = lease_bytes(runtime.grads.host._leases.values())
     tiles = [tile.home for unit in units for tile in runtime.pipeline._states.tiles(unit)]
     states = lease_bytes(tiles)
     source = engine._step.gradients._source

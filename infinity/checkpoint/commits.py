@@ -137,12 +137,11 @@ class Commits:
         assert due is not None
         self._gate.result()  # one at a time
         gate: Future[None] = Future()
-        within, self._slots.torn = self._slots.torn, True  # and stays so after an interrupt at any line from here on
-        slots, writes = self._slots.close_epoch(gate)
-        self._gate = gate
-        self._sequence += 1
-        self._queue.put(_Closed(Generation(self._sequence, due.state, slots, due.extra), writes, gate))
-        self._slots.torn = within
+        with self._runtime.arena.handing_over:
+            slots, writes = self._slots.close_epoch(gate)
+            self._gate = gate
+            self._sequence += 1
+            self._queue.put(_Closed(Generation(self._sequence, due.state, slots, due.extra), writes, gate))
 
     # What its thread does #
 

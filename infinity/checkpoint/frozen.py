@@ -1,6 +1,6 @@
 """Frozen parameters on their way into a checkpoint, while training goes on: nobody changes them, so any moment will do.
 
-A thread reads them where they lie (`Params.frozen_reader`), past what the step brings and evicts, into one block of
+A thread reads them where they lie (`UnitParams.frozen_reader`), past what the step brings and evicts, into one block of
 memory. What has no such way (values on a device) is written at the end, as a save that waits writes it.
 """
 
@@ -15,7 +15,7 @@ import torch
 from infinity.checkpoint.blocks import ALIGN_BYTES, Staging, submit
 from infinity.checkpoint.shards import Shard, WrittenPart, trained_numel, units_to_write
 from infinity.errors import CheckpointError
-from infinity.tiers.params import FrozenReader
+from infinity.tiers import FrozenReader
 from infinity.zero.build import Runtime
 
 _READ_BYTES = 4 << 20
@@ -38,7 +38,7 @@ class FrozenShards:
         self._with_others: list[Shard] = []
         for unit in units_to_write(runtime):
             shard = Shard(unit, runtime, (False,), _LABEL)
-            read = None if shard.is_empty else runtime.params.frozen_reader(unit.index)
+            read = None if shard.is_empty else runtime.params.units[unit.index].frozen_reader()
             if read is not None:
                 self._apart.append((shard, read))
             elif not shard.is_empty:

@@ -9,6 +9,7 @@ from infinity.memory.available import (
     memory_limit_bytes,
 )
 from infinity.memory.budget import Budget, Ledger, Level
+from infinity.memory.hand_over import HandingOver
 from infinity.memory.scratch import Loan, Scratch, scratch_on
 from infinity.memory.stable import StableBuffer, StableMemory, stable_memory
 
@@ -18,6 +19,7 @@ __all__ = [
     "Budget",
     "DeviceLevel",
     "FreeList",
+    "HandingOver",
     "Lease",
     "Ledger",
     "Level",

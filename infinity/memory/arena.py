@@ -10,6 +10,7 @@ import torch
 
 from infinity.errors import CapacityError, InfinityError
 from infinity.io import Span
+from infinity.memory.hand_over import HandingOver
 from infinity.memory.mapping import HUGE_PAGE_BYTES, make_mapping, tensor_at
 
 LEASE_ALIGN_BYTES = 4096
@@ -64,10 +65,12 @@ class Arena:
 
     Attributes:
         used_bytes, peak_bytes: leased now, and at most so far.
+        handing_over: around what is done with the memory, in all parts of it.
     """
 
     def __init__(self, capacity_bytes: int, *, pin: torch.device | None = None) -> None:
         self._begin(capacity_bytes)
+        self.handing_over = HandingOver()
         self._mapping = make_mapping(max(self.capacity_bytes, LEASE_ALIGN_BYTES), HUGE_PAGE_BYTES)
         self._mapping.open()
         self._address = self._mapping.address
@@ -79,14 +82,7 @@ class Arena:
         self.capacity_bytes = _round_up(capacity_bytes)
         self.used_bytes = 0
         self.peak_bytes = 0
-        self._torn = False
-        self._parts: list[Arena] = []
         self._free = FreeList(self.capacity_bytes)
-
-    @property
-    def torn(self) -> bool:
-        """An interrupt has left a lease half made."""
-        return self._torn or any(part.torn for part in self._parts)
 
     def part(self, nbytes: int) -> Arena:
         """An arena within this one, so that what is leased there neither takes nor divides the room of others.
@@ -97,7 +93,6 @@ class Arena:
         part = copy.copy(self)
         part._begin(nbytes)
         part._address = self.lease(nbytes).keep()
-        self._parts.append(part)
         return part
 
     def lease(self, nbytes: int) -> Lease:
@@ -117,15 +112,13 @@ class Arena:
     def try_lease(self, nbytes: int) -> Lease | None:
         """As `lease`; None where there is no room."""
         size = _round_up(nbytes)
-        within, self._torn = self._torn, True
-        offset = self._free.take(size)
-        lease = None
-        if offset is not None:
+        with self.handing_over:
+            offset = self._free.take(size)
+            if offset is None:
+                return None
             self.used_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-            lease = Lease(self, self._address + offset, nbytes)
-        self._torn = within
-        return lease
+            return Lease(self, self._address + offset, nbytes)
 
     def _give_back(self, address: int, nbytes: int) -> None:
         size = _round_up(nbytes)

@@ -32,7 +32,7 @@ class Traffic:
         forward, backward: parameters that are fetched in these phases.
         states: optimizer states on the drives: so much is read, and so much written, by the updates.
         params_written: updated parameters that go back to the drives.
-        spilled: gradients that do not fit: so much is written, and so much read, under backward.
+        spilled, unspilled: gradients that do not fit: so much is written, and so much read again.
         link_down: gradients that leave the device; those that are added up on it leave once.
         link_up: updated parameters that stay on the device, of units whose states do not.
         reduced: gradients that are sent to the ranks that share the states.
@@ -45,6 +45,7 @@ class Traffic:
     states: int
     params_written: int
     spilled: int
+    unspilled: int
     link_down: int
     link_up: int
     reduced: int
@@ -58,7 +59,7 @@ class Traffic:
 
     @property
     def read_bytes(self) -> int:
-        return self.forward.disk + self.backward.disk + self.states + self.spilled
+        return self.forward.disk + self.backward.disk + self.states + self.unspilled
 
     @property
     def write_bytes(self) -> int:
@@ -77,7 +78,9 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
     half = len(steps.steps) // 2
     phases = zip(_fetched(steps, half), _gathered(steps, half), strict=True)
     forward, backward = (_fetches(sizing, stored, list(units), whole, passes) for units, whole in phases)
-    spilled = sum(sizing.shards.grad_sizes[unit] for unit in placement.grad_homes.spilled)
+    spills = placement.grad_homes
+    sizes = [sizing.shards.grad_sizes[unit] for unit in spills.spilled]
+    spilled = sum(sizes)
     updated = steps.evicted if rules.one_memory and not rules.gathers else range(len(specs))
     trained = sum(unit.trainable_numel for unit in sizing.partition.units)
     reduces = micro_batches if rules.reduces_every_pass else 1
@@ -96,7 +99,10 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
         backward,
         states=placement.stored_bytes - spilled,
         params_written=sum(specs[unit].shard_nbytes for unit in updated if stored[unit]),
-        spilled=spilled * passes,
+        # Backward leaves the first units' gradients in the slots, the last of these written ahead; there the updates,
+        # which begin with the first units, find them.
+        spilled=spilled * passes - sum(sizes[: spills.slots - 1]),
+        unspilled=spilled * passes - sum(sizes[: spills.slots]),
         link_down=once + (leaving - once) * passes,
         link_up=staying if leaving else 0,
         reduced=_sent(trained * travel * reduces, rules.sharding.count),

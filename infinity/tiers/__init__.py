@@ -5,6 +5,7 @@ from infinity.tiers.activations import ActivationStore
 from infinity.tiers.copies import Copy, Field, Memory, Move, State, Transfer
 from infinity.tiers.device_grads import DeviceGrads
 from infinity.tiers.device_sums import DeviceSums
+from infinity.tiers.grad_stores import GradStores
 from infinity.tiers.grads import ARRIVING_UNITS, GradHomes, GradStore
 from infinity.tiers.link import (
     AcceleratorLink,
@@ -17,12 +18,12 @@ from infinity.tiers.link import (
     to_host,
 )
 from infinity.tiers.norms import Norms
-from infinity.tiers.params import Device, FlatSpec, Params, Residency
+from infinity.tiers.params import Params, Residency
 from infinity.tiers.sharding import WHOLE, Piece, Sharding, overlap
 from infinity.tiers.slots import Extent
-from infinity.tiers.split_grads import SplitGrads
 from infinity.tiers.states import StateStore, Tile
 from infinity.tiers.swap import SwapPath, SwapSpace, open_swap
+from infinity.tiers.unit_params import Device, FlatSpec, FrozenReader
 from infinity.tiers.weight_files import FileRun, StoredTensor, WeightFile, WeightFiles, lay_out_image
 
 __all__ = [
@@ -39,8 +40,10 @@ __all__ = [
     "Field",
     "FileRun",
     "FlatSpec",
+    "FrozenReader",
     "GradHomes",
     "GradStore",
+    "GradStores",
     "HostMemory",
     "Link",
     "Memory",
@@ -51,7 +54,6 @@ __all__ = [
     "Residency",
     "SameMemory",
     "Sharding",
-    "SplitGrads",
     "State",
     "StateStore",
     "StoredTensor",

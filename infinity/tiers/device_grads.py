@@ -22,13 +22,11 @@ class DeviceGrads:
         dtype: dtype in which gradients are held.
         budget: device memory for them.
         device: where they are computed.
+        norms: of parameters' gradients, measured there; closed by whoever has made it.
 
     Attributes:
-        torn: never; see `GradStore`.
         budget: what gradients may take of the device's memory.
     """
-
-    torn = False
 
     def __init__(
         self, numels: Sequence[int], dtype: torch.dtype, budget: Budget, device: torch.device, norms: Norms
@@ -39,7 +37,6 @@ class DeviceGrads:
         self.budget = budget
         self._device = device
         self._buffers: dict[int, torch.Tensor] = {}
-        self._used_by: set[int] = set()  # units whose update has the buffer
         self._measured: dict[int, Transfer] = {}  # the last norm of each unit on its way
 
     # Adding #
@@ -106,6 +103,5 @@ class DeviceGrads:
         self.drop(unit)
 
     def close(self) -> None:
-        """Nothing may come any more from the device: its memory goes."""
+        """The device's memory goes."""
         self._buffers.clear()
-        self.norms.close()

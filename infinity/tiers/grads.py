@@ -96,9 +96,6 @@ class GradStore:
         swap: where units that spill have their extents.
         link: to where gradients are computed.
         norms: of parameters' gradients, measured there; those of none where the host measures them.
-
-    Attributes:
-        torn: an interrupt has left a transfer that nobody knows of.
     """
 
     def __init__(
@@ -113,10 +110,10 @@ class GradStore:
         link: Link,
         norms: Norms,
     ) -> None:
-        self.torn = False
         self._sizes = [numel * dtype.itemsize for numel in numels]
         self._dtype = dtype
         self._arena = arena
+        self._handing_over = arena.handing_over
         self._counters = counters
         self._swap = swap
         self._link = link
@@ -178,11 +175,10 @@ class GradStore:
             arrival = self._arrivals[unit] = Arrival()
             field.begin_move(None, _HOST, arrival, StallCause.HOST_LINK, at=field.version)
         grad = grad.to(self._dtype)
-        within, self.torn = self.torn, True
-        arrival.add(self._link.download(self._tensors[unit][start : start + grad.numel()], grad), grad)
-        copy = self.norms.bring(index, grad)
-        arrival.add(copy, grad)
-        self.torn = within
+        with self._handing_over:
+            arrival.add(self._link.download(self._tensors[unit][start : start + grad.numel()], grad), grad)
+            copy = self.norms.bring(index, grad)
+            arrival.add(copy, grad)
         self._counters.moved("device_to_host", grad.nbytes, copy, unit, "gradients")
         return copy
 
@@ -346,15 +342,14 @@ class GradStore:
         nbytes, extent = self._sizes[unit], self._extents[unit]
         span = self._leases[unit].span(0, nbytes)
         future: IoFuture
-        within, self.torn = self.torn, True
-        if target is _HOST:
-            route, cause = "nvme_read", StallCause.DISK_READ
-            future = self._swap.read(extent, span, priority=priority)
-        else:
-            route, cause = "nvme_write", StallCause.DISK_WRITE
-            future = self._swap.write(extent, span)
-        self._fields[unit].begin_move(source, target, future, cause)
-        self.torn = within
+        with self._handing_over:
+            if target is _HOST:
+                route, cause = "nvme_read", StallCause.DISK_READ
+                future = self._swap.read(extent, span, priority=priority)
+            else:
+                route, cause = "nvme_write", StallCause.DISK_WRITE
+                future = self._swap.write(extent, span)
+            self._fields[unit].begin_move(source, target, future, cause)
         self._counters.moved(route, nbytes, future, unit, "grads")
 
     def _finish_moves(self, unit: int) -> None:

@@ -105,13 +105,9 @@ class Slots:
     """All slotted extents of one rank: which slots are the newest, and what may be written.
 
     The compute thread closes epochs; it and the optimizer's worker write.
-
-    Attributes:
-        torn: an interrupt has left an epoch that is closed, and that nobody commits.
     """
 
     def __init__(self) -> None:
-        self.torn = False
         self._extents: list[SlotExtent] = []
         self._epoch = 1
         self._gate: Future[None] | None = None  # of the epoch that was closed last

@@ -30,11 +30,11 @@ from infinity.tiers import (
     DeviceGrads,
     DeviceSums,
     GradStore,
+    GradStores,
     Link,
     Memory,
     Norms,
     Params,
-    SplitGrads,
     StateStore,
     StoredTensor,
     SwapPath,
@@ -50,7 +50,6 @@ from infinity.zero.groups import Groups
 from infinity.zero.in_flight import InFlight
 from infinity.zero.landing import Places, landing_of
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
-from infinity.zero.on_both_sides import OnBothSides
 from infinity.zero.on_device import OnDevice
 from infinity.zero.partial_sums import PartialSums
 from infinity.zero.partition import Partition
@@ -78,7 +77,7 @@ class Runtime:
     groups: Groups
     executor: Executor
     params: Params
-    grads: GradStore | DeviceGrads | SplitGrads
+    grads: GradStores
     pipeline: UpdatePipeline
     states: StateStore
     sums: DeviceSums
@@ -115,8 +114,7 @@ class Runtime:
     @property
     def torn(self) -> bool:
         """An interrupt has left something in nobody's books."""
-        parts = (self.executor, self.arena, self.grads, self.params, self.swap.slots)
-        return any(part.torn for part in parts)
+        return self.arena.handing_over.torn
 
     def peak_bytes(self) -> dict[str, int]:
         """High-water mark of each tier since the start."""
@@ -244,7 +242,11 @@ def build_runtime(
             slotted=sizing.tile_numel if sizing.has_slots else 0,
         )
         images = _room_for_images(sizing, split, host, undo)
-        if config.tiering.update_schedule == "speculative" and not params.has_slots and images is None:
+        if (
+            config.tiering.update_schedule == "speculative"
+            and not any(unit.has_slots for unit in params.units)
+            and images is None
+        ):
             _log.warning(
                 'tiering.update_schedule is "speculative", but no parameters live on a drive, where updates that run '
                 "ahead leave what was before, and no host memory is left for it: all updates wait for the norm. Raise "
@@ -262,7 +264,8 @@ def build_runtime(
     moving = [spec.offloaded for spec in sizing.specs]
     cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes, sizing.ahead_bytes)
     views = ParameterViews(model, sizing.partition, params, writable=config.zero.stage < 3)
-    in_flight = _updates_of(grads, params, states, pipeline, sizing, counters)
+    on_device = None if grads.device is None else OnDevice(params, grads.device, states, sizing.layout)
+    in_flight = InFlight(params, grads.host, pipeline, counters, on_device)
     return Runtime(
         sizing=sizing,
         groups=groups_of_ranks,
@@ -326,36 +329,15 @@ def _hold_gradients(
     counters: Counters,
     link: Link,
     states: StateStore,
-) -> GradStore | DeviceGrads | SplitGrads:
+) -> GradStores:
     """Where gradients are until they are used."""
     shards, dtype = sizing.shards, sizing.grad_dtype
-    parts = sizing.rules.measured_there(Places(sizing.partition.units, whole=sizing.rules.reduces).count)
-
-    def on_device() -> DeviceGrads:
-        return DeviceGrads(shards.numels, dtype, there, link.device, Norms(parts, link))
-
-    if sizing.all_is_there:
-        return on_device()
-    norms, homes = Norms(parts, link), placement.grad_homes
+    norms = Norms(sizing.rules.measured_there(Places(sizing.partition.units, whole=sizing.rules.reduces).count), link)
+    homes = placement.grad_homes
     host = GradStore(shards.below, dtype, arena, split.grads_bytes, homes, counters, swap, link, norms)
-    return SplitGrads(host, on_device(), states.is_there) if sizing.there or sizing.may_come else host
-
-
-def _updates_of(
-    grads: GradStore | DeviceGrads | SplitGrads,
-    params: Params,
-    states: StateStore,
-    pipeline: UpdatePipeline,
-    sizing: Sizing,
-    counters: Counters,
-) -> InFlight | OnDevice | OnBothSides:
-    """What carries out the updates with these gradients."""
-    if isinstance(grads, SplitGrads):
-        host = InFlight(params, grads.host, pipeline, counters)
-        return OnBothSides(host, OnDevice(params, grads.device, states, sizing.layout), grads.is_there)
-    if isinstance(grads, DeviceGrads):
-        return OnDevice(params, grads, states, sizing.layout)
-    return InFlight(params, grads, pipeline, counters)
+    some_may_be_there = sizing.there or sizing.may_come
+    device = DeviceGrads(shards.numels, dtype, there, link.device, norms) if some_may_be_there else None
+    return GradStores(host, device, states.is_there)
 
 
 def _room_for_images(sizing: Sizing, split: MemorySplit, host: Ledger, undo: ExitStack) -> BeforeImages | None:

@@ -29,8 +29,6 @@ from infinity.telemetry import Counters
 from infinity.tiers import Params, Residency
 from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
-from infinity.zero.on_both_sides import OnBothSides
-from infinity.zero.on_device import OnDevice
 from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.views import ParameterViews
 
@@ -51,7 +49,7 @@ class Executor:
         self,
         views: ParameterViews,
         params: Params,
-        in_flight: InFlight | OnDevice | OnBothSides,
+        in_flight: InFlight,
         pipeline: UpdatePipeline,
         cycle: Cycle,
         counters: Counters,
@@ -66,11 +64,6 @@ class Executor:
         self._todo: deque[tuple[str, int]] = deque()  # of the plan, in its order
         self._fetching: dict[int, None] = {}  # units on their way, oldest first
         self._recency: dict[int, None] = {}  # units that come and go, least recently used first
-
-    @property
-    def torn(self) -> bool:
-        """An interrupt has left an update in nobody's books."""
-        return self._in_flight.torn
 
     # Uses #
 
@@ -88,8 +81,8 @@ class Executor:
                 self._look_ahead()
                 self.views.show(unit)
         except BaseException as error:
-            # An update has failed, and is not looked at again.
-            self._in_flight.torn |= isinstance(error, StorageError)
+            if isinstance(error, StorageError):
+                self._params.handing_over.tear()  # an update has failed, and is not looked at again
             for unit in units:
                 self._params.unpin(unit)
             for unit in entered:
@@ -196,11 +189,11 @@ class Executor:
             return True
         if self._params.is_pinned(unit):
             return False
-        if self._params.is_dirty(unit):  # the plan has updates write through, so this is the exception
+        if self._params.units[unit].is_dirty():  # the plan has updates write through, so this is the exception
             self._in_flight.open_host(unit)
             try:
                 self._params.host_wait(unit)
-                self._params.write_home(unit)
+                self._params.units[unit].write_home()
             finally:
                 self._params.close_host(unit)
         self.views.hide(unit)
@@ -256,13 +249,6 @@ class Executor:
 
     # Updates that run ahead of the norm, see [Note: updates ahead] in in_flight.py #
 
-    @property
-    def _on_host(self) -> InFlight:
-        """What carries updates out, where some can run ahead."""
-        flight = self._in_flight.host if isinstance(self._in_flight, OnBothSides) else self._in_flight
-        assert isinstance(flight, InFlight)
-        return flight
-
     def ran_ahead(self, unit: int) -> tuple[Segment, ...] | None:
         """What an update of the unit has done ahead; None if there was none."""
         return self._in_flight.ran_ahead(unit)
@@ -278,13 +264,13 @@ class Executor:
             return False
         self._gathering.changed(unit)
         self.views.cover(unit)
-        self._on_host.run_ahead(unit, segments, self._urgency(unit)[1])
+        self._in_flight.run_ahead(unit, segments, self._urgency(unit)[1])
         return True
 
     def confirm(self, unit: int) -> None:
         """What ran ahead is the unit's update, which is finished as any other."""
         self.views.outdate(unit, trained=True)
-        self._on_host.confirm(unit)
+        self._in_flight.confirm(unit)
         if unit not in self._in_flight:
             self._in_flight.finished.append(unit)
         if self._params.residency(unit) is not Residency.STORED:
@@ -298,13 +284,13 @@ class Executor:
             StorageError: they cannot be read again.
         """
         ahead = [unit for unit in units if unit in self._in_flight.ahead]
-        if not ahead or self.torn:  # nothing goes on from an engine that is torn
+        if not ahead or self._params.handing_over.torn:  # nothing goes on from an engine that is torn
             return
         for unit in ahead:
             if self._params.residency(unit) is Residency.FETCHING:  # the plan wants it next
                 self._params.fetch_wait(unit)
                 self._fetching.pop(unit, None)
-        behind = self._on_host.undo(ahead)
+        behind = self._in_flight.undo(ahead)
         for unit in ahead:
             self._gathering.changed(unit)
             if unit in behind and self._params.residency(unit) is Residency.RESIDENT:
@@ -321,7 +307,7 @@ class Executor:
     def spoil(self, unit: int) -> None:
         """An update of the unit may have run ahead: its gradients change, so that it is not confirmed."""
         if unit in self._in_flight.ahead:
-            self._on_host.finish_ahead(unit)
+            self._in_flight.finish_ahead(unit)
 
     @property
     def awaits_updates(self) -> bool:
@@ -345,7 +331,7 @@ class Executor:
 
     def _settle(self) -> None:
         """Take note of finished updates and use the memory that they gave back."""
-        if self.torn:
+        if self._params.handing_over.torn:
             return
         self._in_flight.settle()
         self._show_finished()
@@ -382,7 +368,7 @@ class Executor:
         for unit in self._params.unwritten() if self._params.writes_updates else ():
             if unit not in self._in_flight:
                 with self.resident(unit):
-                    self._params.write_home(unit)
+                    self._params.units[unit].write_home()
 
     def drain(self) -> None:
         """Carry out every pending update and wait for all of them; those that only run ahead are undone."""
@@ -402,13 +388,14 @@ class Executor:
             torch.OutOfMemoryError: the device has no memory for them; they stay where they are.
             StorageError: they cannot be read, or written.
         """
-        within, self._in_flight.torn = self._in_flight.torn, True  # some tiles may have moved and others not
-        try:
-            self._pipeline.move_states(unit, there=there)
-        except torch.OutOfMemoryError:
-            self._in_flight.torn = within
-            raise
-        self._in_flight.torn = within
+        refused: torch.OutOfMemoryError | None = None
+        with self._params.handing_over:  # some tiles may have moved and others not
+            try:
+                self._pipeline.move_states(unit, there=there)
+            except torch.OutOfMemoryError as error:
+                refused = error
+        if refused is not None:
+            raise refused
 
     def show_newest(self) -> None:
         """Carry out every update and have the parameters that never leave show their values; all ranks together."""
@@ -476,10 +463,10 @@ class Executor:
         Raises:
             StorageError: they cannot be read; some have changed then.
         """
-        for unit in range(len(self._params.specs)):
-            if self._params.has_found(unit):
+        for unit, params in enumerate(self._params.units):
+            if params.written:  # not where it is in somebody's files
                 with self.changing(unit):
-                    self._params.read_found(unit)
+                    params.read_found()
         self._pipeline.take_over()
 
     def refresh(self, unit: int) -> None:

@@ -19,7 +19,6 @@ import torch
 from infinity.config import Config, format_size
 from infinity.memory import Budget, DeviceLevel
 from infinity.schedule.placement import grads_there_bytes, that_fit
-from infinity.tiers import SplitGrads
 from infinity.zero.build import Runtime
 
 _log = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ def filling_of(runtime: Runtime, config: Config) -> Filling | None:
     """What fills the device's memory, if that is asked for."""
     if not runtime.sizing.may_come:
         return None
-    assert isinstance(runtime.grads, SplitGrads)
+    assert runtime.grads.device is not None
     return Filling(runtime, runtime.grads.device.budget, config)
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from infinity.errors import InfinityError
 from infinity.kernels import GradStats
 from infinity.telemetry import Counters
-from infinity.tiers import DeviceGrads, DeviceSums, GradStore, SplitGrads
-from infinity.zero.landing import Coming, Landing, Measures
+from infinity.tiers import DeviceSums, GradStores
+from infinity.zero.landing import Coming, Landing, Measures, Parted
 from infinity.zero.model_parts import UNDIVIDED, ModelParts, local_gradient
 from infinity.zero.partition import Unit
 from infinity.zero.ranks import Vote
@@ -33,7 +33,7 @@ class Gradients:
 
     Args:
         source: how they come from autograd.
-        landing: how they come into `store`, where they are held.
+        landing: how they come into `stores`, where they are held.
         sums: where those of several micro-batches are added up on the device, as far as there is room.
         parts: who holds the other parts of the model, if it is divided.
     """
@@ -41,15 +41,15 @@ class Gradients:
     def __init__(
         self,
         units: Sequence[Unit],
-        store: GradStore | DeviceGrads | SplitGrads,
+        stores: GradStores,
         source: Direct | Reduction,
-        landing: Landing,
+        landing: Landing | Parted,
         sums: DeviceSums,
         counters: Counters,
         parts: ModelParts = UNDIVIDED,
     ) -> None:
         self._units = tuple(units)
-        self._store = store
+        self._store = stores.of
         self._source = source
         self._landing = landing
         self._sums = sums
@@ -140,7 +140,7 @@ class Gradients:
             return None
         if not begun:
             for low, high in self._source.gaps[unit]:
-                self._store.tensor(unit)[low:high] = 0  # kernels run over the padding too
+                self._store(unit).tensor(unit)[low:high] = 0  # kernels run over the padding too
         self._note_come(addend)
         return self.all_come(unit)
 
@@ -198,7 +198,7 @@ class Gradients:
 
     def have_come(self, unit: int) -> bool:
         """What is known of the unit's gradients is known without waiting."""
-        return self._store.has_come(unit)
+        return self._store(unit).has_come(unit)
 
     @property
     def lag(self) -> int:
@@ -266,7 +266,7 @@ class Gradients:
                 while self.try_add(self._sum_of(unit, part)) is None:  # it stays where it is
                     self._make_room_to_look(unit)
                 self._sums.drop(unit, part)
-        while (buffer := self._store.open(unit)) is None:
+        while (buffer := self._store(unit).open(unit)) is None:
             self._make_room_to_look(unit)
         return buffer
 
@@ -285,7 +285,7 @@ class Gradients:
         return self._source.look(unit, slot, of_all=of_all)
 
     def _make_room_to_look(self, unit: int) -> None:
-        if not self._store.make_room(unit):
+        if not self._store(unit).make_room(unit):
             raise InfinityError("there is no room to look at gradients: raise tiering.host_memory (or device_memory)")
 
     def check_reduced(self) -> None:
@@ -311,11 +311,11 @@ class Gradients:
 
     def rest(self, unit: int) -> None:
         """Nothing more is added to the unit's gradients for a while."""
-        self._store.rest(unit)
+        self._store(unit).rest(unit)
 
     def all_lack_room(self, unit: int) -> bool:
         """Whoever has a part in the unit's gradients has no capacity left for them."""
-        return self.alone or self._store.lacks_capacity(unit)
+        return self.alone or self._store(unit).lacks_capacity(unit)
 
     # Ends #
 
@@ -361,6 +361,6 @@ class Gradients:
             self._drop(unit)
 
     def _drop(self, unit: int) -> None:
-        if self._store.holds(unit):
-            self._store.drop(unit)
+        if self._store(unit).holds(unit):
+            self._store(unit).drop(unit)
         self.forget(unit)

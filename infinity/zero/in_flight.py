@@ -6,12 +6,6 @@ the norm were small: on those of a unit's tiles that have another slot on the dr
 stays (slots.py), or for which there is room for a before-image (before_images.py). When the norm is known the update is
 *confirmed*, and what is left of the unit updated, or *undone*. Until then the unit keeps its gradients, and whoever
 wants its values has the update undone first.
-
-[Note: hand-overs]
-An exception may come between any two lines (Ctrl-C). While an update passes from one owner to the next, it is in
-neither's books: `torn` is set before that and put back to what it was behind it, without `finally`, so that it stays if
-the hand-over was left half way, also through hand-overs that follow it before anybody looks. Then some update is lost,
-or its values are not known to be newer than the home's.
 """
 
 from __future__ import annotations
@@ -27,6 +21,7 @@ from infinity.optim.before_images import Image
 from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import GradStore, Move, Params, Residency
+from infinity.zero.on_device import OnDevice
 
 
 @dataclass
@@ -61,20 +56,30 @@ class _Ahead:
 class InFlight:
     """Which units' updates are due, which are in the pipeline, and which have been finished.
 
+    Args:
+        device: carries out the updates of units whose states are there; None where there can be none.
+
     Attributes:
         pending: they wait for their unit to be in memory.
         finished: units whose updates are over; whoever looks at them takes them out.
-        torn: see [Note: hand-overs].
     """
 
-    def __init__(self, params: Params, grads: GradStore, pipeline: UpdatePipeline, counters: Counters) -> None:
+    def __init__(
+        self,
+        params: Params,
+        grads: GradStore,
+        pipeline: UpdatePipeline,
+        counters: Counters,
+        device: OnDevice | None = None,
+    ) -> None:
         self.pending: dict[int, tuple[Segment, ...]] = {}
         self.finished: list[int] = []
-        self.torn = False
         self._params = params
+        self._handing_over = params.handing_over
         self._grads = grads
         self._pipeline = pipeline
         self._counters = counters
+        self._device = device
         self._handed: dict[int, _HandedOver] = {}
         self._ended: SimpleQueue[int] = SimpleQueue()  # units whose updates are computed, or have failed
         self._computed: dict[int, None] = {}  # units of these, whose writes may be under way
@@ -105,6 +110,11 @@ class InFlight:
         """
         if unit not in self.pending:
             return
+        if self._device is not None and self._device.has(unit):  # it takes no time that anybody sees
+            with self._handing_over:
+                self._device.update(unit, self.pending.pop(unit))
+                self.finished.append(unit)
+            return
         if unit in self._handed:
             if unit in self._begun:  # with this step's
                 self._stuck[unit] = write, needed
@@ -115,13 +125,12 @@ class InFlight:
             return
         self._stuck.pop(unit, None)
         # Of a unit whose home has older values, those that this update leaves alone would stay as old there.
-        write = write and not self._params.is_dirty(unit)
-        within, self.torn = self.torn, True
-        self.open_host(unit)
-        begun = self._begun.pop(unit, None)
-        tiles = None if begun is None else self._pipeline.all_tiles(unit) - begun
-        self._hand_over(unit, self.pending.pop(unit), write=write, needed=needed, tiles=tiles)
-        self.torn = within
+        write = write and not self._params.units[unit].is_dirty()
+        with self._handing_over:
+            self.open_host(unit)
+            begun = self._begun.pop(unit, None)
+            tiles = None if begun is None else self._pipeline.all_tiles(unit) - begun
+            self._hand_over(unit, self.pending.pop(unit), write=write, needed=needed, tiles=tiles)
 
     def _hand_over(
         self,
@@ -154,7 +163,7 @@ class InFlight:
         )
         ticket = self._pipeline.submit(job)
         ticket.computed.add_done_callback(partial(_put, self._ended, unit))
-        written = self._params.write_through(unit, ticket) if write else None
+        written = self._params.units[unit].write_through(ticket) if write else None
         self._handed[unit] = _HandedOver(ticket, written, keeps=before is not None)
         return ticket
 
@@ -172,38 +181,36 @@ class InFlight:
 
     def can_run_ahead(self, unit: int) -> bool:
         """The unit and its gradients have memory and are at rest, and something of it can be updated and be undone."""
-        busy = unit in self.pending or unit in self._handed or unit in self._ahead
+        busy = unit in self.pending or unit in self._handed or unit in self._ahead or self._is_there(unit)
         at_rest = not busy and self._params.residency(unit) is Residency.RESIDENT
         return at_rest and bool(self._can_undo(unit)) and self._grads.can_hand_over(unit)
 
     def _can_undo(self, unit: int) -> frozenset[int]:
         """Indices of the tiles whose update can be undone, and that of their parameters."""
-        if self._params.can_undo(unit):
+        if self._params.units[unit].can_undo():
             return self._pipeline.can_undo(unit, param=False)
-        return self._pipeline.can_undo(unit, param=True) if self._params.can_put_back(unit) else frozenset()
+        return self._pipeline.can_undo(unit, param=True) if self._params.units[unit].can_put_back() else frozenset()
 
     def run_ahead(self, unit: int, segments: tuple[Segment, ...], needed: int) -> None:
         """Update what can be undone of a unit that `can_run_ahead`, and whose gradients are in memory."""
-        within, self.torn = self.torn, True
-        self.open_host(unit)
-        tiles, in_memory = self._can_undo(unit), not self._params.can_undo(unit)
-        before = self._pipeline.keep_before(unit, tiles, param=in_memory)
-        ticket = self._hand_over(unit, segments, write=True, needed=needed, tiles=tiles, before=before)
-        self._ahead[unit] = _Ahead(segments, tiles, ticket, in_memory)
-        self.torn = within
+        with self._handing_over:
+            self.open_host(unit)
+            tiles, in_memory = self._can_undo(unit), not self._params.units[unit].can_undo()
+            before = self._pipeline.keep_before(unit, tiles, param=in_memory)
+            ticket = self._hand_over(unit, segments, write=True, needed=needed, tiles=tiles, before=before)
+            self._ahead[unit] = _Ahead(segments, tiles, ticket, in_memory)
 
     def confirm(self, unit: int) -> None:
         """What ran ahead is the unit's update; `pending` is what is left of it."""
-        within, self.torn = self.torn, True
-        ahead, handed = self._ahead.pop(unit), self._handed.get(unit)
-        if ahead.tiles != self._pipeline.all_tiles(unit):
-            self._begun[unit], self.pending[unit] = ahead.tiles, ahead.segments
-        elif handed is None:
-            self._grads.drop(unit)
-        else:
-            handed.keeps = False
-        self._pipeline.forget_before(ahead.ticket)
-        self.torn = within
+        with self._handing_over:
+            ahead, handed = self._ahead.pop(unit), self._handed.get(unit)
+            if ahead.tiles != self._pipeline.all_tiles(unit):
+                self._begun[unit], self.pending[unit] = ahead.tiles, ahead.segments
+            elif handed is None:
+                self._grads.drop(unit)
+            else:
+                handed.keeps = False
+            self._pipeline.forget_before(ahead.ticket)
 
     def undo(self, units: Sequence[int]) -> frozenset[int]:
         """The units are what they were before they were updated ahead, and have their gradients.
@@ -221,18 +228,17 @@ class InFlight:
                     f"the values of unit `{self._params.specs[unit].name}` are asked for while backward uses it, after "
                     'its update has begun: set tiering.update_schedule to "deferred"'
                 )
-        within, self.torn = self.torn, True
-        on_drives = frozenset(unit for unit in units if not self._ahead[unit].in_memory)
-        self._pipeline.undo([self._ahead[unit].ticket for unit in units])
-        for unit in units:
-            if unit in self._handed:
-                self._finish(unit)
-            if unit in on_drives:
-                self._params.undo(unit)
-            else:
-                self._put_back(unit)
-            self._pipeline.forget_before(self._ahead.pop(unit).ticket)
-        self.torn = within
+        with self._handing_over:
+            on_drives = frozenset(unit for unit in units if not self._ahead[unit].in_memory)
+            self._pipeline.undo([self._ahead[unit].ticket for unit in units])
+            for unit in units:
+                if unit in self._handed:
+                    self._finish(unit)
+                if unit in on_drives:
+                    self._params.undo(unit)
+                else:
+                    self._put_back(unit)
+                self._pipeline.forget_before(self._ahead.pop(unit).ticket)
         return on_drives
 
     def _put_back(self, unit: int) -> None:
@@ -266,7 +272,10 @@ class InFlight:
 
     def free_gradients(self, unit: int) -> bool:
         """Free memory that the unit's gradients may take: what can be on the drive, or an update has; False if none."""
-        return self._grads.make_room(unit) or self.finish_one()
+        return not self._is_there(unit) and (self._grads.make_room(unit) or self.finish_one())
+
+    def _is_there(self, unit: int) -> bool:
+        return self._device is not None and self._device.has(unit)
 
     def open_host(self, unit: int) -> None:
         """Have the unit's values on their way to where they are changed, waiting for memory that updates hold.
@@ -278,7 +287,7 @@ class InFlight:
             if not self.finish_one():
                 raise CapacityError(
                     f"no host memory is left for the values of unit `{self._params.specs[unit].name}` on their way: "
-                    "raise tiering.host_memory"
+                    "look at fewer units at once, or raise tiering.host_memory"
                 )
 
     @property
@@ -292,8 +301,9 @@ class InFlight:
         """Wait until the unit's new values are in memory, whence they go up as they come; they may still be on their
         way home."""
         if unit in self._handed:
+            params = self._params.units[unit]
             with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
-                sends = partial(self._params.send_part, unit) if self._params.can_send_parts(unit) else None
+                sends = params.send_part if params.can_send_parts() else None
                 self._pipeline.wait_computed(self._handed[unit].ticket, sends)
             self._params.end_change(unit)
 
@@ -344,19 +354,18 @@ class InFlight:
         self._note(unit)
 
     def _note(self, unit: int) -> None:
-        within, self.torn = self.torn, True
-        handed = self._handed.pop(unit)
-        self._computed.pop(unit, None)
-        if handed.keeps:
-            self._grads.returned(unit)
-        else:
-            self._grads.used(unit)
-        self._params.close_host(unit)
-        if handed.write is not None:
-            self._params.written(unit, handed.write)
-        handed.ticket.result()  # raises what went wrong
-        self.finished.append(unit)
-        self.torn = within
+        with self._handing_over:
+            handed = self._handed.pop(unit)
+            self._computed.pop(unit, None)
+            if handed.keeps:
+                self._grads.returned(unit)
+            else:
+                self._grads.used(unit)
+            self._params.close_host(unit)
+            if handed.write is not None:
+                self._params.units[unit].field.finish_move(handed.write)
+            handed.ticket.result()  # raises what went wrong
+            self.finished.append(unit)
 
 
 def _put(ended: SimpleQueue[int], unit: int, _: Future[None]) -> None:

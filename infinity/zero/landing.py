@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ import torch
 
 from infinity.kernels import GradStats, grad_store
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import DeviceGrads, GradStore, SplitGrads, Transfer, to_host
+from infinity.tiers import DeviceGrads, GradStore, GradStores, Transfer, to_host
 from infinity.zero.partition import Unit
 from infinity.zero.reduction import WHOLE, Addend, Direct, Reduction
 
@@ -84,7 +84,7 @@ class Landing(ABC):
 
     lag = 0
 
-    def __init__(self, store: GradStore | DeviceGrads | SplitGrads, source: Direct | Reduction, places: Places) -> None:
+    def __init__(self, store: GradStore | DeviceGrads, source: Direct | Reduction, places: Places) -> None:
         self._held = store
         self._source = source
         self._places = places
@@ -168,14 +168,11 @@ class Stays(Landing):
         return Coming(self._store.norms.values[index], self._store.measure(unit, index, self._values(unit, part)))
 
 
-class Parted(Landing):
-    """Some units' gradients stay, and others go to host memory."""
+class Parted:
+    """Some units' gradients stay, and others go to host memory. The verbs are those of `Landing`."""
 
-    def __init__(
-        self, store: SplitGrads, stays: Landing, to_host: Landing, source: Direct | Reduction, places: Places
-    ) -> None:
-        super().__init__(store, source, places)
-        self._is_there = store.is_there
+    def __init__(self, is_there: Callable[[int], bool], stays: Landing, to_host: Landing) -> None:
+        self._is_there = is_there
         self._stays = stays
         self._to_host = to_host
         self.lag = max(stays.lag, to_host.lag)
@@ -189,20 +186,15 @@ class Parted(Landing):
     def measure(self, unit: int, part: int) -> GradStats | Coming:
         return self._of(unit).measure(unit, part)
 
+    def settled(self, unit: int, part: int, stats: GradStats) -> GradStats:
+        return self._of(unit).settled(unit, part, stats)
+
 
 def landing_of(
-    store: GradStore | DeviceGrads | SplitGrads,
-    source: Direct | Reduction,
-    places: Places,
-    counters: Counters,
-    *,
-    streams: bool,
-) -> Landing:
-    """How gradients come to this store."""
-    if isinstance(store, SplitGrads):
-        there = landing_of(store.device, source, places, counters, streams=streams)
-        below = landing_of(store.host, source, places, counters, streams=streams)
-        return Parted(store, there, below, source, places)
-    if isinstance(store, DeviceGrads):
-        return Stays(store, source, places)
-    return ToHost(store, source, places, counters, streams=streams)
+    stores: GradStores, source: Direct | Reduction, places: Places, counters: Counters, *, streams: bool
+) -> Landing | Parted:
+    """How gradients come to these stores."""
+    to_host = ToHost(stores.host, source, places, counters, streams=streams)
+    if stores.device is None:
+        return to_host
+    return Parted(stores.is_there, Stays(stores.device, source, places), to_host)

@@ -47,11 +47,11 @@ def materialize(runtime: Runtime, values: InitialValues) -> None:
 
 def _fetch_from_files(runtime: Runtime, unit: Unit) -> None:
     """A unit that is in files already, of which there may be room for a copy nearer by."""
-    if runtime.params.is_stored(unit.index):
+    if runtime.params.units[unit.index].is_stored():
         runtime.executor.refresh(unit.index)
         return
     with runtime.executor.created(unit.index):
-        runtime.params.copy_in(unit.index)
+        runtime.params.units[unit.index].copy_in()
 
 
 def _holds(dtype: torch.dtype, values: torch.Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from infinity.errors import CapacityError
 from infinity.kernels import update_on_device
 from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import Segment
@@ -12,56 +11,25 @@ from infinity.tiers import DeviceGrads, Memory, Params, StateStore
 
 
 class OnDevice:
-    """What is started is over for whoever asks: it lies in the compute stream, before all that is computed later.
-
-    The verbs are those of `InFlight`.
-
-    Attributes:
-        pending: updates that wait for nothing but to be started.
-        finished: units whose updates are over; whoever looks at them takes them out.
-        units: none, since no update takes time that anybody sees.
-        ahead: none, for the same reason.
-        torn: an interrupt has left an update half way.
-    """
-
-    units: frozenset[int] = frozenset()
-    ahead: frozenset[int] = frozenset()
+    """Puts updates into the compute stream, before all that is computed later: for whoever asks they are over."""
 
     def __init__(self, params: Params, grads: DeviceGrads, states: StateStore, layout: StateLayout) -> None:
-        self.pending: dict[int, tuple[Segment, ...]] = {}
-        self.finished: list[int] = []
-        self.torn = False
         self._params = params
         self._grads = grads
         self._states = states
         self._layout = layout
 
-    @property
-    def all_computed(self) -> bool:
-        """No update is still to be computed."""
-        return not self.pending
+    def has(self, unit: int) -> bool:
+        """The unit is updated here, which may change while no update of it is pending."""
+        return self._states.is_there(unit)
 
-    def __contains__(self, unit: int) -> bool:
-        return False
-
-    def __bool__(self) -> bool:
-        return bool(self.pending)
-
-    def try_start(self, unit: int, write: bool, needed: int) -> None:
-        """Carry out the pending update of a unit; the arguments are of interest where that takes time."""
-        if unit not in self.pending:
-            return
-        within, self.torn = self.torn, True
-        segments = self.pending.pop(unit)
+    def update(self, unit: int, segments: tuple[Segment, ...]) -> None:
+        """Update a unit that is on the device with the gradients that are held there."""
         param, (grad, _) = self._params.begin_device_change(unit), self._grads.hand_over(unit)
         for segment in segments:
             self._update(unit, param, grad, segment)
         self._params.end_device_change(unit)
         self._grads.used(unit)
-        self.finished.append(unit)
-        self.torn = within
-
-    start = try_start
 
     def _update(self, unit: int, param: torch.Tensor, grad: torch.Tensor, segment: Segment) -> None:
         """Update what the unit's tiles have of a run of elements."""
@@ -82,33 +50,3 @@ class OnDevice:
                 second=None if layout.second is None else fields[layout.second],
             )
             tile.end_write(Memory.DEVICE)
-
-    def ran_ahead(self, unit: int) -> tuple[Segment, ...] | None:
-        """It did not."""
-        return None
-
-    def can_run_ahead(self, unit: int) -> bool:
-        """It need not."""
-        return False
-
-    def open_host(self, unit: int) -> None:
-        """Have the unit's values on their way to where they are looked at."""
-        if not self._params.open_host(unit):
-            raise CapacityError(
-                f"no host memory is left for the values of unit `{self._params.specs[unit].name}` on their way: "
-                "look at fewer units at once, or raise tiering.host_memory"
-            )
-
-    def wait_computed(self, unit: int) -> None:
-        """It is."""
-
-    def finish_one(self) -> bool:
-        """There is none to wait for."""
-        return False
-
-    def settle(self) -> None:
-        """Nothing is over that was not before."""
-
-    def free_gradients(self, unit: int) -> bool:
-        """An update that was started has given its gradients back."""
-        return False

@@ -104,11 +104,6 @@ class Sizing:
         }
         return [unit.index for unit in self.partition.units if users[unit.index] > 1 or unit.index not in alone]
 
-    @property
-    def all_is_there(self) -> bool:
-        """States and gradients of all units are on the device, and never leave it."""
-        return self.rules.states is Memory.DEVICE
-
     @cached_property
     def may_come(self) -> list[int]:
         """Units whose states, and gradients, may come to the device later, in order."""

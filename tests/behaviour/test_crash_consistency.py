@@ -320,6 +320,7 @@ def stopped(tmp_path) -> Path:
         ({"tile_size": "128KiB"}, "tile_size_bytes"),
         ({"stage": 2, "params": "none"}, "stage"),
         ({"architecture": "llama"}, "is only"),
+        ({"max_unit_size": "12KiB"}, "max_unit_size_bytes was None and is 12288 here"),
     ],
 )
 def test_another_configuration_or_model_is_refused_by_name(changes, words, stopped) -> None:

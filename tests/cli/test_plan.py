@@ -39,6 +39,28 @@ def test_bytes_are_those_of_a_step(clipping, params, optimizer, host_memory, tmp
     assert sum(written[4:]) / 16 == pytest.approx(plan.write_bytes, rel=0.15, abs=4096)
 
 
+@pytest.mark.parametrize(
+    ("micro_batches", "host_memory", "slots"),
+    [(1, 2_000_000, 1), (1, 2_060_000, 2), (1, 2_120_000, 3), (2, 2_240_000, 2)],
+)
+def test_gradients_that_spill_are_those_of_a_step_to_the_byte(micro_batches, host_memory, slots, tmp_path) -> None:
+    """What the last micro-batch leaves in the slots is not read again."""
+    recipe = Recipe("bf16", micro_batches, clipping=0.5)
+    values = recipe.config(Placement("nvme", "none", tmp_path, "64KiB", host_memory))
+    plan = plan_training(tiny_llama(), load_config(values))
+    assert plan.traffic.forward.disk + plan.traffic.backward.disk == 0, "parameters stay, and gradients alone move"
+    moved = []
+    with infinity.initialize(model=tiny_llama(), config=values)[0] as engine:
+        assert len(engine._runtime.grads.host._slots) == slots
+        for index, ids in enumerate(batches(4 * micro_batches)):
+            engine.backward(loss_of(engine, ids))
+            engine.step()
+            engine.synchronize()
+            if (index + 1) % micro_batches == 0:
+                moved.append(tuple(engine.stats().tier_bytes.get(f"nvme_{way}", 0) for way in ("read", "write")))
+    assert moved[2:] == [(plan.read_bytes, plan.write_bytes)] * 2
+
+
 def config_file(tmp_path) -> str:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB"))))

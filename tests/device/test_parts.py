@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 import infinity
-from infinity.tiers import Params, params
+from infinity.tiers import unit_params
+from infinity.tiers.unit_params import UnitParams
 from tests.behaviour.reference import Placement, Recipe, batches
 from tests.behaviour.test_parity import assert_same_bits
 from tests.device import simdev
@@ -23,22 +24,22 @@ class Sent:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.interrupts_at = 0
-        upload = Params._upload
+        upload = UnitParams.upload
 
-        def counted(of: Params, each: params._Unit, stop: int) -> object:
-            if stop == each.spec.shard_numel:
-                return upload(of, each, stop)
+        def counted(unit: UnitParams, stop: int) -> object:
+            if stop == unit.spec.shard_numel:
+                return upload(unit, stop)
             self.count += 1
             if self.count == self.interrupts_at:
                 raise KeyboardInterrupt
-            return upload(of, each, stop)
+            return upload(unit, stop)
 
-        monkeypatch.setattr(Params, "_upload", counted)
+        monkeypatch.setattr(UnitParams, "upload", counted)
 
 
 @pytest.fixture
 def sent(monkeypatch) -> Iterator[Sent]:
-    monkeypatch.setattr(params, "_PART_BYTES", 1)
+    monkeypatch.setattr(unit_params, "_PART_BYTES", 1)
     return Sent(monkeypatch)
 
 

@@ -242,6 +242,7 @@ def test_an_interrupt_at_any_line_of_a_step_is_refused_or_nothing(case, tmp_path
     ("states", "file"),
     [
         ("cpu", "tiers/params.py"),
+        ("cpu", "tiers/unit_params.py"),
         ("cpu", "zero/in_flight.py"),
         ("none", "tiers/device_grads.py"),
         ("none", "tiers/params.py"),

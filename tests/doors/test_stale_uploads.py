@@ -106,7 +106,7 @@ def fetch(params: Params, unit: int) -> None:
 
 def upload_of(params: Params, unit: int) -> Move | None:
     """What is under way to the device."""
-    return params._units[unit].field.arriving(Memory.DEVICE)
+    return params.units[unit].field.arriving(Memory.DEVICE)
 
 
 def update(params: Params, unit: int, value: float) -> None:

@@ -153,7 +153,7 @@ def _on_two(base: Path, path: Path) -> list[tuple[list[float], list[Memory]]]:
     for in_place, memory in ((False, None), (True, None), (True, least_in(refused))):
         with _some(base, path, in_place=in_place, host_memory=memory) as engine:
             losses = train_on(engine, batches(6)[torch.distributed.get_rank() :: 2])
-            found.append((losses, [unit.home for unit in engine._runtime.params._units]))
+            found.append((losses, [unit.home for unit in engine._runtime.params.units]))
     return found
 
 
