@@ -245,15 +245,19 @@ class UpdatePipeline:
     def can_undo(self, unit: int, *, param: bool) -> frozenset[int]:
         """Indices of the unit's tiles of which an update that is submitted now can be undone.
 
-        None while somebody looks on `before_update`, and is to see the tiles of a unit in their order.
+        None while somebody looks on `before_update`, and is to see the tiles of a unit in their order. All or none where
+        parameters are in memory: what goes up to a device goes as a unit, and would go twice.
 
         Args:
             param: its parameters are to be kept, too.
         """
         if self.before_update is not None:
             return frozenset()
-        room = self._images.room()
-        return frozenset(tile.index for tile in self._states.tiles(unit) if self._can_undo(tile, room, param=param))
+        tiles = self._states.tiles(unit)
+        with self._wake:
+            room = self._images.room()
+            undoable = frozenset(tile.index for tile in tiles if self._can_undo(tile, room, param=param))
+        return undoable if not param or len(undoable) == len(tiles) else frozenset()
 
     def _can_undo(self, tile: Tile, room: Room, *, param: bool) -> bool:
         fields = not self._states.can_undo(tile)
@@ -273,10 +277,10 @@ class UpdatePipeline:
         for tile in self._states.tiles(unit):
             fields = not self._states.can_undo(tile)
             if tile.index in tiles and (param or fields):
-                images[tile.index] = Image(
-                    self._images.take(tile.nbytes) if fields else None,
-                    self._images.take(self._param_bytes(tile)) if param else None,
-                )
+                images[tile.index] = Image(tile.nbytes if fields else 0, self._param_bytes(tile) if param else 0)
+        with self._wake:
+            for image in images.values():
+                self._images.promise(image)
         return images
 
     def forget_before(self, ticket: UpdateTicket) -> None:
@@ -458,7 +462,7 @@ class UpdatePipeline:
     def _undo(self, ticket: UpdateTicket, tile: Tile) -> None:
         """Put back what an update that may have come to a tile has replaced."""
         image = ticket.job.before.get(tile.index)
-        if image is None or image.fields is None:
+        if image is None or not image.fields_bytes:
             self._ring.undo(tile)
         elif tile in ticket.kept:
             tile.lease, image.fields = image.fields, tile.lease
@@ -580,7 +584,9 @@ class UpdatePipeline:
             return None
         with self._wake:
             image = ticket.job.before.get(tile.index) if ticket.keeps else None
-            ticket.under_way = None if image is None else tile
+            if image is not None:
+                self._images.take(image)
+                ticket.under_way = tile
         return image
 
     def _end_keeping(self, ticket: UpdateTicket, tile: Tile, image: Image) -> None:
