@@ -2,7 +2,7 @@
 
 [Note: what the compute thread waits for]
 `enter` returns when a unit may be computed on: fetched, and updated if an update was pending. Everything else is
-started and left running. What is in flight is looked at again on every event (`_settle`): finished updates give
+started and left running. What is in flight is looked at again on every event (`settle`): finished updates give
 their gradients and pins back, and actions of the plan that had to wait for memory are tried again. The thread
 blocks for memory only when the unit that it needs now has none.
 
@@ -98,7 +98,7 @@ class Executor:
 
     def _ready(self, unit: int) -> None:
         """Have the unit resident and up to date, as the plan says."""
-        self._settle()
+        self.settle()
         step = self._cycle.use(unit)
         if step is None:
             if not self._cycle.follows_plan:
@@ -128,7 +128,7 @@ class Executor:
         for unit in units:
             self._params.unpin(unit)
             self._gathering.leave(unit, self._cycle.expected)
-        self._settle()
+        self.settle()
 
     def _bring(self, unit: int) -> None:
         """Have the unit resident and up to date."""
@@ -165,7 +165,7 @@ class Executor:
         """A forward pass begins: follow the plan from its start, and record what is used."""
         self._cycle.begin()
         self._todo.extend(("evict", unit) for unit in self._cycle.strangers(self._recency))
-        self._settle()
+        self.settle()
 
     def end_cycle(self, *, learn: bool) -> None:
         """The backward pass is over, or the forward pass had none.
@@ -343,7 +343,7 @@ class Executor:
         self._show_finished()
         return freed
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Take note of finished updates and use the memory that they gave back."""
         if self.torn:
             return
@@ -393,7 +393,7 @@ class Executor:
             self._params.unpin(unit)
         while self._in_flight.finish_one():
             pass
-        self._settle()
+        self.settle()
 
     def move_states(self, unit: int, *, there: bool) -> None:
         """Have the unit's optimizer states live on the device, or below again; every update is done.
