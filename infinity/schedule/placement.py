@@ -227,9 +227,21 @@ def _ahead_numel(config: Config, *, discrete: bool) -> int:
     return asked if asked is not None else _AHEAD_NUMEL if discrete else 0
 
 
-def may_run_ahead(config: Config) -> bool:
-    """All that updates change has two slots on the drives anyway, and users look at none of it between the steps."""
-    return config.tiering.crash_consistent and config.zero.stage == 3 and config.managed_accumulation
+def may_run_ahead(config: Config, ranks: int, *, discrete: bool) -> bool:
+    """Updates can run ahead of the norm at no price: all that they change has two slots on the drives anyway, and users
+    look at none of it between the steps; or all is in memory, and the host's cores idle while a device computes.
+
+    Args:
+        ranks: how many train the model together.
+        discrete: the compute device has memory of its own.
+    """
+    if not config.managed_accumulation:
+        return False
+    if config.tiering.crash_consistent:
+        return config.zero.stage == 3
+    in_memory = config.zero.offload_optimizer.device == "cpu" and config.zero.offload_param.device != "nvme"
+    # Several ranks would tell one another about each unit, where they now do so once a step.
+    return discrete and ranks == 1 and in_memory and not config.tiering.fill_device
 
 
 @dataclass(frozen=True)

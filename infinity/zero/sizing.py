@@ -178,8 +178,12 @@ def compute_dtype(config: Config) -> torch.dtype:
     return _DTYPES[config.precision]
 
 
-def choose_schedule(config: Config) -> UpdateSchedule:
+def choose_schedule(config: Config, ranks: int = 1, *, discrete: bool = False) -> UpdateSchedule:
     """Resolve `tiering.update_schedule`.
+
+    Args:
+        ranks: how many train the model together.
+        discrete: the compute device has memory of its own.
 
     Raises:
         ConfigError: `backward` was asked for together with clipping or fp16.
@@ -189,7 +193,7 @@ def choose_schedule(config: Config) -> UpdateSchedule:
         waits = not config.managed_accumulation or config.gradient_clipping > 0 or config.precision == "fp16"
         if not waits:
             return UpdateSchedule.BACKWARD
-        return UpdateSchedule.SPECULATIVE if may_run_ahead(config) else UpdateSchedule.DEFERRED
+        return UpdateSchedule.SPECULATIVE if may_run_ahead(config, ranks, discrete=discrete) else UpdateSchedule.DEFERRED
     schedule = UpdateSchedule(asked)
     if schedule is UpdateSchedule.BACKWARD and config.precision == "fp16":
         raise ConfigError(
@@ -231,7 +235,7 @@ def size_up(
     """
     dtype = compute_dtype(config)
     layout = state_layout(_format(config), optimizer)
-    schedule = choose_schedule(config)
+    schedule = choose_schedule(config, ranks.size, discrete=discrete)
     rules = rules_of(
         config,
         ranks.rank,
