@@ -245,8 +245,8 @@ class UpdatePipeline:
     def can_undo(self, unit: int, *, param: bool) -> frozenset[int]:
         """Indices of the unit's tiles of which an update that is submitted now can be undone.
 
-        None while somebody looks on `before_update`, and is to see the tiles of a unit in their order. All or none where
-        parameters are in memory: what goes up to a device goes as a unit, and would go twice.
+        None while somebody looks on `before_update`, and is to see the tiles of a unit in their order. All or none
+        where parameters are in memory: what goes up to a device goes as a unit, and would go twice.
 
         Args:
             param: its parameters are to be kept, too.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -112,6 +112,12 @@ class Rules:
     params_pass_host: bool
     drives: tuple[NvmeConfig, ...]
     activations_bytes: int
+
+    def with_share_there(self, share: float) -> Rules:
+        """As these, where as many of the states as that turn out to be on the device."""
+        share = max(share, self.share_there)
+        least_bytes = _least_tile_bytes(self.states, there=bool(share or self.fills))
+        return replace(self, share_there=share, least_tile_bytes=least_bytes)
 
     def param_home(self, *, stays: bool, updated_there: bool) -> Memory:
         """Of a unit's parameters, which may `stay` by themselves or as they are updated on the device, before a budget
@@ -211,14 +217,18 @@ def rules_of(
         grads_stream=streams,
         sums_there=streams and summed and (ranks == 1 or every_pass),
         sums_once=every_pass and summed and 1 < sharing < ranks,
-        # Tiles of a drive keep the size that is best for it.
-        least_tile_bytes=_DEVICE_TILE_BYTES if (share or fills) and states_home is not Memory.NVME else 0,
+        least_tile_bytes=_least_tile_bytes(states_home, there=bool(share or fills)),
         # Users read and write parameters between steps at these stages, as in torch.
         settles=stage < 3 and config.tiering.update_schedule == "auto",
         params_pass_host=config.aio.use_gds and discrete and home is Memory.NVME,
         drives=config.tiering.nvme if on_drives else (),
         activations_bytes=config.tiering.activation_memory_bytes if activations_move else 0,
     )
+
+
+def _least_tile_bytes(states: Memory, *, there: bool) -> int:
+    """Of a tile, some of which are on the device; tiles of a drive keep the size that is best for it."""
+    return _DEVICE_TILE_BYTES if there and states is not Memory.NVME else 0
 
 
 def _ahead_numel(config: Config, *, discrete: bool) -> int:
