@@ -95,6 +95,7 @@ class UpdateTicket:
         tiles: those of the unit that are not updated yet, in order.
         missing: moves that the update still has to wait for.
         awaited: somebody waits for this update and no other.
+        chosen: the worker has chosen it, and may be at a tile of it now.
         begun: a tile has been updated.
         keeps: what is replaced may be needed again.
         kept: tiles of which `job.before` has what was there.
@@ -106,6 +107,7 @@ class UpdateTicket:
     tiles: deque[Tile]
     missing: tuple[Move, ...]
     awaited: bool = False
+    chosen: bool = False
     begun: bool = False
     keeps: bool = True
     kept: list[Tile] = field(default_factory=list)
@@ -291,6 +293,18 @@ class UpdatePipeline:
                 if ticket.under_way is None or ticket.under_way.index != index:  # the worker gives that back
                     self._images.give_back(image)
 
+    def withdraw(self, ticket: UpdateTicket) -> bool:
+        """Have an update that runs ahead not take place, and its room be others'; False if the worker is at it, or has
+        been."""
+        with self._wake:
+            if ticket.chosen:
+                return False
+            self._queue.remove(ticket)
+            self._queued[ticket.job.unit] -= 1
+        self.forget_before(ticket)
+        ticket.computed.set_result(None)
+        return True
+
     def undo(self, tickets: Sequence[UpdateTicket]) -> None:
         """Have the states be what they were before these updates, which may not be done yet; waits for that.
 
@@ -471,10 +485,11 @@ class UpdatePipeline:
     def _next_ticket(self) -> UpdateTicket | None:
         """The one to go on with: the nearest to being updated, and of those the first in rank."""
         with self._wake:
-            for ticket in self._queue:
-                if self._distance(ticket) == 0:
-                    return ticket
-            return min(self._queue, key=self._distance, default=None)
+            ready = (ticket for ticket in self._queue if self._distance(ticket) == 0)
+            ticket = next(ready, None) or min(self._queue, key=self._distance, default=None)
+            if ticket is not None:
+                ticket.chosen = True
+            return ticket
 
     def _distance(self, ticket: UpdateTicket) -> int:
         """What keeps the ticket's next tile from being updated: 0 nothing, 1 a transfer, 2 one that is not begun."""

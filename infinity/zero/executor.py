@@ -274,11 +274,12 @@ class Executor:
 
     def run_ahead(self, unit: int, segments: tuple[Segment, ...]) -> bool:
         """Update of a unit what can be undone; False if that is nothing."""
-        if not self._in_flight.can_run_ahead(unit):
+        needed = self._urgency(unit)[1]
+        if not self._in_flight.can_run_ahead(unit, needed):
             return False
         self._gathering.changed(unit)
         self.views.cover(unit)
-        self._on_host.run_ahead(unit, segments, self._urgency(unit)[1])
+        self._on_host.run_ahead(unit, segments, needed)
         return True
 
     def confirm(self, unit: int) -> None:

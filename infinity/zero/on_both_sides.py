@@ -74,9 +74,9 @@ class OnBothSides:
         """What an update of the unit has done ahead; None if there was none."""
         return self._of(unit).ran_ahead(unit)
 
-    def can_run_ahead(self, unit: int) -> bool:
+    def can_run_ahead(self, unit: int, needed: int) -> bool:
         """Something of the unit can be updated and be undone."""
-        return self._of(unit).can_run_ahead(unit)
+        return self._of(unit).can_run_ahead(unit, needed)
 
     def free_gradients(self, unit: int) -> bool:
         """Free memory that the unit's gradients may take; False if there is none."""

@@ -87,7 +87,7 @@ class OnDevice:
         """It did not."""
         return None
 
-    def can_run_ahead(self, unit: int) -> bool:
+    def can_run_ahead(self, unit: int, needed: int) -> bool:
         """It need not."""
         return False
 
