@@ -65,7 +65,8 @@ class Regime:
         accumulation: micro-batches a step.
         host_share: budget of host memory, as a share of all states; 0 for what is useful.
         states: the optimizer's home.
-        ratio: the share of the states that has it; the rest is on the device.
+        ratio: the share of the states that has it; the rest is on the device. None for all but what is updated sooner
+            there: the embedding.
         schedule: of updates.
     """
 
@@ -77,7 +78,7 @@ class Regime:
     accumulation: int = 1
     host_share: float = 0.0
     states: str = "cpu"
-    ratio: float = 1.0
+    ratio: float | None = None
     schedule: str = "auto"
 
 
@@ -162,7 +163,7 @@ def config_of(regime: Regime, path: str, params: int) -> dict[str, Any]:
         "zero_optimization": {
             "stage": 3,
             "offload_param": {"device": "nvme" if on_drive else "none" if regime.states == "none" else "cpu"},
-            "offload_optimizer": {"device": regime.states, "ratio": regime.ratio},
+            "offload_optimizer": {"device": regime.states, "ratio": "auto" if regime.ratio is None else regime.ratio},
         },
         "tiering": tiering,
     }

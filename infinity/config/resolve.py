@@ -120,9 +120,10 @@ def _check_placement(zero: ZeroSection) -> None:
             f"zero_optimization.stage is 0 but offload_optimizer.device is {zero.offload_optimizer.device}: "
             "optimizer states are offloaded by stages 1 to 3; set stage to 1 or more, or the device to none"
         )
-    if zero.offload_optimizer.device == "none" and zero.offload_optimizer.ratio < 1:
+    ratio = zero.offload_optimizer.ratio
+    if zero.offload_optimizer.device == "none" and ratio is not None and ratio < 1:
         raise ConfigError(
-            f"zero_optimization.offload_optimizer.ratio is {zero.offload_optimizer.ratio:g}, the share that is "
+            f"zero_optimization.offload_optimizer.ratio is {ratio:g}, the share that is "
             "offloaded, but its device is none, which offloads nothing: set device to cpu or nvme, or leave ratio out"
         )
 
@@ -248,7 +249,7 @@ def _check_unmanaged(tiering: TieringSection) -> None:
             )
 
 
-def _offload(section: OffloadSection, ratio: float = 1.0) -> OffloadConfig:
+def _offload(section: OffloadSection, ratio: float | None = None) -> OffloadConfig:
     return OffloadConfig(section.device, None if section.nvme_path is None else Path(section.nvme_path), ratio)
 
 

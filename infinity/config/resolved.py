@@ -46,12 +46,13 @@ class OffloadConfig:
     """Which tier is home for a kind of state.
 
     Attributes:
-        ratio: the share of it that is there; the rest stays on the compute device.
+        ratio: the share of it that is there; the rest stays on the compute device. None for all but what is updated
+            sooner there, if the device has room to spare.
     """
 
     device: Device
     nvme_path: Path | None
-    ratio: float = 1.0
+    ratio: float | None = None
 
 
 @dataclass(frozen=True)

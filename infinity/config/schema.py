@@ -122,7 +122,7 @@ class OffloadSection(Section):
 
 
 class OffloadOptimizerSection(OffloadSection):
-    ratio: Number = Field(1.0, ge=0, le=1)
+    ratio: Annotated[Number, Field(ge=0, le=1)] | None = None
 
 
 class ZeroSection(Section):

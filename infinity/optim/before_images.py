@@ -7,7 +7,7 @@ parameters are changed in place, where others expect them; what they were is lef
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -25,15 +25,23 @@ def image_bytes(layout: StateLayout, numel: int) -> int:
 
 @dataclass(eq=False)
 class Image:
-    """What a tile was before its update, or room for that; None of what is kept elsewhere.
+    """What a tile was before its update, or room for that: promised first, taken when the update comes to the tile.
 
     Attributes:
-        fields: the place that the tile's fields do not have now.
-        param: of its parameters.
+        fields_bytes, param_bytes: of what is kept here; 0 for what is kept elsewhere.
+        fields: the place that the tile's fields do not have now; None while none is taken.
+        param: of its parameters, likewise.
     """
 
-    fields: Lease | None
-    param: Lease | None
+    fields_bytes: int
+    param_bytes: int
+    fields: Lease | None = None
+    param: Lease | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of its places."""
+        return tuple(nbytes for nbytes in (self.fields_bytes, self.param_bytes) if nbytes)
 
     def old_param(self, dtype: torch.dtype, numel: int) -> torch.Tensor | None:
         """The tile's parameters, 1-D."""
@@ -48,7 +56,7 @@ class Room:
         self._spare = spare
 
     def draw(self, sizes: Iterable[int]) -> bool:
-        """Whether places of these bytes could be taken, too."""
+        """Whether places of these bytes could be promised, too."""
         drawn = Counter(sizes)
         fresh = sum(nbytes * count for nbytes, count in (drawn - self._spare).items())
         if fresh > self._free_bytes:
@@ -59,9 +67,12 @@ class Room:
 
 
 class BeforeImages:
-    """Places by their size: each that was ever taken is used for others of its size from then on.
+    """Places by their size: each that was ever there is used for others of its size from then on.
 
-    As places change roles, memory of the tiles comes to lie here and the other way round, at no change of the sums.
+    Which place it will be is left open until it is taken, and is then the one that was used last: its memory is there
+    already, and more of that is never touched than updates get to before the norm is known. As places change roles,
+    memory of the tiles comes to lie here and the other way round, at no change of the sums. Not for several threads at
+    once.
 
     Args:
         capacity_bytes: of memory of their own, which no device copies from or to; whole pages of it are used.
@@ -69,23 +80,41 @@ class BeforeImages:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.arena = Arena(capacity_bytes // LEASE_ALIGN_BYTES * LEASE_ALIGN_BYTES)
-        self._spare: defaultdict[int, list[Lease]] = defaultdict(list)
+        self._spare: defaultdict[int, deque[Lease]] = defaultdict(deque)  # the one that was used last is the last
+        self._promised: Counter[int] = Counter()  # of these, by size
 
     def room(self) -> Room:
-        """What could be taken now."""
+        """What could be promised now."""
         free_bytes = self.arena.capacity_bytes - self.arena.used_bytes
-        return Room(free_bytes, Counter({nbytes: len(places) for nbytes, places in self._spare.items()}))
+        spare = {nbytes: len(places) - self._promised[nbytes] for nbytes, places in self._spare.items()}
+        return Room(free_bytes, Counter(spare))
 
-    def take(self, nbytes: int) -> Lease:
-        """A place of so many bytes, in whole pages, for which there is `room`."""
-        spare = self._spare[nbytes]
-        return spare.pop() if spare else self.arena.lease(nbytes)
+    def promise(self, image: Image) -> None:
+        """There will be places for it, for which there is `room`; pairs with `give_back`."""
+        for nbytes in image.sizes:
+            spare = self._spare[nbytes]
+            if len(spare) == self._promised[nbytes]:
+                spare.appendleft(self.arena.lease(nbytes))
+            self._promised[nbytes] += 1
+
+    def take(self, image: Image) -> None:
+        """Give it the places that it was promised."""
+        if image.fields_bytes:
+            image.fields = self._taken(image.fields_bytes)
+        if image.param_bytes:
+            image.param = self._taken(image.param_bytes)
+
+    def _taken(self, nbytes: int) -> Lease:
+        self._promised[nbytes] -= 1
+        return self._spare[nbytes].pop()
 
     def give_back(self, image: Image) -> None:
-        """What it holds is not needed any more."""
-        for place in (image.fields, image.param):
-            if place is not None:
-                self._spare[place.nbytes].append(place)
+        """What it holds, or was promised, is not needed any more."""
+        taken = [place for place in (image.fields, image.param) if place is not None]
+        for place in taken:
+            self._spare[place.nbytes].append(place)
+        if not taken:
+            self._promised.subtract(image.sizes)
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -95,6 +95,7 @@ class UpdateTicket:
         tiles: those of the unit that are not updated yet, in order.
         missing: moves that the update still has to wait for.
         awaited: somebody waits for this update and no other.
+        chosen: the worker has chosen it, and may be at a tile of it now.
         begun: a tile has been updated.
         keeps: what is replaced may be needed again.
         kept: tiles of which `job.before` has what was there.
@@ -106,6 +107,7 @@ class UpdateTicket:
     tiles: deque[Tile]
     missing: tuple[Move, ...]
     awaited: bool = False
+    chosen: bool = False
     begun: bool = False
     keeps: bool = True
     kept: list[Tile] = field(default_factory=list)
@@ -245,15 +247,19 @@ class UpdatePipeline:
     def can_undo(self, unit: int, *, param: bool) -> frozenset[int]:
         """Indices of the unit's tiles of which an update that is submitted now can be undone.
 
-        None while somebody looks on `before_update`, and is to see the tiles of a unit in their order.
+        None while somebody looks on `before_update`, and is to see the tiles of a unit in their order. All or none
+        where parameters are in memory: what goes up to a device goes as a unit, and would go twice.
 
         Args:
             param: its parameters are to be kept, too.
         """
         if self.before_update is not None:
             return frozenset()
-        room = self._images.room()
-        return frozenset(tile.index for tile in self._states.tiles(unit) if self._can_undo(tile, room, param=param))
+        tiles = self._states.tiles(unit)
+        with self._wake:
+            room = self._images.room()
+            undoable = frozenset(tile.index for tile in tiles if self._can_undo(tile, room, param=param))
+        return undoable if not param or len(undoable) == len(tiles) else frozenset()
 
     def _can_undo(self, tile: Tile, room: Room, *, param: bool) -> bool:
         fields = not self._states.can_undo(tile)
@@ -273,10 +279,10 @@ class UpdatePipeline:
         for tile in self._states.tiles(unit):
             fields = not self._states.can_undo(tile)
             if tile.index in tiles and (param or fields):
-                images[tile.index] = Image(
-                    self._images.take(tile.nbytes) if fields else None,
-                    self._images.take(self._param_bytes(tile)) if param else None,
-                )
+                images[tile.index] = Image(tile.nbytes if fields else 0, self._param_bytes(tile) if param else 0)
+        with self._wake:
+            for image in images.values():
+                self._images.promise(image)
         return images
 
     def forget_before(self, ticket: UpdateTicket) -> None:
@@ -286,6 +292,18 @@ class UpdatePipeline:
             for index, image in ticket.job.before.items():
                 if ticket.under_way is None or ticket.under_way.index != index:  # the worker gives that back
                     self._images.give_back(image)
+
+    def withdraw(self, ticket: UpdateTicket) -> bool:
+        """Have an update that runs ahead not take place, and its room be others'; False if the worker is at it, or has
+        been."""
+        with self._wake:
+            if ticket.chosen:
+                return False
+            self._queue.remove(ticket)
+            self._queued[ticket.job.unit] -= 1
+        self.forget_before(ticket)
+        ticket.computed.set_result(None)
+        return True
 
     def undo(self, tickets: Sequence[UpdateTicket]) -> None:
         """Have the states be what they were before these updates, which may not be done yet; waits for that.
@@ -458,7 +476,7 @@ class UpdatePipeline:
     def _undo(self, ticket: UpdateTicket, tile: Tile) -> None:
         """Put back what an update that may have come to a tile has replaced."""
         image = ticket.job.before.get(tile.index)
-        if image is None or image.fields is None:
+        if image is None or not image.fields_bytes:
             self._ring.undo(tile)
         elif tile in ticket.kept:
             tile.lease, image.fields = image.fields, tile.lease
@@ -467,10 +485,11 @@ class UpdatePipeline:
     def _next_ticket(self) -> UpdateTicket | None:
         """The one to go on with: the nearest to being updated, and of those the first in rank."""
         with self._wake:
-            for ticket in self._queue:
-                if self._distance(ticket) == 0:
-                    return ticket
-            return min(self._queue, key=self._distance, default=None)
+            ready = (ticket for ticket in self._queue if self._distance(ticket) == 0)
+            ticket = next(ready, None) or min(self._queue, key=self._distance, default=None)
+            if ticket is not None:
+                ticket.chosen = True
+            return ticket
 
     def _distance(self, ticket: UpdateTicket) -> int:
         """What keeps the ticket's next tile from being updated: 0 nothing, 1 a transfer, 2 one that is not begun."""
@@ -580,7 +599,9 @@ class UpdatePipeline:
             return None
         with self._wake:
             image = ticket.job.before.get(tile.index) if ticket.keeps else None
-            ticket.under_way = None if image is None else tile
+            if image is not None:
+                self._images.take(image)
+                ticket.under_way = tile
         return image
 
     def _end_keeping(self, ticket: UpdateTicket, tile: Tile, image: Image) -> None:

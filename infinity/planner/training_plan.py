@@ -208,7 +208,16 @@ def _sizing(model: nn.Module, config: Config, machine: Machine) -> Sizing:
     groups = {name: 0 for name, param in model.named_parameters() if param.requires_grad and param.is_floating_point()}
     made = {name for name, param in model.named_parameters() if param.is_meta}
     ranks = Ranks(size=machine.ranks, neighbours=machine.neighbours)
-    return size_up(model, groups, config, "adamw", discrete=machine.discrete, ranks=ranks, made=made)
+    return size_up(
+        model,
+        groups,
+        config,
+        "adamw",
+        discrete=machine.discrete,
+        ranks=ranks,
+        made=made,
+        device_bytes=machine.device_bytes or 0,
+    )
 
 
 def _host_capacity(config: Config, needs: MemoryNeeds, machine: Machine) -> int:

@@ -16,6 +16,9 @@ from collections.abc import Collection, Sequence
 from infinity.config import Config
 from infinity.errors import ConfigError
 
+_WORTH_NUMEL = 1 << 24  # an update of fewer elements takes the host's cores 2 to 5 ms
+_SPARE_SHARE = 10  # of the device's memory: no larger a part is taken without being asked for
+
 _log = logging.getLogger(__name__)
 
 
@@ -31,10 +34,39 @@ def share_there(config: Config, ranks: int, *, discrete: bool, exact: bool) -> f
         ConfigError: they cannot be updated there.
     """
     ratio = config.zero.offload_optimizer.ratio
-    if ratio == 1.0:
+    if ratio is None or ratio == 1.0:
         return 0.0
     key = f"zero_optimization.offload_optimizer.ratio is {ratio:g}"
     return 1.0 - ratio if _can_be_there(key, "ratio", config, ranks, discrete=discrete, exact=exact) else 0.0
+
+
+def spare_bytes(config: Config, ranks: int, free_bytes: int, *, discrete: bool, exact: bool) -> int:
+    """Of the device's memory, what states may take there without being asked to.
+
+    Not on several ranks, whose devices would have to agree; the arguments are those of `share_there`.
+
+    Args:
+        free_bytes: what the device has.
+    """
+    offload = config.zero.offload_optimizer
+    left_open = offload.ratio is None and offload.device != "none" and not config.tiering.crash_consistent
+    if not (left_open and ranks == 1 and discrete and exact):
+        return 0
+    return min(free_bytes, config.tiering.device_memory_bytes or free_bytes) // _SPARE_SHARE
+
+
+def first_there(first: Sequence[int], numels: Sequence[int], bytes_per_param: int, spare_bytes: int) -> frozenset[int]:
+    """Units that stay on the device without being asked to: those whose updates nothing hides, or none.
+
+    Args:
+        first: these units.
+        numels: trained elements of each unit.
+        bytes_per_param: of parameters, states and gradients.
+        spare_bytes: what they may take.
+    """
+    trained = sum(numels[unit] for unit in first)
+    fit = trained >= _WORTH_NUMEL and trained * bytes_per_param <= spare_bytes
+    return frozenset(unit for unit in first if numels[unit]) if fit else frozenset()
 
 
 def may_fill(config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -112,6 +112,12 @@ class Rules:
     params_pass_host: bool
     drives: tuple[NvmeConfig, ...]
     activations_bytes: int
+
+    def with_share_there(self, share: float) -> Rules:
+        """As these, where as many of the states as that turn out to be on the device."""
+        share = max(share, self.share_there)
+        least_bytes = _least_tile_bytes(self.states, there=bool(share or self.fills))
+        return replace(self, share_there=share, least_tile_bytes=least_bytes)
 
     def param_home(self, *, stays: bool, updated_there: bool) -> Memory:
         """Of a unit's parameters, which may `stay` by themselves or as they are updated on the device, before a budget
@@ -211,8 +217,7 @@ def rules_of(
         grads_stream=streams,
         sums_there=streams and summed and (ranks == 1 or every_pass),
         sums_once=every_pass and summed and 1 < sharing < ranks,
-        # Tiles of a drive keep the size that is best for it.
-        least_tile_bytes=_DEVICE_TILE_BYTES if (share or fills) and states_home is not Memory.NVME else 0,
+        least_tile_bytes=_least_tile_bytes(states_home, there=bool(share or fills)),
         # Users read and write parameters between steps at these stages, as in torch.
         settles=stage < 3 and config.tiering.update_schedule == "auto",
         params_pass_host=config.aio.use_gds and discrete and home is Memory.NVME,
@@ -221,15 +226,32 @@ def rules_of(
     )
 
 
+def _least_tile_bytes(states: Memory, *, there: bool) -> int:
+    """Of a tile, some of which are on the device; tiles of a drive keep the size that is best for it."""
+    return _DEVICE_TILE_BYTES if there and states is not Memory.NVME else 0
+
+
 def _ahead_numel(config: Config, *, discrete: bool) -> int:
     """As it is asked for; else some where the device has memory of its own, and none beside the host's shards."""
     asked = config.zero.prefetch_numel
     return asked if asked is not None else _AHEAD_NUMEL if discrete else 0
 
 
-def may_run_ahead(config: Config) -> bool:
-    """All that updates change has two slots on the drives anyway, and users look at none of it between the steps."""
-    return config.tiering.crash_consistent and config.zero.stage == 3 and config.managed_accumulation
+def may_run_ahead(config: Config, ranks: int, *, discrete: bool) -> bool:
+    """Updates can run ahead of the norm at no price: all that they change has two slots on the drives anyway, and users
+    look at none of it between the steps; or all is in memory, and the host's cores idle while a device computes.
+
+    Args:
+        ranks: how many train the model together.
+        discrete: the compute device has memory of its own.
+    """
+    if not config.managed_accumulation:
+        return False
+    if config.tiering.crash_consistent:
+        return config.zero.stage == 3
+    in_memory = config.zero.offload_optimizer.device == "cpu" and config.zero.offload_param.device != "nvme"
+    # Several ranks would tell one another about each unit, where they now do so once a step.
+    return discrete and ranks == 1 and in_memory and not config.tiering.fill_device
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,15 @@ def build_runtime(
         StorageError: an nvme path cannot be used or does not have the space.
     """
     sizing = size_up(
-        model, groups, config, optimizer, discrete=link.discrete, ranks=ranks, made=made, in_files=in_files
+        model,
+        groups,
+        config,
+        optimizer,
+        discrete=link.discrete,
+        ranks=ranks,
+        made=made,
+        in_files=in_files,
+        device_bytes=link.free_bytes(),
     )
     share_threads(ranks_on_this_machine(ranks), launches=link.discrete)
     groups_of_ranks = Groups.of(ranks, sizing.rules.sharding)

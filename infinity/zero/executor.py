@@ -2,7 +2,7 @@
 
 [Note: what the compute thread waits for]
 `enter` returns when a unit may be computed on: fetched, and updated if an update was pending. Everything else is
-started and left running. What is in flight is looked at again on every event (`_settle`): finished updates give
+started and left running. What is in flight is looked at again on every event (`settle`): finished updates give
 their gradients and pins back, and actions of the plan that had to wait for memory are tried again. The thread
 blocks for memory only when the unit that it needs now has none.
 
@@ -91,7 +91,7 @@ class Executor:
 
     def _ready(self, unit: int) -> None:
         """Have the unit resident and up to date, as the plan says."""
-        self._settle()
+        self.settle()
         step = self._cycle.use(unit)
         if step is None:
             if not self._cycle.follows_plan:
@@ -121,7 +121,7 @@ class Executor:
         for unit in units:
             self._params.unpin(unit)
             self._gathering.leave(unit, self._cycle.expected)
-        self._settle()
+        self.settle()
 
     def _bring(self, unit: int) -> None:
         """Have the unit resident and up to date."""
@@ -158,7 +158,7 @@ class Executor:
         """A forward pass begins: follow the plan from its start, and record what is used."""
         self._cycle.begin()
         self._todo.extend(("evict", unit) for unit in self._cycle.strangers(self._recency))
-        self._settle()
+        self.settle()
 
     def end_cycle(self, *, learn: bool) -> None:
         """The backward pass is over, or the forward pass had none.
@@ -260,11 +260,12 @@ class Executor:
 
     def run_ahead(self, unit: int, segments: tuple[Segment, ...]) -> bool:
         """Update of a unit what can be undone; False if that is nothing."""
-        if not self._in_flight.can_run_ahead(unit):
+        needed = self._urgency(unit)[1]
+        if not self._in_flight.can_run_ahead(unit, needed):
             return False
         self._gathering.changed(unit)
         self.views.cover(unit)
-        self._in_flight.run_ahead(unit, segments, self._urgency(unit)[1])
+        self._in_flight.run_ahead(unit, segments, needed)
         return True
 
     def confirm(self, unit: int) -> None:
@@ -329,7 +330,7 @@ class Executor:
         self._show_finished()
         return freed
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Take note of finished updates and use the memory that they gave back."""
         if self._params.handing_over.torn:
             return
@@ -379,7 +380,7 @@ class Executor:
             self._params.unpin(unit)
         while self._in_flight.finish_one():
             pass
-        self._settle()
+        self.settle()
 
     def move_states(self, unit: int, *, there: bool) -> None:
         """Have the unit's optimizer states live on the device, or below again; every update is done.

@@ -179,11 +179,34 @@ class InFlight:
         ahead = self._ahead.get(unit)
         return None if ahead is None else ahead.segments
 
-    def can_run_ahead(self, unit: int) -> bool:
-        """The unit and its gradients have memory and are at rest, and something of it can be updated and be undone."""
+    def can_run_ahead(self, unit: int, needed: int) -> bool:
+        """The unit and its gradients have memory and are at rest, and something of it can be updated and be undone.
+
+        What has not begun of units that are needed later makes way for it: what is left of the updates when the norm is
+        known is then what the next forward pass comes to last.
+        """
         busy = unit in self.pending or unit in self._handed or unit in self._ahead or self._is_there(unit)
         at_rest = not busy and self._params.residency(unit) is Residency.RESIDENT
-        return at_rest and bool(self._can_undo(unit)) and self._grads.can_hand_over(unit)
+        if not at_rest or not self._grads.can_hand_over(unit):
+            return False
+        while not (can_undo := self._can_undo(unit)) and self._withdraw_one(needed):
+            pass
+        return bool(can_undo)
+
+    def _withdraw_one(self, needed: int) -> bool:
+        """Have an update of a unit in memory not run ahead, one that is needed later and has not begun; False if there
+        is none."""
+        waiting = [unit for unit, ahead in self._ahead.items() if ahead.in_memory and unit in self._handed]
+        later = [unit for unit in waiting if self._handed[unit].ticket.job.needed > needed]
+        for unit in sorted(later, key=lambda unit: self._handed[unit].ticket.job.needed, reverse=True):
+            with self._handing_over:
+                withdrawn = self._pipeline.withdraw(self._handed[unit].ticket)
+                if withdrawn:
+                    del self._ahead[unit]
+                    self._finish(unit)
+            if withdrawn:
+                return True
+        return False
 
     def _can_undo(self, unit: int) -> frozenset[int]:
         """Indices of the tiles whose update can be undone, and that of their parameters."""

@@ -16,7 +16,7 @@ from infinity.optim.before_images import image_bytes
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
 from infinity.optim.pipeline import LEAST_SLOTS, MOST_SLOTS
 from infinity.schedule import MemoryNeeds
-from infinity.schedule.on_device import as_far_as_fits, promotion_order
+from infinity.schedule.on_device import as_far_as_fits, first_there, promotion_order, spare_bytes
 from infinity.schedule.placement import (
     DeviceShare,
     ParamBytes,
@@ -173,8 +173,12 @@ def compute_dtype(config: Config) -> torch.dtype:
     return _DTYPES[config.precision]
 
 
-def choose_schedule(config: Config) -> UpdateSchedule:
+def choose_schedule(config: Config, ranks: int = 1, *, discrete: bool = False) -> UpdateSchedule:
     """Resolve `tiering.update_schedule`.
+
+    Args:
+        ranks: how many train the model together.
+        discrete: the compute device has memory of its own.
 
     Raises:
         ConfigError: `backward` was asked for together with clipping or fp16.
@@ -184,7 +188,8 @@ def choose_schedule(config: Config) -> UpdateSchedule:
         waits = not config.managed_accumulation or config.gradient_clipping > 0 or config.precision == "fp16"
         if not waits:
             return UpdateSchedule.BACKWARD
-        return UpdateSchedule.SPECULATIVE if may_run_ahead(config) else UpdateSchedule.DEFERRED
+        ahead = may_run_ahead(config, ranks, discrete=discrete)
+        return UpdateSchedule.SPECULATIVE if ahead else UpdateSchedule.DEFERRED
     schedule = UpdateSchedule(asked)
     if schedule is UpdateSchedule.BACKWARD and config.precision == "fp16":
         raise ConfigError(
@@ -209,6 +214,7 @@ def size_up(
     ranks: Ranks = ALONE,
     made: Collection[str] = (),
     in_files: Mapping[str, StoredTensor] | None = None,
+    device_bytes: int = 0,
 ) -> Sizing:
     """Lay out a model's states.
 
@@ -219,6 +225,7 @@ def size_up(
         ranks: who trains this model together.
         made: parameters whose values do not come with the model.
         in_files: frozen ones that are to stay where they are stored.
+        device_bytes: what the device has free; 0 where that is not known.
 
     Raises:
         ConfigError: the model has no parameters, the state format does not serve the precision, or parameters cannot
@@ -226,13 +233,14 @@ def size_up(
     """
     dtype = compute_dtype(config)
     layout = state_layout(_format(config), optimizer)
-    schedule = choose_schedule(config)
+    schedule = choose_schedule(config, ranks.size, discrete=discrete)
+    exact = layout.format not in _ROUNDING
     rules = rules_of(
         config,
         ranks.rank,
         ranks.size,
         discrete=discrete,
-        exact=layout.format not in _ROUNDING,
+        exact=exact,
         updates_in_backward=schedule is UpdateSchedule.BACKWARD,
     )
     problem = rules.in_place_problem()
@@ -250,7 +258,9 @@ def size_up(
         limit_numel=_limit_numel(config, dtype),
     )
     accumulates = config.accumulates
-    there = _there(partition, rules.share_there)
+    spare = spare_bytes(config, ranks.size, device_bytes, discrete=discrete, exact=exact)
+    there = _there(partition, rules.share_there, layout.bytes_per_param + 2 * dtype.itemsize, spare)
+    rules = rules.with_share_there(_share_of(partition, there))
     return Sizing(
         partition=partition,
         layout=layout,
@@ -275,10 +285,17 @@ def _limit_numel(config: Config, dtype: torch.dtype) -> int | None:
     return None if nbytes is None else nbytes // dtype.itemsize
 
 
-def _there(partition: Partition, share: float) -> frozenset[int]:
-    """Units that have this share of all states, as near to it from below as whole units come."""
+def _there(partition: Partition, share: float, bytes_per_param: int, spare_bytes: int) -> frozenset[int]:
+    """Units that have this share of all states, as near to it from below as whole units come, or need no asking."""
+    numels, first = [unit.trainable_numel for unit in partition.units], first_to_go(partition)
+    asked = as_far_as_fits(promotion_order(numels, first), numels, int(share * sum(numels)))
+    return asked or first_there(first, numels, bytes_per_param, spare_bytes)
+
+
+def _share_of(partition: Partition, units: Collection[int]) -> float:
+    """The share of all states that these units have."""
     numels = [unit.trainable_numel for unit in partition.units]
-    return as_far_as_fits(promotion_order(numels, first_to_go(partition)), numels, int(share * sum(numels)))
+    return sum(numels[unit] for unit in units) / max(1, sum(numels))
 
 
 def first_to_go(partition: Partition) -> list[int]:

@@ -178,6 +178,7 @@ class Updates:
             self._losses.check_late()
             self._asked[unit] = self._gradients.ask_others(unit)
             updated |= self._update_asked(0 if self._gradients.alone else _ASKED)
+            self._executor.settle()  # while one waited here, others were updated, whose values now go up
         return self._update_asked(leave) or updated
 
     def _update_asked(self, leave: int = 0) -> bool:
@@ -273,6 +274,7 @@ class Updates:
             norm, self._sum_sq = self._gradients.norm_of(self._sum_sq), 0.0
             return StepOutcome(norm, skipped=False)
         loss_scale = self._losses.loss_scale.value
+        self._await_gradients()
         norm = self._gradients.norm() / loss_scale
         overflow = norm != norm
         if overflow:
@@ -290,6 +292,13 @@ class Updates:
         if self._schedule is UpdateSchedule.BARRIER:
             self._executor.drain()
         return StepOutcome(norm, skipped=False)
+
+    def _await_gradients(self) -> None:
+        """Wait for the gradients as they come; what has been updated ahead meanwhile goes up."""
+        if self._executor.awaits_updates:
+            for unit in reversed(self._gradients.units_with_gradients()):
+                self._gradients.sum_sq(unit)
+                self._executor.settle()
 
     def _update_all(self, scale: float) -> None:
         """Update all units that have gradients; what ran ahead is their update, if that would be the same now."""

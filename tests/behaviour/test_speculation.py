@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -15,6 +16,7 @@ import torch
 
 import infinity
 from infinity.errors import CapacityError, InfinityError, StorageError
+from infinity.optim import pipeline
 from infinity.tiers import StateStore
 from infinity.zero.foresight import Foresight
 from infinity.zero.in_flight import InFlight
@@ -197,6 +199,53 @@ def test_with_room_for_some_of_what_was_before(share, eager, seen, tmp_path) -> 
         assert engine.stats().peak_bytes["host"] <= budget
 
 
+@pytest.fixture
+def slow(monkeypatch) -> None:
+    """An optimizer that backward overtakes."""
+    update = pipeline.update
+
+    def waits(*arguments: Any) -> None:
+        time.sleep(0.03)
+        update(*arguments)
+
+    monkeypatch.setattr(pipeline, "update", waits)
+
+
+@pytest.fixture
+def withdrawn(monkeypatch) -> list[int]:
+    """Units whose updates were to run ahead, and made way for others."""
+    units: list[int] = []
+    withdraw = pipeline.UpdatePipeline.withdraw
+
+    def told(self: pipeline.UpdatePipeline, ticket: pipeline.UpdateTicket) -> bool:
+        done = withdraw(self, ticket)
+        units.extend([ticket.job.unit] * done)
+        return done
+
+    monkeypatch.setattr(pipeline.UpdatePipeline, "withdraw", told)
+    return units
+
+
+@pytest.mark.parametrize("clipping", [NEVER, SOMETIMES])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_is_needed_later_makes_way(accumulation, clipping, eager, slow, seen, withdrawn, tmp_path) -> None:
+    """Room for a block or two: the blocks that backward comes to last have it, and forward needs them first."""
+    with engine_of(tmp_path, "deferred", params="none", offload="cpu", accumulation=accumulation) as engine:
+        train(engine, steps=1)
+        most = engine.stats().peak_bytes["host"]
+    budget = most + largest_block("gpt2") * 14  # states and parameters, rounded up
+    changes = {"clipping": clipping, "params": "none", "offload": "cpu", "accumulation": accumulation}
+    both(tmp_path, host_memory=budget, **changes)
+    assert withdrawn
+    assert 0 not in withdrawn  # the embedding, which is needed first
+    assert set(seen) == {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}}[clipping]
+
+
+def largest_block(architecture: str) -> int:
+    """Parameters."""
+    return max(sum(p.numel() for p in block.parameters()) for block in model_of(architecture).transformer.h)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_precisions(precision, eager, seen, tmp_path) -> None:
     both(tmp_path, precision=precision, clipping=SOMETIMES)
@@ -353,18 +402,19 @@ def test_a_drive_that_fails_ahead_stops_the_engine(eager, tmp_path, monkeypatch)
 # Ranks #
 
 
-def _train_on_rank(path: Path) -> list[list[float]]:
+def _train_on_rank(path: Path, home: str) -> list[list[float]]:
     Foresight.runs_ahead = True  # type: ignore[assignment, method-assign]
     results = []
     for schedule in ("deferred", "speculative"):
-        with engine_of(path, schedule, clipping=SOMETIMES) as engine:
+        with engine_of(path, schedule, clipping=SOMETIMES, params=home, offload=home) as engine:
             losses = train(engine)
             results.append([*losses, *(float(param.double().sum()) for _, param in engine.named_parameters())])
     return results
 
 
-def test_ranks(tmp_path) -> None:
-    for waiting, ahead in run_ranks(2, _train_on_rank, tmp_path, path=tmp_path):
+@pytest.mark.parametrize("home", ["nvme", "cpu"])
+def test_ranks(home, tmp_path) -> None:
+    for waiting, ahead in run_ranks(2, _train_on_rank, tmp_path, home, path=tmp_path):
         assert waiting == ahead
 
 

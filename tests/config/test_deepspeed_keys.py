@@ -84,7 +84,7 @@ SWITCHED_OFF = {
     "fp16": {"auto_cast": False, "fp16_master_weights_and_grads": "false"},
     "bf16": {"check_grad_overflow": True, "bf16_optimizer_states": False},
     "zero_optimization": {"zero_hpz_partition_size": 1, "zero_quantized_weights": False, "cpu_offload": "auto"},
-    "zero_optimization.offload_optimizer": {"ratio": 1.0, "super_offload": False},
+    "zero_optimization.offload_optimizer": {"super_offload": False},
 }
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from infinity.errors import CapacityError
+from infinity.schedule import on_device
 from infinity.zero.foresight import Foresight
 from infinity.zero.in_flight import InFlight
 from tests.behaviour.reference import Placement, Recipe, named_budget
 from tests.behaviour.test_parity import assert_same_bits
 from tests.behaviour.test_speculation import SOMETIMES, middle_norm
 from tests.device import simdev
-from tests.device.training import SPEEDS, engine_on, on_cpu_like, tiny, train_on_device
+from tests.device.training import SPEEDS, engine_on, on_cpu_like, tiny, train_here, train_on_device
 
 STEPS = 5
 
@@ -67,4 +68,39 @@ def test_the_bits_are_those_of_the_cpu(params, states, keeps, clipping, accumula
     placement = Placement(params, states, tmp_path, "64KiB", host_memory, "speculative")
     trained = train_on_device(recipe, placement, crash_consistent=keeps)
     assert ahead
+    assert_same_bits(trained, on_cpu_like(recipe))
+
+
+@pytest.mark.parametrize(
+    ("params", "states", "clipping", "more", "schedule"),
+    [
+        ("cpu", "cpu", 1.0, {}, "speculative"),
+        ("none", "cpu", 1.0, {}, "speculative"),
+        ("none", "cpu", 0.0, {}, "backward"),
+        ("nvme", "cpu", 1.0, {}, "deferred"),  # which would need two slots
+        ("cpu", "nvme", 1.0, {}, "deferred"),
+        ("none", "cpu", 1.0, {"fill_device": True}, "deferred"),
+    ],
+)
+def test_in_memory_it_is_chosen_by_itself(params, states, clipping, more, schedule, tmp_path) -> None:
+    recipe = Recipe("bf16", 1, clipping, STEPS)
+    for device, expected in (("simdev", schedule), ("cpu", schedule if clipping == 0 else "deferred")):
+        placement = Placement(params, states, tmp_path, "64KiB", schedule="auto")
+        with engine_on(device, tiny(), recipe, placement, **more) as engine:
+            assert engine._runtime.sizing.schedule.value == expected
+
+
+@pytest.mark.usefixtures("_speed")
+@pytest.mark.parametrize("clipping", [0.0, SOMETIMES])
+@pytest.mark.parametrize(("params", "states"), [("cpu", "cpu"), ("none", "cpu"), ("nvme", "nvme")])
+def test_beside_an_embedding_that_stays(params, states, clipping, tmp_path, monkeypatch) -> None:
+    """The embedding is updated on the device unasked, and the blocks ahead of the norm."""
+    monkeypatch.setattr(Foresight, "runs_ahead", True)
+    monkeypatch.setattr(on_device, "_WORTH_NUMEL", 1)
+    recipe = Recipe("bf16", 1, middle_norm("gpt2", "bf16", 1) if clipping else 0.0, STEPS)
+    placement = Placement(params, states, tmp_path, "64KiB", schedule="auto")
+    with engine_on("simdev", tiny(), recipe, placement) as engine:
+        assert engine._runtime.states.is_there(0)
+        assert not engine._runtime.states.is_there(1)
+        trained = train_here(engine, recipe)
     assert_same_bits(trained, on_cpu_like(recipe))

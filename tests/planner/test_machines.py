@@ -69,7 +69,7 @@ def test_it_says_that_nothing_is_measured(capsys) -> None:
 
 def test_a_profile_has_the_drives_and_the_optimizer_unless_a_file_says_them(capsys, tmp_path, profile_file) -> None:
     def parts(*more: str) -> dict[str, float]:
-        return planned(capsys, "--offload-param", "cpu", "--host-memory", "600MB", *more)["step"]["parts_s"]
+        return planned(capsys, "--offload-param", "cpu", "--host-memory", "475MB", *more)["step"]["parts_s"]
 
     assumed, measured = parts("--emulate", "H200"), parts("--emulate", "H200", "--profile", str(profile_file))
     assert measured["disk"] > 2 * assumed["disk"]

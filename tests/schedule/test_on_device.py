@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from infinity.config import load_config
 from infinity.errors import ConfigError
-from infinity.schedule.on_device import as_far_as_fits, promotion_order, share_there
+from infinity.schedule.on_device import as_far_as_fits, first_there, promotion_order, share_there, spare_bytes
 
 
 @given(st.lists(st.integers(0, 5), max_size=40), st.integers(0, 200))
@@ -49,3 +49,28 @@ def test_the_share_is_what_the_ratio_leaves() -> None:
     for wrong in (-0.1, 1.5):
         with pytest.raises(ConfigError, match="ratio"):
             share(ratio=wrong)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=10), st.integers(0, 100))
+def test_what_stays_unasked_is_all_of_the_first_or_none(sizes, spare) -> None:
+    numels = [size << 22 for size in sizes]
+    first = [0, len(numels) - 1] if len(numels) > 1 else [0]
+    there = first_there(first, numels, bytes_per_param=1, spare_bytes=spare << 22)
+    trained = sum(sizes[unit] for unit in first)
+    assert there == frozenset(unit for unit in first if sizes[unit] and 4 <= trained <= spare)
+
+
+def test_room_is_spared_for_one_rank_with_a_device_that_nobody_has_divided() -> None:
+    def spare(
+        ranks: int = 1, *, discrete: bool = True, exact: bool = True, states: object = "cpu", **more: object
+    ) -> int:
+        ratio = {key: more.pop(key) for key in ("ratio",) if key in more}
+        section = {"stage": 2, "offload_optimizer": {"device": states, **ratio}}
+        config = load_config({"zero_optimization": section, "tiering": more}, world_size=ranks)
+        return spare_bytes(config, ranks, 1000, discrete=discrete, exact=exact)
+
+    assert spare() == 100
+    assert spare(device_memory=500) == 50
+    assert spare(ratio="auto") == 100
+    assert spare(ratio=1.0) == spare(ratio=0.5) == spare(states="none") == 0
+    assert spare(2) == spare(discrete=False) == spare(exact=False) == 0
