@@ -46,8 +46,6 @@ class Engine(Accessors):
     Attributes:
         module: the model. At stage 3 its parameters have values only while their unit is in use (NaN otherwise).
         optimizer: holds `param_groups`.
-        lr_scheduler: stepped by `step()` after every update, if there is one; torch's ReduceLROnPlateau, which needs
-            a metric, by the training loop.
         device: where the model computes.
     """
 
@@ -62,11 +60,10 @@ class Engine(Accessors):
         self.module = model
         self.config = config
         self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
         self.device = runtime.link.device
         self._runtime = runtime
         self._step = Step(model, config, runtime, optimizer)
-        self._step.lr_scheduler = lr_scheduler
+        self.lr_scheduler = lr_scheduler
         optimizer.keep_groups()
         self._session = Session(model, optimizer, runtime, self._step, config.gradient_accumulation_steps)
         optimizer.run_step = self._step.finish
@@ -101,6 +98,16 @@ class Engine(Accessors):
     def optimizer_class(cls, config: Config) -> type[TieredOptimizer]:
         """Of what `initialize` returns beside an engine of this class."""
         return TieredOptimizer
+
+    @property
+    def lr_scheduler(self) -> Any | None:
+        """Stepped by `step()` after every update, if there is one; torch's ReduceLROnPlateau, which needs a metric, by
+        the training loop. It may be exchanged for another one of the same optimizer."""
+        return self._step.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any | None) -> None:
+        self._step.lr_scheduler = scheduler
 
     @property
     def global_steps(self) -> int:

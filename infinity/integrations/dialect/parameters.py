@@ -17,10 +17,10 @@ from torch import nn
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.front import init_distributed
+from infinity.integrations.dialect.live_views import part_numel, part_of_values
 from infinity.zero.gathered import GatheredParameters as Gathered
 from infinity.zero.gathered import is_gathered, owner_of
 from infinity.zero.init import Init as InFiles
-from infinity.zero.partition import Partition
 
 _ids = count()
 
@@ -63,7 +63,7 @@ class _Status:
 def mark(engine: Engine) -> None:
     """Give the parameters of an engine's model the attributes that DeepSpeed's have under ZeRO-3.
 
-    `ds_tensor` is as large as this rank's part and has no values: `safe_get_local_fp32_param` gives them.
+    `ds_tensor` is this rank's part, to look at, see [Note: live views]; all ranks read it together.
     """
     partition = engine.begin_gathering("initialize", stores=False).partition
     for param in engine.module.parameters():
@@ -75,19 +75,10 @@ def mark(engine: Engine) -> None:
             "ds_numel": param.numel(),
             "ds_status": _Status(param),
             "ds_persist": False,
-            "ds_tensor": torch.empty(_part_numel(param, partition), dtype=param.dtype, device="meta"),
+            "ds_tensor": part_of_values(param, part_numel(param, partition)),
         }
         for name, value in attributes.items():
             setattr(param, name, value)
-
-
-def _part_numel(param: nn.Parameter, partition: Partition) -> int:
-    """Elements of the parameter in this rank's shard."""
-    found = owner_of(param)
-    if found is None:
-        return param.numel()
-    place = found[1]
-    return sum(part.stop - part.start for part in partition.parts(place.unit) if part.slot is place.slot)
 
 
 class Init(InFiles):

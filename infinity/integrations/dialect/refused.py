@@ -9,7 +9,6 @@ from infinity.errors import ConfigError
 
 _PIPELINE = "use torch.distributed.pipelining, see engine.driven_step()"
 _EXPERTS = "a mixture-of-experts block of the model itself is one unit"
-_ONE_OPTIMIZER = "there is one optimizer class for all precisions, deepspeed.DeepSpeedOptimizer"
 _FILES = "checkpoints are stored by parameter name in safetensors, see docs/checkpoints.md"
 
 REFUSED = {
@@ -26,9 +25,6 @@ REFUSED = {
     "DeepSpeedHybridEngine": "generate with the model itself",
     "DeepSpeedTransformerLayer": "use the model's own layers",
     "replace_transformer_layer": "use the model's own layers",
-    "BF16_Optimizer": _ONE_OPTIMIZER,
-    "FP16_Optimizer": _ONE_OPTIMIZER,
-    "FP16_UnfusedOptimizer": _ONE_OPTIMIZER,
     "_get_sequence_parallel_group": "every rank has whole sequences",
     "get_model_ckpt_name_for_rank": _FILES,
     "get_model_state_file": _FILES,

@@ -26,11 +26,15 @@ from infinity.integrations.dialect.values import (
 )
 
 from . import groups
+from .nvtx import instrument_w_nvtx
+from .timer import SynchronizedWallClockTimer
 
 __all__ = [
     "RepeatingLoader",
+    "SynchronizedWallClockTimer",
     "get_z3_leaf_modules",
     "groups",
+    "instrument_w_nvtx",
     "log_dist",
     "logger",
     "safe_get_full_fp32_param",
