@@ -335,6 +335,13 @@ class Engine(Accessors):
         """The parameter of this slot lies outside of the tiers, for somebody to look at."""
         return self._runtime.executor.views.lent_values(unit, slot) is not None
 
+    def shows(self, unit: int, slot: int) -> bool:
+        """The parameter of this slot is lent, or in use by a pass of the model that is running."""
+        if self.lends(unit, slot):
+            return True
+        in_pass = self._step.hooks.in_forward or self._step.in_backward_now
+        return in_pass and self._runtime.executor.views.shows(unit)
+
     def settle(self, what: str) -> None:
         """Have the parameters' values be those of the last step, for a look at them."""
         self._step.check_values(what)

@@ -12,6 +12,7 @@ import torch
 
 from infinity.config import Config
 from infinity.optim import named
+from infinity.optim.optimizer import check_no_states
 
 
 def base_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
@@ -33,6 +34,7 @@ def base_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim.
         made = torch.optim.SGD(given)
     made.state.clear()
     made.param_groups = groups
+    made.register_load_state_dict_pre_hook(lambda optimizer, state_dict: check_no_states(state_dict))
     return made
 
 

@@ -213,8 +213,15 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As the engine's; returns True."""
-        super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        """As the engine's; returns True.
+
+        Raises:
+            AssertedConfigError: the tag is not the same on all ranks.
+        """
+        try:
+            super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        except ConfigError as error:
+            raise AssertedConfigError(str(error)) from error
         self._session.unclaim()  # scripts go on in the directory with another engine, and never close one
         if self.global_rank == 0:
             (Path(save_dir) / SCRIPT_NAME).write_text(SCRIPT, encoding="utf-8")
