@@ -65,6 +65,26 @@ def check_what_one_rank_changes_in_init() -> None:
     engine.destroy()
 
 
+class Coded(nn.Module):
+    """Integers and numbers of eight bits beside what is trained."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.bytes = nn.Parameter(torch.full((4,), value, dtype=torch.uint8), requires_grad=False)
+        self.codes = nn.Parameter(torch.full((4,), float(value)).to(torch.float8_e4m3fn), requires_grad=False)
+        self.dense = nn.Linear(4, 2)
+
+
+def check_codes_are_rank_0s() -> None:
+    """As all of a model's values are."""
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "bf16": {"enabled": True}}
+    engine, *_ = deepspeed.initialize(model=Coded(comm.get_rank() + 1), config=config)
+    for codes, dtype in ((engine.module.bytes, torch.uint8), (engine.module.codes, torch.float8_e4m3fn)):
+        assert codes.dtype is dtype
+        assert torch.equal(codes.float(), torch.ones(4))
+    engine.destroy()
+
+
 def check_live_views() -> None:
     """Each rank's part of the masters, the gradients and a parameter."""
     engine = engine_of(3)
@@ -228,6 +248,7 @@ EARLY = message(AssertionError, lambda: deepspeed.init_distributed(dist_init_req
 deepspeed.init_distributed()
 check_sums()
 check_what_one_rank_changes_in_init()
+check_codes_are_rank_0s()
 check_live_views()
 check_coalesced_means()
 check_gradients_between_micro_batches()
