@@ -59,6 +59,7 @@ def test_masters_are_those_of_the_last_step(stage, name, more) -> None:
 
 def test_without_an_adam_of_deepspeeds_own_masters_are_by_parameter() -> None:
     with engine_at(0, optimizer={"type": "SGD", "params": {"lr": 0.1}}, **SIXTEEN_BITS) as engine:
+        assert engine.optimizer.low_precision_dtype is torch.bfloat16
         (group,) = engine.optimizer.fp32_groups
         for view, param in zip(group, engine.module.parameters(), strict=True):
             assert torch.equal(view, safe_get_full_fp32_param(param).flatten())

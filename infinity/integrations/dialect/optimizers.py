@@ -105,7 +105,14 @@ class NamedOptimizer(TieredOptimizer):
         return [flat_masters(f"optimizer.{name}", params) for params in self.bit16_groups]
 
 
-class FP16_Optimizer(NamedOptimizer):  # noqa: N801  (DeepSpeed's name)
+class _SixteenBits(NamedOptimizer):
+    @property
+    def low_precision_dtype(self) -> torch.dtype:
+        """In which the model computes."""
+        return self.param_groups[0]["params"][0].dtype  # type: ignore[no-any-return]
+
+
+class FP16_Optimizer(_SixteenBits):  # noqa: N801  (DeepSpeed's name)
     """Of stage 0 in 16 bits, where DeepSpeed has an Adam of its own."""
 
     @property
@@ -114,7 +121,7 @@ class FP16_Optimizer(NamedOptimizer):  # noqa: N801  (DeepSpeed's name)
         return self._masters("fp32_groups_flat")
 
 
-class FP16_UnfusedOptimizer(NamedOptimizer):  # noqa: N801  (DeepSpeed's name)
+class FP16_UnfusedOptimizer(_SixteenBits):  # noqa: N801  (DeepSpeed's name)
     """Of stage 0 in 16 bits, with any other."""
 
     @property
