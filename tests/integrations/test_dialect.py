@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 
 import pytest
 import torch
@@ -164,6 +165,9 @@ def test_init_and_its_arguments() -> None:
         assert bias.ds_status == ZeroParamStatus.AVAILABLE
     assert bias.ds_status == ZeroParamStatus.NOT_AVAILABLE
     assert not bias.any()
+    copied = pickle.loads(pickle.dumps(bias))  # as a process that is spawned gets it
+    assert torch.equal(copied, bias)
+    assert copied.ds_status is ZeroParamStatus.NOT_AVAILABLE
     with pytest.raises(infinity.ConfigError, match=r"zero.Init: `data_parallel_group` is not supported"):
         Init(data_parallel_group=object())
     assert not hasattr(Borrows(gathers=False).head.weight, "ds_id")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -97,6 +98,7 @@ def test_nobody_changes_them_and_words_say_how_to() -> None:
         other.copy_(view)  # which only reads it
         assert torch.equal(other, view)
         assert torch.equal(copy.deepcopy(view), other)
+        assert torch.equal(pickle.loads(pickle.dumps(view)), other)
     with pytest.raises(infinity.InfinityError, match="closed"):
         view.clone()
 

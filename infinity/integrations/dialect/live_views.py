@@ -81,6 +81,9 @@ class LiveView(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.newest()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.newest().__reduce_ex__(protocol)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LiveView({self._what}, numel={self.numel()}, dtype={self.dtype})"
 

@@ -71,6 +71,9 @@ class _Status:
     def __repr__(self) -> str:
         return repr(self.now())
 
+    def __reduce__(self) -> tuple[Any, ...]:  # what it is now, in a copy that is pickled
+        return ZeroParamStatus, (self.now().value,)
+
 
 def mark(engine: Engine) -> None:
     """Give the parameters of an engine's model the attributes that DeepSpeed's have under ZeRO-3.
