@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from infinity.config import Config, Precision
-from infinity.errors import InfinityError
+from infinity.errors import ConfigError, InfinityError
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.zero.build import Runtime
+from infinity.zero.compiled import is_compiled
 from infinity.zero.launch import launch_of
 from infinity.zero.step import Step
 
@@ -24,6 +26,7 @@ class Accessors:
 
     config: Config
     device: torch.device
+    module: nn.Module
     optimizer: TieredOptimizer
     _runtime: Runtime
     _step: Step
@@ -316,14 +319,29 @@ class Accessors:
     def empty_partition_cache(self) -> None:
         """Free parameters that were gathered ahead: the budget bounds them, so there is nothing to do."""
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Refused.
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Have `torch.compile` compile the model's blocks; the whole model if it has none.
+
+        Args:
+            backend: of torch.compile, with what else it takes in `compile_kwargs`.
 
         Raises:
-            InfinityError: always.
+            InfinityError: a step has begun.
+            ConfigError: `schedule` or `compiled_autograd_enabled` is given, which are DeepSpeed's own compiler's.
         """
-        raise InfinityError("engine.compile() is not supported: call torch.compile on the model before initialize")
+        if schedule is not None or compiled_autograd_enabled:
+            given = "schedule" if schedule is not None else "compiled_autograd_enabled"
+            raise ConfigError(f"engine.compile({given}=...) is not supported: leave it out")
+        if not self.is_compiled:
+            self._step.compile_blocks(self.module, backend=backend, **(compile_kwargs or {}))
 
     @property
     def is_compiled(self) -> bool:
-        return False
+        """Some part of the model is compiled."""
+        return is_compiled(self.module)

@@ -46,8 +46,6 @@ class Engine(Accessors):
     Attributes:
         module: the model. At stage 3 its parameters have values only while their unit is in use (NaN otherwise).
         optimizer: holds `param_groups`.
-        lr_scheduler: stepped by `step()` after every update, if there is one; torch's ReduceLROnPlateau, which needs
-            a metric, by the training loop.
         device: where the model computes.
     """
 
@@ -62,11 +60,10 @@ class Engine(Accessors):
         self.module = model
         self.config = config
         self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
         self.device = runtime.link.device
         self._runtime = runtime
         self._step = Step(model, config, runtime, optimizer)
-        self._step.lr_scheduler = lr_scheduler
+        self.lr_scheduler = lr_scheduler
         optimizer.keep_groups()
         self._session = Session(model, optimizer, runtime, self._step, config.gradient_accumulation_steps)
         optimizer.run_step = self._step.finish
@@ -101,6 +98,16 @@ class Engine(Accessors):
     def optimizer_class(cls, config: Config) -> type[TieredOptimizer]:
         """Of what `initialize` returns beside an engine of this class."""
         return TieredOptimizer
+
+    @property
+    def lr_scheduler(self) -> Any | None:
+        """Stepped by `step()` after every update, if there is one; torch's ReduceLROnPlateau, which needs a metric, by
+        the training loop. It may be exchanged for another one of the same optimizer."""
+        return self._step.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any | None) -> None:
+        self._step.lr_scheduler = scheduler
 
     @property
     def global_steps(self) -> int:
@@ -327,6 +334,13 @@ class Engine(Accessors):
     def lends(self, unit: int, slot: int) -> bool:
         """The parameter of this slot lies outside of the tiers, for somebody to look at."""
         return self._runtime.executor.views.lent_values(unit, slot) is not None
+
+    def shows(self, unit: int, slot: int) -> bool:
+        """The parameter of this slot is lent, or in use by a pass of the model that is running."""
+        if self.lends(unit, slot):
+            return True
+        in_pass = self._step.hooks.in_forward or self._step.in_backward_now
+        return in_pass and self._runtime.executor.views.shows(unit)
 
     def settle(self, what: str) -> None:
         """Have the parameters' values be those of the last step, for a look at them."""

@@ -41,7 +41,7 @@ from infinity.zero.gathered import check_unowned
 from infinity.zero.initial_values import InitialValues, WeightSource, is_placeholder
 from infinity.zero.materialize import materialize, resident_first, stored_values
 from infinity.zero.meta import InitFunction
-from infinity.zero.model_parts import local_part, model_parts
+from infinity.zero.model_parts import has_numbers, local_part, model_parts
 from infinity.zero.outside_units import OutsideUnits
 from infinity.zero.ranks import Ranks, is_first_process, join_ranks, world_size
 from infinity.zero.sizing import compute_dtype
@@ -296,7 +296,7 @@ def _parameters(
     if config.optimizer is not None:
         kind, defaults = kind_from_config(config.optimizer.type, config.optimizer.params)
     if model_parameters is None:
-        model_parameters = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+        model_parameters = [p for p in model.parameters() if p.requires_grad and has_numbers(p)]
     else:
         model_parameters = list(model_parameters)  # type: ignore[assignment]
     if not model_parameters:
@@ -310,24 +310,28 @@ def _check_parameters(model: nn.Module) -> None:
     """Refuse what cannot be trained.
 
     Raises:
-        ConfigError: by name: a parameter without a shape, in float64, or complex; or there is none to train.
+        ConfigError: by name: a parameter without a shape, in float64, or to be trained in fewer than 16 bits or complex
+            numbers; or there is none to train.
     """
     for name, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):
             raise ConfigError(f"parameter `{name}` has no shape yet (a lazy module); run one forward pass first")
         if param.dtype is torch.float64:
             raise ConfigError(f"parameter `{name}` is float64; convert the model first (model.float())")
-        if param.is_floating_point() and is_placeholder(local_part(param)):
+        if has_numbers(param) and is_placeholder(local_part(param)):
             raise ConfigError(
                 f"parameter `{name}` has no values: the engine that had them was closed. Build the model anew, or load "
                 "what was saved (model.load_state_dict(state, assign=True)), before initialize"
             )
+        if param.is_floating_point() and not has_numbers(param) and param.requires_grad:
+            kind = str(param.dtype).removeprefix("torch.")
+            raise ConfigError(f"parameter `{name}` is {kind}, which cannot be trained: freeze it, or make it bfloat16")
         if param.is_complex() and param.requires_grad:
             kind = str(param.dtype).removeprefix("torch.")
             raise ConfigError(
                 f"parameter `{name}` is {kind}; hold it as real numbers (torch.view_as_real), or freeze it"
             )
-    if not any(param.is_floating_point() for param in model.parameters()):
+    if not any(has_numbers(param) for param in model.parameters()):
         raise ConfigError("the model has no floating-point parameters to train or place")
     _check_memory_of_their_own(model)
 
@@ -365,7 +369,7 @@ def _group_of_each(model: nn.Module, optimizer: TieredOptimizer) -> dict[str, in
                 raise ConfigError(
                     f"parameter group {index} has a parameter of shape {tuple(param.shape)} that is not the model's"
                 )
-            if param.requires_grad and param.is_floating_point():
+            if param.requires_grad and has_numbers(param):
                 groups[name] = index
     return groups
 

@@ -26,6 +26,8 @@ from infinity.checkpoint.tensors import TensorFile, read_header
 from infinity.config import parse_size
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StorageError
 from infinity.zero.build import Runtime
+from infinity.zero.model_parts import has_numbers
+from infinity.zero.outside_units import codes
 from infinity.zero.ranks import Ranks
 
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -70,14 +72,13 @@ def export_16bit(
         raise ConfigError(f"max_shard_size: {error}") from error
     compute = runtime.layout.param_dtype
     dtype = compute if compute.itemsize == 2 else torch.bfloat16
-    buffers = persistent_buffers(model)
+    beside = persistent_buffers(model) | (codes(model) if frozen else {})
     slots = [slot for unit in runtime.partition.units for slot in unit.slots]
     specs = {slot.name: (dtype, slot.shape) for slot in slots if frozen or slot.trainable}
     specs |= {
-        name: (dtype if buffer.is_floating_point() else buffer.dtype, tuple(buffer.shape))
-        for name, buffer in buffers.items()
+        name: (dtype if has_numbers(value) else value.dtype, tuple(value.shape)) for name, value in beside.items()
     }
-    values = chain(parameters, buffers.items())
+    values = chain(parameters, beside.items())
 
     def write() -> None:
         wanted = ((name, value) for name, value in values if name in specs)

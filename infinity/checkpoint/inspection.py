@@ -25,6 +25,7 @@ from infinity.checkpoint.format import (
 )
 from infinity.checkpoint.stored import Progress, StoredReader, check_files
 from infinity.errors import CheckpointError
+from infinity.zero.model_parts import has_numbers
 
 _SHARD_BYTES = 5_000_000_000
 
@@ -117,8 +118,7 @@ def export_weights(source: Path, target: Path, *, dtype: torch.dtype = torch.bfl
         raise CheckpointError(f"{path} has no weights")
     specs = {name: (dtype, manifest.tensors[key].shape) for name, key in keys.items()}
     specs |= {
-        name: (dtype if value.is_floating_point() else value.dtype, tuple(value.shape))
-        for name, value in buffers.items()
+        name: (dtype if has_numbers(value) else value.dtype, tuple(value.shape)) for name, value in buffers.items()
     }
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,6 +14,7 @@ from infinity.checkpoint.files import is_file_name, parse_json, read_plain
 from infinity.checkpoint.tensors import TensorEntry, TensorReader, read_header
 from infinity.errors import CheckpointError, ConfigError
 from infinity.tiers import StoredTensor, WeightFile
+from infinity.zero.model_parts import has_numbers
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -46,7 +47,7 @@ class PretrainedWeights:
         self._directory = directory
         self._files = files
         self._keys = _match(model, entries)
-        params = {name: param for name, param in model.named_parameters() if param.is_floating_point()}
+        params = {name: param for name, param in model.named_parameters() if has_numbers(param)}
         _check(directory, params, self._keys, entries)
 
     def __contains__(self, name: str) -> bool:
@@ -149,7 +150,7 @@ def _check(
         key, entry = found[name]
         if entry.shape != tuple(param.shape):
             raise ConfigError(f"{directory} has {key} in shape {entry.shape}; the model has {tuple(param.shape)}")
-        if not entry.torch_dtype.is_floating_point:
+        if not entry.torch_dtype.is_floating_point or entry.torch_dtype.itemsize == 1:
             raise ConfigError(f"{directory} has {key} in {entry.dtype}: quantised weights cannot be trained")
     missing = [name for name in params if name not in found]
     unknown = sorted(entries.keys() - {key for key, _ in found.values()})

@@ -30,6 +30,9 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -76,6 +79,10 @@ class TensorFile:
         header: dict[str, Any] = {}
         offset = 0
         for key, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):  # keeps all aligned
+            if dtype not in DTYPE_NAMES:
+                raise CheckpointError(
+                    f"{path}: {key} is {dtype}, which safetensors has no name for: leave it out, or cast it"
+                )
             nbytes = torch.Size(shape).numel() * dtype.itemsize
             header[key] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
             offset += nbytes

@@ -130,7 +130,7 @@ REFUSED: dict[str, str] = {
     "data_types.param_dtype": "parameters have the dtype of fp16 or bf16, whichever is enabled",
     "data_types.buffer_dtype": "buffers that are saved have the parameters' dtype, others keep their own",
     "data_types.keep_in_fp32_modules": "buffers registered with persistent=False keep their own dtype",
-    "compile": "call torch.compile on the model or its blocks before initialize",
+    "compile": "call torch.compile on the model or its blocks before initialize, or engine.compile() after it",
     "nebula": "not supported",
     "datastates_ckpt": _CHECKPOINTS,
     "graph_harvesting": "not supported; removed from DeepSpeed",

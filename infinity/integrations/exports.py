@@ -19,6 +19,7 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError
 from infinity.integrations.dialect.values import full_fp32_values
 from infinity.zero.adapters import name_before_wrapping
+from infinity.zero.model_parts import has_numbers
 
 
 def save_pretrained(
@@ -55,10 +56,12 @@ def save_pretrained(
     dtype = runtime.layout.param_dtype if dtype is None else dtype
     sources = _sources(model)
     buffers = {
-        name_before_wrapping(name): buffer.to(dtype) if buffer.is_floating_point() else buffer
+        name_before_wrapping(name): buffer.to(dtype) if has_numbers(buffer) else buffer
         for name, buffer in persistent_buffers(model).items()
     }
-    specs = {name: (dtype, tuple(param.shape)) for name, (param, _) in sources.items()}
+    specs = {
+        name: (dtype if has_numbers(param) else param.dtype, tuple(param.shape)) for name, (param, _) in sources.items()
+    }
     specs |= {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
     values = chain(_values(sources), buffers.items())
 
@@ -125,11 +128,11 @@ def _is_active(name: str, copies: Any) -> bool:
 
 
 def _values(sources: dict[str, Source]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The values in float32, one layer's at a time."""
+    """The values in float32, codes as they are, one layer's at a time."""
     layer, merged = None, None
     for name, (param, of) in sources.items():
         if of is None:
-            value = full_fp32_values(param)
+            value = full_fp32_values(param) if has_numbers(param) else param.detach()
             assert value is not None
             yield name, value
             continue
@@ -140,7 +143,16 @@ def _values(sources: dict[str, Source]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _merged(layer: nn.Module) -> nn.Module:
-    """The base layer of a copy of `layer` with its active adapters merged, in float32."""
+    """The base layer of a copy of `layer` with its active adapters merged, in float32.
+
+    Raises:
+        ConfigError: the base is quantised.
+    """
+    if not all(map(has_numbers, layer.parameters())):
+        raise ConfigError(
+            f"adapters of a quantised layer ({type(layer).__name__}) cannot be merged into it: save them by themselves "
+            "(save_adapters)"
+        )
     values = {name: full_fp32_values(param) for name, param in layer.named_parameters()}
     alone: Any = copy.deepcopy(layer)
     for name, param in alone.named_parameters():

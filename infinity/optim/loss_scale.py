@@ -66,6 +66,16 @@ class LossScale:
     cur_scale = loss_scale
 
     @property
+    def dynamic_loss_scale(self) -> bool:
+        """It follows the gradients."""
+        return self.dynamic
+
+    @property
+    def use_grad_scaling(self) -> bool:
+        """Losses must be scaled."""
+        return self.needed
+
+    @property
     def cur_iter(self) -> int:
         """Steps so far, those that were left out included; counted where the scale is dynamic."""
         return self._step
@@ -84,6 +94,8 @@ class LossScale:
     def min_scale(self) -> float:
         """It falls no lower."""
         return self.minimum
+
+    min_loss_scale = min_scale
 
     @property
     def delayed_shift(self) -> int:

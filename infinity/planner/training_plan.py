@@ -15,6 +15,7 @@ from infinity.schedule.placement import Placement, place
 from infinity.tiers import Memory
 from infinity.tiers.swap import ALIGN_BYTES
 from infinity.zero.budgets import AUTO_SHARE, device_budgets, host_capacity
+from infinity.zero.model_parts import has_numbers
 from infinity.zero.partition import Partition
 from infinity.zero.ranks import Ranks
 from infinity.zero.sizing import Sizing, size_up
@@ -205,7 +206,7 @@ def _uses(partition: Partition) -> tuple[Use, ...]:
 
 
 def _sizing(model: nn.Module, config: Config, machine: Machine) -> Sizing:
-    groups = {name: 0 for name, param in model.named_parameters() if param.requires_grad and param.is_floating_point()}
+    groups = {name: 0 for name, param in model.named_parameters() if param.requires_grad and has_numbers(param)}
     made = {name for name, param in model.named_parameters() if param.is_meta}
     ranks = Ranks(size=machine.ranks, neighbours=machine.neighbours)
     return size_up(

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from infinity.errors import ConfigError
+from infinity.zero.model_parts import has_numbers
 from infinity.zero.partition import Partition
 
 
@@ -217,7 +218,7 @@ def _without_values(model: nn.Module, dtype: torch.dtype) -> Iterator[FakeTensor
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         with fake:
-            made = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+            made = torch.empty(tensor.shape, dtype=dtype if has_numbers(tensor) else tensor.dtype)
         return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
     try:

@@ -38,6 +38,9 @@ class Owner(Protocol):
     def lends(self, unit: int, slot: int) -> bool:
         """The parameter of this slot is lent."""
 
+    def shows(self, unit: int, slot: int) -> bool:
+        """It is, or a pass of the model that is running uses it."""
+
 
 @dataclass(frozen=True, eq=False)
 class Place:
@@ -97,14 +100,10 @@ def owner_of(param: nn.Parameter) -> tuple[Owner, Place] | None:
     return None if owner is None or reference() is not param else (owner, Place(param, unit, index))
 
 
-def is_gathered(key: int) -> bool:
-    """The parameter of this identity lies outside of the tiers: it is lent, or no engine has it."""
-    reference, owner_reference, unit, index = _owners.get(key, (None, None, None, 0))
-    param = None if reference is None else reference()
-    owner = None if owner_reference is None else owner_reference()
-    if param is None or owner is None or unit is None:
-        return True
-    return owner.lends(unit.index, index)
+def has_values(param: nn.Parameter) -> bool:
+    """The parameter can be read now: it is lent, a pass that is running uses it, or no engine has it."""
+    found = owner_of(param)
+    return found is None or found[0].shows(found[1].unit.index, found[1].index)
 
 
 @torch.inference_mode(False)  # a parameter may lie in them, and must stay one that can be trained

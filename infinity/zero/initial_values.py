@@ -17,7 +17,7 @@ from infinity.zero.adapters import lora_rule, lora_values, name_before_wrapping
 from infinity.zero.file_backed import made_in_files
 from infinity.zero.meta import InitFunction
 from infinity.zero.meta import init_function as meta_init_function
-from infinity.zero.model_parts import local_part, set_local_part
+from infinity.zero.model_parts import has_numbers, local_part, set_local_part
 from infinity.zero.partition import Unit
 from infinity.zero.ranks import Ranks
 
@@ -97,9 +97,9 @@ class InitialValues:
         self._keep = keep
         self._originals: dict[str, _Original] = {}
         self._made: dict[str, torch.Tensor] = {}
-        self._valueless = {n for n, p in model.named_parameters() if p.is_floating_point() and p.is_meta}
+        self._valueless = {n for n, p in model.named_parameters() if has_numbers(p) and p.is_meta}
         if init_function is not None or weights is not None:
-            built = {n for n, p in model.named_parameters() if p.is_floating_point() and made_in_files(p)}
+            built = {n for n, p in model.named_parameters() if has_numbers(p) and made_in_files(p)}
             self._valueless |= {name for name in built if init_function is not None or self._stored(name)}
         self._init_function = init_function
         if init_function is None and self._valueless:
@@ -137,7 +137,7 @@ class InitialValues:
     def detach(self) -> None:
         """Leave the model's parameters without values."""
         for name, param in list(self._model.named_parameters()):
-            if not param.is_floating_point():
+            if not has_numbers(param):
                 continue
             if param.is_meta:
                 places = _places(self._model, param)
@@ -254,7 +254,7 @@ class InitialValues:
         given: dict[str, tuple[nn.Parameter, torch.Tensor]] = {}
         for owner in owners:  # all of them: a rule for an outer module writes to parameters that have values, too
             for name, param in self._model.get_submodule(owner).named_parameters(owner, recurse=False):
-                if param.is_floating_point():
+                if has_numbers(param):
                     if name in self._originals:
                         self._read(name)
                     given[name] = param, param.data

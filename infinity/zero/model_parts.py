@@ -23,6 +23,15 @@ from infinity.errors import ConfigError
 from infinity.zero.ranks import ALONE, Ranks
 
 
+def has_numbers(tensor: torch.Tensor) -> bool:
+    """It holds floating-point numbers to compute with, of 16 bits or more.
+
+    Those of fewer bits are codes, as integers are: what they stand for is known to the module that has them alone, and
+    changing their precision would change it.
+    """
+    return tensor.is_floating_point() and tensor.itemsize > 1
+
+
 @dataclass(frozen=True)
 class ModelParts:
     """The processes that hold the parts of one model, of which this is one.

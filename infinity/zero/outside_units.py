@@ -1,4 +1,4 @@
-"""What a model holds beside the parameters of its units: buffers, and parameters that are no floating-point numbers."""
+"""What a model holds beside the parameters of its units: buffers, and parameters that are integers or other codes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from infinity.errors import ConfigError
-from infinity.zero.model_parts import is_distributed
+from infinity.zero.model_parts import has_numbers, is_distributed
 from infinity.zero.ranks import Ranks
 
 _STATISTICS = ("running_mean", "running_var")
@@ -22,8 +22,8 @@ class OutsideUnits:
         self._parameters: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def place(self, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
-        """Move buffers and integer parameters to the device; floating-point buffers that are part of the state are cast
-        as the parameters are. Rank 0's buffers are taken over.
+        """Move buffers and parameters of integers or other codes to the device; floating-point buffers that are part of
+        the state are cast as the parameters are. Rank 0's are taken over.
 
         Buffers that are not saved (rotary frequencies, masks) are constants of the architecture and keep the precision
         that it chose. So do the statistics of normalisations: a step's share of them is less than 16 bits resolve.
@@ -32,8 +32,8 @@ class OutsideUnits:
             ConfigError: a parameter that cannot be initialised is on the meta device, by name.
         """
         for name, param in self._model.named_parameters():
-            if not param.is_floating_point() and not is_distributed(param):
-                self._place_parameter(name, param, device)
+            if not has_numbers(param) and not is_distributed(param):
+                self._place_parameter(name, param, device, ranks)
         placed: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # what several modules share, they share afterwards
         for module in self._model.modules():
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
@@ -44,14 +44,14 @@ class OutsideUnits:
                     placed[key] = _from_rank_0(buffer.to(device, target, copy=ranks.size > 1), ranks)
                 module._buffers[name] = placed[key]
 
-    def _place_parameter(self, name: str, param: nn.Parameter, device: torch.device) -> None:
+    def _place_parameter(self, name: str, param: nn.Parameter, device: torch.device, ranks: Ranks) -> None:
         if param.is_meta:
             raise ConfigError(
                 f"parameter `{name}` is {str(param.dtype).removeprefix('torch.')} and on the meta device, where "
                 "nothing can initialise it: build its module in memory"
             )
         self._parameters.append((param, param.data))
-        param.data = param.data.to(device)
+        param.data = _from_rank_0(param.data.to(device, copy=ranks.size > 1), ranks)
 
     def give_back(self) -> None:
         """Have the model's own be in their places again."""
@@ -61,16 +61,21 @@ class OutsideUnits:
             param.data = values
 
 
+def codes(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The values of parameters that are in no unit, by name."""
+    return {name: param.detach() for name, param in model.named_parameters() if not has_numbers(param)}
+
+
 def _from_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     if ranks.size > 1:
         values = buffer.detach().cpu().contiguous()
-        ranks.broadcast(values)
+        ranks.broadcast(values.view(-1).view(torch.uint8))  # whose every dtype travels
         buffer.copy_(values)
     return buffer
 
 
 def _keeps_its_dtype(module: nn.Module, name: str, buffer: torch.Tensor) -> bool:
-    if not buffer.is_floating_point() or name in module._non_persistent_buffers_set:
+    if not has_numbers(buffer) or name in module._non_persistent_buffers_set:
         return True
     return isinstance(module, _NormBase) and name in _STATISTICS
 

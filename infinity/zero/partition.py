@@ -24,7 +24,7 @@ from torch import nn
 from infinity.errors import ConfigError
 from infinity.optim.formats import SHARD_ALIGN, StateLayout
 from infinity.tiers import WHOLE, FileRun, Sharding, StoredTensor, lay_out_image, overlap
-from infinity.zero.model_parts import local_part
+from infinity.zero.model_parts import has_numbers, local_part
 from infinity.zero.unit_modules import unit_modules
 
 PERSISTENT = "persistent"
@@ -265,7 +265,7 @@ def make_partition(
 
 def _canonical_names(model: nn.Module) -> dict[int, str]:
     """First qualified name of every distinct floating-point parameter, by identity."""
-    return {id(p): name for name, p in model.named_parameters() if p.is_floating_point()}
+    return {id(p): name for name, p in model.named_parameters() if has_numbers(p)}
 
 
 def _layout_unit(

@@ -130,7 +130,7 @@ class Step:
         self._compute_lane: ComputeLane | None = None
         if runtime.counters.timeline is not None:
             self._compute_lane = ComputeLane(self, runtime.counters.timeline, runtime.link.mark)
-        self.hooks = Hooks(model, runtime.partition, self._compute_lane or self, alone=runtime.ranks.size == 1)
+        self.hooks = self._watch(model)
         self.layer_major: LayerMajor | None = None
         if runtime.sizing.layer_major:
             try:
@@ -143,6 +143,24 @@ class Step:
         self._syncs = True
         self._only_evaluates = not any(unit.trainable_numel for unit in runtime.partition.units)
         self.boundary: bool | None = None if config.managed_accumulation else True
+
+    def _watch(self, model: nn.Module) -> Hooks:
+        runtime = self._runtime
+        return Hooks(model, runtime.partition, self._compute_lane or self, alone=runtime.ranks.size == 1)
+
+    def compile_blocks(self, model: nn.Module, **how: Any) -> None:
+        """Have torch compile the model's blocks where they are, or all of it if it has none; hooks follow anew.
+
+        Raises:
+            InfinityError: a step has begun, or micro-batches are layer-major.
+        """
+        self.check_boundary("engine.compile()")
+        if self.layer_major is not None:
+            raise InfinityError("engine.compile(): compile the blocks before initialize where they run layer-major")
+        for name in self._runtime.partition.blocks or ("",):
+            model.get_submodule(name).compile(**how)
+        self.hooks.remove()
+        self.hooks = self._watch(model)
 
     # Phases #
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from infinity.zero.model_parts import local_part
+from infinity.zero.model_parts import has_numbers, local_part
 from infinity.zero.tiling import Tile
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -112,5 +112,5 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 def _numel(module: nn.Module, without: set[nn.Module]) -> int:
     """Elements of its distinct floating-point parameters, but for those of some modules."""
     found = UnitModule("", module, whole=True, apart=frozenset(without - {module})).parameters()
-    distinct = {id(param): param for param in found if param.is_floating_point()}
+    distinct = {id(param): param for param in found if has_numbers(param)}
     return sum(local_part(param).numel() for param in distinct.values())

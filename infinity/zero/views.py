@@ -158,6 +158,10 @@ class ParameterViews:
         """What the parameter lies in while it is lent; None if it is not."""
         return self.values(unit, slot) if slot in self.lent[unit] else None
 
+    def shows(self, unit: int) -> bool:
+        """The unit's parameters lie in its memory, but for those that are lent."""
+        return self._shown[unit] is True
+
     @property
     def lends(self) -> bool:
         """Some parameter is lent."""

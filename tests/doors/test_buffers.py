@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.integrations.exports import save_pretrained
 from infinity.tiers import SameMemory
 from infinity.zero.outside_units import OutsideUnits
 from infinity.zero.ranks import ALONE
@@ -190,6 +192,48 @@ def test_a_model_with_integer_parameters_trains_and_keeps_them() -> None:
         engine.step()
         assert torch.equal(model.base, base)
     assert torch.equal(model.base, base)
+
+
+class EightBits(nn.Module):
+    """A frozen base of codes with a scale, and a state of complex numbers, beside what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.arange(16.0).view(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+        self.register_buffer("scale", torch.full((4,), 0.5).to(torch.float8_e5m2))
+        self.register_buffer("turns", torch.ones(2, dtype=torch.complex64))
+        self.adapter = nn.Linear(4, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.adapter(values @ (self.base.to(values.dtype) * self.scale.to(values.dtype)))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_numbers_of_eight_bits_are_codes_that_stay_as_they_are(stage, tmp_path) -> None:
+    model = EightBits()
+    base = model.base.detach().clone()
+    config = Recipe("bf16").config(Placement()) | {"zero_optimization": {"stage": stage}}
+    with infinity.initialize(model, config)[0] as engine:
+        assert (model.base.dtype, model.scale.dtype) == (torch.float8_e4m3fn, torch.float8_e5m2)
+        engine.backward(engine(torch.ones(2, 4).bfloat16()).square().mean())
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        engine.save_16bit_model(tmp_path)
+        save_pretrained(engine, tmp_path / "whole", dtype=torch.float32)
+        assert torch.equal(model.base.view(torch.uint8), base.view(torch.uint8))
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert (whole["base"].dtype, whole["adapter.weight"].dtype) == (torch.float8_e4m3fn, torch.float32)
+    found = load_file(tmp_path / "model.safetensors")
+    assert (found["scale"].dtype, found["turns"].dtype) == (torch.float8_e5m2, torch.complex64)
+    assert torch.equal(found["base"].view(torch.uint8), base.view(torch.uint8))
+
+
+def test_nobody_trains_in_eight_bits() -> None:
+    model = EightBits()
+    model.base.requires_grad_(True)
+    with pytest.raises(infinity.ConfigError, match="`base` is float8_e4m3fn, which cannot be trained"):
+        infinity.initialize(model, Recipe("bf16").config(Placement()))
 
 
 def test_an_integer_parameter_without_values_is_refused_by_name() -> None:

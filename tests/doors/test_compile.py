@@ -137,3 +137,29 @@ def test_a_toy_exports_its_own_names(tmp_path) -> None:
         engine.step()
         with torch.no_grad():
             assert torch.equal(compiled(torch.ones(2, 4)), engine(torch.ones(2, 4)))
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_an_engine_compiles_its_blocks(steps_before, tmp_path) -> None:
+    config = config_of("moves", tmp_path)
+    with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
+        losses = train_on(engine, DATA)
+    backend = Counting()
+    with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
+        begun = train_on(engine, DATA[:steps_before])
+        assert not engine.is_compiled
+        engine.compile(backend=backend, compile_kwargs={"dynamic": False})
+        assert engine.is_compiled
+        engine.compile()  # which it is
+        assert begun + train_on(engine, DATA[steps_before:]) == losses
+    assert 0 < backend.graphs < 20
+    assert backend.operations > 50
+
+
+def test_it_does_so_between_steps_alone(tmp_path) -> None:
+    with infinity.initialize(model=tiny_llama(), config=config_of("moves", tmp_path))[0] as engine:
+        with pytest.raises(infinity.ConfigError, match="schedule"):
+            engine.compile(schedule=[])
+        engine.backward(engine(input_ids=DATA[0], labels=DATA[0]).loss)
+        with pytest.raises(infinity.InfinityError, match=r"engine\.compile"):
+            engine.compile()

@@ -319,8 +319,7 @@ def test_accessors() -> None:
         assert engine.was_step_applied()
         engine.offload_states()
         engine.reload_states()
-        with pytest.raises(deepspeed.InfinityError, match=r"call torch\.compile on the model"):
-            engine.compile()
+        assert not engine.is_compiled
 
 
 def test_the_optimizer_tells_of_an_overflow() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm
+from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from deepspeed.runtime.zero.offload_states import get_state_devices
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -49,6 +50,63 @@ def message(kind: type[Exception], call: Any) -> str:
     except kind as error:
         return str(error)
     raise AssertionError(f"{call} raised no {kind.__name__}")
+
+
+def check_what_one_rank_changes_in_init() -> None:
+    """All ranks have it, and the engine."""
+    with deepspeed.zero.Init():
+        layer = nn.Linear(4, 2)
+    with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=1), torch.no_grad():
+        layer.weight.fill_(comm.get_rank())
+    assert torch.equal(layer.weight, torch.ones(2, 4))
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3}}
+    engine, *_ = deepspeed.initialize(model=nn.Sequential(layer), config=config)
+    assert torch.equal(safe_get_full_fp32_param(layer.weight), torch.ones(2, 4))
+    engine.destroy()
+
+
+class Coded(nn.Module):
+    """Integers and numbers of eight bits beside what is trained."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.bytes = nn.Parameter(torch.full((4,), value, dtype=torch.uint8), requires_grad=False)
+        self.codes = nn.Parameter(torch.full((4,), float(value)).to(torch.float8_e4m3fn), requires_grad=False)
+        self.dense = nn.Linear(4, 2)
+
+
+def check_codes_are_rank_0s() -> None:
+    """As all of a model's values are."""
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "bf16": {"enabled": True}}
+    engine, *_ = deepspeed.initialize(model=Coded(comm.get_rank() + 1), config=config)
+    for codes, dtype in ((engine.module.bytes, torch.uint8), (engine.module.codes, torch.float8_e4m3fn)):
+        assert codes.dtype is dtype
+        assert torch.equal(codes.float(), torch.ones(4))
+    engine.destroy()
+
+
+def check_live_views() -> None:
+    """Each rank's part of the masters, the gradients and a parameter."""
+    engine = engine_of(3)
+    params = list(engine.module.parameters())
+    engine.backward(engine(inputs()).sum())
+    grads = torch.cat([safe_get_local_grad(param) for param in params])
+    assert torch.equal(engine.optimizer.grad_partitions_flat_buffer, grads)
+    engine.step()
+    (view,) = engine.optimizer.fp32_partitioned_groups_flat
+    assert torch.equal(view, torch.cat([safe_get_local_fp32_param(param) for param in params]))
+    for param in params:
+        assert torch.equal(param.ds_tensor, safe_get_local_fp32_param(param))
+    engine.destroy()
+
+
+def check_coalesced_means() -> None:
+    """Each rank's part of the mean of several tensors, of which one does not divide evenly."""
+    rank = comm.get_rank()
+    first, second = torch.full((4,), float(rank)), torch.arange(3.0) + rank
+    one, other = reduce_scatter_coalesced([first, second])
+    assert torch.equal(one, torch.full((2,), 0.5))
+    assert torch.equal(other, (torch.arange(3.0) + 0.5)[2 * rank : 2 * rank + 2])
 
 
 def inputs() -> torch.Tensor:
@@ -189,6 +247,10 @@ def check_empty_parameters() -> None:
 EARLY = message(AssertionError, lambda: deepspeed.init_distributed(dist_init_required=False))
 deepspeed.init_distributed()
 check_sums()
+check_what_one_rank_changes_in_init()
+check_codes_are_rank_0s()
+check_live_views()
+check_coalesced_means()
 check_gradients_between_micro_batches()
 check_gradients_are_updated_together()
 check_empty_parameters()

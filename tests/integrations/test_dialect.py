@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 
 import pytest
 import torch
@@ -143,7 +144,7 @@ def test_a_model_generates_while_its_parameters_are_gathered(tmp_path) -> None:
     engine, optimizer, _, _ = initialize(model=tiny_llama(), config=config)
     for param in engine.parameters():
         assert param.ds_tensor.numel() == param.ds_numel
-        assert param.ds_tensor.is_meta
+        assert param.ds_tensor.numel() == len(param.ds_tensor.clone())
     with engine, GatheredParameters(engine.parameters()):
         assert list(optimizer.parameter_offload.module.named_parameters()) == []
         found = engine.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
@@ -155,12 +156,31 @@ def test_init_and_its_arguments() -> None:
         model = Borrows(gathers=False)
     assert dist.is_initialized()
     assert torch.equal(model.head.weight, Borrows(gathers=False).head.weight)
+    bias = model.head.bias
+    assert (bias.ds_shape, bias.ds_numel, bias.ds_status) == (bias.shape, 4, ZeroParamStatus.NOT_AVAILABLE)
     with GatheredParameters(model.parameters(), modifier_rank=0), torch.no_grad():  # which no engine has yet
-        model.head.bias.zero_()
-    assert not model.head.bias.any()
+        assert bias.ds_status == ZeroParamStatus.AVAILABLE
+        with GatheredParameters(bias):
+            bias.zero_()
+        assert bias.ds_status == ZeroParamStatus.AVAILABLE
+    assert bias.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    assert not bias.any()
+    copied = pickle.loads(pickle.dumps(bias))  # as a process that is spawned gets it
+    assert torch.equal(copied, bias)
+    assert copied.ds_status is ZeroParamStatus.NOT_AVAILABLE
     with pytest.raises(infinity.ConfigError, match=r"zero.Init: `data_parallel_group` is not supported"):
         Init(data_parallel_group=object())
-    assert not hasattr(model.head.weight, "ds_id")  # it has its own shape and values
+    assert not hasattr(Borrows(gathers=False).head.weight, "ds_id")
+    with Init(enabled=False):
+        assert not hasattr(nn.Linear(2, 2).weight, "ds_id")
+    with Init(), Init():
+        nested = nn.Linear(2, 2)
+    number = nested.weight.ds_id
+    assert hasattr(nested.bias, "ds_id")
+    engine = initialize(model=nn.Sequential(nested), config=CONFIG)[0]
+    with engine:
+        assert nested.weight.ds_id > number
+        assert nested.weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
     assert ZeroParamStatus.AVAILABLE != ZeroParamStatus.NOT_AVAILABLE
 
 
@@ -211,3 +231,40 @@ def test_helpers(caplog) -> None:
         activation_checkpointing.configure(checkpoint_in_cpu=True)
     resolved = DeepSpeedConfig(CONFIG)
     assert (resolved.train_batch_size, resolved.zero_optimization_stage, resolved.optimizer_name) == (4, 3, "adamw")
+
+
+class Watches(nn.Module):
+    """Keeps what the status of a block's parameter is inside the block's forward, and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)])
+        self.seen: list[bool] = []
+        self.blocks[0].register_forward_hook(lambda *_: self.look())
+
+    def look(self) -> None:
+        self.seen.append(self.blocks[0].weight.ds_status == ZeroParamStatus.AVAILABLE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_parameter_is_available_where_it_is_used() -> None:
+    with initialize(model=Watches(), config=CONFIG)[0] as engine:
+        engine.module.look()
+        engine.backward(engine(torch.randn(4, WIDTH)).square().mean())
+        engine.step()
+        engine.module.look()
+        assert engine.module.seen == [False, True, False]
+
+
+def test_a_tag_that_is_not_the_same_on_all_ranks_is_an_assertion_error(monkeypatch, tmp_path) -> None:
+    def differ(*args: object, **kwargs: object) -> None:
+        raise infinity.ConfigError("save_checkpoint: tag is not the same on all ranks")
+
+    with initialize(model=nn.Sequential(nn.Linear(WIDTH, 4)), config=CONFIG)[0] as engine:
+        monkeypatch.setattr(infinity.Engine, "save_checkpoint", differ)
+        with pytest.raises(AssertionError, match="not the same on all ranks"):
+            engine.save_checkpoint(tmp_path, tag="one")

@@ -61,8 +61,25 @@ IMPORTS = """
 import importlib.metadata, json
 import deepspeed
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import DeepSpeedCheckpoint
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam.fused_adam import multi_tensor_applier
+from deepspeed.ops.op_builder import CPULionBuilder, QuantizerBuilder
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.compiler import is_compile_supported
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.torch_autocast import get_comm_dtype, has_comm_dtype
+from deepspeed.runtime.utils import CheckOverflow, clip_grad_norm_, see_memory_usage
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from deepspeed.runtime.zero.mics import MiCS_Init
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
+from deepspeed.utils.nvtx import instrument_w_nvtx
+from deepspeed.utils.timer import SynchronizedWallClockTimer
+from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from deepspeed.ops.lion import DeepSpeedCPULion
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES, WarmupLR
@@ -90,7 +107,8 @@ class Pipe(PipelineModule):  # scripts have classes of their own beside those th
     def __init__(self):
         super().__init__(layers=[])
 
-for made in (MoE, Pipe):
+others = DynamicLossScaler, DeepSpeedDataLoader, DeepSpeedZeRoOffload, zero3_linear_wrap, QuantizerBuilder
+for made in (MoE, Pipe, *others):
     try:
         made()
     except infinity.ConfigError as error:
@@ -98,6 +116,10 @@ for made in (MoE, Pipe):
 
 model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
 assert not isinstance(model, PipelineModule)
+assert not deepspeed.ops.__compatible_ops__[QuantizerBuilder.NAME] and is_compile_supported()
+assert (has_comm_dtype(model[0].weight), get_comm_dtype(model[0].weight)) == (False, torch.float32)
+assert multi_tensor_applier(lambda size, flag, lists, by: [by * len(lists), flag], None, [[], []], 3) == [6, None]
+assert not is_zero_param(model[0].weight)
 config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}
 assert set_z3_leaf_modules(model, [nn.Sequential]) == [model]
 engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
@@ -140,6 +162,14 @@ def test_what_deepspeed_scripts_import_is_there_or_refused_by_name(tmp_path) -> 
     assert refused["unknown"] == "module 'deepspeed', which is infinity's here, has no attribute 'unknown'"
     assert refused["MoE"].startswith("deepspeed.MoE is not supported by infinity: a mixture-of-experts block")
     assert refused["Pipe"] == refused["PipelineModule"]
+    for name in (
+        "DynamicLossScaler",
+        "DeepSpeedDataLoader",
+        "DeepSpeedZeRoOffload",
+        "zero3_linear_wrap",
+        "QuantizerBuilder",
+    ):
+        assert refused[name].startswith(f"deepspeed.{name} is not supported by infinity: ")
 
 
 def test_what_scripts_call_on_two_ranks(tmp_path) -> None:

@@ -5,9 +5,16 @@ from __future__ import annotations
 from infinity.integrations.dialect.refused import refused_class
 
 AsyncIOBuilder = refused_class("AsyncIOBuilder", NAME="async_io")
+CPUAdagradBuilder = refused_class("CPUAdagradBuilder", NAME="cpu_adagrad")
 CPUAdamBuilder = refused_class("CPUAdamBuilder", NAME="cpu_adam")
+CPULionBuilder = refused_class("CPULionBuilder", NAME="cpu_lion")
 FusedAdamBuilder = refused_class("FusedAdamBuilder", NAME="fused_adam")
 FusedLambBuilder = refused_class("FusedLambBuilder", NAME="fused_lamb")
+FusedLionBuilder = refused_class("FusedLionBuilder", NAME="fused_lion")
+InferenceBuilder = refused_class("InferenceBuilder", NAME="transformer_inference")
+QuantizerBuilder = refused_class("QuantizerBuilder", NAME="quantizer")
+TransformerBuilder = refused_class("TransformerBuilder", NAME="transformer")
+UtilsBuilder = refused_class("UtilsBuilder", NAME="utils")
 
 _THERE = ("async_io", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lion")
 _NOT_THERE = (
@@ -28,6 +35,7 @@ _NOT_THERE = (
     "deepspeed_ccl_comm",
     "deepspeed_shm_comm",
     "deepspeed_not_implemented",
+    "utils",
 )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from infinity import front
@@ -121,6 +122,24 @@ def reduce_scatter_fn(
 ) -> Any:
     """`reduce_scatter_tensor`."""
     return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+
+
+def reduce_scatter_coalesced(tensors: Sequence[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
+    """This rank's part of each tensor's mean over the ranks, flat, by one collective; the last parts may be shorter."""
+    count, rank = get_world_size(group), get_rank(group)
+    lengths = [-(-tensor.numel() // count) for tensor in tensors]
+    padded = [
+        torch.nn.functional.pad(tensor.reshape(-1), (0, length * count - tensor.numel())).view(count, length)
+        for tensor, length in zip(tensors, lengths, strict=True)
+    ]
+    together = torch.cat(padded, dim=1) / count
+    mine = torch.empty_like(together[0])
+    dist.reduce_scatter_tensor(mine, together.view(-1), group=group)
+    parts = mine.split(lengths)
+    ends = [
+        max(0, min(length, tensor.numel() - rank * length)) for tensor, length in zip(tensors, lengths, strict=True)
+    ]
+    return [part[:end] for part, end in zip(parts, ends, strict=True)]
 
 
 def has_all_gather_into_tensor() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,21 +20,32 @@ from infinity.config.load import with_values
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError
 from infinity.integrations.dialect.comm import check_initialized, get_world_group
+from infinity.integrations.dialect.deepspeeds_settings import check_setting
 from infinity.integrations.dialect.leaf_modules import apply_leaf_module_section, get_z3_leaf_modules
 from infinity.integrations.dialect.logs import log_dist, logger
 from infinity.integrations.dialect.misuse import AssertedConfigError, AssertedError
-from infinity.integrations.dialect.optimizers import DeepSpeedZeroOptimizer_Stage3, optimizer_class
+from infinity.integrations.dialect.optimizers import DeepSpeedZeroOptimizer_Stage3, NamedOptimizer, optimizer_class
 from infinity.integrations.dialect.parameters import mark
 from infinity.integrations.dialect.section_facts import SectionFacts
+from infinity.integrations.dialect.timers import SynchronizedWallClockTimer, ThroughputTimer
 from infinity.integrations.dialect.zero_to_fp32 import SCRIPT, SCRIPT_NAME
 from infinity.optim.adamw import AdamW
 from infinity.optim.kinds import KINDS
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.zero.gathered import owner_of
 
+_UNSYNCHRONISED = SimpleNamespace(
+    enabled=True, synchronized=False
+)  # a step waits for the device no more than it has to
+
 
 class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  # each returns itself from eval()
-    """An engine that is a module around the model, whose parameters are the model's own."""
+    """An engine that is a module around the model, whose parameters are the model's own.
+
+    Attributes:
+        timers: clocks for the script's own parts; `stats()` has what is measured here.
+        tput_timer: samples per second, in host time from forward to `step()`.
+    """
 
     __call__ = nn.Module.__call__  # with the hooks that libraries register
 
@@ -43,15 +55,21 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
         self._training_dataloader: Any = None
         self._trains = True
         Engine.__init__(self, *args)
+        self.timers = SynchronizedWallClockTimer()
+        self.tput_timer = ThroughputTimer(_UNSYNCHRONISED, self.config.train_batch_size)
 
     def __getattr__(self, name: str) -> Any:
         if name == "module" and "_modules" in vars(self):
             return vars(self)["_modules"]["module"]
         return Engine.__getattr__(self, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_setting(type(self), "engine", name)
+        super().__setattr__(name, value)
+
     @classmethod
     def optimizer_class(cls, config: Config) -> type[TieredOptimizer]:
-        return optimizer_class(config.zero.stage)
+        return optimizer_class(config)
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         self.training = mode
@@ -107,6 +125,12 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
             stack.callback(setattr, self, "inside_no_sync", False)
             yield
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the engine's."""
+        if self.training:
+            self.tput_timer.start()
+        return super().forward(*args, **kwargs)
+
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """As the engine's.
 
@@ -121,7 +145,19 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it before the last backward "
                 "of the step"
             )
+        at_boundary = self.is_gradient_accumulation_boundary()
         super().step()
+        self.tput_timer.stop(global_step=at_boundary)
+
+    def loss_scale(self) -> float:  # type: ignore[override]
+        """As the configuration has it: 0 where it follows the gradients, and `optimizer.cur_scale` has it."""
+        fp16 = self.config.fp16
+        return 0.0 if fp16 is None else fp16.loss_scale
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """`optimizer.optimizer`; None where nothing is trained."""
+        return self.optimizer.optimizer if self._trains and isinstance(self.optimizer, NamedOptimizer) else None
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
@@ -177,8 +213,15 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As the engine's; returns True."""
-        super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        """As the engine's; returns True.
+
+        Raises:
+            AssertedConfigError: the tag is not the same on all ranks.
+        """
+        try:
+            super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        except ConfigError as error:
+            raise AssertedConfigError(str(error)) from error
         self._session.unclaim()  # scripts go on in the directory with another engine, and never close one
         if self.global_rank == 0:
             (Path(save_dir) / SCRIPT_NAME).write_text(SCRIPT, encoding="utf-8")

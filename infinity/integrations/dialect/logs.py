@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import psutil
 import torch
@@ -12,6 +13,7 @@ from infinity.errors import ConfigError
 from infinity.integrations.dialect.comm import get_rank
 
 logger = logging.getLogger("deepspeed")
+_told: set[tuple[Any, ...]] = set()
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -21,14 +23,32 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[Rank %d] %s", get_rank(), message)
 
 
+def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
+    """Print on these ranks; on all of them if -1 is one, on rank 0 by default."""
+    wanted = [0] if ranks is None else ranks
+    if -1 in wanted or get_rank() in wanted:
+        print(f"[Rank {get_rank()}] {message}")
+
+
+def warning_once(*args: Any, **kwargs: Any) -> None:
+    """`logger.warning`, once for each message."""
+    if args not in _told:
+        _told.add(args)
+        logger.warning(*args, **kwargs)
+
+
 def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] | None = None) -> None:
     """Log what the process, and torch on its device, hold now; nothing unless `force`."""
-    if not force:
-        return
+    if force:
+        log_dist(f"{message}: {memory_line()}", ranks)
+
+
+def memory_line() -> str:
+    """What the process, and torch on its device, hold now, in words."""
     held = f"{psutil.Process().memory_info().rss / 2**30:.2f} GiB in host memory"
     if torch.accelerator.is_available():
         held += f", {torch.get_device_module().memory_allocated() / 2**30:.2f} GiB on the device"
-    log_dist(f"{message}: {held}", ranks)
+    return held
 
 
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:

@@ -5,24 +5,32 @@ This is the one place that hangs attributes on a model's parameters: libraries a
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from itertools import count
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.front import init_distributed
+from infinity.integrations.dialect.live_views import part_numel, part_of_values
 from infinity.zero.gathered import GatheredParameters as Gathered
-from infinity.zero.gathered import is_gathered, owner_of
+from infinity.zero.gathered import has_values, owner_of
 from infinity.zero.init import Init as InFiles
-from infinity.zero.partition import Partition
+from infinity.zero.ranks import join_ranks
 
 _ids = count()
+_looked_at: Counter[int] = (
+    Counter()
+)  # parameters that no engine has, by identity, in how many GatheredParameters each is
 
 
 class ZeroParamStatus(Enum):
@@ -45,10 +53,14 @@ class _Status:
     """Equal to what the parameter's status is at that moment."""
 
     def __init__(self, param: nn.Parameter) -> None:
-        self._key = id(param)
+        self._param = weakref.ref(param)
 
     def now(self) -> ZeroParamStatus:
-        return ZeroParamStatus.AVAILABLE if is_gathered(self._key) else ZeroParamStatus.NOT_AVAILABLE
+        param = self._param()
+        if param is None:
+            return ZeroParamStatus.NOT_AVAILABLE
+        available = id(param) in _looked_at if owner_of(param) is None else has_values(param)
+        return ZeroParamStatus.AVAILABLE if available else ZeroParamStatus.NOT_AVAILABLE
 
     def __eq__(self, other: object) -> bool:
         return self.now() is (other.now() if isinstance(other, _Status) else other)
@@ -59,39 +71,41 @@ class _Status:
     def __repr__(self) -> str:
         return repr(self.now())
 
+    def __reduce__(self) -> tuple[Any, ...]:  # what it is now, in a copy that is pickled
+        return ZeroParamStatus, (self.now().value,)
+
 
 def mark(engine: Engine) -> None:
     """Give the parameters of an engine's model the attributes that DeepSpeed's have under ZeRO-3.
 
-    `ds_tensor` is as large as this rank's part and has no values: `safe_get_local_fp32_param` gives them.
+    `ds_tensor` is this rank's part, to look at, see [Note: live views]; all ranks read it together.
     """
     partition = engine.begin_gathering("initialize", stores=False).partition
     for param in engine.module.parameters():
-        if param.numel() == 0:  # there is nothing to divide
-            continue
-        attributes: dict[str, Any] = {
-            "ds_id": next(_ids),
-            "ds_shape": param.shape,
-            "ds_numel": param.numel(),
-            "ds_status": _Status(param),
-            "ds_persist": False,
-            "ds_tensor": torch.empty(_part_numel(param, partition), dtype=param.dtype, device="meta"),
-        }
-        for name, value in attributes.items():
-            setattr(param, name, value)
+        _mark(param)
+        if param.numel() > 0:
+            param.ds_tensor = part_of_values(param, part_numel(param, partition))  # type: ignore[attr-defined]
 
 
-def _part_numel(param: nn.Parameter, partition: Partition) -> int:
-    """Elements of the parameter in this rank's shard."""
-    found = owner_of(param)
-    if found is None:
-        return param.numel()
-    place = found[1]
-    return sum(part.stop - part.start for part in partition.parts(place.unit) if part.slot is place.slot)
+def _mark(param: nn.Parameter) -> None:
+    if param.numel() == 0:  # there is nothing to divide
+        return
+    attributes: dict[str, Any] = {
+        "ds_id": next(_ids),
+        "ds_shape": param.shape,
+        "ds_numel": param.numel(),
+        "ds_status": _Status(param),
+        "ds_persist": False,
+    }
+    for name, value in attributes.items():
+        setattr(param, name, value)
 
 
 class Init(InFiles):
     """`infinity.zero.Init` with DeepSpeed's arguments; those that say how it does its work change nothing.
+
+    Parameters have their values until `initialize` moves them, and the attributes that DeepSpeed's have: their
+    `ds_status` is that of DeepSpeed's, so that scripts gather them.
 
     Raises:
         ConfigError: parameters are to be divided among some ranks only.
@@ -119,10 +133,33 @@ class Init(InFiles):
             init_distributed()
         # A module that is there already keeps its values until `initialize` moves them.
         super().__init__(config if config is not None else config_dict_or_path, enabled=enabled)
+        self._taken: list[weakref.ref[nn.Parameter]] = []
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        if self._enabled:
+            self._undo.callback(register_module_parameter_registration_hook(self._take).remove)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        for reference in self._taken:
+            param = reference()
+            if param is not None and not hasattr(param, "ds_id"):
+                _mark(param)  # now that it has its shape
+        self._taken.clear()
+
+    def _take(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if type(param) is nn.Parameter:
+            self._taken.append(weakref.ref(param))
 
 
 class GatheredParameters(Gathered):
     """`infinity.zero.GatheredParameters` with DeepSpeed's arguments; `fwd_module` changes nothing.
+
+    Parameters of `zero.Init` that no engine has yet are there on every rank. `initialize` takes rank 0's values, so
+    those that another rank changes, as `modifier_rank`, are sent to all ranks at the end.
 
     Inside a model's forward, where what an operation reads is brought for it, looking needs nothing more; nor does it
     inside its backward, in a function with a backward of its own.
@@ -138,6 +175,34 @@ class GatheredParameters(Gathered):
         super().__init__(params, modifier_rank, enabled=enabled)
         if modifier_rank is None:
             self._params = [param for param in self._params if not _is_in_pass(param)]
+        self._in_init: list[nn.Parameter] = []
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._in_init = [param for param in self._params if hasattr(param, "ds_id") and owner_of(param) is None]
+        _looked_at.update(map(id, self._in_init))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _looked_at.subtract(map(id, self._in_init))
+        for key in [id(param) for param in self._in_init if not _looked_at[id(param)]]:
+            del _looked_at[key]
+        try:
+            if self._in_init and self._modifier_rank:
+                self._send(self._modifier_rank, failed=kind is not None)
+        finally:
+            self._in_init = []
+            super().__exit__(kind, error, trace)
+
+    def _send(self, source: int, *, failed: bool) -> None:
+        ranks = join_ranks()
+        if ranks.size == 1 or ranks.any(failed):
+            return
+        for param in self._in_init:
+            values = param.data.cpu()
+            ranks.broadcast(values, source)
+            param.data.copy_(values)
 
 
 def _is_in_pass(param: nn.Parameter) -> bool:

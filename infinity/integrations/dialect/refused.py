@@ -9,7 +9,8 @@ from infinity.errors import ConfigError
 
 _PIPELINE = "use torch.distributed.pipelining, see engine.driven_step()"
 _EXPERTS = "a mixture-of-experts block of the model itself is one unit"
-_ONE_OPTIMIZER = "there is one optimizer class for all precisions, deepspeed.DeepSpeedOptimizer"
+_LAYERS = "the model's own layers compute"
+_SCALE = "the loss scale is the engine's, see engine.optimizer.loss_scaler, and the section fp16 of the configuration"
 _FILES = "checkpoints are stored by parameter name in safetensors, see docs/checkpoints.md"
 
 REFUSED = {
@@ -26,17 +27,35 @@ REFUSED = {
     "DeepSpeedHybridEngine": "generate with the model itself",
     "DeepSpeedTransformerLayer": "use the model's own layers",
     "replace_transformer_layer": "use the model's own layers",
-    "BF16_Optimizer": _ONE_OPTIMIZER,
-    "FP16_Optimizer": _ONE_OPTIMIZER,
-    "FP16_UnfusedOptimizer": _ONE_OPTIMIZER,
     "_get_sequence_parallel_group": "every rank has whole sequences",
     "get_model_ckpt_name_for_rank": _FILES,
     "get_model_state_file": _FILES,
     "get_optim_files": _FILES,
+    "AllGatherCoalescedHandle": "GatheredParameters waits for what it gathers",
     "AsyncIOBuilder": "see infinity.io for reading and writing drives",
+    "CPUAdagradBuilder": "use deepspeed.ops.adagrad.DeepSpeedCPUAdagrad",
     "CPUAdamBuilder": "use deepspeed.ops.adam.DeepSpeedCPUAdam",
+    "CPULionBuilder": "use deepspeed.ops.lion.DeepSpeedCPULion",
+    "CreateLossScaler": _SCALE,
+    "DeepSpeedCheckpoint": _FILES,
+    "DeepSpeedDataLoader": "give initialize training_data, or use engine.deepspeed_io",
+    "DeepSpeedZeRoOffload": "the engine brings and takes back parameters by itself, see docs/inside.md",
+    "DynamicLossScaler": _SCALE,
     "FusedAdamBuilder": "use deepspeed.ops.adam.FusedAdam",
     "FusedLambBuilder": "choose Adam, AdamW, Adagrad, Lion or SGD",
+    "FusedLionBuilder": "use deepspeed.ops.lion.FusedLion",
+    "InferenceBuilder": _LAYERS,
+    "InsertPostInitMethodToModuleSubClasses": "use zero.Init",
+    "LinearFunctionForZeroStage3": _LAYERS,
+    "LinearModuleForZeroStage3": _LAYERS,
+    "LossScaleConfig": _SCALE,
+    "LossScaleProfile": _SCALE,
+    "LossScaler": _SCALE,
+    "MiCS_Optimizer": "zero_optimization.mics_shard_size says how many ranks divide the states",
+    "QuantizerBuilder": "nothing that is sent is quantized",
+    "TransformerBuilder": _LAYERS,
+    "UtilsBuilder": "use torch._utils._flatten_dense_tensors",
+    "zero3_linear_wrap": _LAYERS,
     "MultipleAllGatherHandles": "GatheredParameters waits for what it gathers",
     "MiCS_Init": "use zero.Init; zero_optimization.mics_shard_size says how many ranks divide the parameters",
 }

@@ -15,8 +15,9 @@ import torch
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.integrations.dialect.comm import get_rank
+from infinity.integrations.dialect.config import DeepSpeedConfig
 from infinity.integrations.dialect.precision_config import get_float16_config
-from infinity.integrations.dialect.zero_config import DeepSpeedZeroConfig, get_zero_config
+from infinity.integrations.dialect.zero_config import DeepSpeedZeroConfig, known_zero_config
 
 # Methods that give a field of the section zero_optimization.
 _ZERO_FIELDS = {
@@ -85,12 +86,12 @@ class SectionFacts:
     config: Config
 
     @cached_property
+    def _config(self) -> DeepSpeedConfig:
+        return DeepSpeedConfig(self.config)
+
+    @cached_property
     def _zero_section(self) -> DeepSpeedZeroConfig:
-        section = self.config.get("zero_optimization") or {}
-        fields = DeepSpeedZeroConfig.model_fields
-        known = {name for key, field in fields.items() for name in (key, field.alias) if name}
-        values = {key: value for key, value in section.items() if key in known and value is not None}
-        return get_zero_config({"zero_optimization": values})
+        return known_zero_config(self.config.get("zero_optimization") or {})
 
     def managed_gradient_accumulation(self) -> bool:
         """Steps are counted by micro-batches."""

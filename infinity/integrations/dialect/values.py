@@ -124,6 +124,16 @@ def full_fp32_values(param: nn.Parameter) -> torch.Tensor | None:
     return None if found is None else found.whole(_float32(found))
 
 
+def local_values(param: nn.Parameter) -> torch.Tensor | None:
+    """A copy of this rank's part of the parameter itself, flat, in the dtype that it computes in."""
+    found = _find(param, "param.ds_tensor", stores=False)
+    if found is None:
+        return None
+    parts = [part for part in found.runtime.partition.parts(found.place.unit) if part.slot is found.place.slot]
+    with found.runtime.executor.resident(found.place.unit.index) as flat:
+        return torch.cat([flat[part.shard] for part in parts] or [flat[:0]]).clone()
+
+
 def _set_master(param: nn.Parameter, what: str, take: Callable[[_Found], torch.Tensor]) -> None:
     found = _find(param, what, stores=True)
     if found is None:
@@ -246,7 +256,7 @@ def _gradient(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | Non
         if flat is None:
             return None
         found = _Found(engine, engine.begin_gathering(what, stores=False), place)
-        flat = flat / engine.loss_scale.value
+        flat = flat / engine.optimizer.loss_scaler.value
         return found.local(flat) if give is _Found.local else flat.view(place.slot.shape)
     held = _held(param, what)
     if held is None:
@@ -255,7 +265,7 @@ def _gradient(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | Non
     mine = torch.zeros(found.place.slot.numel, dtype=torch.float32)
     for part in found.runtime.partition.parts(found.place.unit):
         if part.slot is found.place.slot:
-            mine[part.param] = buffer[part.shard].float() / found.engine.loss_scale.value
+            mine[part.param] = buffer[part.shard].float() / found.engine.optimizer.loss_scaler.value
     return give(found, mine)
 
 
@@ -269,7 +279,7 @@ def _set_gradient(param: nn.Parameter, what: str, take: Callable[[_Found], torch
     values = take(found)
     for part in found.runtime.partition.parts(found.place.unit):
         if part.slot is found.place.slot:
-            buffer[part.shard] = (values[part.param] * found.engine.loss_scale.value).to(buffer.dtype)
+            buffer[part.shard] = (values[part.param] * found.engine.optimizer.loss_scaler.value).to(buffer.dtype)
     found.engine.gradients_changed(found.place.unit.index)
 
 

@@ -150,6 +150,14 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         return self
 
 
+def known_zero_config(section: Mapping[str, Any]) -> DeepSpeedZeroConfig:
+    """What the section says to DeepSpeed, without the keys that are infinity's own."""
+    fields = DeepSpeedZeroConfig.model_fields
+    known = {name for key, field in fields.items() for name in (key, field.alias) if name}
+    values = {key: value for key, value in section.items() if key in known and value is not None}
+    return get_zero_config({"zero_optimization": values})
+
+
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     """The section of a configuration, or its defaults where there is none."""
     section = param_dict.get("zero_optimization", {})

@@ -1,5 +1,3 @@
-from infinity.integrations.dialect.refused import refused_class
+from infinity.integrations.dialect.optimizers import BF16_Optimizer
 
 __all__ = ["BF16_Optimizer"]
-
-BF16_Optimizer = refused_class("BF16_Optimizer")

@@ -1,3 +1,56 @@
-from infinity.integrations.dialect.logs import see_memory_usage
+from infinity.integrations.dialect.helpers import (
+    call_to_str,
+    copy_to_device,
+    count_used_parameters_in_backward,
+    empty_cache,
+    ensure_directory_exists,
+    get_only_unique_item,
+    get_tensor_bytes,
+    memory_status,
+    move_to_device,
+    noop_context,
+    noop_decorator,
+    partition_uniform,
+    set_random_seed,
+)
+from infinity.integrations.dialect.logs import required_torch_version, see_memory_usage
+from infinity.integrations.dialect.norms import (
+    CheckOverflow,
+    clip_grad_norm_,
+    clip_tensors_by_global_norm,
+    combine_grad_norm_groups,
+    get_global_norm,
+    get_global_norm_of_tensors,
+    get_weight_norm,
+    has_inf_or_nan,
+    is_invalid_grad_norm,
+    mask_nan_or_inf_with_val_inplace,
+)
 
-__all__ = ["see_memory_usage"]
+__all__ = [
+    "CheckOverflow",
+    "call_to_str",
+    "clip_grad_norm_",
+    "clip_tensors_by_global_norm",
+    "combine_grad_norm_groups",
+    "copy_to_device",
+    "count_used_parameters_in_backward",
+    "empty_cache",
+    "ensure_directory_exists",
+    "get_global_norm",
+    "get_global_norm_of_tensors",
+    "get_only_unique_item",
+    "get_tensor_bytes",
+    "get_weight_norm",
+    "has_inf_or_nan",
+    "is_invalid_grad_norm",
+    "mask_nan_or_inf_with_val_inplace",
+    "memory_status",
+    "move_to_device",
+    "noop_context",
+    "noop_decorator",
+    "partition_uniform",
+    "required_torch_version",
+    "see_memory_usage",
+    "set_random_seed",
+]

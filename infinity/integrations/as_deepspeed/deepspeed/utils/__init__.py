@@ -9,6 +9,7 @@ from infinity.integrations.dialect.leaf_modules import (
     z3_leaf_module,
 )
 from infinity.integrations.dialect.logs import log_dist, logger
+from infinity.integrations.dialect.refused import refused_class
 from infinity.integrations.dialect.values import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -26,11 +27,16 @@ from infinity.integrations.dialect.values import (
 )
 
 from . import groups
+from .nvtx import instrument_w_nvtx
+from .timer import SynchronizedWallClockTimer
 
 __all__ = [
+    "OnDevice",
     "RepeatingLoader",
+    "SynchronizedWallClockTimer",
     "get_z3_leaf_modules",
     "groups",
+    "instrument_w_nvtx",
     "log_dist",
     "logger",
     "safe_get_full_fp32_param",
@@ -53,3 +59,5 @@ __all__ = [
     "unset_z3_leaf_modules",
     "z3_leaf_module",
 ]
+
+OnDevice = refused_class("OnDevice")

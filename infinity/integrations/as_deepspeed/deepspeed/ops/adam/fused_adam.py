@@ -1,3 +1,7 @@
 from infinity.optim.named import FusedAdam
 
-__all__ = ["FusedAdam"]
+from .multi_tensor_apply import MultiTensorApply
+
+__all__ = ["FusedAdam", "MultiTensorApply", "multi_tensor_applier"]
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)

@@ -1,8 +1,27 @@
 from infinity.integrations.dialect.builders import (
     AsyncIOBuilder,
+    CPUAdagradBuilder,
     CPUAdamBuilder,
+    CPULionBuilder,
     FusedAdamBuilder,
     FusedLambBuilder,
+    FusedLionBuilder,
+    InferenceBuilder,
+    QuantizerBuilder,
+    TransformerBuilder,
+    UtilsBuilder,
 )
 
-__all__ = ["AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "FusedLambBuilder"]
+__all__ = [
+    "AsyncIOBuilder",
+    "CPUAdagradBuilder",
+    "CPUAdamBuilder",
+    "CPULionBuilder",
+    "FusedAdamBuilder",
+    "FusedLambBuilder",
+    "FusedLionBuilder",
+    "InferenceBuilder",
+    "QuantizerBuilder",
+    "TransformerBuilder",
+    "UtilsBuilder",
+]

@@ -1,5 +1,3 @@
-from infinity.integrations.dialect.refused import refused_class
+from infinity.integrations.dialect.optimizers import FP16_Optimizer
 
 __all__ = ["FP16_Optimizer"]
-
-FP16_Optimizer = refused_class("FP16_Optimizer")

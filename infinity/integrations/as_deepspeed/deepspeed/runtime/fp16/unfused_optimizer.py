@@ -1,5 +1,3 @@
-from infinity.integrations.dialect.refused import refused_class
+from infinity.integrations.dialect.optimizers import FP16_UnfusedOptimizer
 
 __all__ = ["FP16_UnfusedOptimizer"]
-
-FP16_UnfusedOptimizer = refused_class("FP16_UnfusedOptimizer")

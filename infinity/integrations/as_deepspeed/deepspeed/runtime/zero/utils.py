@@ -1,3 +1,5 @@
 from infinity.errors import ConfigError as ZeRORuntimeException
 
-__all__ = ["ZeRORuntimeException"]
+from .partition_parameters import is_zero_param
+
+__all__ = ["ZeRORuntimeException", "is_zero_param"]

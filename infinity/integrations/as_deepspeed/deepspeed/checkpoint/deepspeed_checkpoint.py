@@ -1,0 +1,5 @@
+from infinity.integrations.dialect.refused import refused_class
+
+__all__ = ["DeepSpeedCheckpoint"]
+
+DeepSpeedCheckpoint = refused_class("DeepSpeedCheckpoint")

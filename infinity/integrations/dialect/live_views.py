@@ -1,0 +1,149 @@
+"""Flat tensors that scripts read off a parameter or an optimizer, whose values are in the tiers.
+
+[Note: live views]
+DeepSpeed keeps this rank's part of masters and gradients in flat tensors, and scripts find them by name. Here such a
+tensor has a size and no memory: every use of it reads the newest values, so that none is ever old, and what would
+change it is refused, since the tiers would not see it. What a use gives is an ordinary tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from infinity.errors import CapacityError, InfinityError
+from infinity.integrations.dialect.values import local_values, safe_get_local_fp32_param, safe_get_local_grad
+from infinity.memory import free_bytes
+from infinity.zero.gathered import owner_of
+from infinity.zero.partition import Partition
+
+Read = Callable[[], torch.Tensor]
+Part = Callable[[nn.Parameter, int], torch.Tensor | None]  # of a parameter, by it and the elements of the part
+_CPU = torch.device("cpu")
+
+
+class LiveView(torch.Tensor):
+    """Values that are read as they are used, see [Note: live views].
+
+    Args:
+        name: what it is, for messages.
+        numel, dtype, device: of the values, flat.
+        read: gives them; all ranks call it together where parameters are divided.
+    """
+
+    @staticmethod
+    def __new__(cls, name: str, numel: int, dtype: torch.dtype, device: torch.device, read: Read) -> LiveView:
+        made: LiveView = torch.Tensor._make_wrapper_subclass(cls, (numel,), dtype=dtype, device=device)
+        return made
+
+    def __init__(self, name: str, numel: int, dtype: torch.dtype, device: torch.device, read: Read) -> None:
+        super().__init__()
+        self._what = name
+        self._read = read
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for index, argument in enumerate(func._schema.arguments):
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            if isinstance(given, LiveView) and argument.alias_info is not None and argument.alias_info.is_write:
+                raise InfinityError(
+                    f"{func.__name__} of {given._what}: its values are in the tiers, and this is for reading. Change "
+                    "them with deepspeed.utils.safe_set_local_fp32_param, safe_set_local_grad and "
+                    "safe_set_local_optimizer_state, or in zero.GatheredParameters"
+                )
+        return func(*tree_map(_newest, args), **tree_map(_newest, kwargs))
+
+    def newest(self) -> torch.Tensor:
+        """A copy of the values.
+
+        Raises:
+            InfinityError: the engine that had them is closed, or in the middle of a pass.
+            CapacityError: memory does not hold them; no budget counts them.
+        """
+        nbytes, free = self.numel() * 4, free_bytes(_CPU)
+        if nbytes > free:
+            raise CapacityError(
+                f"{self._what} needs {nbytes} bytes of host memory as one tensor, outside of the budgets, and {free} "
+                "are free: read parameter by parameter, with deepspeed.utils.safe_get_local_fp32_param and its like"
+            )
+        return self._read()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.newest()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.newest().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LiveView({self._what}, numel={self.numel()}, dtype={self.dtype})"
+
+
+def _newest(value: Any) -> Any:
+    return value.newest() if isinstance(value, LiveView) else value
+
+
+def part_numel(param: nn.Parameter, partition: Partition) -> int:
+    """Elements of the parameter in this rank's shard; all of them where no engine has it."""
+    found = owner_of(param)
+    if found is None:
+        return param.numel()
+    place = found[1]
+    return sum(part.stop - part.start for part in partition.parts(place.unit) if part.slot is place.slot)
+
+
+def part_of_values(param: nn.Parameter, numel: int) -> LiveView:
+    """This rank's part of a parameter, in its dtype; the view keeps no parameter alive."""
+    reference = weakref.ref(param)
+
+    def read() -> torch.Tensor:
+        alive = reference()
+        values = None if alive is None else local_values(alive)
+        if values is None:
+            raise InfinityError("param.ds_tensor: the engine that had the parameter's values is closed")
+        return values
+
+    return LiveView("param.ds_tensor", numel, param.dtype, param.device, read)
+
+
+def flat_masters(name: str, params: Iterable[nn.Parameter]) -> LiveView:
+    """This rank's parts of the float32 masters of these parameters, one behind the other."""
+    return _flat(name, params, lambda param, numel: safe_get_local_fp32_param(param))
+
+
+def flat_gradients(name: str, params: Iterable[nn.Parameter]) -> LiveView:
+    """This rank's parts of their gradients so far in this step, in float32 without the loss scale; 0 for none."""
+
+    def gradient(param: nn.Parameter, numel: int) -> torch.Tensor:
+        grad = safe_get_local_grad(param)
+        return torch.zeros(numel, device=param.device) if grad is None else grad
+
+    return _flat(name, params, gradient)
+
+
+def _flat(
+    name: str, params: Iterable[nn.Parameter], of: Callable[[nn.Parameter, int], torch.Tensor | None]
+) -> LiveView:
+    found = [(param, owner) for param in params if (owner := owner_of(param)) is not None]
+    trained = [param for param, (_, place) in found if place.slot.trainable]
+    if not trained:
+        return LiveView(name, 0, torch.float32, _CPU, lambda: torch.empty(0))
+    partition = found[0][1][0].begin_gathering(name, stores=False).partition
+    numels = [part_numel(param, partition) for param in trained]
+
+    def read() -> torch.Tensor:
+        parts = [of(param, numel) for param, numel in zip(trained, numels, strict=True)]
+        if any(part is None for part in parts):
+            raise InfinityError(f"{name}: the engine that had these values is closed")
+        return torch.cat([part for part in parts if part is not None])
+
+    return LiveView(name, sum(numels), torch.float32, trained[0].device, read)

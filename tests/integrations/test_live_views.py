@@ -1,0 +1,111 @@
+"""Flat masters and gradients that scripts read off the optimizer: the newest values, for reading."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.integrations.dialect.engine import initialize
+from infinity.integrations.dialect.live_views import LiveView
+from infinity.integrations.dialect.values import safe_get_full_fp32_param, safe_get_full_grad
+from tests.doors.small_models import CONFIG, WIDTH, Heads
+
+pytestmark = pytest.mark.usefixtures("ends_process_group")
+SIXTEEN_BITS = {"bf16": {"enabled": True}}
+FLOAT32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def engine_at(stage: int, **more: Any) -> Any:
+    torch.manual_seed(0)
+    return initialize(model=Heads(), config=CONFIG | {"zero_optimization": {"stage": stage}} | more)[0]
+
+
+def backward(engine: Any) -> None:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).to(next(engine.module.parameters()).dtype)
+    engine.backward(engine(x).float().square().mean())
+
+
+def flat(values: Any) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in values])
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "more"),
+    [
+        (0, "fp32_groups_flat", SIXTEEN_BITS),
+        (1, "fp32_groups_flat_partition", FLOAT32_SUMS),
+        (1, "single_partition_of_fp32_groups", SIXTEEN_BITS),
+        (2, "single_partition_of_fp32_groups", {}),
+        (3, "fp32_partitioned_groups_flat", SIXTEEN_BITS),
+    ],
+)
+def test_masters_are_those_of_the_last_step(stage, name, more) -> None:
+    with engine_at(stage, **more) as engine:
+        (view,) = getattr(engine.optimizer, name)
+        before = view.clone()
+        assert type(before) is torch.Tensor
+        backward(engine)
+        engine.step()
+        masters = flat(safe_get_full_fp32_param(param) for param in engine.module.parameters())
+        assert view.shape == masters.shape
+        assert torch.equal(view, masters)
+        assert not torch.equal(view, before)
+        assert torch.allclose(getattr(engine.optimizer, name)[0], view)
+
+
+def test_without_an_adam_of_deepspeeds_own_masters_are_by_parameter() -> None:
+    with engine_at(0, optimizer={"type": "SGD", "params": {"lr": 0.1}}, **SIXTEEN_BITS) as engine:
+        assert engine.optimizer.low_precision_dtype is torch.bfloat16
+        (group,) = engine.optimizer.fp32_groups
+        for view, param in zip(group, engine.module.parameters(), strict=True):
+            assert torch.equal(view, safe_get_full_fp32_param(param).flatten())
+
+
+def test_gradients_are_those_of_the_step_and_nothing_after_it() -> None:
+    with engine_at(3) as engine:
+        buffer = engine.optimizer.grad_partitions_flat_buffer
+        backward(engine)
+        grads = flat(safe_get_full_grad(param) for param in engine.module.parameters())
+        assert torch.equal(buffer, grads)
+        (norm,) = engine.optimizer._get_norm_groups()
+        torch.testing.assert_close(norm, grads.norm())
+        engine.step()
+        assert not buffer.any()
+
+
+def test_a_parameters_part_is_its_newest_values() -> None:
+    with engine_at(3, **SIXTEEN_BITS) as engine:
+        param = engine.module.mix.weight
+        assert isinstance(param.ds_tensor, LiveView)
+        assert (param.ds_tensor.shape, param.ds_tensor.dtype) == ((param.ds_numel,), torch.bfloat16)
+        backward(engine)
+        engine.step()
+        assert torch.equal(param.ds_tensor, safe_get_full_fp32_param(param).flatten().bfloat16())
+
+
+def test_nobody_changes_them_and_words_say_how_to() -> None:
+    with engine_at(2) as engine:
+        (view,) = engine.optimizer.single_partition_of_fp32_groups
+        for change in (lambda: view.zero_(), lambda: view.copy_(view * 2), lambda: view.mul_(2)):
+            with pytest.raises(infinity.InfinityError, match=r"single_partition_of_fp32_groups: its values .* safe"):
+                change()
+        other = torch.zeros(view.numel())
+        other.copy_(view)  # which only reads it
+        assert torch.equal(other, view)
+        assert torch.equal(copy.deepcopy(view), other)
+        assert torch.equal(pickle.loads(pickle.dumps(view)), other)
+    with pytest.raises(infinity.InfinityError, match="closed"):
+        view.clone()
+
+
+def test_what_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_at(2) as engine:
+        (view,) = engine.optimizer.single_partition_of_fp32_groups
+        monkeypatch.setattr("infinity.integrations.dialect.live_views.free_bytes", lambda device: 100)
+        with pytest.raises(infinity.CapacityError, match=rf"needs {view.numel() * 4} bytes of host memory"):
+            view.sum()
