@@ -181,11 +181,6 @@ class RunFiles:
         self._ended = False
 
     @property
-    def adopts(self) -> bool:
-        """The states are those of an earlier process."""
-        return self.found is not None
-
-    @property
     def stripes(self) -> Sequence[Stripe]:
         """Of the earlier process; none if there was none."""
         return () if self.found is None else self.found.stripes

@@ -196,10 +196,13 @@ class Executor:
                 self._params.units[unit].write_home()
             finally:
                 self._params.close_host(unit)
+        self._evict(unit)
+        return True
+
+    def _evict(self, unit: int) -> None:
         self.views.hide(unit)
         self._params.evict(unit)
         self._recency.pop(unit, None)
-        return True
 
     def _make_room(self, unit: int) -> None:
         """Free memory for a unit that is needed now: what was used longest ago first."""
@@ -295,9 +298,7 @@ class Executor:
         for unit in ahead:
             self._gathering.changed(unit)
             if unit in behind and self._params.residency(unit) is Residency.RESIDENT:
-                self.views.hide(unit)
-                self._params.evict(unit)
-                self._recency.pop(unit, None)
+                self._evict(unit)
 
     def undo_all(self) -> bool:
         """As `undo`, of all units; returns whether there were any."""
@@ -355,12 +356,15 @@ class Executor:
         """No update is still to be computed."""
         return self._in_flight.all_computed
 
-    def compute_all(self) -> None:
-        """Have every pending update computed; some may still be on their way home."""
+    def _start_pending(self) -> None:
         for unit in list(self._in_flight.pending):
             self._params.pin(unit)
             self._bring(unit)
             self._params.unpin(unit)
+
+    def compute_all(self) -> None:
+        """Have every pending update computed; some may still be on their way home."""
+        self._start_pending()
         for unit in self._in_flight.units:
             self._in_flight.wait_computed(unit)
 
@@ -374,10 +378,7 @@ class Executor:
     def drain(self) -> None:
         """Carry out every pending update and wait for all of them; those that only run ahead are undone."""
         self.undo_all()
-        for unit in list(self._in_flight.pending):
-            self._params.pin(unit)
-            self._bring(unit)
-            self._params.unpin(unit)
+        self._start_pending()
         while self._in_flight.finish_one():
             pass
         self.settle()

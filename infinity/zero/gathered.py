@@ -30,10 +30,13 @@ _CPU = torch.device("cpu")
 
 
 class Owner(Protocol):
-    """An engine, as far as this file knows it."""
+    """An engine, as far as what users do beside training knows it."""
+
+    def settle(self, what: str) -> None:
+        """Carry out pending updates, for `what` looks at the parameters."""
 
     def begin_gathering(self, what: str, *, stores: bool) -> Runtime:
-        """Carry out pending updates; what the engine owns."""
+        """The same, at a moment when parameters may be changed; what the engine owns."""
 
     def lends(self, unit: int, slot: int) -> bool:
         """The parameter of this slot is lent."""
@@ -158,13 +161,11 @@ class Loan:
         self.runtime = runtime
         self.places = tuple(places)
         self._lent: list[Place] = []
-        by_unit: dict[int, list[Place]] = {}
-        for place in self.places:
-            if runtime.executor.views.lent_values(place.unit.index, place.index) is None:
-                by_unit.setdefault(place.unit.index, []).append(place)
-        check_room(runtime, [place for group in by_unit.values() for place in group], what, device)
+        views = runtime.executor.views
+        own = [place for place in self.places if views.lent_values(place.unit.index, place.index) is None]
+        check_room(runtime, own, what, device)
         try:
-            for group in by_unit.values():
+            for group in by_unit(own).values():
                 unit = group[0].unit
                 values = unit_values(runtime, unit, [place.index for place in group], device)
                 for place, copy in zip(group, values, strict=True):
@@ -194,6 +195,14 @@ class Loan:
         for place in self._lent:
             self.runtime.executor.take_back(place.unit.index, place.index)
         self._lent.clear()
+
+
+def by_unit(places: Iterable[Place]) -> dict[int, list[Place]]:
+    """The places in each unit."""
+    grouped: dict[int, list[Place]] = {}
+    for place in places:
+        grouped.setdefault(place.unit.index, []).append(place)
+    return grouped
 
 
 def check_room(

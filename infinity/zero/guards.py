@@ -20,7 +20,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,21 +28,11 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import InfinityError
 from infinity.zero.build import Runtime
-from infinity.zero.gathered import Loan, Place, check_room, unit_values
+from infinity.zero.gathered import Loan, Owner, Place, by_unit, check_room, unit_values
 from infinity.zero.model_parts import is_distributed
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
-
-
-class Owner(Protocol):
-    """An engine, as far as this file knows it."""
-
-    def settle(self, what: str) -> None:
-        """Carry out pending updates, for `what` looks at the parameters."""
-
-    def begin_gathering(self, what: str, *, stores: bool) -> Runtime:
-        """The same, at a moment when parameters may be changed."""
 
 
 class Guards:
@@ -148,7 +138,7 @@ class Guards:
         places = [place for place in places if id(place.param) not in memo and not self._lent(place)]
         if self._moves:
             check_room(self._runtime, places, ("a copy of the model", "copy its state_dict() one module at a time"))
-            for group in _by_unit(places).values():
+            for group in by_unit(places).values():
                 values = unit_values(self._runtime, group[0].unit, [place.index for place in group])
                 for place, value in zip(group, values, strict=True):
                     memo[id(place.param)] = nn.Parameter(value, place.param.requires_grad)
@@ -171,7 +161,7 @@ class Guards:
 
     def _make_whole(self, places: list[Place]) -> None:
         """Parameters that stay are all there, if other ranks have updated parts of them."""
-        for unit in _by_unit(places):
+        for unit in by_unit(places):
             with self._runtime.executor.gathered(unit):
                 pass
 
@@ -416,13 +406,6 @@ def _without_hooks(module: nn.Module, original: nn.Module) -> nn.Module:
 
 def _is_of_this_package(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(__name__.partition(".")[0] + ".")
-
-
-def _by_unit(places: list[Place]) -> dict[int, list[Place]]:
-    grouped: dict[int, list[Place]] = {}
-    for place in places:
-        grouped.setdefault(place.unit.index, []).append(place)
-    return grouped
 
 
 def _drop_gradient(param: torch.Tensor) -> None:

@@ -181,18 +181,6 @@ class Partition:
                 if first < last:
                     yield SlotPart(slot, first, last, part.whole - slot.offset + first - part.shard)
 
-    def find(self, param_name: str) -> tuple[Unit, ParamSlot]:
-        """The unit and slot of a parameter.
-
-        Raises:
-            KeyError: no unit holds a parameter of this name.
-        """
-        for unit in self.units:
-            for slot in unit.slots:
-                if slot.name == param_name:
-                    return unit, slot
-        raise KeyError(param_name)
-
 
 def make_partition(
     model: nn.Module,
