@@ -16,6 +16,7 @@ The floor of a step is its busiest engine: compute, each direction of the link, 
 the step, what each engine worked, the floor, the step over it, and how much of the step the device computes. Where
 gradients are clipped, updates that wait for the norm work beside the forward pass alone: the step over the least that
 such a schedule can take is printed, too, and is below 1 where updates that run ahead of the norm are faster than that.
+What these do more than updates in place is no part of the floor.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ H200 = {"link": 53e9, "adam": 9e9}
 REGIMES = {
     "h200": Regime(1.2, **H200),
     "h200-clip": Regime(1.2, clip=1.0, schedule="deferred", **H200),
-    "h200-clip-ahead": Regime(1.2, clip=1.0, schedule="speculative", **H200),
+    "h200-clip-ahead": Regime(1.2, clip=1.0, host_share=1.75, **H200),  # of 8B 170 GB; which "auto" runs ahead
     "h200-tenth-on-device": Regime(1.2, ratio=0.9, **H200),
     "h200-tenth-on-device-clip": Regime(1.2, ratio=0.9, clip=1.0, **H200),
     "h200-8-micro-batches": Regime(1.2, accumulation=8, **H200),
@@ -169,6 +170,15 @@ def config_of(regime: Regime, path: str, params: int) -> dict[str, Any]:
     }
 
 
+def touch(engine: infinity.Engine) -> None:
+    """Have the memory be there that updates ahead of the norm leave in what they replace: on a virtual machine it comes
+    slowly, and would take some steps' time."""
+    arena = engine._runtime.pipeline.images.arena
+    if free_bytes := arena.capacity_bytes - arena.used_bytes:
+        with arena.lease(free_bytes) as all_of_it:
+            all_of_it.tensor(torch.uint8).zero_()
+
+
 def probe(regime: Regime, path: str) -> tuple[float, float]:
     """Seconds that the device computes for a micro-batch, and parameters a second of the optimizer where updates wait
     for the norm and leave nothing of what they overwrite."""
@@ -220,6 +230,7 @@ def train(
     model, params = made()
     rows = []
     with infinity.initialize(model=model, config=config_of(regime, path, params), device="simdev")[0] as engine:
+        touch(engine)
         for _ in range(2):
             step_of(engine, regime)
         torch.accelerator.synchronize()
@@ -256,11 +267,12 @@ def train(
         name: statistics.median(row[name] for row in rows) for name in ("compute", "h2d", "d2h", "optimizer", "drive")
     }
     step_s = statistics.median(row["step_s"] for row in rows)
-    floor = max(engines, key=engines.__getitem__)
-    least_s = engines[floor]
+    in_place = engines | {"optimizer": min(engines["optimizer"], params * slower / regime.adam)}
+    floor = max(in_place, key=in_place.__getitem__)
+    floor_s = least_s = in_place[floor]
     if regime.clip:
         forward_s = engines["compute"] * FORWARD_SHARE / regime.accumulation
-        least_s = max(least_s, engines["compute"] - forward_s + max(forward_s, engines["optimizer"]))
+        least_s = max(least_s, engines["compute"] - forward_s + max(forward_s, in_place["optimizer"]))
     return {
         "params": params,
         "stretched": slower,
@@ -268,8 +280,8 @@ def train(
         "step_s": step_s,
         "busy_s": engines,
         "floor": floor,
-        "floor_s": engines[floor],
-        "over_floor": step_s / engines[floor],
+        "floor_s": floor_s,
+        "over_floor": step_s / floor_s,
         "over_schedule": step_s / least_s,
         "device_computes": engines["compute"] / step_s,
         "stall_s": rows[-1]["stalls"],

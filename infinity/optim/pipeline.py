@@ -138,6 +138,7 @@ class UpdatePipeline:
 
     Attributes:
         waits: what the worker waited for; who waits for a ticket waits for that too.
+        images: room for what updates replace that may be undone.
         before_update: called by the worker for every tile of a job before any of it is updated, in their order; never
             raises. Set while no job is queued.
 
@@ -160,7 +161,7 @@ class UpdatePipeline:
         self.waits = Waits(counters.timeline)
         self.before_update: BeforeUpdate | None = None
         self._ring = Ring(states, slots, self.waits)
-        self._images = BeforeImages(0) if images is None else images
+        self.images = BeforeImages(0) if images is None else images
         self._queue: list[UpdateTicket] = []  # in the order of their ranks
         self._prefers_begun = True
         self._views: dict[tuple[Lease, int], dict[str, torch.Tensor]] = {}  # of that many elements in a lease
@@ -257,7 +258,7 @@ class UpdatePipeline:
             return frozenset()
         tiles = self._states.tiles(unit)
         with self._wake:
-            room = self._images.room()
+            room = self.images.room()
             undoable = frozenset(tile.index for tile in tiles if self._can_undo(tile, room, param=param))
         return undoable if not param or len(undoable) == len(tiles) else frozenset()
 
@@ -282,7 +283,7 @@ class UpdatePipeline:
                 images[tile.index] = Image(tile.nbytes if fields else 0, self._param_bytes(tile) if param else 0)
         with self._wake:
             for image in images.values():
-                self._images.promise(image)
+                self.images.promise(image)
         return images
 
     def forget_before(self, ticket: UpdateTicket) -> None:
@@ -291,7 +292,7 @@ class UpdatePipeline:
             ticket.keeps = False
             for index, image in ticket.job.before.items():
                 if ticket.under_way is None or ticket.under_way.index != index:  # the worker gives that back
-                    self._images.give_back(image)
+                    self.images.give_back(image)
 
     def withdraw(self, ticket: UpdateTicket) -> bool:
         """Have an update that runs ahead not take place, and its room be others'; False if the worker is at it, or has
@@ -400,7 +401,7 @@ class UpdatePipeline:
         self._stop()
         atexit.unregister(self._leave)
         self._ring.clear()
-        self._images.close()
+        self.images.close()
         self._views.clear()  # they hold on to the memory
 
     def _leave(self) -> None:
@@ -600,7 +601,7 @@ class UpdatePipeline:
         with self._wake:
             image = ticket.job.before.get(tile.index) if ticket.keeps else None
             if image is not None:
-                self._images.take(image)
+                self.images.take(image)
                 ticket.under_way = tile
         return image
 
@@ -613,7 +614,7 @@ class UpdatePipeline:
             if ticket.keeps:
                 ticket.kept.append(tile)
             else:
-                self._images.give_back(image)
+                self.images.give_back(image)
 
     def _of_part(self, fields: dict[str, torch.Tensor], tile: Tile, start: int, stop: int) -> dict[str, torch.Tensor]:
         """The fields of elements [start, stop) of the shard."""

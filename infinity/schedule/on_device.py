@@ -17,7 +17,7 @@ from infinity.config import Config
 from infinity.errors import ConfigError
 
 _WORTH_NUMEL = 1 << 24  # an update of fewer elements takes the host's cores 2 to 5 ms
-_SPARE_SHARE = 10  # of the device's memory: no larger a part is taken without being asked for
+_SPARE_SHARE = 10  # of what the device has beside parameters: most is for activations
 
 _log = logging.getLogger(__name__)
 
@@ -46,13 +46,13 @@ def spare_bytes(config: Config, ranks: int, free_bytes: int, *, discrete: bool, 
     Not on several ranks, whose devices would have to agree; the arguments are those of `share_there`.
 
     Args:
-        free_bytes: what the device has.
+        free_bytes: what the device has beside all parameters, or has not, below 0.
     """
     offload = config.zero.offload_optimizer
     left_open = offload.ratio is None and offload.device != "none" and not config.tiering.crash_consistent
     if not (left_open and ranks == 1 and discrete and exact):
         return 0
-    return min(free_bytes, config.tiering.device_memory_bytes or free_bytes) // _SPARE_SHARE
+    return max(0, free_bytes) // _SPARE_SHARE
 
 
 def first_there(first: Sequence[int], numels: Sequence[int], bytes_per_param: int, spare_bytes: int) -> frozenset[int]:

@@ -258,7 +258,9 @@ def size_up(
         limit_numel=_limit_numel(config, dtype),
     )
     accumulates = config.accumulates
-    spare = spare_bytes(config, ranks.size, device_bytes, discrete=discrete, exact=exact)
+    budget_bytes = min(device_bytes, config.tiering.device_memory_bytes or device_bytes)
+    free_bytes = budget_bytes - dtype.itemsize * sum(unit.numel for unit in partition.units)
+    spare = spare_bytes(config, ranks.size, free_bytes, discrete=discrete, exact=exact)
     there = _there(partition, rules.share_there, layout.bytes_per_param + 2 * dtype.itemsize, spare)
     rules = rules.with_share_there(_share_of(partition, there))
     return Sizing(

@@ -70,7 +70,6 @@ def test_room_is_spared_for_one_rank_with_a_device_that_nobody_has_divided() -> 
         return spare_bytes(config, ranks, 1000, discrete=discrete, exact=exact)
 
     assert spare() == 100
-    assert spare(device_memory=500) == 50
     assert spare(ratio="auto") == 100
     assert spare(ratio=1.0) == spare(ratio=0.5) == spare(states="none") == 0
     assert spare(2) == spare(discrete=False) == spare(exact=False) == 0
