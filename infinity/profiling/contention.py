@@ -21,12 +21,12 @@ import torch
 from infinity.kernels import Hyper
 from infinity.memory import Arena
 from infinity.optim.formats import StateLayout, init_states, state_layout, update
-from infinity.profiling.processor import timed
 from infinity.zero.ranks import Ranks
 
 _ROUNDS = 2
 _ROWS, _WIDTH, _LAYERS = 128, 1024, 24  # of products whose weights no cache has
 _PAGE_BYTES = 4096
+_MOST_TIMES = 20  # so much longer a measurement may take where a part has not come to one step
 COMPUTE, OPTIMIZER, DISK = "compute", "optimizer", "disk"
 RUNS_OF_DRIVES = 3 * _ROUNDS  # alone, and beside each of the others
 
@@ -56,7 +56,7 @@ def contention(numel: int, move: Move | None, seconds: float, *, computes_here: 
             for one, other in ((one, other) for one, other in permutations(parts, 2) if one < other):
                 found = _together([one, other], threads, move, seconds)
                 for part, rival in ((one, other), (other, one)):
-                    if alone[part] and found[part]:  # else there was too little time for one step of it
+                    if alone[part] and found[part]:  # never 0, of which no plan could be made
                         shares[part, rival].append(found[part] / alone[part])
     return _entries(shares)
 
@@ -89,43 +89,47 @@ def with_those_of_ranks(found: Found, of_ranks: Found) -> Found:
 
 def _together(parts: list[str], threads: Mapping[str, Busy], move: Move | None, seconds: float) -> dict[str, float]:
     """Rates of these parts at once, each in its own measure."""
-    found: dict[str, float] = {}
-
-    def drives() -> None:
+    busy = {part: threads[part] for part in parts if part in threads}
+    with ExitStack() as stack:
+        for thread in busy.values():
+            stack.enter_context(thread.working())
+        found = dict.fromkeys(parts, 0.0)
+        start = time.perf_counter()
         if DISK in parts and move is not None:
             found[DISK] = move(seconds)
         else:
             time.sleep(seconds)
-
-    body: Callable[[], None] = drives
-    for part in (part for part in parts if part in threads):
-        body = partial(_rated, found, part, threads[part], body)
-    body()
+        late = start + _MOST_TIMES * seconds
+        while not all(thread.steps for thread in busy.values()) and time.perf_counter() < late:
+            time.sleep(seconds)  # a machine that others use has not come to one step yet
+        elapsed = time.perf_counter() - start
+        found.update((part, thread.steps * thread.amount / elapsed) for part, thread in busy.items())
     return found
-
-
-def _rated(found: dict[str, float], part: str, busy: Busy, body: Callable[[], None]) -> None:
-    found[part] = busy.rate(body)
 
 
 class Busy:
     """Something that is done again and again without a pause, in a thread of its own, until it is stopped.
 
+    Attributes:
+        amount: of one step.
+        steps: that ended since it was last begun.
+
     Args:
         step: of it; told how many came before.
-        amount: of one step.
     """
 
     def __init__(self, step: Callable[[int], object], amount: int) -> None:
         self._step = step
-        self._amount = amount
-        self._steps = 0
+        self.amount = amount
+        self.steps = 0
+        self._calls = 0
         self._stopped = threading.Event()
 
     @contextmanager
     def working(self) -> Iterator[None]:
         """Steps follow one another while the body runs."""
         self._stopped.clear()
+        self.steps = 0
         thread = threading.Thread(target=self._work, name="infinity-busy", daemon=True)
         thread.start()
         try:
@@ -136,15 +140,9 @@ class Busy:
 
     def _work(self) -> None:
         while not self._stopped.is_set():
-            self._steps += 1
-            self._step(self._steps)
-
-    def rate(self, body: Callable[[], object]) -> float:
-        """What is done in a second while `body` runs."""
-        with self.working():
-            before = self._steps
-            seconds = timed(body)
-            return (self._steps - before) * self._amount / seconds
+            self._calls += 1
+            self._step(self._calls)
+            self.steps += 1
 
 
 def _products() -> Busy:

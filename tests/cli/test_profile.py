@@ -18,7 +18,7 @@ from infinity.errors import ConfigError, StorageError
 from infinity.io import IoOptions
 from infinity.optim.formats import FORMATS
 from infinity.profiling import ProfileJob, planned_write_bytes, read_profile
-from infinity.profiling.contention import BusyOptimizer, contention
+from infinity.profiling.contention import Busy, BusyOptimizer, contention
 from infinity.profiling.drives import drive_rates
 from infinity.profiling.processor import matmul_rates, thread_counts, threads, timed
 
@@ -150,11 +150,23 @@ def test_parts_of_a_machine_leave_one_another_a_share() -> None:
     assert elsewhere == [], "one part has nobody beside it"
 
 
+def test_a_part_slower_than_the_measurement_is_waited_for(monkeypatch) -> None:
+    monkeypatch.setattr("infinity.profiling.contention._products", lambda: Busy(lambda _: time.sleep(0.03), 1))
+    found = contention(4096, None, 0.002, computes_here=True)
+    assert {(entry["part"], entry["beside"]) for entry in found} == {("compute", "optimizer"), ("optimizer", "compute")}
+    assert all(entry["share"] > 0 for entry in found)
+
+
 def test_the_busy_optimizer_works_while_it_is_to() -> None:
     optimizer = BusyOptimizer(4096)
     try:
-        assert optimizer.busy.rate(lambda: torch.ones(1) and None) >= 0
-        assert optimizer.busy.rate(lambda: time.sleep(0.05)) > 0
+        for _ in range(2):
+            with optimizer.busy.working():
+                while not optimizer.busy.steps:
+                    time.sleep(0.001)
+        ended = optimizer.busy.steps
+        time.sleep(0.01)
+        assert optimizer.busy.steps == ended
     finally:
         optimizer.close()
 
