@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from infinity.planner.lanes import Machine, Task
 from infinity.planner.step_work import StepWork
+from infinity.tiers.grads import spilled_ahead
 
 READ, WRITE, DOWN, EXCHANGE = "read", "write", "down", "collectives"
 
@@ -16,21 +17,22 @@ class Grads:
         self._units = work.units
         self._machine = machine
         self._free_bytes = work.grads_bytes
-        self._free_slots = work.spill_slots
+        self._free_slots = self._slots = work.spill_slots
         self._here: set[int] = set()
-        self._leaving: dict[int, Task] = {}  # on their way to the drive, from which they have a slot until then
+        self._resting: dict[int, None] = {}  # in slots, complete, oldest first
+        self._leaving: dict[int, Task] = {}  # on their way to the drive, which have a slot while nobody needs it
         self._away: set[int] = set()
         self._coming: dict[int, list[Task]] = {}
 
     def take_room(self, unit: int) -> bool:
         """Have memory for the unit's gradients; False if there is none now."""
         work = self._units[unit]
-        self._sweep()
         if unit in self._here:
             self._leaving.pop(unit, None)
+            self._resting.pop(unit, None)
             return True
         if work.spill_s:
-            if not self._free_slots:
+            if not self._free_slots and not self._take_written():
                 return False
             self._free_slots -= 1
             if unit in self._away:
@@ -62,9 +64,13 @@ class Grads:
 
     def rest(self, unit: int) -> None:
         """Nobody needs them for a while."""
-        work = self._units[unit]
-        if work.spill_s and unit in self._here:
-            self._leaving[unit] = self._machine.put(WRITE, work.spill_s)
+        if not self._units[unit].spill_s or unit not in self._here:
+            return
+        self._resting[unit] = None
+        wanting = spilled_ahead(self._slots) - self._free_slots - len(self._leaving)
+        for oldest in list(self._resting)[: max(0, wanting)]:
+            del self._resting[oldest]
+            self._leaving[oldest] = self._machine.put(WRITE, self._units[oldest].spill_s)
 
     def hand_over(self, unit: int) -> list[Task]:
         """What an update that has room for them waits for."""
@@ -80,12 +86,16 @@ class Grads:
         self._away.discard(unit)
         if unit in self._here:
             self._here.remove(unit)
+            self._resting.pop(unit, None)
+            self._leaving.pop(unit, None)
             self._free_bytes += work.grad_bytes
             self._free_slots += bool(work.spill_s)
 
-    def _sweep(self) -> None:
-        for unit in [unit for unit, task in self._leaving.items() if task.done]:
+    def _take_written(self) -> bool:
+        """Have the slot of what was written first."""
+        for unit in [unit for unit, task in self._leaving.items() if task.done][:1]:
             del self._leaving[unit]
             self._here.remove(unit)
             self._away.add(unit)
             self._free_slots += 1
+        return self._free_slots > 0

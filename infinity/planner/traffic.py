@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from infinity.schedule import Plan
 from infinity.schedule.placement import Placement, summed_once
 from infinity.tiers import Memory
+from infinity.tiers.grads import spilled_ahead
 from infinity.zero.sizing import Sizing
 
 
@@ -101,7 +102,7 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
         params_written=sum(specs[unit].shard_nbytes for unit in updated if stored[unit]),
         # Backward leaves the first units' gradients in the slots, the last of these written ahead; there the updates,
         # which begin with the first units, find them.
-        spilled=spilled * passes - sum(sizes[: spills.slots - 1]),
+        spilled=spilled * passes - sum(sizes[: spills.slots - spilled_ahead(spills.slots)]),
         unspilled=spilled * passes - sum(sizes[: spills.slots]),
         link_down=once + (leaving - once) * passes,
         link_up=staying if leaving else 0,

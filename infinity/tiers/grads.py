@@ -51,6 +51,12 @@ class GradHomes:
     slots: int = 0
 
 
+def spilled_ahead(slots: int) -> int:
+    """How many of these slots are free, or are being written, once a unit's gradients are complete: two, so that one
+    write has as long as the next unit computes; of the others at least one."""
+    return max(1, min(2, slots - 1))
+
+
 class Arrival:
     """A unit's gradients on their way from the device, one copy after the other, as one transfer.
 
@@ -206,10 +212,7 @@ class GradStore:
             self._finish_arrivals(ARRIVING_UNITS)
         if unit in self._extents:
             self._end_write(unit)
-            self._sweep()
-            oldest = self._first_in(State.VALID)
-            if oldest is not None and self._free_slot() is None:
-                self._spill(oldest)
+            self._spill_ahead()
 
     def holds(self, unit: int) -> bool:
         """The unit has gradients that no update has."""
@@ -292,20 +295,20 @@ class GradStore:
 
     def _memory_for(self, unit: int) -> Lease | None:
         """What the unit's copy may lie in: a free slot, or a new lease."""
-        self._sweep()
         if unit in self._extents:
             return self._free_slot()
         return None if self.lacks_capacity(unit) else self._arena.try_lease(self._sizes[unit])
 
     def _free_slot(self) -> Lease | None:
+        """One that nobody has; else that of what was written first, which may be of use where it is until then."""
+        if len(self._leases) == len(self._slots):
+            for unit in self._leases:
+                host = self._hosts[unit]
+                written = host.state is State.LEAVING and all(move.done() for move in host.moves)
+                if written or host.state is State.ABSENT:  # the latter if it could not be read
+                    self._leave(unit)
+                    break
         return next((slot for slot in self._slots if slot not in self._leases.values()), None)
-
-    def _sweep(self) -> None:
-        """Give back the memory of what has been written."""
-        for unit in list(self._leases) if self._slots else ():
-            host = self._hosts[unit]
-            if host.state is State.ABSENT or (host.state is State.LEAVING and all(move.done() for move in host.moves)):
-                self._leave(unit)
 
     def _give_back(self, unit: int) -> None:
         lease = self._leases.pop(unit, None)
@@ -315,6 +318,15 @@ class GradStore:
                 lease.release()
 
     # The drive #
+
+    def _spill_ahead(self) -> None:
+        """Have the next units find a slot: one that is free, or will soon be."""
+        leaving = sum(self._hosts[unit].state is State.LEAVING for unit in self._leases)
+        for _ in range(spilled_ahead(len(self._slots)) - (len(self._slots) - len(self._leases)) - leaving):
+            oldest = self._first_in(State.VALID)
+            if oldest is None:
+                return
+            self._spill(oldest)
 
     def _first_in(self, state: State) -> int | None:
         """Which of the units in slots has been there longest, of those in this state that no update has."""
