@@ -31,6 +31,7 @@ PARTS = {
 }
 _WARM_UP, _MEASURED = 2, 2  # steps
 _FIRST_GRAD = 0.15  # of a block's backward, until gradients of one of its parameters have come
+_ARRIVALS = 6  # of gradients, in the rest of it
 _NOW = -1  # when an update is needed that keeps its unit from leaving memory
 _Tiles = deque[tuple[int, TileWork]]
 
@@ -152,7 +153,11 @@ class _Stage:
             yield from self._wait(saved.pop(position), READ)
             yield from self._wait([self.machine.put(COMPUTE, _FIRST_GRAD * use.backward_s)], COMPUTE)
             yield from self._have_room_for_grads(use.unit)
-            yield from self._wait([self.machine.put(COMPUTE, (1 - _FIRST_GRAD) * use.backward_s)], COMPUTE)
+            for _ in range(_ARRIVALS):
+                yield from self._wait(
+                    [self.machine.put(COMPUTE, (1 - _FIRST_GRAD) / _ARRIVALS * use.backward_s)], COMPUTE
+                )
+                self._catch_up()
             left[use.unit] -= 1
             if not left[use.unit] and use.unit not in self._work.standing:
                 self._have_grads(use.unit, last=last)
@@ -283,6 +288,10 @@ class _Stage:
             if not self._try_update(unit):
                 break
         self._work_off()
+
+    def _catch_up(self) -> None:
+        if self._todo and any(ticket.done for ticket in self._handed.values()):
+            self._settle()
 
     # Gradients #
 

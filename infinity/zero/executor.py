@@ -342,6 +342,11 @@ class Executor:
                 self._params.advance(unit)
         self._work_off()
 
+    def catch_up(self) -> None:
+        """Between uses: if something waits for memory and an update has ended, it may have given some back."""
+        if self._todo and self._in_flight.some_ended:
+            self.settle()
+
     def _show_finished(self) -> None:
         """Units whose updates are over have their values again."""
         while self._in_flight.finished:

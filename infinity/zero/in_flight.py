@@ -345,6 +345,11 @@ class InFlight:
             return True
         return False
 
+    @property
+    def some_ended(self) -> bool:
+        """Updates may be over of which nobody has taken note."""
+        return bool(self._computed) or not self._ended.empty()
+
     def _take_ended(self) -> None:
         while not self._ended.empty():
             self._note_computed(self._ended.get())
