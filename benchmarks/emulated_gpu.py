@@ -16,7 +16,7 @@ The floor of a step is its busiest engine: compute, each direction of the link, 
 the step, what each engine worked, the floor, the step over it, and how much of the step the device computes. Where
 gradients are clipped, updates that wait for the norm work beside the forward pass alone: the step over the least that
 such a schedule can take is printed, too, and is below 1 where updates that run ahead of the norm are faster than that.
-What these do more than updates in place is no part of the floor.
+What these do more than updates in place is no part of the floor. Beside a step stands what the planner predicts of it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,15 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.config import load_config
 from infinity.io import IoOptions
 from infinity.io.bench import BenchSession, bench_file, ring_bytes
+from infinity.memory.available import device_level
 from infinity.memory.filled import random_memory
 from infinity.optim import formats, pipeline
+from infinity.planner import Duplex, Machine, Rates, Work, plan_training, predict_step
+from infinity.planner.work import Pass, Product
+from infinity.zero.meta import construct_on_meta
 from tests.device import simdev
 
 GPU_PARAMS = 8.0e9  # of the model whose step a regime tells
@@ -278,6 +283,7 @@ def train(
         "stretched": slower,
         "adam_rate": adam_rate,
         "step_s": step_s,
+        "predicted_s": predicted(regime, path, slower, compute_s, drive_rate),
         "busy_s": engines,
         "floor": floor,
         "floor_s": floor_s,
@@ -287,6 +293,25 @@ def train(
         "stall_s": rows[-1]["stalls"],
         "bytes_a_param": {route: nbytes / params for route, nbytes in rows[-1]["tier_bytes"].items()},
     }
+
+
+def predicted(regime: Regime, path: str, slower: float, compute_s: float, drive_rate: float) -> float:
+    """Seconds of a step as `infinity plan` would say it of such a machine."""
+    with construct_on_meta():
+        model, params = made()
+    device_bytes = device_level(torch.device("simdev")).total_bytes
+    config = load_config(config_of(regime, path, params))
+    plan = plan_training(model, config, Machine(device_bytes=device_bytes))
+    forward, backward = (Pass({Product("nt", 1): compute_s * share}) for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
+    link = regime.link / slower
+    rates = Rates(
+        {"nt": ((1, 1.0),)},  # a product of one operation a second
+        optimizer_params_per_s=regime.adam / slower,
+        disk=Duplex(*(drive_rate,) * 3) if regime.drive else None,
+        link=Duplex(link, link, 2 * link),
+    )
+    work = Work(BATCH * SEQ, forward, backward, 0, 0, 0)
+    return predict_step(plan, config, work, rates).seconds
 
 
 def in_process(name: str, args: argparse.Namespace, drive: float, trace: Path | None) -> dict[str, Any]:
@@ -344,7 +369,8 @@ def main() -> None:
                 print(f"{name:24} failed: {row['failed']}", flush=True)
                 continue
             print(
-                f"{name:24} {row['step_s']:7.3f} s  floor {row['floor_s']:7.3f} s ({row['floor']})  "
+                f"{name:24} {row['step_s']:7.3f} s (predicted {row['predicted_s']:.3f})  "
+                f"floor {row['floor_s']:7.3f} s ({row['floor']})  "
                 f"{row['over_floor']:.2f}  over its schedule {row['over_schedule']:.2f}  "
                 f"computes {row['device_computes']:4.0%}  {row['bytes_a_param']}",
                 flush=True,
