@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import infinity
 from infinity import ConfigError
-from tests.behaviour.reference import Placement, Recipe, batches
+from tests.behaviour.reference import Placement, Recipe, Result, batches
 from tests.behaviour.test_parity import assert_same_bits
 from tests.device import simdev
 from tests.device.training import SPEEDS, STEPS, on_cpu_like, tiny, train_here, train_over
@@ -59,11 +60,17 @@ def test_same_bits_wherever_a_unit_is_updated(speed, recipe, params, optimizer, 
 def test_only_gradients_of_units_below_cross_the_link(schedule) -> None:
     recipe = Recipe("bf16", 1, 0.0, STEPS)
     with simdev.configured(launch_us=100), engine_with(0.5, recipe, Placement("none", "cpu", schedule=schedule)) as e:
-        ours = train_here(e, recipe)
-        moved, below = e.stats().tier_bytes, parted(e)[1]
+        moved: Counter[str] = Counter()
+        losses = []
+        for ids in batches(STEPS):
+            losses += train_over(e, [ids])
+            moved += Counter(e.stats().tier_bytes)
+        ours = Result(losses, {name: param.detach().cpu() for name, param in e.named_parameters()})
+        step_bytes = parted(e)[1] * torch.bfloat16.itemsize
     assert_same_bits(ours, on_cpu_like(recipe))
-    assert moved["host_to_device"] == below * torch.bfloat16.itemsize
-    assert moved["device_to_host"] <= 2 * below * torch.bfloat16.itemsize  # with the parameters that they update
+    # Values may go up in their update's step or in the next one: those of the last may come after it.
+    assert (STEPS - 1) * step_bytes <= moved["host_to_device"] <= STEPS * step_bytes
+    assert moved["device_to_host"] <= STEPS * 2 * step_bytes  # with the parameters that they update
 
 
 @pytest.mark.parametrize(("saved_with", "loaded_with"), [(0.5, 1.0), (1.0, 0.3), (0.3, 0.7)])
