@@ -168,8 +168,101 @@ inline void run_now(const c10::OperatorHandle& op, const Values& arguments, torc
     keep_span(kCompute, start_s, now(), "at once: " + schema.name());
 }
 
+// What shapes follow from, as bytes: an operator and its arguments, without the values of tensors.
+class Question {
+  public:
+    Question(const c10::OperatorHandle& op, const Values& arguments) {
+        add(&op.schema());
+        for (auto& argument : arguments)
+            add_value(argument);
+    }
+
+    bool is_whole() const { return is_whole_; } // else it holds what cannot be told in bytes
+    const std::string& bytes() const { return bytes_; }
+
+  private:
+    template <class T> void add(T value) { bytes_.append(reinterpret_cast<const char*>(&value), sizeof value); }
+
+    template <class List> void add_list(const List& list) {
+        add(list.size());
+        for (auto value : list)
+            add(value);
+    }
+
+    void add_tensor(const Tensor& tensor) {
+        add(tensor.defined());
+        if (!tensor.defined())
+            return;
+        add(tensor.scalar_type());
+        add(tensor.device().type());
+        add(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+        add_list(tensor.sizes());
+        add_list(tensor.strides());
+    }
+
+    void add_value(const IValue& value) {
+        add(static_cast<int>(value.isTensor()) + 2 * value.isInt() + 4 * value.isDouble() + 8 * value.isBool() +
+            16 * value.isIntList() + 32 * value.isTensorList() + 64 * value.isNone() + 128 * value.isDevice());
+        if (value.isTensor())
+            add_tensor(value.toTensor());
+        else if (value.isInt())
+            add(value.toInt());
+        else if (value.isDouble())
+            add(value.toDouble());
+        else if (value.isBool())
+            add(value.toBool());
+        else if (value.isIntList())
+            add_list(value.toIntVector());
+        else if (value.isTensorList()) {
+            auto tensors = value.toTensorVector();
+            add(tensors.size());
+            std::for_each(tensors.begin(), tensors.end(), [this](const Tensor& tensor) { add_tensor(tensor); });
+        } else if (value.isDevice())
+            add(value.toDevice().type());
+        else if (!value.isNone())
+            is_whole_ = false;
+    }
+
+    std::string bytes_;
+    bool is_whole_ = true;
+};
+
+// Shapes that were asked for before: torch's meta kernels are Python, and take twenty times as long as a launch does
+// where there is hardware.
+class KnownShapes {
+  public:
+    bool find(const Question& question, Values& results) {
+        std::lock_guard lock(mutex_);
+        auto found = known_.find(question.bytes());
+        if (found == known_.end())
+            return false;
+        results = found->second;
+        return true;
+    }
+
+    void keep(const Question& question, const Values& results) {
+        std::lock_guard lock(mutex_);
+        if (known_.size() >= kMost)
+            known_.clear();
+        known_[question.bytes()] = results;
+    }
+
+  private:
+    static constexpr std::size_t kMost = 1 << 16;
+    std::mutex mutex_;
+    std::unordered_map<std::string, Values> known_;
+};
+
+inline KnownShapes& known_shapes() {
+    static auto* shapes = new KnownShapes;
+    return *shapes;
+}
+
 // Shapes of the results by the meta kernel, and of `out=` tensors, which are resized; false if there is none.
 inline bool find_shapes(const c10::OperatorHandle& op, const Values& arguments, Values& results) {
+    Question question(op, arguments);
+    if (question.is_whole() && known_shapes().find(question, results))
+        return true;
     auto to_meta = [](const Tensor& tensor) {
         if (!tensor.defined() || (!on_device(tensor) && tensor.dim() == 0))
             return tensor;
@@ -178,6 +271,7 @@ inline bool find_shapes(const c10::OperatorHandle& op, const Values& arguments, 
     for (auto& value : arguments)
         results.push_back(mapped(value, to_meta, at::kMeta));
     Values given = results;
+    bool same_next_time = question.is_whole();
     try {
         at::AutoDispatchBelowADInplaceOrView below_autograd;
         op.callBoxed(&results);
@@ -185,8 +279,10 @@ inline bool find_shapes(const c10::OperatorHandle& op, const Values& arguments, 
             if (!is_written(op.schema().arguments()[i]) || !arguments[i].isTensor())
                 continue;
             Tensor target = arguments[i].toTensor();
-            if (on_device(target) && target.sizes() != given[i].toTensor().sizes())
+            if (on_device(target) && target.sizes() != given[i].toTensor().sizes()) {
                 target.resize_(given[i].toTensor().sizes());
+                same_next_time = false;
+            }
         }
     } catch (const c10::Error& error) {
         if (settings().verbose)
@@ -198,6 +294,8 @@ inline bool find_shapes(const c10::OperatorHandle& op, const Values& arguments, 
         }
         return false;
     }
+    if (same_next_time)
+        known_shapes().keep(question, results);
     return true;
 }
 
