@@ -49,7 +49,9 @@ def update_in_torch(
         here = slice(start, start + _ELEMENTS)
         weight, beside = param[here], None if master is None else master[here]
         value = join(weight, beside)
-        scaled = grad[here].float() * numbers.grad_scale
+        scaled = grad[here].float()
+        if numbers.grad_scale != 1:  # a launch less
+            scaled = scaled * numbers.grad_scale
         run(value, None if first is None else first[here], None if second is None else second[here], scaled, numbers)
         split(value, weight, beside)
 
@@ -63,7 +65,7 @@ def join(param: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
         return param
     if master.dtype == torch.int16:
         rounded = param.view(torch.int16).to(torch.int32) << 16
-        bits = rounded + master.to(torch.int32)
+        bits = rounded + master
         return torch.where((bits & 0x7FFFFFFF) < 0x7FFF8000, bits, rounded).view(torch.float32)
     unchanged = _half_bits(master) == param.view(torch.int16)
     return torch.where(unchanged, master, param.float())
@@ -76,7 +78,7 @@ def split(value: torch.Tensor, param: torch.Tensor, master: torch.Tensor | None)
     if master.dtype == torch.int16:
         bits = value.view(torch.int32)
         bits = torch.where(value.isnan(), (bits & -0x80000000) | 0x7FC00000, bits)
-        param.view(torch.int16).copy_((bits + 0x8000) >> 16)
+        torch.bitwise_right_shift(bits + 0x8000, 16, out=param.view(torch.int16))
         master.copy_(bits)
         return
     master.copy_(value)

@@ -370,8 +370,9 @@ class UpdatePipeline:
         self._park()
         tiles = self._states.tiles(unit)
         if there:
-            for tile, room in zip(tiles, self._states.room_there(unit), strict=True):
-                self._ring.move_there(tile, room)
+            self._states.make_room_there(unit)
+            for tile in tiles:
+                self._ring.move_there(tile)
         else:
             for write in [self._ring.move_back(tile) for tile in tiles]:
                 if write is not None:

@@ -448,7 +448,7 @@ def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: in
     Beside their states there is room for their gradients, as far as these are there at once, and for an update.
     """
     states = [shards.states_bytes([unit]) for unit in range(len(shards.numels))]
-    scratch = scratch_bytes(max((min(shards.tile_numel, shards.numels[unit]) for unit in order), default=0))
+    scratch = scratch_bytes(max((shards.numels[unit] for unit in order), default=0))
     if rules.holds_all_grads:
         grads = [numel * shards.grad_dtype.itemsize for numel in shards.numels]
         sizes, passing = [sum(pair) for pair in zip(states, grads, strict=True)], scratch

@@ -4,6 +4,7 @@ from infinity.tiers.activation_file import ActivationFiles
 from infinity.tiers.activations import ActivationStore
 from infinity.tiers.copies import Copy, Field, Memory, Move, State, Transfer
 from infinity.tiers.device_grads import DeviceGrads
+from infinity.tiers.device_states import DeviceStates, Fields
 from infinity.tiers.device_sums import DeviceSums
 from infinity.tiers.grad_stores import GradStores
 from infinity.tiers.grads import ARRIVING_UNITS, GradHomes, GradStore
@@ -35,9 +36,11 @@ __all__ = [
     "Copy",
     "Device",
     "DeviceGrads",
+    "DeviceStates",
     "DeviceSums",
     "Extent",
     "Field",
+    "Fields",
     "FileRun",
     "FlatSpec",
     "FrozenReader",

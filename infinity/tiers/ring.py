@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 
-import torch
-
 from infinity.errors import InfinityError
 from infinity.io import Priority
 from infinity.memory import Lease
@@ -138,10 +136,10 @@ class Ring:
             self._read(tile, Priority.DEMAND)
         self._finish_read(tile)
 
-    def move_there(self, tile: Tile, room: torch.Tensor) -> None:
-        """Have a tile live on the device, in this memory; it keeps its place below."""
+    def move_there(self, tile: Tile) -> None:
+        """Have a tile live on the device, where its unit has room; it keeps its place below."""
         self.hold(tile)
-        self._states.move_there(tile, room)
+        self._states.move_there(tile)
         tile.drop(_HOST)
         if tile.own is None:
             self._free_slot(tile)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 
 import torch
@@ -14,7 +15,7 @@ from infinity.io import Priority
 from infinity.memory import Arena, Lease
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers.copies import Copy, Field, Memory, State, Transfer
-from infinity.tiers.link import Link
+from infinity.tiers.device_states import DeviceStates, Fields
 from infinity.tiers.slots import Extent, SlotExtent
 from infinity.tiers.swap import SwapSpace
 
@@ -29,12 +30,11 @@ class Tile(Field):
         nbytes: bytes of the optimizer's fields for that range.
         home: the memory in which it lives; home_copy: its copy there.
         extent: where it lives on NVMe, or is written through to; None for others.
-        there: its bytes where it lives on the device, uint8; None for others.
         lease: the memory of its host copy: its home, or a slot of the ring; None while it has none.
         own: while it lives on the device, the memory in which it will live on the host again; None for others.
     """
 
-    __slots__ = ("extent", "home", "home_copy", "index", "lease", "nbytes", "numel", "own", "start", "there", "unit")
+    __slots__ = ("extent", "home", "home_copy", "index", "lease", "nbytes", "numel", "own", "start", "unit")
 
     def __init__(
         self,
@@ -43,16 +43,13 @@ class Tile(Field):
         start: int,
         numel: int,
         nbytes: int,
-        place: Lease | torch.Tensor | None,
+        home: Memory,
+        lease: Lease | None,
         extent: Extent | SlotExtent | None,
     ) -> None:
-        self.lease: Lease | None = place if isinstance(place, Lease) else None
+        self.lease = lease
         self.own: Lease | None = None
         self.extent = extent
-        self.there: torch.Tensor | None = place if isinstance(place, torch.Tensor) else None
-        home = Memory.HOST
-        if self.lease is None:
-            home = Memory.NVME if self.there is None else Memory.DEVICE
         memories = {home, Memory.HOST} | ({Memory.NVME} if extent is not None else set())
         super().__init__(f"tile {index} of the optimizer states of unit {unit}", memories)
         self.settle_in(home)
@@ -86,7 +83,7 @@ class StateStore:
         tile_numel: elements of a full tile.
         tile_bytes: bytes of a tile of so many elements.
         homes: where each tile lives, in the order of the units.
-        link: to the device, where some live there.
+        device: those that live there; None where none can.
         written_through: every tile has a place on the drives, of two slots, also those that live in memory.
         slotted: those that live on the drives have two slots.
     """
@@ -101,7 +98,7 @@ class StateStore:
         arena: Arena,
         swap: SwapSpace,
         counters: Counters,
-        link: Link | None = None,
+        device: DeviceStates | None = None,
         written_through: bool = False,
         slotted: bool = False,
     ) -> None:
@@ -110,7 +107,7 @@ class StateStore:
         self._arena = arena
         self._swap = swap
         self._counters = counters
-        self._link = link
+        self._device = device
         places = iter(homes)
         self._tiles: list[list[Tile]] = []
         for unit, shard_numel in enumerate(shard_numels):
@@ -119,9 +116,11 @@ class StateStore:
                 numel = min(tile_numel, shard_numel - start)
                 nbytes = tile_bytes(numel)
                 home = next(places)
-                extent = self._reserve(home, nbytes)
-                tiles.append(Tile(unit, index, start, numel, nbytes, self._place(home, nbytes), extent))
+                lease = arena.lease(nbytes) if home is Memory.HOST else None
+                tiles.append(Tile(unit, index, start, numel, nbytes, home, lease, self._reserve(home, nbytes)))
             self._tiles.append(tiles)
+            if self.is_there(unit):
+                self.make_room_there(unit)
         self._stored_tiles: list[list[Tile]] = [[] for _ in self._tiles]
         for unit in range(len(self._tiles)):
             self.note_homes(unit)
@@ -129,19 +128,13 @@ class StateStore:
     def note_homes(self, unit: int) -> None:
         """The unit's tiles live where they do now."""
         self._stored_tiles[unit] = [tile for tile in self._tiles[unit] if tile.home is Memory.NVME]
+        if self._device is not None and not self.is_there(unit):
+            self._device.give_back(unit)
 
     def _reserve(self, home: Memory, nbytes: int) -> Extent | SlotExtent | None:
         if self._written_through or (self._slotted and home is Memory.NVME):
             return self._swap.reserve_slots(nbytes, (0, nbytes))
         return self._swap.reserve(nbytes) if home is Memory.NVME else None
-
-    def _place(self, home: Memory, nbytes: int) -> Lease | torch.Tensor | None:
-        if home is Memory.HOST:
-            return self._arena.lease(nbytes)
-        if home is Memory.NVME:
-            return None
-        assert self._link is not None
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._link.device)
 
     def tiles(self, unit: int) -> Sequence[Tile]:
         return self._tiles[unit]
@@ -236,36 +229,41 @@ class StateStore:
     # The device #
 
     def _download(self, tile: Tile, slot: Lease) -> None:
-        assert tile.there is not None
-        assert self._link is not None
-        copy = self._link.download(slot.tensor(torch.uint8, tile.nbytes), tile.there)
+        assert self._device is not None
+        copy = self._device.download(tile.unit, tile.start, tile.numel, slot.tensor(torch.uint8, tile.nbytes))
         tile.lease = slot
         tile.begin_move(Memory.DEVICE, Memory.HOST, copy, StallCause.HOST_LINK)
         self._counters.moved("device_to_host", tile.nbytes, copy, tile.unit, "states")
 
     def _upload(self, tile: Tile, slot: Lease) -> Transfer:
-        assert tile.there is not None
-        assert self._link is not None
-        copy = self._link.upload(tile.there, slot.tensor(torch.uint8, tile.nbytes))
-        self._link.compute_waits(copy)
+        assert self._device is not None
+        copy = self._device.upload(tile.unit, tile.start, tile.numel, slot.tensor(torch.uint8, tile.nbytes))
         tile.begin_move(Memory.HOST, Memory.DEVICE, copy, StallCause.HOST_LINK)
         self._counters.moved("host_to_device", tile.nbytes, copy, tile.unit, "states")
         return copy
 
-    def room_there(self, unit: int) -> list[torch.Tensor]:
-        """Memory on the device for the unit's tiles.
+    @contextmanager
+    def changing_there(self, unit: int) -> Iterator[Fields]:
+        """The fields of a unit that lives on the device, which the context changes."""
+        assert self._device is not None
+        for tile in self._tiles[unit]:
+            tile.begin_write(Memory.DEVICE)
+        yield self._device.fields(unit)
+        for tile in self._tiles[unit]:
+            tile.end_write(Memory.DEVICE)
+
+    def make_room_there(self, unit: int) -> None:
+        """Have memory on the device for the unit's tiles.
 
         Raises:
             torch.OutOfMemoryError: there is none.
         """
-        assert self._link is not None
-        device = self._link.device
-        return [torch.empty(tile.nbytes, dtype=torch.uint8, device=device) for tile in self._tiles[unit]]
+        assert self._device is not None
+        self._device.make_room(unit, sum(tile.numel for tile in self._tiles[unit]))
 
-    def move_there(self, tile: Tile, room: torch.Tensor) -> None:
-        """A tile that is held lives on the device from now on."""
+    def move_there(self, tile: Tile) -> None:
+        """A tile that is held lives on the device from now on, in the room that was made for its unit."""
         assert tile.lease is not None
-        tile.there = room
         tile.own = tile.lease if tile.home is Memory.HOST else None
         tile.settle_in(Memory.DEVICE)
         self._upload(tile, tile.lease)
@@ -277,10 +275,9 @@ class StateStore:
         """A tile of the device that is held lives below again, where it may have an older value still."""
         tile.settle_in(Memory.NVME if tile.own is None else Memory.HOST)
         tile.drop(Memory.DEVICE)
-        tile.there = tile.own = None
+        tile.own = None
 
     def close(self) -> None:
         """Give the device's memory back; nothing may be on its way."""
-        for tiles in self._tiles:
-            for tile in tiles:
-                tile.there = None
+        if self._device is not None:
+            self._device.close()

@@ -28,6 +28,7 @@ from infinity.tiers import (
     ActivationStore,
     Device,
     DeviceGrads,
+    DeviceStates,
     DeviceSums,
     GradStore,
     GradStores,
@@ -227,7 +228,7 @@ def build_runtime(
             arena=arena,
             swap=swap,
             counters=counters,
-            link=link,
+            device=DeviceStates(link, sizing.layout) if sizing.there or sizing.may_come else None,
             written_through=config.tiering.crash_consistent,
             slotted=sizing.has_slots,
         )
