@@ -7,7 +7,8 @@ processor, as the engines of a real link do: the cores belong to the optimizer, 
 A regime is a step of a Llama 8B on some machine: seconds of compute, link, optimizer and drive. Here a model of as many
 layers and an eighth of the parameters stands for it, and a parameter takes eight times as long: on the device and on
 the link because they are told to, in the optimizer because it sleeps behind each tile for as long as this machine is
-faster (a large machine has other cores for it, too). So a step takes the seconds that it takes there, and Python, which
+faster (a large machine has other cores for it, too; here one is left to the threads that launch, as the library leaves
+some there). So a step takes the seconds that it takes there, and Python, which
 is not stretched, counts for as much here as there. Where this machine's optimizer is slower than that, everything is
 stretched further; with a drive, which cannot be told to wait, everything is stretched by as much as that one is slower
 than the regime's.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -39,6 +41,7 @@ import torch
 from torch import nn
 
 import infinity
+import infinity.kernels
 from infinity.config import load_config
 from infinity.io import IoOptions
 from infinity.io.bench import BenchSession, bench_file, ring_bytes
@@ -356,6 +359,7 @@ def main() -> None:
     parser.add_argument("--drive-rate", type=float, help="bytes a second; measured by default")
     args = parser.parse_args()
     if args.worker:
+        infinity.kernels.set_threads(max(1, (os.cpu_count() or 2) - 1))
         with tempfile.TemporaryDirectory(dir=args.path) as path:
             regime = REGIMES[args.worker]
             if args.probed is None:

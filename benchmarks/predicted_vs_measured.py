@@ -51,7 +51,7 @@ from infinity.profiling.collectives import collective_rates
 from infinity.profiling.contention import contention, contention_of_ranks, with_those_of_ranks
 from infinity.profiling.drives import drive_rates
 from infinity.profiling.processor import optimizer_rates
-from infinity.profiling.products import product_rates
+from infinity.profiling.products import operation_cost, product_rates
 from infinity.zero.meta import construct_on_meta
 from infinity.zero.ranks import Ranks, join_ranks
 from infinity.zero.sizing import compute_dtype
@@ -233,7 +233,7 @@ def measured_rates(case: Case, plan: TrainingPlan, nvme: Path, ranks: Ranks) -> 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[case.precision]
     ranks.barrier()
     profile: dict[str, Any] = {"link": None, "drives": None, "drives_together": None, "contention": None}
-    profile["products"] = product_rates(device, (dtype,))
+    profile["products"], profile["operations"] = product_rates(device, (dtype,)), [operation_cost(device)]
     ranks.barrier()
     profile["optimizer"], profile["memory"] = optimizer_rates(4 << 20, [1], lambda _: None)
     profile["ranks"] = collective_rates(ranks, device)

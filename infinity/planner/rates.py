@@ -39,6 +39,8 @@ class Rates:
         disk: all drives of the machine together, inward is read.
         link: of one device, inward is to the device.
         gather_bytes_per_s, reduce_bytes_per_s: that one rank receives, or sends.
+        operation_s: that an operation costs beside what it computes, in Python and in torch.
+        launches_ahead: it costs that before it is computed, while the device computes others.
         beside: what is left of one part of the machine while another works, as a share of its speed alone: of
             "compute", "optimizer" and "disk", as pairs.
     """
@@ -50,14 +52,18 @@ class Rates:
     link: Duplex | None = None
     gather_bytes_per_s: float | None = None
     reduce_bytes_per_s: float | None = None
+    operation_s: float = 0.0
+    launches_ahead: bool = False
     beside: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def compute_s(self, work: Pass) -> float | None:
         """Of one pass on one device that has nothing else to do; None if the rates are not known."""
         if not self.products:
             return None
-        products = sum(flops / self._product_rate(kind) for kind, flops in work.flops.items())
-        return products + (work.other_bytes / self.memory_bytes_per_s if self.memory_bytes_per_s else 0.0)
+        computed = sum(flops / self._product_rate(kind) for kind, flops in work.flops.items())
+        computed += work.other_bytes / self.memory_bytes_per_s if self.memory_bytes_per_s else 0.0
+        launched = work.operations * self.operation_s
+        return max(computed, launched) if self.launches_ahead else computed + launched
 
     def _product_rate(self, kind: Product) -> float:
         """Between the two nearest numbers of rows on logarithmic scales; beyond them, the nearest."""
@@ -103,6 +109,10 @@ def rates_of(profile: dict[str, Any], *, dtype: str, state_format: str, device: 
         link=None if link is None else _link(link),
         gather_bytes_per_s=ranks and ranks["all_gather_bytes_per_s"],
         reduce_bytes_per_s=ranks and ranks["reduce_scatter_bytes_per_s"],
+        operation_s=max(
+            (cost["operation_s"] for cost in profile["operations"] or () if cost["device"] == device), default=0.0
+        ),
+        launches_ahead=device != "cpu",
         beside={(entry["part"], entry["beside"]): entry["share"] for entry in profile["contention"] or ()},
     )
 

@@ -151,14 +151,13 @@ class _Stage:
                     seconds = ((READ, uses[index].read_s), (UP, uses[index].up_s))
                     saved[index] = [self.machine.put(lane, lane_s) for lane, lane_s in seconds]
             yield from self._wait(saved.pop(position), READ)
-            yield from self._wait([self.machine.put(COMPUTE, _FIRST_GRAD * use.backward_s)], COMPUTE)
+            left[use.unit] -= 1
+            backward_s = use.backward_s + (0.0 if left[use.unit] else self._units[use.unit].take_s)
+            yield from self._wait([self.machine.put(COMPUTE, _FIRST_GRAD * backward_s)], COMPUTE)
             yield from self._have_room_for_grads(use.unit)
             for _ in range(_ARRIVALS):
-                yield from self._wait(
-                    [self.machine.put(COMPUTE, (1 - _FIRST_GRAD) / _ARRIVALS * use.backward_s)], COMPUTE
-                )
+                yield from self._wait([self.machine.put(COMPUTE, (1 - _FIRST_GRAD) / _ARRIVALS * backward_s)], COMPUTE)
                 self._catch_up()
-            left[use.unit] -= 1
             if not left[use.unit] and use.unit not in self._work.standing:
                 self._have_grads(use.unit, last=last)
             self._leave(use.unit)

@@ -53,6 +53,7 @@ class UnitWork:
         gather_s: making it whole from the shards of several ranks, for a use.
         grad_bytes: of its gradients in the memory where they wait; 0 where they spill.
         spill_s: of a unit whose gradients spill: writing them, or reading them.
+        take_s: its gradients of a pass on their way to where they wait, by the compute thread itself.
         reduce_s, down_s: its gradients of a pass on their way to other ranks, and from the device.
         publish_s, regather_s: what was updated on its way up again, or to all ranks, where it stays there.
         tiles: of its optimizer states.
@@ -65,6 +66,7 @@ class UnitWork:
     gather_s: float = 0.0
     grad_bytes: int = 0
     spill_s: float = 0.0
+    take_s: float = 0.0
     reduce_s: float = 0.0
     down_s: float = 0.0
     publish_s: float = 0.0
@@ -239,6 +241,7 @@ class _Seconds:
             up_s=_over(shard, self._up) if moves and plan.machine.discrete else 0.0,
             gather_s=_over(spec.nbytes * others, rates.gather_bytes_per_s) if moves else 0.0,
             grad_bytes=0 if spills else grads,
+            take_s=self._take(trained),
             spill_s=(self._read(grads) + self._write(grads)) / 2 if spills else 0.0,
             reduce_s=_over(self._reduced * trained / self._trained, rates.reduce_bytes_per_s),
             down_s=_over(traffic.link_down / self._passes * grads / self._leaving, self._down),
@@ -261,6 +264,15 @@ class _Seconds:
             self._write(nbytes) if stored else 0.0,
             self._write(numel * sizing.specs[unit].dtype.itemsize) if params and written else 0.0,
         )
+
+    def _take(self, numel: int) -> float:
+        """Copied in the first pass of a step, and added up in the others; beside a device, by the link."""
+        if self._plan.machine.discrete:
+            return 0.0
+        sizing = self._plan.sizing
+        came, held = sizing.layout.param_dtype.itemsize, sizing.grad_dtype.itemsize
+        nbytes = came + held + held * (self._passes - 1) / self._passes
+        return _over(numel * nbytes * self._neighbours, self._rates.memory_bytes_per_s)
 
     def _read(self, nbytes: int) -> float:
         return _over(nbytes * self._neighbours, self._reads)

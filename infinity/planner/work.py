@@ -45,10 +45,12 @@ class Pass:
     Attributes:
         flops: of products, by kind.
         other_bytes: read and written by all other operations.
+        operations: how many there are, products among them.
     """
 
     flops: dict[Product, float] = field(default_factory=dict)
     other_bytes: float = 0.0
+    operations: float = 0.0
 
     @property
     def total_flops(self) -> float:
@@ -159,7 +161,8 @@ def _extended(one: Work, two: Work, blocks: int) -> Work:
     def passes(first: Pass, second: Pass, count: int) -> Pass:
         kinds = first.flops.keys() | second.flops.keys()
         flops = {kind: line(first.flops.get(kind, 0.0), second.flops.get(kind, 0.0), count) for kind in kinds}
-        return Pass(flops, line(first.other_bytes, second.other_bytes, count))
+        other_bytes = line(first.other_bytes, second.other_bytes, count)
+        return Pass(flops, other_bytes, line(first.operations, second.operations, count))
 
     return Work(
         one.tokens,
@@ -259,16 +262,18 @@ class _Counter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._flops: Counter[Product] = Counter()
         self._other_bytes = 0.0
+        self._operations = 0
 
     def take(self) -> Pass:
         """What was counted since the last call."""
-        taken = Pass(dict(self._flops), self._other_bytes)
-        self._flops, self._other_bytes = Counter(), 0.0
+        taken = Pass(dict(self._flops), self._other_bytes, self._operations)
+        self._flops, self._other_bytes, self._operations = Counter(), 0.0, 0
         return taken
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
+        self._operations += func.namespace != "prim" and not func.is_view  # "prim": what tensors without values ask
         if "scaled_dot_product" in str(packet):
             self._flops[Product("attention", 0)] += _attention_flops(args, backward="backward" in str(packet))
         elif packet in flop_registry:

@@ -19,7 +19,7 @@ from infinity.profiling.contention import contention, contention_of_ranks, with_
 from infinity.profiling.drives import OPERATIONS, drive_rates, written_bytes
 from infinity.profiling.link import link_rates
 from infinity.profiling.processor import matmul_rates, optimizer_rates, thread_counts
-from infinity.profiling.products import product_rates
+from infinity.profiling.products import operation_cost, product_rates
 from infinity.profiling.record import new_record
 from infinity.tiers import accelerator
 from infinity.zero.ranks import Ranks
@@ -95,11 +95,13 @@ def _machine(job: ProfileJob, device: torch.device | None, progress: Progress) -
     parts["matmul"] = matmul_rates(torch.device("cpu"), _DTYPES)
     report("matrix products")
     parts["products"] = product_rates(torch.device("cpu"), _DTYPES)
+    parts["operations"] = [operation_cost(torch.device("cpu"))]
     report("products of layers")
     if device is not None:
         parts["matmul"] += matmul_rates(device, _DTYPES)
         report(f"matrix products on {device.type}")
         parts["products"] += product_rates(device, _DTYPES)
+        parts["operations"].append(operation_cost(device))
         report(f"products of layers on {device.type}")
         parts["link"] = link_rates(device)
         report(f"link to {device.type}")

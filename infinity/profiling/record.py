@@ -1,6 +1,6 @@
 """The profile as a file: one JSON object whose names carry their units.
 
-    {"format": "infinity-profile", "version": 2, "taken_at_unix_s": ..., "took_s": ..., "infinity": "0.1.0",
+    {"format": "infinity-profile", "version": 3, "taken_at_unix_s": ..., "took_s": ..., "infinity": "0.1.0",
      "drives": [{"path", "filesystem", "device", "backend", "direct", "cautions": [],
                  "read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s"}],
      "drives_together": {"read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s"}; null for one drive,
@@ -9,6 +9,7 @@
      "memory": [{"threads", "triad_bytes_per_s", "in_place_bytes_per_s"}],
      "matmul": [{"device", "dtype", "rows", "flop_per_s"}],
      "products": [{"device", "dtype", "layout", "rows", "flop_per_s"}],
+     "operations": [{"device", "operation_s"}],
      "link": {"device", "to_device_bytes_per_s", "to_host_bytes_per_s",
               "both_to_device_bytes_per_s", "both_to_host_bytes_per_s"}; null without a device,
      "ranks": {"count", "on_this_machine", "backend", "shard_bytes",
@@ -19,7 +20,7 @@ What was not measured is null. A rate is that of a median or of one long run. Dr
 "compute" where that is the CPU's, "optimizer", and "disk" in `mixed`. A collective's rate is that of the bytes that a
 rank receives (all-gather) or sends (reduce-scatter): (count - 1) shards. Products are those of a linear layer of so
 many rows, by how their operands lie: "nn", "nt" (the second is transposed), "tn" (the first is); and "attention",
-forward and backward.
+forward and backward. An operation of a model's forward or backward pass costs `operation_s` beside what it computes.
 """
 
 from __future__ import annotations
@@ -30,9 +31,20 @@ from typing import Any
 
 from infinity.errors import ConfigError
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 _FORMAT = "infinity-profile"
-_PARTS = ("drives", "drives_together", "contention", "optimizer", "memory", "matmul", "products", "link", "ranks")
+_PARTS = (
+    "drives",
+    "drives_together",
+    "contention",
+    "optimizer",
+    "memory",
+    "matmul",
+    "products",
+    "operations",
+    "link",
+    "ranks",
+)
 
 
 def new_record(infinity_version: str, taken_at_s: float, took_s: float, parts: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from infinity.profiling.contention import contention
 from infinity.profiling.drives import drive_rates
 from infinity.profiling.link import link_rates
 from infinity.profiling.processor import optimizer_rates
-from infinity.profiling.products import product_rates
+from infinity.profiling.products import operation_cost, product_rates
 from infinity.profiling.record import new_record
 from infinity.tiers import accelerator
 from infinity.tuning.space import Aio
@@ -93,10 +93,14 @@ def _profile(job: MachineJob, device: torch.device | None, progress: Progress) -
     begin_s, taken_at_s = time.perf_counter(), time.time()
     dtypes = (getattr(torch, job.dtype),)
     progress("matrix products")
-    parts: dict[str, Any] = {"products": product_rates(torch.device("cpu"), dtypes)}
+    parts: dict[str, Any] = {
+        "products": product_rates(torch.device("cpu"), dtypes),
+        "operations": [operation_cost(torch.device("cpu"))],
+    }
     if device is not None:
         progress(f"link to {device.type}")
         parts["products"] += product_rates(device, dtypes)
+        parts["operations"].append(operation_cost(device))
         parts["link"] = link_rates(device)
     progress("optimizer")
     parts["optimizer"], parts["memory"] = optimizer_rates(_PARAMS, [kernels.thread_count()], lambda _: None)

@@ -113,7 +113,7 @@ def test_a_profile_that_is_none_is_refused(tmp_path) -> None:
         ("{", "p.json"),
         ("[]", "is no profile"),
         ('{"format": "infinity-profile", "version": 99}', "has version 99"),
-        ('{"format": "infinity-profile", "version": 2, "drives": []}', "lacks drives_together"),
+        ('{"format": "infinity-profile", "version": 3, "drives": []}', "lacks drives_together"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=words):

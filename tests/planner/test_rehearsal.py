@@ -112,6 +112,13 @@ def test_gradients_that_spill_are_written_and_read() -> None:
     assert twice.busy_s["disk"] == pytest.approx((4 * UNITS - left - found) * 0.5)
 
 
+def test_gradients_are_taken_over_by_the_compute_thread_once_a_pass() -> None:
+    unit = UnitWork(grad_bytes=1, take_s=0.5, tiles=(TileWork(0.01),))
+    for passes in (1, 2):
+        done = rehearse(step(unit, passes=passes), even)
+        assert done.busy_s["compute"] == pytest.approx(passes * (COMPUTING + UNITS * 0.5))
+
+
 def test_a_third_slot_hides_the_writes() -> None:
     spilling = UnitWork(spill_s=1.0, tiles=(TileWork(0.1),))
     two, three = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,15 @@ def test_products_have_the_rate_of_their_layout_and_rows() -> None:
     assert rates.compute_s(Pass({Product("nn", 512): 5.0})) == pytest.approx(5.0)
 
 
+def test_operations_cost_what_launching_takes() -> None:
+    work = Pass({Product("nn", 8): 1e6}, operations=100)
+    rates = Rates({"nn": ((8, 1e9),)}, operation_s=1e-5)
+    assert rates.compute_s(work) == pytest.approx(1e-3 + 1e-3)
+    ahead = replace(rates, launches_ahead=True)
+    assert ahead.compute_s(work) == pytest.approx(1e-3), "launched while others are computed"
+    assert ahead.compute_s(replace(work, operations=300)) == pytest.approx(3e-3), "the device waits for launches"
+
+
 def profile() -> dict[str, Any]:
     drive = {"read_bytes_per_s": 4e9, "write_bytes_per_s": 2e9, "mixed_bytes_per_s": 3e9}
     return {
@@ -196,6 +206,7 @@ def profile() -> dict[str, Any]:
         "memory": [{"threads": n, "triad_bytes_per_s": n * 1e9} for n in (1, 2)],
         "products": [{"device": "cpu", "dtype": "bfloat16", "layout": "nt", "rows": 32, "flop_per_s": 1e10}],
         "link": None,
+        "operations": [],
         "ranks": None,
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import infinity
@@ -18,6 +19,14 @@ CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 def work_of(model: nn.Module, batch: int = 2, seq: int = SEQ, *, checkpointing: bool = False) -> Work:
     partition = plan_training(model, load_config(CONFIG), Machine()).sizing.partition
     return count_work(model, partition, torch.float32, batch, seq, checkpointing=checkpointing)
+
+
+class Counted(TorchDispatchMode):
+    operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += not func.is_view
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
@@ -46,6 +55,10 @@ def test_products_and_saved_bytes_are_those_of_a_real_pass(make) -> None:
     # torch's counter knows the kernels of devices, not those of the CPU
     assert work.forward.total_flops - attention[0] == forward.get_total_flops()
     assert work.backward.total_flops - attention[1] == backward.get_total_flops()
+    counted = Counted()
+    with counted:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert work.forward.operations + work.backward.operations == counted.operations
     assert work.saved_bytes == pytest.approx(sum(t.untyped_storage().nbytes() for t in saved.values()), rel=0.02)
 
 

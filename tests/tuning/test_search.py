@@ -46,6 +46,7 @@ def profile() -> dict:
         "memory": [{"threads": 1, "triad_bytes_per_s": 1e10, "in_place_bytes_per_s": 1e10}],
         "ranks": None,
         "link": None,
+        "operations": [],
         "drives": [disk],
         "drives_together": None,
         "contention": None,
