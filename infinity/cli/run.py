@@ -36,6 +36,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S",
         help="seconds between SIGTERM and SIGKILL for the ranks: time to save (default: torchrun's, 30)",
     )
+    parser.add_argument(
+        "--numa-binding",
+        metavar="MODE",
+        help="keep each rank, and the memory that it touches, near its GPU: node, socket, exclusive or core-complex",
+    )
     parser.add_argument("--no-deepspeed", action="store_true", help="leave `import deepspeed` alone")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the script is a module's name")
     script = "a Python file, an infinity command (train or profile), or `accelerate launch ...`"
@@ -56,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if ranks < 1:
         raise ConfigError(f"--ranks is {ranks}; it must be at least 1")
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *_meeting(args)]
-    command += [*_endings(args), *_target(args)]
+    command += [*_endings(args), *_binding(args), *_target(args)]
     # torchrun would give each rank one thread, and the optimizer runs on the processor.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     os.execve(sys.executable, command, environment)
@@ -100,14 +105,34 @@ def _endings(args: argparse.Namespace) -> list[str]:
     return options
 
 
+def _binding(args: argparse.Namespace) -> list[str]:
+    """Which CPUs the ranks run on, as torchrun's options.
+
+    Raises:
+        ConfigError: this torch cannot, or knows no such way.
+    """
+    if args.numa_binding is None:
+        return []
+    try:
+        from torch.numa.binding import AffinityMode  # noqa: PLC0415  (of torch 2.9)
+    except ImportError as error:
+        raise ConfigError(
+            f"--numa-binding {args.numa_binding} takes torch 2.9 or newer: start each rank under numactl instead"
+        ) from error
+    modes = [mode.value for mode in AffinityMode]
+    if args.numa_binding not in modes:
+        raise ConfigError(f"--numa-binding is {args.numa_binding}; it is one of {', '.join(modes)}")
+    return [f"--numa-binding={args.numa_binding}"]
+
+
 def _accelerate(args: argparse.Namespace) -> list[str]:
     """The command line of accelerate.
 
     Raises:
         ConfigError: options that accelerate has under other names.
     """
-    ours = (args.ranks, args.nodes, args.node_rank, args.address, args.max_restarts, args.shutdown_timeout)
-    if ours != (None, 1, None, None, None, None):
+    ours = (args.ranks, args.node_rank, args.address, args.max_restarts, args.shutdown_timeout, args.numa_binding)
+    if args.nodes != 1 or any(value is not None for value in ours):
         raise ConfigError("accelerate starts the ranks: give `accelerate launch` its own --num_processes and the like")
     return ["-m", "accelerate.commands.accelerate_cli", *args.arguments]
 

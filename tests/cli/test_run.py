@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import config_from_args, get_args_parser
+from torch.numa.binding import AffinityMode
 
 from infinity.cli.main import main
 from tests.cli.test_commands import ROOT, lines, train, train_arguments, workspace, write_config
@@ -71,9 +73,21 @@ def test_every_rank_gets_its_share_of_the_cores(tmp_path: Path) -> None:
         (["--nodes", "2", "train"], "give --address"),
         (["--nodes", "2", "--address", "first", "train"], "give --node-rank"),
         (["--address", "first", "train"], "give --nodes"),
+        (["--numa-binding", "near", "train"], "--numa-binding is near; it is one of node, socket"),
     ],
 )
 def test_what_cannot_run_is_refused(arguments, message, capsys, monkeypatch) -> None:
     monkeypatch.delenv("SLURM_NODEID", raising=False)
     assert main(["run", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_ranks_are_bound_as_torchrun_binds_them(tmp_path: Path, monkeypatch) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    commands = []
+    monkeypatch.setattr(os, "execve", lambda path, command, environment: commands.append(command))
+    main(["run", "--ranks", "2", "--numa-binding", "node", str(script)])
+    (command,) = commands
+    given = config_from_args(get_args_parser().parse_args(command[3:]))[0]
+    assert given.numa_options.affinity_mode == AffinityMode.NODE
