@@ -65,6 +65,19 @@ def check_what_one_rank_changes_in_init() -> None:
     engine.destroy()
 
 
+def check_the_part_of_a_parameter_in_init() -> None:
+    """It is of rank 0's values, which count, and filled up to one length."""
+    with deepspeed.zero.Init():
+        layer = nn.Linear(3, 3, bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(1 + comm.get_rank())
+    part = layer.weight.ds_tensor
+    assert part.numel() == 5
+    assert torch.equal(part, torch.ones(5) if comm.get_rank() == 0 else torch.tensor([1.0, 1, 1, 1, 0]))
+    if comm.get_rank() == 1:  # a copy asks nobody
+        assert torch.equal(deepcopy(part), torch.tensor([2.0, 2, 2, 2, 0]))
+
+
 class Coded(nn.Module):
     """Integers and numbers of eight bits beside what is trained."""
 
@@ -248,6 +261,7 @@ EARLY = message(AssertionError, lambda: deepspeed.init_distributed(dist_init_req
 deepspeed.init_distributed()
 check_sums()
 check_what_one_rank_changes_in_init()
+check_the_part_of_a_parameter_in_init()
 check_codes_are_rank_0s()
 check_live_views()
 check_coalesced_means()

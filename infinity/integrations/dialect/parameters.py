@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.front import init_distributed
-from infinity.integrations.dialect.live_views import part_numel, part_of_values
+from infinity.integrations.dialect.live_views import part_numel, part_of_built, part_of_values
 from infinity.zero.gathered import GatheredParameters as Gathered
 from infinity.zero.gathered import has_values, owner_of
 from infinity.zero.init import Init as InFiles
@@ -105,7 +105,8 @@ class Init(InFiles):
     """`infinity.zero.Init` with DeepSpeed's arguments; those that say how it does its work change nothing.
 
     Parameters have their values until `initialize` moves them, and the attributes that DeepSpeed's have: their
-    `ds_status` is that of DeepSpeed's, so that scripts gather them.
+    `ds_status` is that of DeepSpeed's, so that scripts gather them, and `ds_tensor` is this rank's part of rank 0's
+    values, to look at, which all ranks read together.
 
     Raises:
         ConfigError: parameters are to be divided among some ranks only.
@@ -133,7 +134,7 @@ class Init(InFiles):
             init_distributed()
         # A module that is there already keeps its values until `initialize` moves them.
         super().__init__(config if config is not None else config_dict_or_path, enabled=enabled)
-        self._taken: list[weakref.ref[nn.Parameter]] = []
+        self._built: dict[int, weakref.ref[nn.Module]] = {}  # by identity
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -144,15 +145,16 @@ class Init(InFiles):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        for reference in self._taken:
-            param = reference()
-            if param is not None and not hasattr(param, "ds_id"):
+        built = [module for reference in self._built.values() if (module := reference()) is not None]
+        for param in (param for module in built for param in module.parameters(recurse=False)):
+            if type(param) is nn.Parameter and not hasattr(param, "ds_id"):
                 _mark(param)  # now that it has its shape
-        self._taken.clear()
+                if param.numel() > 0:
+                    param.ds_tensor = part_of_built(param)  # type: ignore[attr-defined]
+        self._built.clear()
 
     def _take(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if type(param) is nn.Parameter:
-            self._taken.append(weakref.ref(param))
+        self._built[id(module)] = weakref.ref(module)  # and not the parameter, which `skip_init` exchanges later
 
 
 class GatheredParameters(Gathered):
