@@ -234,21 +234,21 @@ def check_misuse() -> dict[str, str]:
 
 
 class WithNothing(nn.Module):
-    """A parameter without elements takes part."""
+    """Parameters without elements take part, also blocks of nothing else, more than memory has room for in padding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dense = nn.Linear(4, 2)
-        self.empty = nn.Linear(4, 0, bias=False)
+        self.empty = nn.ModuleList(nn.Linear(4, 0, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dense(x).sum() + self.empty(x).sum()
+        return self.dense(x).sum() + sum(empty(x).sum() for empty in self.empty)
 
 
 def check_empty_parameters() -> None:
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
     engine, *_ = deepspeed.initialize(model=WithNothing(), config=config)
-    assert [hasattr(param, "ds_id") for param in engine.parameters()] == [True, True, False]
+    assert [hasattr(param, "ds_id") for param in engine.parameters()] == [True, True, False, False, False, False]
     for _ in range(2):
         engine.backward(engine(inputs()))
         engine.step()
