@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from itertools import count
@@ -75,6 +75,37 @@ class _Status:
         return ZeroParamStatus, (self.now().value,)
 
 
+class _Uses(Collection[int]):
+    """The unit that has the parameter, by number, while a pass of the model uses it; nothing otherwise."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = weakref.ref(param)
+
+    def _now(self) -> list[int]:
+        param = self._param()
+        found = None if param is None else owner_of(param)
+        if found is None:
+            return []
+        engine, place = found
+        here = (place.unit.index, place.index)
+        return [place.unit.index] if engine.shows(*here) and not engine.lends(*here) else []
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._now()
+
+    def clear(self) -> None:
+        """Nothing: a use ends by itself."""
+
+    def __reduce__(self) -> tuple[Any, ...]:  # what it is now, in a copy that is pickled
+        return set, (self._now(),)
+
+
 def mark(engine: Engine) -> None:
     """Give the parameters of an engine's model the attributes that DeepSpeed's have under ZeRO-3.
 
@@ -96,6 +127,8 @@ def _mark(param: nn.Parameter) -> None:
         "ds_numel": param.numel(),
         "ds_status": _Status(param),
         "ds_persist": False,
+        "ds_active_sub_modules": _Uses(param),
+        "is_external_param": False,  # one that another module uses is noticed as it is used
     }
     for name, value in attributes.items():
         setattr(param, name, value)
