@@ -66,6 +66,11 @@ class Accessors:
         """This thread is in a backward pass of the model."""
         return self._step.in_backward_now
 
+    @property
+    def awaits_step(self) -> bool:
+        """A backward pass is over, and neither the next micro-batch nor the update has begun."""
+        return self._step.awaits_step
+
     # Batches #
 
     def train_batch_size(self) -> int:

@@ -40,7 +40,7 @@ from infinity.zero.callbacks import weakly
 from infinity.zero.compiled import is_compiled, left_out
 from infinity.zero.coroutines import current_coroutine
 from infinity.zero.outside_units import normalisations
-from infinity.zero.partition import HookPoint, Partition
+from infinity.zero.partition import HookPoint, Partition, Unit
 from infinity.zero.reads import ParameterReads
 
 
@@ -75,7 +75,9 @@ class Hooks:
         self._listener = listener
         self._compiled = is_compiled(model)
         self._handles: list[RemovableHandle] = []
-        self._followed = frozenset(chain.from_iterable(p.units for p in partition.hook_points if p.moving))
+        moving = frozenset(chain.from_iterable(p.units for p in partition.hook_points if p.moving))
+        # One of parameters without elements has nothing that backward could need, and would fill memory with padding.
+        self._followed = moving.difference(unit.index for unit in partition.units if not _has_elements(unit))
         self._calls: list[_Call] = []
         self._of_thread = _OfThread()
         self._begun: dict[_Call, None] = {}
@@ -253,6 +255,10 @@ class Hooks:
 
     def _is_complete(self, unit: int) -> bool:
         return self._arrived[unit] == self._awaited[unit]
+
+
+def _has_elements(unit: Unit) -> bool:
+    return any(slot.numel for slot in unit.slots)
 
 
 class _Nobody:

@@ -201,6 +201,11 @@ class Step:
         """This thread is in a backward pass of the engine, as a function with a backward of its own can be."""
         return self._in_backward and torch._C._current_graph_task_id() != -1
 
+    @property
+    def awaits_step(self) -> bool:
+        """A backward pass is over, and neither the next micro-batch nor `step()` has followed it."""
+        return self._phase is Phase.BACKWARD and self._open is None
+
     def fail(self, error: BaseException) -> None:
         """The states are not those of one step any more."""
         if self._phase is not Phase.FAILED:

@@ -65,6 +65,19 @@ def check_what_one_rank_changes_in_init() -> None:
     engine.destroy()
 
 
+def check_the_part_of_a_parameter_in_init() -> None:
+    """It is of rank 0's values, which count, and filled up to one length."""
+    with deepspeed.zero.Init():
+        layer = nn.Linear(3, 3, bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(1 + comm.get_rank())
+    part = layer.weight.ds_tensor
+    assert part.numel() == 5
+    assert torch.equal(part, torch.ones(5) if comm.get_rank() == 0 else torch.tensor([1.0, 1, 1, 1, 0]))
+    if comm.get_rank() == 1:  # a copy asks nobody
+        assert torch.equal(deepcopy(part), torch.tensor([2.0, 2, 2, 2, 0]))
+
+
 class Coded(nn.Module):
     """Integers and numbers of eight bits beside what is trained."""
 
@@ -221,21 +234,21 @@ def check_misuse() -> dict[str, str]:
 
 
 class WithNothing(nn.Module):
-    """A parameter without elements takes part."""
+    """Parameters without elements take part, also blocks of nothing else, more than memory has room for in padding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dense = nn.Linear(4, 2)
-        self.empty = nn.Linear(4, 0, bias=False)
+        self.empty = nn.ModuleList(nn.Linear(4, 0, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dense(x).sum() + self.empty(x).sum()
+        return self.dense(x).sum() + sum(empty(x).sum() for empty in self.empty)
 
 
 def check_empty_parameters() -> None:
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
     engine, *_ = deepspeed.initialize(model=WithNothing(), config=config)
-    assert [hasattr(param, "ds_id") for param in engine.parameters()] == [True, True, False]
+    assert [hasattr(param, "ds_id") for param in engine.parameters()] == [True, True, False, False, False, False]
     for _ in range(2):
         engine.backward(engine(inputs()))
         engine.step()
@@ -248,6 +261,7 @@ EARLY = message(AssertionError, lambda: deepspeed.init_distributed(dist_init_req
 deepspeed.init_distributed()
 check_sums()
 check_what_one_rank_changes_in_init()
+check_the_part_of_a_parameter_in_init()
 check_codes_are_rank_0s()
 check_live_views()
 check_coalesced_means()

@@ -260,6 +260,24 @@ def test_a_parameter_is_available_where_it_is_used() -> None:
         assert engine.module.seen == [False, True, False]
 
 
+def test_a_parameter_tells_which_unit_uses_it_now() -> None:
+    model = Watches()
+    seen = []
+    model.blocks[0].register_forward_hook(lambda *_: seen.append(list(model.blocks[0].weight.ds_active_sub_modules)))
+    with initialize(model=model, config=CONFIG)[0] as engine:
+        weight = model.blocks[0].weight
+        engine.backward(engine(torch.randn(4, WIDTH)).square().mean())
+        ((number,),) = seen
+        assert not weight.ds_active_sub_modules
+        assert number not in weight.ds_active_sub_modules
+        with GatheredParameters(weight):  # which is no use of a module's
+            weight.ds_active_sub_modules.clear()
+            assert len(weight.ds_active_sub_modules) == 0
+        assert pickle.loads(pickle.dumps(weight.ds_active_sub_modules)) == set()
+        assert not weight.is_external_param
+        engine.step()
+
+
 def test_a_tag_that_is_not_the_same_on_all_ranks_is_an_assertion_error(monkeypatch, tmp_path) -> None:
     def differ(*args: object, **kwargs: object) -> None:
         raise infinity.ConfigError("save_checkpoint: tag is not the same on all ranks")

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import skip_init
 
 import infinity
 from infinity.integrations.dialect.engine import initialize
-from infinity.integrations.dialect.live_views import LiveView
+from infinity.integrations.dialect.live_views import LiveView, part_of_built
+from infinity.integrations.dialect.parameters import Init
 from infinity.integrations.dialect.values import safe_get_full_fp32_param, safe_get_full_grad
 from tests.doors.small_models import CONFIG, WIDTH, Heads
 
@@ -109,3 +111,61 @@ def test_what_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr("infinity.integrations.dialect.live_views.free_bytes", lambda device: 100)
         with pytest.raises(infinity.CapacityError, match=rf"needs {view.numel() * 4} bytes of host memory"):
             view.sum()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_parameters_of_a_group_are_there_flat(stage) -> None:
+    with engine_at(stage, **SIXTEEN_BITS) as engine:
+        (view,) = engine.optimizer.bit16_groups_flat
+        before = view.clone()
+        assert (view.dtype, view.grad_fn) == (torch.bfloat16, None)
+        backward(engine)
+        engine.step()
+        assert torch.equal(view, flat(param.detach() for param in engine.module.parameters()))
+        assert not torch.equal(view, before)
+        with pytest.raises(infinity.InfinityError, match=r"bit16_groups_flat: its values are in the tiers"):
+            view.zero_()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_base_optimizer_tells_its_steps_and_has_no_states(stage) -> None:
+    with engine_at(stage) as engine:
+        base = engine.optimizer.optimizer
+        for _ in range(2):
+            backward(engine)
+            engine.step()
+        for param in engine.module.parameters():
+            assert base.state[param] == {"step": 2}
+            assert param not in base.state
+        assert base.state_dict()["state"] == {}
+
+
+def test_an_optimizer_tells_where_in_a_step_it_is() -> None:
+    with engine_at(3, gradient_accumulation_steps=2) as engine:
+        optimizer = engine.optimizer
+        told = [(optimizer.micro_step_id, optimizer._epilogue_ran_this_backward)]
+        for _ in range(2):
+            backward(engine)
+            told.append((optimizer.micro_step_id, optimizer._epilogue_ran_this_backward))
+            engine.step()
+        assert told == [(0, False), (0, True), (1, True)]
+        assert (optimizer.micro_step_id, optimizer._epilogue_ran_this_backward) == (0, False)
+
+
+def test_a_part_of_a_parameter_before_initialize_is_of_its_values() -> None:
+    with Init():
+        model = torch.nn.Linear(3, 5)
+        without_values = skip_init(torch.nn.Linear, 4, 2)
+    part = model.weight.ds_tensor
+    assert without_values.weight.ds_tensor.numel() == 8
+    assert torch.equal(part, model.weight.detach().flatten())
+    with torch.no_grad():
+        model.weight.fill_(2)
+    assert torch.equal(part, torch.full((15,), 2.0))
+    assert type(pickle.loads(pickle.dumps(part))) is torch.Tensor
+    assert torch.equal(copy.deepcopy(part), torch.full((15,), 2.0))
+    with initialize(model=model, config=CONFIG)[0] as engine:
+        assert torch.equal(engine.module.weight.ds_tensor, torch.full((15,), 2.0))
+    gone = part_of_built(torch.nn.Parameter(torch.ones(2)))
+    with pytest.raises(infinity.InfinityError, match="the parameter is gone"):
+        gone.clone()

@@ -17,7 +17,7 @@ from infinity.integrations.dialect import tuning_arguments as tuning
 from infinity.integrations.dialect.accelerator import Accelerator
 from infinity.integrations.dialect.builders import AsyncIOBuilder, FusedLambBuilder, compatible_ops
 from infinity.integrations.dialect.config_model import DeepSpeedConfigModel
-from infinity.integrations.dialect.engine import DeepSpeedEngine
+from infinity.integrations.dialect.engine import DeepSpeedEngine, initialize
 from infinity.integrations.dialect.experts import (
     has_moe_layers,
     is_moe_param,
@@ -32,6 +32,7 @@ from infinity.integrations.dialect.zero_config import (
     get_zero_config,
 )
 from infinity.optim import schedule_classes as schedules
+from tests.doors.small_models import CONFIG
 
 
 def optimizer(**more: Any) -> torch.optim.Optimizer:
@@ -245,3 +246,22 @@ def test_as_many_processes_compute_as_the_launcher_has_started(monkeypatch) -> N
     assert accelerator.device_count() == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert accelerator.device_count() == 3
+
+
+@pytest.mark.usefixtures("ends_process_group")
+def test_a_bucket_that_deepspeed_cannot_align_is_refused_as_there() -> None:
+    section = {"stage": 2, "allgather_bucket_size": 1001}
+    with pytest.raises(AssertionError, match=r"is 1001: .* multiple of nccl_start_alignment_factor, 2"):
+        initialize(model=nn.Linear(4, 4), config=CONFIG | {"zero_optimization": section})
+    with initialize(model=nn.Linear(4, 4), config=CONFIG | {"zero_optimization": section | {"stage": 3}})[0]:
+        pass  # which has no such buffers there
+
+
+@pytest.mark.usefixtures("ends_process_group")
+def test_how_far_deepspeed_reads_ahead_is_read_and_changes_nothing() -> None:
+    section = DeepSpeedZeroConfig(stage3_adaptive_prefetch_bucket_size=True, stage3_adaptive_prefetch_min_size=5)
+    assert (section.adaptive_prefetch_bucket_size, section.adaptive_prefetch_min_size) == (True, 5)
+    assert section.adaptive_prefetch_max_size == 5 * 10**8
+    asked = {"stage": 3, "stage3_adaptive_prefetch_bucket_size": True}
+    with initialize(model=nn.Linear(4, 4), config=CONFIG | {"zero_optimization": asked})[0] as engine:
+        assert engine._config.zero_config.adaptive_prefetch_bucket_size

@@ -1,11 +1,13 @@
 """The optimizer under an engine's own, as `engine.optimizer.optimizer` names it in DeepSpeed.
 
 It says which optimizer trains, and with which hyper-parameters: its groups are the engine's. It updates nothing, and
-has no states.
+has no states but the number of steps.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +15,21 @@ import torch
 from infinity.config import Config
 from infinity.optim import named
 from infinity.optim.optimizer import check_no_states
+
+
+class StepsOnly(defaultdict[torch.Tensor, Any]):
+    """States that are elsewhere: it has nothing in it, and tells of any parameter how many steps there were.
+
+    Args:
+        steps: counts them.
+    """
+
+    def __init__(self, steps: Callable[[], int]) -> None:
+        super().__init__()
+        self._steps = steps
+
+    def __missing__(self, param: torch.Tensor) -> dict[str, int]:
+        return {"step": self._steps()}
 
 
 def base_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:

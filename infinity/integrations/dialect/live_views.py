@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from infinity.errors import CapacityError, InfinityError
 from infinity.integrations.dialect.values import local_values, safe_get_local_fp32_param, safe_get_local_grad
 from infinity.memory import free_bytes
-from infinity.zero.gathered import owner_of
+from infinity.zero.gathered import GatheredParameters, owner_of
 from infinity.zero.partition import Partition
+from infinity.zero.ranks import join_ranks, world_size
 
 Read = Callable[[], torch.Tensor]
 Part = Callable[[nn.Parameter, int], torch.Tensor | None]  # of a parameter, by it and the elements of the part
@@ -113,6 +115,54 @@ def part_of_values(param: nn.Parameter, numel: int) -> LiveView:
         return values
 
     return LiveView("param.ds_tensor", numel, param.dtype, param.device, read)
+
+
+class _BuiltPart(LiveView):
+    """Of a parameter that no engine has yet. A copy of it asks no other rank: it has this rank's own values."""
+
+    own: Read
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.own()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.own().__reduce_ex__(protocol)
+
+
+def part_of_built(param: nn.Parameter) -> LiveView:
+    """This rank's part of a parameter of `zero.Init` that no engine has yet, of rank 0's values, which count.
+
+    Parts are of one length, with 0 behind the last element. All ranks read it together; the view keeps no parameter
+    alive.
+    """
+    reference, size = weakref.ref(param), world_size()
+    rank, numel = dist.get_rank() if size > 1 else 0, -(-param.numel() // size)
+
+    def read(source: int | None) -> torch.Tensor:
+        alive = reference()
+        if alive is None:
+            raise InfinityError("param.ds_tensor: the parameter is gone")
+        values = torch.zeros(numel * size, dtype=alive.dtype)
+        values[: alive.numel()] = alive.detach().flatten().cpu()
+        if source is not None:
+            join_ranks().broadcast(values, source)
+        return values[rank * numel : (rank + 1) * numel].to(alive.device)
+
+    part = _BuiltPart("param.ds_tensor", numel, param.dtype, param.device, lambda: read(0))
+    part.own = lambda: read(None)
+    return part
+
+
+def flat_values(name: str, params: Iterable[nn.Parameter]) -> LiveView:
+    """These parameters themselves, in the dtype that they compute in, one behind the other."""
+    given = list(params)
+    first = given[0] if given else torch.empty(0)
+
+    def read() -> torch.Tensor:
+        with GatheredParameters(given):
+            return torch.cat([param.detach().flatten() for param in given] or [torch.empty(0)]).clone()
+
+    return LiveView(name, sum(param.numel() for param in given), first.dtype, first.device, read)
 
 
 def flat_masters(name: str, params: Iterable[nn.Parameter]) -> LiveView:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine import Engine
 from infinity.errors import ConfigError
-from infinity.integrations.dialect.base_optimizers import base_optimizer
+from infinity.integrations.dialect.base_optimizers import StepsOnly, base_optimizer
 from infinity.integrations.dialect.deepspeeds_settings import check_setting
-from infinity.integrations.dialect.live_views import LiveView, flat_gradients, flat_masters
+from infinity.integrations.dialect.live_views import LiveView, flat_gradients, flat_masters, flat_values
+from infinity.integrations.dialect.misuse import AssertedConfigError
 from infinity.integrations.dialect.values import safe_get_full_grad, safe_get_local_grad
 from infinity.optim.kinds import ADAM, OptimizerKind
 from infinity.optim.loss_scale import LossScale
@@ -40,10 +42,14 @@ class NamedOptimizer(TieredOptimizer):
         """The one that was given to `initialize`, or one of the class that DeepSpeed makes for the configuration.
 
         It has the same parameter groups, so that its learning rates are in force, and no states: those are the tiers'.
+        The one that is made here tells how many steps a parameter has had, as `state[param]["step"]`.
         """
         engine = self._engine()
         if self._base is None and engine is not None:
             self._base = base_optimizer(engine.config, self.param_groups)
+            if self._base is not None:
+                reference = weakref.ref(self)
+                self._base.state = StepsOnly(lambda: _steps_of(reference()))
         return self if self._base is None else self._base
 
     @property
@@ -92,6 +98,18 @@ class NamedOptimizer(TieredOptimizer):
 
     fp16_groups = bit16_groups
 
+    @property
+    def micro_step_id(self) -> int:
+        """Micro-batches of the step so far, by calls of `engine.step()`."""
+        engine = self._engine()
+        return 0 if engine is None else engine.micro_steps % engine.config.gradient_accumulation_steps
+
+    @property
+    def _epilogue_ran_this_backward(self) -> bool:
+        """A backward pass is over, and nothing of the training loop has followed it."""
+        engine = self._engine()
+        return engine is not None and engine.awaits_step
+
     def _engine(self) -> Engine | None:
         param = next((param for group in self.param_groups for param in group["params"]), None)
         found = None if param is None else owner_of(param)
@@ -103,6 +121,12 @@ class NamedOptimizer(TieredOptimizer):
     def _masters(self, name: str) -> list[LiveView]:
         """This rank's part of each group's masters, flat."""
         return [flat_masters(f"optimizer.{name}", params) for params in self.bit16_groups]
+
+
+def _steps_of(optimizer: NamedOptimizer | None) -> int:
+    """Updates so far that were not left out."""
+    engine = None if optimizer is None else optimizer._engine()
+    return 0 if engine is None else engine.global_steps - engine.skipped_steps
 
 
 class _SixteenBits(NamedOptimizer):
@@ -200,6 +224,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """This rank's part of the float32 masters of each group, flat, to look at; see [Note: live views]."""
         return self._masters("single_partition_of_fp32_groups")
 
+    @property
+    def bit16_groups_flat(self) -> list[LiveView]:
+        """The parameters of each group, flat, in the dtype that they compute in, to look at; see [Note: live views]."""
+        return [flat_values("optimizer.bit16_groups_flat", params) for params in self.bit16_groups]
+
 
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801  (DeepSpeed's name)
     """Of stage 3.
@@ -233,9 +262,24 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801  (DeepSpeed's 
         return norms
 
 
+def _check_bucket(config: Config) -> None:
+    size = int((config.get("zero_optimization") or {}).get("allgather_bucket_size") or 0)
+    if config.zero.stage in (1, 2) and size % 2:
+        raise AssertedConfigError(
+            f"zero_optimization.allgather_bucket_size is {size}: DeepSpeed refuses it, for there "
+            "allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2. It changes nothing here: "
+            "remove the key, or make it even"
+        )
+
+
 def optimizer_class(config: Config) -> type[TieredOptimizer]:
-    """The class of the optimizer that a configuration asks for."""
+    """The class of the optimizer that a configuration asks for.
+
+    Raises:
+        AssertedConfigError: DeepSpeed has no such one.
+    """
     stage = config.zero.stage
+    _check_bucket(config)
     if stage >= 2:
         return DeepSpeedZeroOptimizer if stage == 2 else DeepSpeedZeroOptimizer_Stage3
     if stage == 1:

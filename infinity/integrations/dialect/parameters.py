@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from itertools import count
@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.front import init_distributed
-from infinity.integrations.dialect.live_views import part_numel, part_of_values
+from infinity.integrations.dialect.live_views import part_numel, part_of_built, part_of_values
 from infinity.zero.gathered import GatheredParameters as Gathered
 from infinity.zero.gathered import has_values, owner_of
 from infinity.zero.init import Init as InFiles
@@ -75,6 +75,37 @@ class _Status:
         return ZeroParamStatus, (self.now().value,)
 
 
+class _Uses(Collection[int]):
+    """The unit that has the parameter, by number, while a pass of the model uses it; nothing otherwise."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = weakref.ref(param)
+
+    def _now(self) -> list[int]:
+        param = self._param()
+        found = None if param is None else owner_of(param)
+        if found is None:
+            return []
+        engine, place = found
+        here = (place.unit.index, place.index)
+        return [place.unit.index] if engine.shows(*here) and not engine.lends(*here) else []
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._now()
+
+    def clear(self) -> None:
+        """Nothing: a use ends by itself."""
+
+    def __reduce__(self) -> tuple[Any, ...]:  # what it is now, in a copy that is pickled
+        return set, (self._now(),)
+
+
 def mark(engine: Engine) -> None:
     """Give the parameters of an engine's model the attributes that DeepSpeed's have under ZeRO-3.
 
@@ -96,6 +127,8 @@ def _mark(param: nn.Parameter) -> None:
         "ds_numel": param.numel(),
         "ds_status": _Status(param),
         "ds_persist": False,
+        "ds_active_sub_modules": _Uses(param),
+        "is_external_param": False,  # one that another module uses is noticed as it is used
     }
     for name, value in attributes.items():
         setattr(param, name, value)
@@ -105,7 +138,8 @@ class Init(InFiles):
     """`infinity.zero.Init` with DeepSpeed's arguments; those that say how it does its work change nothing.
 
     Parameters have their values until `initialize` moves them, and the attributes that DeepSpeed's have: their
-    `ds_status` is that of DeepSpeed's, so that scripts gather them.
+    `ds_status` is that of DeepSpeed's, so that scripts gather them, and `ds_tensor` is this rank's part of rank 0's
+    values, to look at, which all ranks read together.
 
     Raises:
         ConfigError: parameters are to be divided among some ranks only.
@@ -133,7 +167,7 @@ class Init(InFiles):
             init_distributed()
         # A module that is there already keeps its values until `initialize` moves them.
         super().__init__(config if config is not None else config_dict_or_path, enabled=enabled)
-        self._taken: list[weakref.ref[nn.Parameter]] = []
+        self._built: dict[int, weakref.ref[nn.Module]] = {}  # by identity
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -144,15 +178,16 @@ class Init(InFiles):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        for reference in self._taken:
-            param = reference()
-            if param is not None and not hasattr(param, "ds_id"):
+        built = [module for reference in self._built.values() if (module := reference()) is not None]
+        for param in (param for module in built for param in module.parameters(recurse=False)):
+            if type(param) is nn.Parameter and not hasattr(param, "ds_id"):
                 _mark(param)  # now that it has its shape
-        self._taken.clear()
+                if param.numel() > 0:
+                    param.ds_tensor = part_of_built(param)  # type: ignore[attr-defined]
+        self._built.clear()
 
     def _take(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if type(param) is nn.Parameter:
-            self._taken.append(weakref.ref(param))
+        self._built[id(module)] = weakref.ref(module)  # and not the parameter, which `skip_init` exchanges later
 
 
 class GatheredParameters(Gathered):

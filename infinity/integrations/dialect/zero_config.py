@@ -108,6 +108,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         lambda on: DeepSpeedZeroOffloadOptimizerConfig(device=OffloadDeviceEnum.cpu) if on else None,
     )
     prefetch_bucket_size: _Count = Field(5 * 10**7, alias="stage3_prefetch_bucket_size")
+    adaptive_prefetch_bucket_size: bool = Field(False, alias="stage3_adaptive_prefetch_bucket_size")
+    adaptive_prefetch_min_size: _Count = Field(10**7, alias="stage3_adaptive_prefetch_min_size")
+    adaptive_prefetch_max_size: _Count = Field(5 * 10**8, alias="stage3_adaptive_prefetch_max_size")
     param_persistence_threshold: _Count = Field(10**5, alias="stage3_param_persistence_threshold")
     model_persistence_threshold: _Count = Field(sys.maxsize, alias="stage3_model_persistence_threshold")
     max_live_parameters: _Count = Field(10**9, alias="stage3_max_live_parameters")
