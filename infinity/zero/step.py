@@ -109,6 +109,7 @@ class Step:
         # In words, since an exception leads to its frames, these to the loss, and its graph to this object: a circle
         # that the garbage collector does not see.
         self._failure = ""
+        self._pass_failed = False  # the last backward pass, and nobody has dropped what it left
         self._arrived: dict[int, set[int]] = {}  # slots, by unit, whose gradients have come in this backward pass
         self._config = config
         self._runtime = runtime
@@ -346,6 +347,7 @@ class Step:
         try:
             self.losses.check(loss, self.counts.global_steps, late=self._is_whole)
         except NonFiniteError:
+            self._pass_failed = True
             if self._open is None and self._phase is Phase.FORWARD:
                 self._end_cycle(learn=False)
                 self._go(Phase.IDLE)
@@ -365,6 +367,7 @@ class Step:
                 '"deferred", which adds their gradients up'
             )
         self._optimizer.check_groups()
+        self._pass_failed = False
         if direct is None:
             self._drop_what_was_taken_away()
         self.updates.undo_ahead()
@@ -432,10 +435,12 @@ class Step:
 
     def finish(self) -> None:
         """Count a micro-batch; at the last of a step, update the parameters and the learning rate."""
-        if self._phase is Phase.BACKWARD and self._open is not None:
-            self.check()
-            raise InfinityError("step() after a backward pass that failed: its gradients were dropped; run it again")
-        self.check()
+        self.check()  # aborts a pass that was left open
+        if self._pass_failed:
+            raise InfinityError(
+                "step() after a backward pass that failed: the gradients of the step were dropped. Run its "
+                "micro-batches again, or leave it out with engine.zero_grad()"
+            )
         if not self._syncs:
             raise InfinityError("step() inside no_sync: leave the context before the last backward of the step")
         self._check_not_gathered("step()")
@@ -532,6 +537,7 @@ class Step:
         if self._open is not None and self._open.direct is not None:
             self._open.direct.close()
         if self._open is None or self._open.phase is Phase.BACKWARD:
+            self._pass_failed = True
             self.gradients.abort_backward()
             self._end_cycle(learn=False)
             if self.updates.under_way:
@@ -567,6 +573,7 @@ class Step:
             )
         self.updates.undo_ahead()
         self.gradients.drop_all()
+        self._pass_failed = False
         self._stand_ins.clear()
         self.losses.forget_sum()
         if self._phase is Phase.BACKWARD:  # a forward pass keeps its graph, and its backward may follow

@@ -155,7 +155,16 @@ def test_loss_backward_on_two_ranks_takes_the_mean_of_their_gradients(stage, tmp
     assert run_ranks(2, _sgd_on_rank, stage, path=tmp_path) == [-1.5, -1.5]
 
 
-def test_a_backward_that_fails_is_no_micro_batch(place, tmp_path) -> None:
+def _by_engine(engine: infinity.Engine, ids: torch.Tensor) -> None:
+    engine.backward(loss_of(engine, ids))
+
+
+def _by_loss(engine: infinity.Engine, ids: torch.Tensor) -> None:
+    loss_of(engine, ids).backward()
+
+
+@pytest.mark.parametrize("go_back", [_by_engine, _by_loss])
+def test_a_backward_that_fails_is_no_micro_batch(place, go_back, tmp_path) -> None:
     ids, config = batches(1)[0], recipe(place, tmp_path)
     config["tiering"]["update_schedule"] = "deferred"
     with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
@@ -166,12 +175,22 @@ def test_a_backward_that_fails_is_no_micro_batch(place, tmp_path) -> None:
         before = dict(engine.named_parameters())
         handle = engine.module.transformer.h[2].register_full_backward_hook(fail)
         with pytest.raises(ValueError, match="on purpose"):
-            loss_of(engine, ids).backward()
+            go_back(engine, ids)
         handle.remove()
-        with pytest.raises(infinity.InfinityError, match="a backward pass that failed"):
-            engine.step()
+        for _ in range(2):
+            with pytest.raises(infinity.InfinityError, match="a backward pass that failed"):
+                engine.step()
         assert all(torch.equal(before[name], values) for name, values in engine.named_parameters())
-        loss_of(engine, ids).backward()
+        go_back(engine, ids)
+        engine.step()
+        assert engine.global_steps == 1
+
+
+def test_a_step_whose_backward_failed_may_be_left_out(place, tmp_path) -> None:
+    with infinity.initialize(model=tiny_gpt2(), config=recipe(place, tmp_path))[0] as engine:
+        with pytest.raises(RuntimeError):
+            engine.backward(loss_of(engine, batches(1)[0]).expand(2))
+        engine.zero_grad()
         engine.step()
         assert engine.global_steps == 1
 
