@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.errors import InfinityError, NonFiniteError, StorageError
+from infinity.errors import DivergedError, InfinityError, NonFiniteError, StorageError
 from infinity.kernels import Rule
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.torch_schedules import advances_by_itself
@@ -529,7 +529,7 @@ class Step:
         if self._open is None or self._open.phase is Phase.BACKWARD:
             self.gradients.abort_backward()
             self._end_cycle(learn=False)
-            if self.updates.under_way:
+            if self.updates.under_way or isinstance(error, DivergedError):  # gathered units may be mixtures, too
                 self.fail(error or InfinityError("a backward pass stopped after it had updated some units"))
                 return
             self.updates.undo_ahead()
