@@ -614,6 +614,8 @@ class Step:
 
     def leave(self, units: tuple[int, ...]) -> None:
         self._executor.leave(units)
+        if self._open is None and not self.hooks.in_forward and not self._only_evaluates:
+            self._executor.rest()  # the model was called past the engine
 
     def backward_left(self, units: tuple[int, ...]) -> None:
         if self.layer_major is not None:
