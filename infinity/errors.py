@@ -23,6 +23,10 @@ class RankError(InfinityError):
     """Another rank of this run has failed or stopped answering."""
 
 
+class DivergedError(InfinityError):
+    """The ranks of this run have exchanged values of different units."""
+
+
 class NonFiniteError(InfinityError):
     """A loss or gradient that is NaN or infinite where nothing may be updated by it."""
 

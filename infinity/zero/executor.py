@@ -11,12 +11,16 @@ The model's parameters show a unit's values while these are in memory, the newes
 A unit whose update has begun is hidden until the new values are there, so nobody reads old ones. An update also counts
 as a change in place, for autograd: a backward pass through a graph that was made with the old values raises torch's own
 error, where it would compute with the new ones.
+
+[Note: values at rest]
+A unit that comes and goes shows its values while something uses it, and NaN between two steps, also while it happens to
+be in memory: what a training loop would write there is gone when the unit leaves memory, without a word.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -57,6 +61,7 @@ class Executor:
     ) -> None:
         self.views = views
         self._params = params
+        self._moving = frozenset(unit for unit, spec in enumerate(params.specs) if spec.offloaded)
         self._pipeline = pipeline
         self._cycle = cycle
         self._in_flight = in_flight
@@ -141,7 +146,7 @@ class Executor:
 
     def _touch(self, unit: int) -> None:
         """The unit was used last."""
-        if self._params.specs[unit].offloaded:
+        if unit in self._moving:
             self._recency.pop(unit, None)
             self._recency[unit] = None
 
@@ -170,6 +175,21 @@ class Executor:
         self._params.keep_pins(self._in_flight.units)  # an exception may have kept a use from being left
         if self._cycle.end(learn=learn) or not learn:
             self._todo.clear()
+        self.rest()
+
+    def rest(self) -> None:
+        """No module uses anything for now, see [Note: values at rest]."""
+        for unit in self._recency:
+            self.views.hide(unit)
+
+    def _rest(self, unit: int) -> None:
+        """A look at the unit is over."""
+        if self._rests(unit):
+            self.views.hide(unit)
+
+    def _rests(self, unit: int) -> bool:
+        """The unit comes and goes, and nobody uses it."""
+        return unit in self._moving and not self._params.is_pinned(unit)
 
     def _work_off(self) -> None:
         """Do what the plan asks for, in its order, up to the first action that must wait for memory."""
@@ -203,6 +223,7 @@ class Executor:
         self.views.hide(unit)
         self._params.evict(unit)
         self._recency.pop(unit, None)
+        self._fetching.pop(unit, None)  # an update may have waited for its values, and nobody else
 
     def _make_room(self, unit: int) -> None:
         """Free memory for a unit that is needed now: what was used longest ago first."""
@@ -242,11 +263,15 @@ class Executor:
         """Read the optimizer states of these units ahead."""
         self._pipeline.expect(units)
 
-    def update(self, unit: int, segments: tuple[Segment, ...]) -> None:
-        """Update the unit as soon as its values are in memory: now if they are, else when they are fetched."""
+    def update(self, unit: int, segments: tuple[Segment, ...], slots: Collection[int]) -> None:
+        """Update the unit as soon as its values are in memory: now if they are, else when they are fetched.
+
+        Args:
+            slots: what is updated. The rest of the pass that is running may still compute with the others.
+        """
         self._in_flight.pending[unit] = segments
         self._gathering.changed(unit)
-        self.views.outdate(unit, trained=True)
+        self.views.outdate(unit, slots)
         if self._params.residency(unit) is not Residency.STORED:
             self._try_update(unit)
 
@@ -271,9 +296,9 @@ class Executor:
         self._in_flight.run_ahead(unit, segments, needed)
         return True
 
-    def confirm(self, unit: int) -> None:
-        """What ran ahead is the unit's update, which is finished as any other."""
-        self.views.outdate(unit, trained=True)
+    def confirm(self, unit: int, slots: Collection[int]) -> None:
+        """What ran ahead is the unit's update, of these slots, which is finished as any other."""
+        self.views.outdate(unit, slots)
         self._in_flight.confirm(unit)
         if unit not in self._in_flight:
             self._in_flight.finished.append(unit)
@@ -351,7 +376,8 @@ class Executor:
         """Units whose updates are over have their values again."""
         while self._in_flight.finished:
             unit = self._in_flight.finished.pop()
-            if unit in self._params.coming or unit in self._in_flight.pending or unit in self._in_flight.ahead:
+            behind = unit in self._params.coming or unit in self._in_flight.pending or unit in self._in_flight.ahead
+            if behind or self._rests(unit):
                 continue  # shown when it is used
             if self._params.residency(unit) is Residency.RESIDENT and self._gathering.is_whole(unit):
                 self.views.show(unit)
@@ -387,6 +413,8 @@ class Executor:
         while self._in_flight.finish_one():
             pass
         self.settle()
+        for unit in self._recency:
+            self._rest(unit)
 
     def move_states(self, unit: int, *, there: bool) -> None:
         """Have the unit's optimizer states live on the device, or below again; every update is done.
@@ -407,8 +435,8 @@ class Executor:
     def show_newest(self) -> None:
         """Carry out every update and have the parameters that never leave show their values; all ranks together."""
         self.drain()
-        for unit, spec in enumerate(self._params.specs):
-            if not spec.offloaded:
+        for unit in range(len(self._params.specs)):
+            if unit not in self._moving:
                 self._params.await_update(unit)
                 self._gathering.gather(unit)
                 self.views.show(unit)
@@ -431,6 +459,7 @@ class Executor:
         finally:
             self._gathering.let_go(unit)
             self._params.unpin(unit)
+            self._rest(unit)
 
     @contextmanager
     def resident(self, unit: int) -> Iterator[torch.Tensor]:
@@ -447,6 +476,7 @@ class Executor:
                 self._params.close_host(unit)
         finally:
             self._params.unpin(unit)
+            self._rest(unit)
 
     @contextmanager
     def changing(self, unit: int) -> Iterator[torch.Tensor]:
@@ -460,7 +490,7 @@ class Executor:
                 self._params.end_change(unit)
                 self._params.await_update(unit)
                 self._gathering.changed(unit)
-                self.views.outdate(unit, trained=False)
+                self.views.outdate(unit)
                 if self._gathering.is_whole(unit):
                     self.views.show(unit)
 
@@ -482,7 +512,8 @@ class Executor:
         self._params.await_update(unit)
         flight = self._in_flight
         behind = unit in flight.pending or unit in flight or unit in flight.ahead or self.views.detached
-        if self._params.residency(unit) is Residency.RESIDENT and not behind and self._gathering.is_whole(unit):
+        whole = self._params.residency(unit) is Residency.RESIDENT and self._gathering.is_whole(unit)
+        if whole and not behind and not self._rests(unit):
             self.views.show(unit)
         else:
             self.views.hide(unit)

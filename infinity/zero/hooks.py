@@ -15,6 +15,14 @@ outputs in an object that hides them), and after the gradients of the inputs (a 
 result of every function that was given a parameter of such a unit has a hook as well, and its gradient begins the call
 again. The same watch finds a parameter that is not the module's own; its unit joins the call that reads it.
 
+[Note: tensors within a transform]
+Inside of `torch.vmap` a module is called with wrappers that say that they need no gradient, while the tensors within
+them do: what autograd records, it records for those. So hooks are registered at every level that needs a gradient.
+
+[Note: parameters that forward changes]
+`nn.Embedding(max_norm=...)`, a momentum encoder or an initialisation by the first batch change parameters inside of the
+forward pass. Of a unit that comes and goes, that would be gone with its memory, so it is refused.
+
 [Note: gradients in parts]
 In one backward pass autograd adds all uses of a parameter before it gives the gradient. Not so under reentrant
 checkpointing, where every checkpoint is a backward pass of its own: then a unit that several calls use gets
@@ -33,6 +41,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import InfinityError
@@ -89,13 +98,15 @@ class Hooks:
         self._uses_without_grad: set[int] = set()
         self._counting = False
         unit_of: dict[int, int] = {}
+        self._names: dict[int, str] = {}
         for unit in partition.units:
             for index, slot in enumerate(unit.slots):
                 param = model.get_parameter(slot.name)
                 unit_of[id(param)] = unit.index
+                self._names[id(param)] = slot.name
                 if slot.trainable:
                     self._watch_parameter(param, unit.index, index)
-        self._reads = ParameterReads(unit_of, weakly(self._use))
+        self._reads = ParameterReads(unit_of, weakly(self._use), weakly(self._check_change))
         for point in partition.hook_points:
             self._watch_module(model.get_submodule(point.module_name), point)
         for module, widened in normalisations(model):  # later than `enter`, which brings the values
@@ -183,9 +194,8 @@ class Hooks:
 
     def _tell_backward(self, outputs: Any) -> None:
         """Tell when backward begins, before it gets to any parameter, whoever has begun it."""
-        for tensor in _tensors(outputs):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(self._backward_begins)
+        for tensor in _recorded(outputs):
+            tensor.register_hook(self._backward_begins)
 
     def _backward_begins(self, grad: torch.Tensor) -> None:
         self._listener.backward_enter(())
@@ -218,6 +228,15 @@ class Hooks:
                 if unit in self._followed:
                     call.followed.append(unit)
         return call.begin_with if call.followed and torch.is_grad_enabled() else _nothing
+
+    def _check_change(self, param: int, unit: int) -> None:
+        """The model's forward is about to change a parameter, see [Note: parameters that forward changes]."""
+        if unit in self._followed:
+            raise InfinityError(
+                f"the forward pass changes `{self._names[param]}` in place, which would be lost when its unit leaves "
+                "memory: change it between two steps in zero.GatheredParameters, or have parameters stay in memory "
+                "(zero_optimization.stage 2)"
+            )
 
     def _count(self, units: tuple[int, ...]) -> None:
         if self._counting:
@@ -326,9 +345,8 @@ class _Call:
 
     def begin_with(self, result: Any) -> None:
         """The call's backward begins when one of these tensors has its gradient."""
-        for tensor in _tensors(result):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(self.begin)
+        for tensor in _recorded(result):
+            tensor.register_hook(self.begin)
 
     def begin(self, grad: torch.Tensor) -> None:
         if torch.is_grad_enabled():  # the graph of this backward would hold weights that leave memory when it is over
@@ -364,16 +382,17 @@ def _mark_inputs(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     only late.
     """
     values = [*args, *kwargs.values()]
-    marked = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
+    marked = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and _needs_gradient(v)]
     nested = [v for v in values if not isinstance(v, torch.Tensor)]
-    if any(tensor.requires_grad for tensor in _tensors(nested)):
+    if any(_needs_gradient(tensor) for tensor in _tensors(nested)):
         return None
     if not marked or any(values[i].layout is not torch.strided or values[i].is_nested for i in marked):
         return None
     for index in marked:
         values[index] = values[index].view_as(values[index])
-        values[index].register_hook(call.input_done)
-    call.inputs = len(marked)
+        for tensor in _recorded(values[index]):
+            tensor.register_hook(call.input_done)
+            call.inputs += 1
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
 
@@ -387,3 +406,23 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)
+
+
+def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor and those within it, see [Note: tensors within a transform]."""
+    yield tensor
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+        yield tensor
+
+
+def _needs_gradient(tensor: torch.Tensor) -> bool:
+    return any(level.requires_grad for level in _levels(tensor))
+
+
+def _recorded(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that autograd has made, at every level."""
+    for tensor in _tensors(value):
+        for level in _levels(tensor):
+            if level.requires_grad and level.grad_fn is not None:
+                yield level

@@ -10,9 +10,10 @@ import os
 import sys
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -32,6 +33,27 @@ _ANSWER_S = 5.0
 # torch 2.13 renamed them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Path:
+    """Which units this rank has exchanged so far, in their order, as a number.
+
+    Collectives do not say whose they are: ranks that come to different ones mix values of different units, without a
+    word if these have one size.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def add(self, what: str) -> None:
+        """One more exchange has begun."""
+        self._number = zlib.crc32(what.encode(), self._number)
+
+    def flags(self) -> torch.Tensor:
+        """Bytes whose greatest over the ranks (`Ranks.any_of`) are these again if all have come the same way, and on no
+        rank else."""
+        number = self._number.to_bytes(4, "big")
+        return torch.tensor([*number, *(255 - byte for byte in number)], dtype=torch.uint8)
 
 
 class Pending:
@@ -90,6 +112,7 @@ class Ranks:
         host_group: for tensors in host memory.
         neighbours: how many of them are on this machine.
         timeout_s: how long one waits for the others to come to what all do together.
+        path: of this process, also as a rank of a part of those that meet.
     """
 
     rank: int = 0
@@ -100,6 +123,7 @@ class Ranks:
     timeout_s: float = 300.0
     meeting: Meeting | None = None
     called: str = ""  # this rank in messages, where it is one of a part of those that meet
+    path: Path = field(default_factory=Path, compare=False)
 
     @staticmethod
     def of_group(group: Any = None, timeout_s: float = 300.0) -> Ranks:
@@ -174,6 +198,7 @@ class Ranks:
     def all_gather(self, flat: torch.Tensor, pieces: Sequence[Piece], unit: str) -> list[Pending]:
         """Start to fill a unit's flat tensor, of which `pieces` are this rank's, with all ranks' pieces."""
         what = f"the all-gather of unit `{unit}`"
+        self.path.add(what)
         timed = flat.device.type == "cpu"
         started = []
         start = 0
@@ -189,6 +214,7 @@ class Ranks:
     def reduce_scatter(self, shard: torch.Tensor, flat: torch.Tensor, unit: str) -> Pending:
         """Start to sum all ranks' `flat`; `shard` becomes this rank's slice of the sum."""
         what = f"the reduce-scatter of the gradients of unit `{unit}`"
+        self.path.add(what)
         with self.talking(what):
             work = _reduce_scatter(shard, flat, group=self.group, async_op=True)
             return Pending(self, what, work, timed=flat.device.type == "cpu")
@@ -196,6 +222,7 @@ class Ranks:
     def all_reduce(self, flat: torch.Tensor, unit: str) -> Pending:
         """Start to sum all ranks' `flat` in place."""
         what = f"the all-reduce of the gradients of unit `{unit}`"
+        self.path.add(what)
         with self.talking(what):
             work = dist.all_reduce(flat, group=self.group, async_op=True)
             return Pending(self, what, work, timed=flat.device.type == "cpu")

@@ -2,18 +2,20 @@
 
 A module may read a parameter that is not its own: a tied head (`F.linear(x, self.embedding.weight)`), the output
 projection that `nn.MultiheadAttention` never calls as a module. Such a parameter may be away, and no hook of its
-owner fires. Torch shows every call of its functions to a `TorchFunctionMode`, and that is where it is seen.
+owner fires. Torch shows every call of its functions to a `TorchFunctionMode`, and that is where it is seen. So are
+functions that change a parameter, by itself or by `param.data` and `param.detach()`, which share its memory.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.weak import WeakIdKeyDictionary
 
 # What asks for a tensor's form and not for its values. Getters (`.dtype`, `.shape`) are told by their name.
 _FORM = frozenset(
@@ -21,21 +23,30 @@ _FORM = frozenset(
 )
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # the getters that lead to the values
 
+_CHANGE_NO_VALUE = frozenset({"requires_grad_", "detach_", "share_memory_", "retain_grad_"})
+_RENORMING = {"embedding": 1, "embedding_bag": 1}  # with `max_norm`, they change what stands there
+
 Use = Callable[[tuple[int, ...]], Callable[[Any], None]]
+Change = Callable[[int, int], None]
 
 
 class ParameterReads(TorchFunctionMode):
     """While active, `use(units)` is called before any torch function that is given parameters of these units, or
-    views of them, and what it returns is called with the function's result.
+    views of them, and what it returns is called with the function's result. Before a function that changes a parameter
+    in place, `change(identity of the parameter, unit)` is called.
 
     One thread's nested activations count as one.
     """
 
-    def __init__(self, unit_of: Mapping[int, int], use: Use) -> None:
+    def __init__(self, unit_of: Mapping[int, int], use: Use, change: Change) -> None:
         """`unit_of` is by identity of the parameter."""
         super().__init__()
         self._unit_of = unit_of
         self._use = use
+        self._change = change
+        self._shares = (
+            WeakIdKeyDictionary()
+        )  # tensors without a base that lie in a parameter's memory, and its identity
         self._depth = _Depth()
 
     def __enter__(self) -> ParameterReads:
@@ -65,6 +76,8 @@ class ParameterReads(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)  # to be seen when the compiled code runs, if it calls functions of torch's
+        for value in _changed_by(func, args, kwargs):
+            self._check_change(value)
         units: dict[int, None] = {}
         self._collect(args, units)
         if kwargs:
@@ -74,7 +87,23 @@ class ParameterReads(TorchFunctionMode):
         used = self._use(tuple(units))
         result = func(*args, **kwargs)
         used(result)
+        if args and _shares_memory(func):
+            self._shares[result] = self._parameter_of(args[0])
         return result
+
+    def _check_change(self, value: Any) -> None:
+        if isinstance(value, (tuple, list)):
+            for item in value:
+                self._check_change(item)
+        elif isinstance(value, torch.Tensor):
+            param = self._parameter_of(value)
+            if param is not None:
+                self._change(param, self._unit_of[param])
+
+    def _parameter_of(self, tensor: torch.Tensor) -> int | None:
+        """The parameter in whose memory the tensor lies, by its identity."""
+        own = tensor if tensor._base is None else tensor._base
+        return id(own) if id(own) in self._unit_of else self._shares.get(own)
 
     def _collect(self, values: Iterable[Any], units: dict[int, None]) -> None:
         """The units of the parameters among the values; layers with many weights pass them in a list."""
@@ -100,3 +129,21 @@ def _asks_for_form(func: Any) -> bool:
     if name == "__get__":
         return func.__self__.__name__ not in _VIEWS
     return name == "__set__" or func in _FORM  # the engine sets `.data`, and must not be asked for it
+
+
+def _shares_memory(func: Any) -> bool:
+    """It returns a tensor in the memory of the one it is given, which autograd takes for no view."""
+    name = getattr(func, "__name__", "")
+    return name == "detach" or (name == "__get__" and func.__self__.__name__ == "data")
+
+
+def _changed_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """What a function of torch's changes in place; by torch's names, such functions end in one underscore."""
+    name = getattr(func, "__name__", "")
+    if "out" in kwargs:
+        yield kwargs["out"]
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _CHANGE_NO_VALUE
+    if in_place or name == "__setitem__" or kwargs.get("inplace"):
+        yield args[0] if args else list(kwargs.values())
+    elif name in _RENORMING and kwargs.get("max_norm") is not None:
+        yield args[_RENORMING[name]] if len(args) > _RENORMING[name] else kwargs.get("weight")

@@ -25,6 +25,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from infinity.errors import DivergedError
 from infinity.kernels import GradStats
 from infinity.memory import Loan, scratch_on
 from infinity.telemetry import Counters, StallCause
@@ -321,15 +322,25 @@ class Reduction:
         left[list(self.collected)] = 1
         if self._last:
             left[list(self._partial_sums.held)] = 1
+        told = self._no_flags()[:0]
         if self.tells_late:
             for unit in left.nonzero():
                 self._note(int(unit), self._slots_of(int(unit)))
-            left = torch.cat([left, self._present])
+            told = self._present
+        path = self.groups.all.path.flags()
+        flags = torch.cat([left, told, path])
         with self.agreeing():
-            self.groups.all.any_of(left).wait()
+            self.groups.all.any_of(flags).wait()
+        left, told, path_of_all = flags.split([count, len(told), len(path)])
+        if not torch.equal(path_of_all, path):
+            raise DivergedError(
+                "the ranks have run different modules in this step, or the same in another order, so that gradients or "
+                "parameters of different units were mixed: have all ranks take one path through the model, and draw "
+                "what it depends on (layers that are left out at random) from one seed"
+            )
         if self.tells_late:
-            self._present = left[count:]
-        return [int(unit) for unit in left[:count].nonzero()]
+            self._present = told
+        return [int(unit) for unit in left.nonzero()]
 
     def _slots_of(self, unit: int) -> set[int]:
         """Slots of which this rank has a gradient that a reduction would begin with."""

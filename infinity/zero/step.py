@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.errors import InfinityError, NonFiniteError, StorageError
+from infinity.errors import DivergedError, InfinityError, NonFiniteError, StorageError
 from infinity.kernels import Rule
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.torch_schedules import advances_by_itself
@@ -540,7 +540,7 @@ class Step:
             self._pass_failed = True
             self.gradients.abort_backward()
             self._end_cycle(learn=False)
-            if self.updates.under_way:
+            if self.updates.under_way or isinstance(error, DivergedError):  # gathered units may be mixtures, too
                 self.fail(error or InfinityError("a backward pass stopped after it had updated some units"))
                 return
             self.updates.undo_ahead()
@@ -626,6 +626,8 @@ class Step:
 
     def leave(self, units: tuple[int, ...]) -> None:
         self._executor.leave(units)
+        if self._open is None and not self.hooks.in_forward and not self._only_evaluates:
+            self._executor.rest()  # the model was called past the engine
 
     def backward_left(self, units: tuple[int, ...]) -> None:
         if self.layer_major is not None:

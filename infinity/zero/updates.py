@@ -315,11 +315,12 @@ class Updates:
     def _update(self, unit: int, segments: tuple[Segment, ...]) -> None:
         self.under_way = True
         self._count(unit)
+        slots = self._gradients.slots_with_gradients(unit)
         self._gradients.forget(unit)
         if self._executor.ran_ahead(unit) == segments:
-            self._executor.confirm(unit)
+            self._executor.confirm(unit, slots)
         else:
-            self._executor.update(unit, segments)
+            self._executor.update(unit, segments, slots)
 
     def _count(self, unit: int) -> None:
         """Parameters that have a gradient have one more update."""

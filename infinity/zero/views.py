@@ -9,7 +9,8 @@ to where it belongs, as `param.data.copy_(values)` would; elsewhere it is refuse
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -18,6 +19,17 @@ from infinity.errors import InfinityError
 from infinity.tiers import Params
 from infinity.zero.model_parts import local_part, set_local_part
 from infinity.zero.partition import Partition
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """What is made inside is an ordinary tensor, for parameters to lie in.
+
+    In the user's inference mode it would be one that cannot be trained, and within a transform of `torch.func` one that
+    is gone when the transform is over.
+    """
+    with torch.inference_mode(False), torch._C._DisableFuncTorch():
+        yield
 
 
 class ParameterViews:
@@ -52,7 +64,7 @@ class ParameterViews:
         self._shown[unit] = None
         self._lies[unit] = [None] * len(self._lies[unit])
 
-    @torch.inference_mode(False)
+    @_plainly()
     def look(self, unit: int) -> None:
         """The unit's parameters lie where they were put, see [Note: parameters that lie elsewhere].
 
@@ -89,18 +101,17 @@ class ParameterViews:
             "or with load_state_dict"
         )
 
-    @torch.inference_mode(False)
-    def outdate(self, unit: int, *, trained: bool) -> None:
-        """The unit's values are old, or those of its trained parameters.
+    @_plainly()
+    def outdate(self, unit: int, slots: Collection[int] | None = None) -> None:
+        """The unit's values are old, or those of these slots.
 
         The rest of a backward pass may still need the others.
         """
-        slots = self._units[unit].slots
-        old = [index for index, slot in enumerate(slots) if slot.trainable or not trained]
+        old = range(len(self._parameters[unit])) if slots is None else sorted(slots)
         self._cover(unit, old)
         torch.autograd.graph.increment_version([self._parameters[unit][index] for index in old])
 
-    @torch.inference_mode(False)
+    @_plainly()
     def cover(self, unit: int) -> None:
         """The values of the unit's trained parameters may be old, or not: nobody sees any."""
         self._cover(unit, [index for index, slot in enumerate(self._units[unit].slots) if slot.trainable])
@@ -115,13 +126,13 @@ class ParameterViews:
         """What the parameter lies in."""
         return local_part(self._parameters[unit][slot]).detach()
 
-    @torch.inference_mode(False)
+    @_plainly()
     def lend(self, unit: int, slot: int, values: torch.Tensor) -> None:
         """The model's parameter lies in `values` until it is taken back, wherever its unit goes meanwhile."""
         self.lent[unit].add(slot)
         set_local_part(self._parameters[unit][slot], values)
 
-    @torch.inference_mode(False)  # a parameter must not become an inference tensor, which cannot be trained
+    @_plainly()
     def show(self, unit: int) -> None:
         self.look(unit)
         if self._shown[unit]:
@@ -134,7 +145,7 @@ class ParameterViews:
         self._set(unit, range(len(self._views[unit])), self._views[unit])
         self._shown[unit] = True
 
-    @torch.inference_mode(False)
+    @_plainly()
     def hide(self, unit: int) -> None:
         self.look(unit)
         if self._shown[unit] is False:

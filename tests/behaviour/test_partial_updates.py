@@ -1,8 +1,9 @@
-"""A unit of which an update touches a part: what it leaves alone reaches the drive too."""
+"""A unit of which an update touches a part: what it leaves alone reaches the drive too, and can be computed with."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from torch import nn
 
 import infinity
 from infinity.errors import CapacityError
-from tests.behaviour.reference import Placement, Recipe
+from infinity.io import Priority
+from infinity.tiers import Residency
+from infinity.zero.updates import Updates
+from tests.behaviour.reference import LR, Placement, Recipe, named_budget
 
 WIDTH, BLOCKS = 100, 6
 RECIPE = Recipe("fp32")
@@ -41,6 +45,13 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
+def least_bytes(model: nn.Module, config: dict[str, Any]) -> int:
+    """The least of host memory that the model needs; the configuration has less."""
+    with pytest.raises(CapacityError) as refused:
+        infinity.initialize(model=copy.deepcopy(model), config=config)
+    return named_budget(refused.value)
+
+
 # A path through few blocks, whose plan has them stay in memory; then half of one of them, which may leave it now.
 STEPS = [(2, True)] * 4 + [(2, False)]
 
@@ -51,9 +62,7 @@ def test_what_an_update_leaves_alone_is_no_older_on_the_drive(tmp_path) -> None:
     reference = copy.deepcopy(model)
     inputs = [torch.randn(4, WIDTH) for _ in STEPS]
     config = RECIPE.config(Placement("nvme", "nvme", tmp_path, "64KiB", host_memory=1))
-    with pytest.raises(CapacityError) as refused:
-        infinity.initialize(model=copy.deepcopy(model), config=config)
-    least = int(str(refused.value).split("Raise tiering.host_memory to ")[1].split()[0])
+    least = least_bytes(model, config)
     unit_bytes = 2 * WIDTH * (WIDTH + 1) * 4
     config["tiering"]["host_memory"] = least + unit_bytes  # of parameters, for three units
     optimizer = torch.optim.AdamW(reference.parameters(), **config["optimizer"]["params"])
@@ -75,3 +84,61 @@ def test_what_an_update_leaves_alone_is_no_older_on_the_drive(tmp_path) -> None:
         values = dict(engine.named_parameters())
     for name, param in reference.named_parameters():
         torch.testing.assert_close(values[name], param.detach(), rtol=1e-5, atol=1e-6)
+
+
+class Normed(nn.Module):
+    """Blocks with a matrix that never has a gradient, so that the rest of theirs waits, and norms outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Halves() for _ in range(3))
+        for index in range(3):
+            self.add_module(f"norm{index}", nn.LayerNorm(WIDTH))
+            self.add_module(f"small{index}", nn.Linear(WIDTH, WIDTH // 2))
+            self.add_module(f"back{index}", nn.Linear(WIDTH // 2, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            norm, small, back = (self.get_submodule(f"{name}{index}") for name in ("norm", "small", "back"))
+            x = norm(back(small(block(x, False))))
+        return x.square().mean() + x.mean()
+
+
+def test_a_unit_that_is_updated_in_part_within_backward_is_computed_with_to_its_end(tmp_path, monkeypatch) -> None:
+    """Memory is so short that norms whose gradients have come are updated while those of others are to come."""
+    plain = Normed()
+    config = RECIPE.config(Placement("nvme", "nvme", tmp_path, 4096, host_memory=1, schedule="backward"))
+    config["tiering"]["host_memory"] = least_bytes(plain, config)
+    optimizer = torch.optim.AdamW(plain.parameters(), **config["optimizer"]["params"])
+    early = []
+    monkeypatch.setattr(
+        Updates, "_update_early", lambda self, of_torch=Updates._update_early: early.append(of_torch(self)) or early[-1]
+    )
+    with infinity.initialize(model=Normed(), config=config)[0] as engine:
+        for x in torch.randn(3, 4, WIDTH):
+            plain(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.backward(engine(x))
+            engine.step()
+        values = dict(engine.named_parameters())
+    assert any(early)  # else this shows nothing
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(values[name], param.detach(), rtol=1e-2, atol=LR / 10)
+
+
+def test_nobody_waits_for_what_was_fetched_for_an_update_and_has_left(tmp_path) -> None:
+    """An update waits for the values by itself, and the plan may have the unit leave before anybody uses it."""
+    config = RECIPE.config(Placement("nvme", "nvme", tmp_path, "64KiB", host_memory=1))
+    config["tiering"]["host_memory"] = least_bytes(Chain(), config)
+    with infinity.initialize(model=Chain(), config=config)[0] as engine:
+        executor, params = engine._runtime.executor, engine._runtime.params
+        for unit in range(BLOCKS):
+            executor._try_evict(unit)
+        assert executor._fetch(0, Priority.PREFETCH)
+        params.fetch_wait(0)  # as an update does
+        assert executor._try_evict(0)
+        assert params.residency(0) is Residency.STORED
+        with pytest.raises(CapacityError):  # nothing can make room, as everything is away
+            executor._make_room(1)

@@ -236,3 +236,45 @@ def test_ranks_may_use_different_experts(tmp_path) -> None:
         for case, weights in zip(cases, of_rank, strict=True):
             for name, param in model.named_parameters():
                 torch.testing.assert_close(weights[name], param.data, rtol=1e-5, atol=1e-6, msg=f"{case.stage} {name}")
+
+
+class Detour(nn.Module):
+    """Goes through two of its layers, which are alike, in the order that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+        for index in order:
+            x = x + self.layers[index](x).tanh()
+        return x.square().mean()
+
+
+def take_paths(cases: list[Case], orders: list[list[int]]) -> list[str]:
+    """What each case's third step is refused with; in two, the ranks take the same path."""
+    refusals = []
+    for case in cases:
+        with infinity.initialize(model=Detour(), config=case.config())[0] as engine:
+            for order in ([0, 1, 2], [2, 1], orders[dist.get_rank()]):
+                loss = engine(torch.ones(2, 16), order)
+                try:
+                    engine.backward(loss)
+                    engine.step()
+                except infinity.InfinityError as error:
+                    refusals.append(str(error))
+                    with pytest.raises(infinity.InfinityError, match="has stopped after an error"):
+                        engine(torch.ones(2, 16), order)
+    return refusals
+
+
+@pytest.mark.parametrize("orders", [[[0, 1], [1, 0]], [[0, 2], [1, 2]]], ids=["another order", "other layers"])
+def test_ranks_on_different_paths_are_told_so(orders, tmp_path) -> None:
+    """Layers of one size: their gradients, and at stage 3 their parameters, would be mixed without a word."""
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    cases = [Case(stage, Placement("nvme", "nvme", swap) if stage == 3 else Placement()) for stage in range(4)]
+    for refusals in run_ranks(2, take_paths, cases, orders, path=tmp_path):
+        assert len(refusals) == len(cases)
+        assert all("the ranks have run different modules" in refusal for refusal in refusals)

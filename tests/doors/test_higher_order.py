@@ -17,6 +17,7 @@ from infinity.tiers import SameMemory
 from tests.behaviour.reference import LR, WEIGHT_DECAY, Placement, Recipe
 
 STEPS = 3
+LEAST = "120KiB"  # two blocks of parameters
 REFUSED = r"backward with create_graph=True .* goes through units that leave memory"
 
 
@@ -144,3 +145,49 @@ def test_transforms_of_the_backward_pass_give_them_where_parameters_stay(transfo
 def test_and_are_refused_where_they_move(transform, tmp_path) -> None:
     with critic_in("moves", tmp_path) as engine, pytest.raises(InfinityError, match=REFUSED):
         BACKWARD[transform](engine.module)
+
+
+class PerSample(Critic):
+    """Its blocks are called within a transform."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = vmap(block)(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("wrap", [PerSample, Critic])
+@pytest.mark.parametrize("placement", ["stays", "moves"])
+def test_modules_within_vmap_train_as_in_torch(placement, wrap, tmp_path) -> None:
+    """Frozen in part, so that a block's backward goes on when its own gradients are there."""
+
+    def frozen(model: nn.Module) -> nn.Module:
+        for block in model.blocks:
+            block.up.requires_grad_(False)
+        return model
+
+    plain = frozen(wrap())
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=LR, weight_decay=WEIGHT_DECAY)
+    moves = Placement("nvme", "nvme", tmp_path, "4KiB", LEAST, "deferred")
+    config = Recipe("fp32").config(moves if placement == "moves" else Placement(schedule="deferred"))
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 8
+    with infinity.initialize(model=frozen(wrap()), config=config)[0] as engine:
+        called = engine.module if wrap is PerSample else vmap(engine.module)
+        for _ in range(STEPS):
+            (plain if wrap is PerSample else vmap(plain))(inputs()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.backward(called(inputs()).square().mean())
+            engine.step()
+        for name, value in engine.named_parameters():
+            assert torch.allclose(value, plain.get_parameter(name), atol=1e-6), name
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_parameters_that_leave_memory_within_a_transform_are_ordinary_afterwards(tmp_path) -> None:
+    config = Recipe("fp32").config(Placement("nvme", "nvme", tmp_path, "4KiB", LEAST))
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 8
+    with infinity.initialize(model=Critic(), config=config)[0] as engine, torch.no_grad():
+        slope = FORWARD["jvp"](engine.module)
+        assert torch.allclose(engine(inputs()), Critic()(inputs()), atol=1e-6)
+        assert torch.allclose(slope, FORWARD["jvp"](Critic()), atol=1e-6)

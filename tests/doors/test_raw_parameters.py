@@ -149,6 +149,33 @@ def test_at_stage_3_a_parameter_is_nan_or_the_newest(schedule, params, tmp_path)
                     assert after_backward[name].isnan().all() or torch.equal(after_backward[name], values), name
 
 
+BETWEEN_STEPS: list[Callable[[infinity.Engine], object]] = [
+    lambda engine: None,
+    lambda engine: engine.synchronize(),
+    lambda engine: list(engine.named_parameters()),
+    lambda engine: engine.module.state_dict(),
+    lambda engine: engine.module(batches(1)[0]),
+]
+
+
+@pytest.mark.parametrize("look", BETWEEN_STEPS)
+@pytest.mark.parametrize("schedule", ["backward", "deferred", "barrier"])
+@pytest.mark.parametrize("host_memory", ["800KB", "1500KB", None])
+def test_at_stage_3_what_comes_and_goes_is_nan_between_steps(host_memory, schedule, look, tmp_path) -> None:
+    """Where it happens to be in memory, too: what is written there would be lost when it goes."""
+    placement = Placement("nvme", "nvme", tmp_path, "16KiB", host_memory, schedule)
+    model = tiny_gpt2()
+    with infinity.initialize(model=model, config=Recipe().config(placement))[0] as engine, torch.no_grad():
+        for ids in batches(STEPS):
+            with torch.enable_grad():
+                train_on(engine, [ids])
+            look(engine)
+            for param in model.transformer.h.parameters():
+                assert param.isnan().all()
+                with pytest.raises(RuntimeError, match="single memory location"):
+                    param.data.mul_(0.5)
+
+
 def _ranks_read(stage: int, path: str, clipping: float) -> list[dict[str, torch.Tensor]]:
     """What the module shows, and what it should, after a step, a save and a load."""
     config = config_of(stage, clipping=clipping)
