@@ -530,13 +530,14 @@ class UpdatePipeline:
     def _end(self, ticket: UpdateTicket, error: BaseException | None = None) -> None:
         for tile in ticket.tiles:
             self._ring.give_up(tile)
+        with self._wake:  # first: whoever waits for the ticket may visit the states next
+            self._queue.remove(ticket)
+            self._queued[ticket.job.unit] -= 1
         if error is None:
             ticket.computed.set_result(None)
         else:
             ticket.computed.set_exception(error)
         with self._wake:
-            self._queue.remove(ticket)
-            self._queued[ticket.job.unit] -= 1
             self._wake.notify_all()
 
     def _update(self, ticket: UpdateTicket, tile: Tile) -> None:

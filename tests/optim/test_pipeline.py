@@ -198,3 +198,21 @@ def test_a_tile_that_cannot_be_read_fails_its_unit_alone_and_gives_its_slot_back
         for unit in range(UNITS):
             steps = [bool(fields["exp_avg"].any()) for _, fields in on.pipeline.tiles(unit, writable=False)]
             assert steps == [True, unit != 1]
+
+
+def test_states_can_be_visited_as_soon_as_their_update_is_waited_for(tmp_path: Path) -> None:
+    """A worker that is held up between an update's end and the next thing that it does."""
+    ended = threading.Event()
+
+    def hold_up(_: object) -> None:
+        ended.set()
+        time.sleep(0.2)
+
+    with stage(tmp_path, resident_bytes=EVERYTHING, slots=0) as on:
+        gate = _Gate()
+        ticket = on.submit(0, 0, Move(gate, StallCause.DISK_READ))
+        ticket.computed.add_done_callback(hold_up)
+        gate.open()
+        ended.wait()
+        ticket.result()
+        assert len(list(on.pipeline.tiles(0, writable=False))) == len(on.states.tiles(0))
