@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-# The test models are too small for threads: torch's would only wait for one another. Subprocesses inherit it.
+# The test models are too small for threads: torch's would only wait for one another, at full speed. Subprocesses
+# inherit the variable, which comes too late for the torch that is imported here.
 os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 # A shell that starts the suite in the background has it ignore Ctrl-C, and so would the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
