@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-# The test models are too small for threads: torch's would only wait for one another. Subprocesses inherit it.
+# The test models are too small for threads: torch's would only wait for one another, at full speed. Subprocesses
+# inherit the variable, which comes too late for the torch that is imported here.
 os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 # A shell that starts the suite in the background has it ignore Ctrl-C, and so would the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -25,6 +29,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path == _DEVICE and not any(path.is_relative_to(_DEVICE) for path in named):
         return True
     return None
+
+
+def pytest_collection_finish() -> None:
+    """What imports have left is no garbage: without it a collection, which many tests make, takes a tenth as long."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extension modules report theirs as leaked when the process ends
 
 
 @pytest.fixture

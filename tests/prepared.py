@@ -32,7 +32,7 @@ from types import ModuleType, TracebackType
 from typing import IO, Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
-_MODULES = ("infinity.setup", "tests.behaviour.reference", "transformers.trainer", "accelerate", "peft")
+_MODULES = ("infinity.setup", "tests.behaviour.reference", "transformers.trainer", "accelerate", "peft", "pytest")
 _FILES = 3  # standard input, output and errors
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import subprocess
+import sys
+import time
 import traceback
 from collections.abc import Callable, Collection
 from datetime import timedelta
@@ -12,14 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests import prepared
 
 _TIMEOUT_S = 60
-
-# Ranks are forked off a process that has imported what they need and has run nothing of it: a start takes milliseconds.
-# `transformers` imports its models when they are asked for, as the reference does, which takes seconds.
-_CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["infinity.setup", "tests.behaviour.reference", "pytest", __name__])
+_CALL = f"from {__name__} import run_rank; run_rank()"
 
 
 def run_ranks(
@@ -40,27 +41,37 @@ def run_ranks(
     Raises:
         AssertionError: a rank failed (with its traceback), or they did not finish in time.
     """
-    processes = [
-        _CONTEXT.Process(target=_run, args=(rank, size, str(path), function, args), daemon=True) for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
+    torch.save((function, args), path / "call")
+    environment = os.environ | {"LOCAL_WORLD_SIZE": str(size)}
+    ranks = [prepared.Child(["-c", _CALL, str(rank), str(size), path], env=environment) for rank in range(size)]
     try:
-        for process in processes:
-            process.join(timeout_s)
-        errors = [file.read_text() for file in sorted(path.glob("error-*"))]
-        assert not errors, "\n".join(errors)
-        codes = [process.exitcode for process in processes]
-        assert all(code == (-signal.SIGKILL if rank in killed else 0) for rank, code in enumerate(codes)), codes
+        codes, said = _ends(ranks, time.monotonic() + timeout_s)
     finally:
-        for process in processes:
-            process.kill()
+        for rank in ranks:
+            rank.kill()
+    errors = [file.read_text() for file in sorted(path.glob("error-*"))]
+    assert not errors, "\n".join(errors)
+    wanted = [-signal.SIGKILL if rank in killed else 0 for rank in range(size)]
+    assert codes == wanted, f"{codes}: {said}"
     return [None if rank in killed else torch.load(path / f"result-{rank}", weights_only=False) for rank in range(size)]
 
 
-def _run(rank: int, size: int, path: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+def _ends(ranks: list[prepared.Child], until_s: float) -> tuple[list[int | None], list[str]]:
+    """The exit code of each, None of one that has not ended by then, and what each wrote."""
+    codes, said = [], []
+    for rank in ranks:
+        try:
+            said.append("".join(rank.communicate(max(0, until_s - time.monotonic()))))
+        except subprocess.TimeoutExpired:
+            said.append("not finished in time")
+        codes.append(rank.returncode)
+    return codes, said
+
+
+def run_rank() -> None:
+    """What each of the processes does."""
+    rank, size, path = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    function, args = torch.load(path / "call", weights_only=False)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{path}/store",
@@ -69,8 +80,9 @@ def _run(rank: int, size: int, path: str, function: Callable[..., Any], args: tu
         timeout=timedelta(seconds=_TIMEOUT_S),
     )
     try:
-        torch.save(function(*args), Path(path) / f"result-{rank}")
+        torch.save(function(*args), path / f"result-{rank}")
     except BaseException:
-        (Path(path) / f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        (path / f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         os._exit(1)  # the others may wait for this rank
     dist.destroy_process_group()
+    atexit._clear()  # of a process that has lost another rank it would make a failure, which is no test's claim here

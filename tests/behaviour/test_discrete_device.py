@@ -21,7 +21,7 @@ from tests.behaviour.reference import (
     tiny_llama,
     train_on,
 )
-from tests.behaviour.test_parity import assert_same_bits, in_memory
+from tests.behaviour.test_parity import STEPS, assert_same_bits, in_memory
 
 
 def train_discrete(model, recipe: Recipe, placement: Placement, link: Link | None = None, **tiering: object) -> Result:
@@ -40,7 +40,7 @@ def train_discrete(model, recipe: Recipe, placement: Placement, link: Link | Non
 def test_a_discrete_device_gives_the_same_bits(
     architecture, device, precision, accumulation, clipping, tmp_path
 ) -> None:
-    recipe = Recipe(precision, accumulation, clipping)
+    recipe = Recipe(precision, accumulation, clipping, STEPS)
     placed = train_discrete(ARCHITECTURES[architecture](), recipe, Placement(device, device, tmp_path))
     assert_same_bits(placed, in_memory(architecture, precision, accumulation, clipping))
 
@@ -49,7 +49,7 @@ def test_a_discrete_device_gives_the_same_bits(
 @pytest.mark.parametrize("host_memory", ["900KB", "1GiB"])
 def test_tight_device_memory_gives_the_same_bits(clipping, host_memory, tmp_path) -> None:
     """Room for two blocks on the device, so that units come and go all the time."""
-    recipe = Recipe("bf16", 1, clipping)
+    recipe = Recipe("bf16", 1, clipping, STEPS)
     placement = Placement("nvme", "nvme", tmp_path, "64KiB", host_memory)
     placed = train_discrete(tiny_llama(), recipe, placement, device_memory=least_device_memory(placement, recipe))
     assert_same_bits(placed, in_memory("llama", "bf16", 1, clipping))
@@ -96,7 +96,7 @@ def test_checkpoints_move_between_kinds_of_devices(tmp_path) -> None:
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 def test_cuda_placements_agree(architecture, device, clipping, tmp_path: Path) -> None:
     """On a GPU every placement computes the same kernels on the same values."""
-    recipe = Recipe("bf16", 1, clipping)
+    recipe = Recipe("bf16", 1, clipping, STEPS)
 
     def train_on_gpu(placement: Placement) -> Result:
         config = recipe.config(placement)
@@ -133,7 +133,7 @@ class DirectMemory(SameMemory):
 
 def past_the_host(placement: Placement, clipping: float, reader: DeviceReader | str, *paths: Path) -> Result:
     """A model that hardly fits the device, read straight into it."""
-    recipe = Recipe("bf16", 1, clipping)
+    recipe = Recipe("bf16", 1, clipping, STEPS)
     memory = least_device_memory(placement, recipe)
     recipe.extra["aio"] = {"use_gds": True}
     nvme = [{"path": str(path)} for path in paths]

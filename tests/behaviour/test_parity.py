@@ -13,12 +13,14 @@ import torch
 import infinity
 from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, Result, train, train_plainly
 
+STEPS = 10
+
 # Every recipe once, and every pair of its parts with an architecture and a device.
 CASES = [
     pytest.param(
         list(ARCHITECTURES)[(p + a + c) % len(ARCHITECTURES)],
         ("cpu", "nvme")[(p + a) % 2],
-        Recipe(precision, accumulation, clipping),
+        Recipe(precision, accumulation, clipping, STEPS),
         id=f"{precision}-accumulate{accumulation}-clip{clipping:g}",
     )
     for p, precision in enumerate(("fp32", "bf16", "fp16"))
@@ -30,7 +32,7 @@ RELATIVE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
 
 @cache
 def in_memory(architecture: str, precision: str, accumulation: int, clipping: float) -> Result:
-    return train(ARCHITECTURES[architecture](), Recipe(precision, accumulation, clipping), Placement())
+    return train(ARCHITECTURES[architecture](), Recipe(precision, accumulation, clipping, STEPS), Placement())
 
 
 def assert_same_bits(left: Result, right: Result) -> None:
@@ -58,7 +60,7 @@ def test_in_memory_follows_plain_torch_and_a_placement_gives_its_bits(
 )
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 def test_mixed_placements_give_the_same_bits(params, optimizer, clipping, tmp_path: Path) -> None:
-    placed = train(ARCHITECTURES["gpt2"](), Recipe("bf16", 1, clipping), Placement(params, optimizer, tmp_path))
+    placed = train(ARCHITECTURES["gpt2"](), Recipe("bf16", 1, clipping, STEPS), Placement(params, optimizer, tmp_path))
     assert_same_bits(placed, in_memory("gpt2", "bf16", 1, clipping))
 
 
@@ -66,7 +68,7 @@ def test_mixed_placements_give_the_same_bits(params, optimizer, clipping, tmp_pa
 @pytest.mark.parametrize("host_memory", ["tightest", "tight", "1GiB"])
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 def test_budgets_and_tile_sizes_give_the_same_bits(tile_size, host_memory, clipping, tmp_path: Path) -> None:
-    recipe = Recipe("bf16", 1, clipping)
+    recipe = Recipe("bf16", 1, clipping, STEPS)
     if host_memory != "1GiB":
         least = least_host_memory(recipe, Placement("nvme", "nvme", tmp_path, tile_size))
         host_memory = least if host_memory == "tightest" else least + 100_000
@@ -78,7 +80,8 @@ def test_budgets_and_tile_sizes_give_the_same_bits(tile_size, host_memory, clipp
 @pytest.mark.parametrize("device", ["none", "nvme"])
 def test_update_schedules_give_the_same_bits(schedule, device, tmp_path: Path) -> None:
     placement = Placement(device, device, tmp_path, schedule=schedule)
-    assert_same_bits(train(ARCHITECTURES["gpt2"](), Recipe("bf16"), placement), in_memory("gpt2", "bf16", 1, 0.0))
+    placed = train(ARCHITECTURES["gpt2"](), Recipe("bf16", steps=STEPS), placement)
+    assert_same_bits(placed, in_memory("gpt2", "bf16", 1, 0.0))
 
 
 def least_host_memory(recipe: Recipe, placement: Placement, architecture: str = "llama") -> int:

@@ -6,7 +6,7 @@ import pytest
 
 import infinity
 from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of, tiny_llama, train
-from tests.behaviour.test_parity import assert_same_bits, in_memory
+from tests.behaviour.test_parity import STEPS, assert_same_bits, in_memory
 
 BYTES = {"bf16": 6, "int8": 4 + 8 / 256}
 
@@ -18,7 +18,7 @@ def recipe(state_format: str) -> Recipe:
             config["tiering"]["state_format"] = state_format
             return config
 
-    return Formatted("bf16", clipping=0.5)
+    return Formatted("bf16", clipping=0.5, steps=STEPS)
 
 
 @pytest.mark.parametrize("state_format", BYTES)

@@ -103,8 +103,8 @@ class State:
 Line = tuple[str, int]
 
 
-def traced(action: Callable[[], None], line: Callable[[Line], None]) -> None:
-    """Run `action` with `line` called before every line of the library in this thread."""
+def traced(action: Callable[[], None], line: Callable[[Line], None], within: str = ROOT) -> None:
+    """Run `action` with `line` called before every line of such files in this thread."""
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
@@ -112,7 +112,7 @@ def traced(action: Callable[[], None], line: Callable[[Line], None]) -> None:
         return local
 
     def enter(frame: FrameType, event: str, _: Any) -> Any:
-        return local if frame.f_code.co_filename.startswith(ROOT) else None
+        return local if frame.f_code.co_filename.startswith(within) else None
 
     sys.settrace(enter)
     try:
@@ -177,7 +177,7 @@ def interrupt_at(case: Case, path: Path, where: Line, occurrence: int, states: l
 
     with engine_at(case, path) as engine:
         try:
-            traced(lambda: run_interrupted(engine), line)
+            traced(lambda: run_interrupted(engine), line, where[0])
         except KeyboardInterrupt:
             pass
         else:
