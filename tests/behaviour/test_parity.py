@@ -13,7 +13,7 @@ import torch
 import infinity
 from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, Result, train, train_plainly
 
-STEPS = 10
+STEPS = 20
 
 # Every recipe once, and every pair of its parts with an architecture and a device.
 CASES = [

@@ -28,7 +28,7 @@ from tests.behaviour.reference import (
     train_plainly,
 )
 
-STEPS = 4
+STEPS = 6
 
 
 @dataclass(frozen=True)
