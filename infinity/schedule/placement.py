@@ -427,7 +427,7 @@ def grad_share(rules: Rules, sizes: Sequence[int], standing: Collection[int], *,
 
 class DeviceShare(NamedTuple):
     """Bytes on the device beside parameters: states that stay there, the fewest and most gradients that do, and sums of
-    gradients that leave."""
+    those that leave, or are sent to the replicas."""
 
     states: int = 0
     grads_least: int = 0
@@ -438,8 +438,14 @@ class DeviceShare(NamedTuple):
 def device_share(rules: Rules, shards: Shards) -> DeviceShare:
     """What lies on the device beside parameters."""
     grads = grad_share(rules, shards.grad_sizes_there, shards.standing, there=True)
-    sums = sum(shards.grad_sizes) if rules.sums_there or rules.sums_once else 0
-    return DeviceShare(shards.states_there_bytes, grads.flowing, grads.most, sums)
+    return DeviceShare(shards.states_there_bytes, grads.flowing, grads.most, sum(_sum_sizes(rules, shards)))
+
+
+def _sum_sizes(rules: Rules, shards: Shards) -> Sequence[int]:
+    """Bytes of each unit's sum over a step's micro-batches."""
+    if rules.sums_once:
+        return [numel * shards.grad_dtype.itemsize for numel in shards.numels]
+    return shards.grad_sizes if rules.sums_there else ()
 
 
 def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: int) -> list[int]:
@@ -461,7 +467,7 @@ def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: in
 def summed_once(rules: Rules, shards: Shards, capacity_bytes: int) -> dict[int, int]:
     """Units whose replicas add up once a step, as far as their sums have room, and the bytes of each sum."""
     taken: dict[int, int] = {}
-    for unit, nbytes in enumerate(shards.grad_sizes if rules.sums_once else ()):
+    for unit, nbytes in enumerate(_sum_sizes(rules, shards) if rules.sums_once else ()):
         if 0 < nbytes <= capacity_bytes:
             taken[unit] = nbytes
             capacity_bytes -= nbytes

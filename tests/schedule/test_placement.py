@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -202,6 +203,7 @@ def test_replicas_add_up_once_a_step_as_far_as_sums_have_room() -> None:
     assert summed_once(once, shards, 140) == {0: 20, 2: 80, 3: 40}
     assert summed_once(once, shards, 139) == {0: 20, 2: 80}
     assert summed_once(once, shards, 79) == {0: 20, 3: 40}
+    assert summed_once(once, replace(shards, there=frozenset((0, 2, 3))), 140) == {0: 20, 2: 80, 3: 40}
     assert summed_once(rules(3, ranks=4, steps=2), shards, 140) == {}, "all ranks share"
 
 
