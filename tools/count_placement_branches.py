@@ -43,7 +43,7 @@ WORDS = {
 }
 PAIRS = {("device", "type"), ("ranks", "size"), ("sharding", "count"), ("self", "_alone")}  # (owner, attribute)
 PLACES = {"none", "cpu", "nvme", "cuda"}  # as values that something is compared with
-MEMORIES = {"DEVICE", "HOST", "NVME", "FILE"}  # members of `Memory`
+MEMORIES = {"DEVICE", "SHARD", "HOST", "NVME", "FILE"}  # members of `Memory`
 
 
 def main() -> int:

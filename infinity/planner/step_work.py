@@ -238,7 +238,7 @@ class _Seconds:
         return UnitWork(
             nbytes=spec.nbytes if moves else 0,
             read_s=self._read(shard) if moves and plan.placement.params[unit].memory in _DRIVES else 0.0,
-            up_s=_over(shard, self._up) if moves and plan.machine.discrete else 0.0,
+            up_s=_over(shard, self._up) if moves and not spec.beside and plan.machine.discrete else 0.0,
             gather_s=_over(spec.nbytes * others, rates.gather_bytes_per_s) if moves else 0.0,
             grad_bytes=0 if spills else grads,
             take_s=self._take(trained),

@@ -133,7 +133,7 @@ def _gathered(steps: Plan, forward: int) -> Iterator[list[int]]:
 def _fetches(sizing: Sizing, stored: list[bool], units: list[int], whole: list[int], passes: int) -> Fetches:
     specs, rules = sizing.specs, sizing.rules
     whole_bytes = passes * sum(specs[unit].nbytes for unit in whole)
-    shards = passes * sum(specs[unit].shard_nbytes for unit in units)
+    shards = passes * sum(specs[unit].shard_nbytes for unit in units if not specs[unit].beside)
     return Fetches(
         disk=passes * sum(specs[unit].shard_nbytes for unit in units if stored[unit]),
         link=0 if rules.one_memory else shards,

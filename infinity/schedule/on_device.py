@@ -22,11 +22,10 @@ _SPARE_SHARE = 10  # of what the device has beside parameters: most is for activ
 _log = logging.getLogger(__name__)
 
 
-def share_there(config: Config, ranks: int, *, discrete: bool, exact: bool) -> float:
+def share_there(config: Config, *, discrete: bool, exact: bool) -> float:
     """The share of optimizer states that `offload_optimizer.ratio` leaves on the device.
 
     Args:
-        ranks: how many train the model together.
         discrete: the compute device has memory of its own.
         exact: the state format rounds nothing, so that a device can update it too.
 
@@ -37,15 +36,16 @@ def share_there(config: Config, ranks: int, *, discrete: bool, exact: bool) -> f
     if ratio is None or ratio == 1.0:
         return 0.0
     key = f"zero_optimization.offload_optimizer.ratio is {ratio:g}"
-    return 1.0 - ratio if _can_be_there(key, "ratio", config, ranks, discrete=discrete, exact=exact) else 0.0
+    return 1.0 - ratio if _can_be_there(key, "ratio", config, discrete=discrete, exact=exact) else 0.0
 
 
 def spare_bytes(config: Config, ranks: int, free_bytes: int, *, discrete: bool, exact: bool) -> int:
     """Of the device's memory, what states may take there without being asked to.
 
-    Not on several ranks, whose devices would have to agree; the arguments are those of `share_there`.
+    Not on several ranks, whose devices would have to agree; the others are the arguments of `share_there`.
 
     Args:
+        ranks: how many train the model together.
         free_bytes: what the device has beside all parameters, or has not, below 0.
     """
     offload = config.zero.offload_optimizer
@@ -70,7 +70,7 @@ def first_there(first: Sequence[int], numels: Sequence[int], bytes_per_param: in
 
 
 def may_fill(config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool:
-    """Whether `tiering.fill_device` lets states come to the device later; the arguments are those of `share_there`.
+    """Whether `tiering.fill_device` lets states come to the device later; the arguments are those of `spare_bytes`.
 
     Raises:
         ConfigError: they cannot.
@@ -78,8 +78,14 @@ def may_fill(config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool
     key = "tiering.fill_device is true"
     if not config.tiering.fill_device:
         return False
-    if not _can_be_there(key, "fill_device", config, ranks, discrete=discrete, exact=exact):
+    if not _can_be_there(key, "fill_device", config, discrete=discrete, exact=exact):
         return False
+    if config.zero.stage == 3 and ranks > 1:
+        raise ConfigError(
+            f"{key}, but at stage 3 with {ranks} ranks the parameters of what is filled with states would have to come "
+            "with them: say with offload_optimizer.ratio how much stays on the device, set zero_optimization.stage to "
+            "2, or leave fill_device out"
+        )
     if config.tiering.update_schedule == "speculative":
         raise ConfigError(
             f'{key}, but tiering.update_schedule "speculative" keeps what was in slots of the drives: leave one of the '
@@ -88,7 +94,7 @@ def may_fill(config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool
     return True
 
 
-def _can_be_there(key: str, name: str, config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool:
+def _can_be_there(key: str, name: str, config: Config, *, discrete: bool, exact: bool) -> bool:
     """Whether states can be updated on the device as a key asks for; False where there is none.
 
     Args:
@@ -105,11 +111,6 @@ def _can_be_there(key: str, name: str, config: Config, ranks: int, *, discrete: 
         raise ConfigError(
             f"{key}, but tiering.state_format {config.tiering.state_format} is rounded as only the kernels of the host "
             f'do it: set state_format to "auto", or leave {name} out'
-        )
-    if config.zero.stage == 3 and ranks > 1:
-        raise ConfigError(
-            f"{key}, but at stage 3 with {ranks} ranks parameters live in shards in host memory, and are updated "
-            f"there: set zero_optimization.stage to 2, or leave {name} out"
         )
     return True
 

@@ -6,6 +6,8 @@ Three facts of a run (its stage, its offload sections, what computes it) and not
 - `none` and `cpu` are one place where the compute device is the CPU: device and host are one memory.
 - A shard lies *apart* from the tensor that is computed on where the device has memory of its own, or where several
   ranks share the tensor. The optimizer then updates the shard, in host memory; else the tensor itself.
+- Where states are on a device, it updates what lies there: the shard's place in a tensor that stays, or, at stage 3,
+  where whole tensors come and go, a SHARD of its own beside them.
 - What the ranks share (all but at stage 0) has its home in shards. Whole tensors of parameters stay at stages 1 and 2
   and are gathered from shards at stage 3. Ranks share in groups, each of which has all, if `communication.shard_size`
   says so.
@@ -63,7 +65,8 @@ class Rules:
     Attributes:
         sharding: which slice of a unit's states, of its gradients, and of what lies apart, is this rank's.
         replicas: ranks that have the same slice.
-        params: home of parameters that may leave the device; DEVICE if none may.
+        params: home of parameters that may leave what is computed on; DEVICE if none may.
+        params_there: home of parameters whose states are on the device.
         states: home of optimizer states; DEVICE if they, and gradients, never leave it.
         share_there: of the states, so many are on the device, unit by unit, whatever the home of the others is.
         fills: what the device's memory has left after the first step is filled with states of further units.
@@ -91,6 +94,7 @@ class Rules:
     sharding: Sharding
     replicas: int
     params: Memory
+    params_there: Memory
     states: Memory
     share_there: float
     fills: bool
@@ -122,7 +126,7 @@ class Rules:
     def param_home(self, *, stays: bool, updated_there: bool) -> Memory:
         """Of a unit's parameters, which may `stay` by themselves or as they are updated on the device, before a budget
         moves it up from the drive."""
-        return Memory.DEVICE if stays or updated_there else self.params
+        return Memory.DEVICE if stays else self.params_there if updated_there else self.params
 
     def measured_there(self, parts: int) -> int:
         """Of so many parts of units, each measured by itself, those whose gradients' norms are made on the device."""
@@ -185,15 +189,17 @@ def rules_of(
     every_pass = stage >= 2 and not layer_major
     on_drives = "nvme" in (params, states)
     activations_move = config.tiering.activations == "nvme" or (config.tiering.activations == "cpu" and discrete)
+    there = Memory.SHARD if stage == 3 and sharding.count > 1 else Memory.DEVICE
+    may_be_there = states == "none" and discrete and exact
     if params == "nvme":
         home = Memory.NVME
-    elif apart and (params == "cpu" or (stage == 3 and sharding.count > 1)):
+    elif apart and (params == "cpu" or (there is Memory.SHARD and not may_be_there)):
         home = Memory.HOST
     else:
-        home = Memory.DEVICE
+        home = there
     states_home = {"nvme": Memory.NVME, "cpu": Memory.HOST, "none": Memory.HOST}[states]
-    share = share_there(config, ranks, discrete=discrete, exact=exact)
-    if states == "none" and discrete and exact and home is Memory.DEVICE:
+    share = share_there(config, discrete=discrete, exact=exact)
+    if may_be_there and home is there:
         states_home, share = Memory.DEVICE, 1.0
     fills = states_home is not Memory.DEVICE and may_fill(config, ranks, discrete=discrete, exact=exact)
     streams = discrete and states_home is not Memory.DEVICE
@@ -201,6 +207,7 @@ def rules_of(
         sharding=sharding,
         replicas=ranks // sharing,
         params=home,
+        params_there=there,
         states=states_home,
         share_there=share,
         fills=fills,
@@ -333,7 +340,7 @@ class ParamBytes:
     """What parameters take of the memories.
 
     Attributes:
-        computed: what is computed on; of the device's, or of the host's where they are one.
+        computed: what is computed on, and shards beside it; of the device's, or of the host's where they are one.
         homes: shards that lie apart, in host memory: images on their way, which take `staging`, and homes.
     """
 
@@ -344,22 +351,27 @@ class ParamBytes:
 
 def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     """What these units take under the rules."""
-    moving = sorted((spec.nbytes for spec in specs if spec.offloaded), reverse=True)
+    moving = sorted((spec for spec in specs if spec.offloaded), key=_nbytes, reverse=True)
     staying = sum(spec.nbytes for spec in specs if not spec.offloaded)
+    beside = sum(spec.shard_nbytes for spec in specs if spec.beside)
     # One in use, one to come. Gathered beside their shards, more than one to go would be there twice.
-    most = sum(moving)
-    if rules.one_memory and rules.gathers:
-        most = sum(moving[:3]) + min(sum(moving[3:]), rules.ahead_numel * specs[0].dtype.itemsize)
-    computed = Share(staying, sum(moving[:2]), most)
+    twice = [spec.nbytes for spec in moving if spec.beside or (rules.one_memory and rules.gathers)]
+    most = sum(map(_nbytes, moving)) - sum(twice[3:])
+    most += min(sum(twice[3:]), rules.ahead_numel * specs[0].dtype.itemsize)
+    computed = Share(staying + beside, sum(map(_nbytes, moving[:2])), most)
     if rules.site is Memory.DEVICE:
         return ParamBytes(computed, Share(), 0)
     # What is updated on the device passes through when it is made or looked at.
     units = 1 if rules.states is Memory.DEVICE else _STAGING_UNITS
     staging = units * max(spec.shard_nbytes for spec in specs)
-    homes = sum(spec.shard_nbytes for spec in specs if spec.offloaded)
+    homes = sum(spec.shard_nbytes for spec in moving if not spec.beside)
     return ParamBytes(
         computed, Share(0, staging + (0 if rules.params is Memory.NVME else homes), staging + homes), staging
     )
+
+
+def _nbytes(spec: FlatSpec) -> int:
+    return spec.nbytes
 
 
 def collecting_bytes(
@@ -427,7 +439,7 @@ def grad_share(rules: Rules, sizes: Sequence[int], standing: Collection[int], *,
 
 class DeviceShare(NamedTuple):
     """Bytes on the device beside parameters: states that stay there, the fewest and most gradients that do, and sums of
-    gradients that leave."""
+    those that leave, or are sent to the replicas."""
 
     states: int = 0
     grads_least: int = 0
@@ -438,8 +450,14 @@ class DeviceShare(NamedTuple):
 def device_share(rules: Rules, shards: Shards) -> DeviceShare:
     """What lies on the device beside parameters."""
     grads = grad_share(rules, shards.grad_sizes_there, shards.standing, there=True)
-    sums = sum(shards.grad_sizes) if rules.sums_there or rules.sums_once else 0
-    return DeviceShare(shards.states_there_bytes, grads.flowing, grads.most, sums)
+    return DeviceShare(shards.states_there_bytes, grads.flowing, grads.most, sum(_sum_sizes(rules, shards)))
+
+
+def _sum_sizes(rules: Rules, shards: Shards) -> Sequence[int]:
+    """Bytes of each unit's sum over a step's micro-batches."""
+    if rules.sums_once:
+        return [numel * shards.grad_dtype.itemsize for numel in shards.numels]
+    return shards.grad_sizes if rules.sums_there else ()
 
 
 def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: int) -> list[int]:
@@ -461,7 +479,7 @@ def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: in
 def summed_once(rules: Rules, shards: Shards, capacity_bytes: int) -> dict[int, int]:
     """Units whose replicas add up once a step, as far as their sums have room, and the bytes of each sum."""
     taken: dict[int, int] = {}
-    for unit, nbytes in enumerate(shards.grad_sizes if rules.sums_once else ()):
+    for unit, nbytes in enumerate(_sum_sizes(rules, shards) if rules.sums_once else ()):
         if 0 < nbytes <= capacity_bytes:
             taken[unit] = nbytes
             capacity_bytes -= nbytes
@@ -588,6 +606,9 @@ def _param_homes(rules: Rules, specs: Sequence[FlatSpec], homes_bytes: int) -> I
     for spec in specs:
         if not spec.offloaded:
             yield Home(Memory.DEVICE, WHOLE, spec.dtype, moves=False)
+            continue
+        if spec.beside:
+            yield Home(Memory.SHARD, rules.sharding, spec.dtype, moves=True)
             continue
         fits = spec.shard_nbytes <= homes_bytes
         homes_bytes -= spec.shard_nbytes if fits else 0

@@ -35,7 +35,8 @@ class Memory(IntEnum):
     FILE = 0  # a range of somebody's file, which is never written
     NVME = 1
     HOST = 2
-    DEVICE = 3
+    SHARD = 3  # on the device, beside what is computed on
+    DEVICE = 4
 
 
 class State(Enum):

@@ -7,6 +7,9 @@ HOST copy, and what is updated goes up; compute waits for that at the unit's nex
 several ranks share, home and HOST copy are this rank's shard, which has its place in the tensor on the device; the
 others' places are filled by an all-gather, which is not this file's business.
 
+Where nothing is offloaded, that home is a SHARD copy: on the device, too, beside the tensor. The unit is updated there
+and copied to its place, both in the order of the compute stream; host memory has a copy while somebody looks.
+
 A unit whose values nobody changes may have its home in the files that they came in: its FILE copy is read where an
 NVME copy would be, and there is nothing to write to (see weight_files.py).
 
@@ -159,7 +162,7 @@ class Params:
         each = self.units[unit]
         each.field.end_write(each.site)
         if each.site is Memory.HOST:
-            if each.home is Memory.DEVICE:
+            if each.home > Memory.HOST:
                 each.order_behind(each.start_upload())
             each.write_home()
             self._leave_host(each)
@@ -201,6 +204,9 @@ class Params:
         elif each.home is Memory.NVME and direct is not None:
             self._allocate(each)
             each.read_past_host(direct)
+        elif each.home is Memory.SHARD:
+            self._allocate(each)
+            each.put_in_place()
         else:
             if not self._stage(each):
                 return False
@@ -236,6 +242,8 @@ class Params:
             assert upload is not None
             each.order_behind(upload)
             self._end_fetch(each)
+        elif each.home is Memory.SHARD:
+            each.await_put()
         else:
             self._finish(each, Memory.DEVICE)
         if each.field.state(Memory.DEVICE) is not State.VALID:
@@ -289,7 +297,7 @@ class Params:
             if not self._stage(each):
                 return False
             if each.field.state(Memory.HOST) is State.ABSENT:
-                self._finish(each, Memory.DEVICE)  # it may be on its way past the host
+                self._finish(each, each.there)  # it may be on its way past the host
                 each.download()
             each.field.pin(Memory.HOST)
         self.pin(unit)
@@ -328,7 +336,9 @@ class Params:
             return
         with self.handing_over:
             each.field.end_write(each.site)
-            if each.site is Memory.HOST and each.field.state(Memory.DEVICE) is not State.ABSENT:
+            if each.home is Memory.SHARD:
+                self._send_home(each)
+            elif each.site is Memory.HOST and each.field.state(Memory.DEVICE) is not State.ABSENT:
                 self._send_up(each)
 
     def _send_up(self, each: UnitParams) -> None:
@@ -342,20 +352,40 @@ class Params:
         if each.index in self.passing:
             self._end_fetch(each)
 
+    def _send_home(self, each: UnitParams) -> None:
+        """The newest values are in host memory, and older ones in the unit's SHARD."""
+        for move in list(each.field.copies[Memory.SHARD].moves):
+            each.wait(move)
+        each.order_behind(each.start_upload())
+        self._follow(each)
+
+    def _follow(self, each: UnitParams) -> None:
+        """The SHARD has changed: so does what the device has of it in the unit's tensor."""
+        if each.field.state(Memory.DEVICE) is not State.ABSENT:
+            each.await_put()
+            each.put_in_place()
+            each.await_put()
+
+    def is_at_hand(self, unit: int) -> bool:
+        """An update of the unit may begin: it is where it is updated, or about to be."""
+        return self.units[unit].home is Memory.SHARD or self.residency(unit) is not Residency.STORED
+
     def begin_device_change(self, unit: int) -> torch.Tensor:
         """What is trained of this rank's shard on the device, to be changed by what it is given from now on; pairs with
         `end_device_change`."""
         each = self.units[unit]
         assert self._device is not None
         self.await_update(unit)
-        for move in each.field.begin_write(Memory.DEVICE):
+        for move in each.field.begin_write(each.there):
             self._device.link.compute_waits(move.transfer)
-        sharding, trained = each.spec.sharding, each.spec.trainable_numel // each.spec.sharding.count
-        return each.tensor.narrow(0, sharding.rank * trained, trained)
+        return each.trained_there()
 
     def end_device_change(self, unit: int) -> None:
         """The change is in the device's queue: what it is given from now on sees it."""
-        self.units[unit].field.end_write(Memory.DEVICE)
+        each = self.units[unit]
+        each.field.end_write(each.there)
+        if each.home is Memory.SHARD:
+            self._follow(each)
 
     def write_tile(self, unit: int, start: int, numel: int) -> IoFuture | None:
         """See `UnitParams.write`."""
@@ -442,8 +472,8 @@ class Params:
             while each.lease is None and self._leaving:
                 self._finish_leaving(self._leaving[0])
                 each.lease = staging.try_lease(each.spec.shard_nbytes)
-        elif each.field.state(Memory.HOST) is State.LEAVING and each.home is Memory.DEVICE:
-            self._finish_leaving(each)  # the user may have written to what is on the device since
+        elif each.field.state(Memory.HOST) is State.LEAVING and each.home > Memory.HOST:
+            self._finish_leaving(each)  # what is on the device may have changed since
             return self._stage(each)
         elif each.field.state(Memory.HOST) is State.LEAVING:
             each.field.keep(Memory.HOST)  # its values are still there
@@ -452,7 +482,7 @@ class Params:
 
     def _finish_leaving(self, each: UnitParams) -> None:
         """Wait until nothing touches a HOST copy any more that is LEAVING."""
-        self._finish(each, Memory.DEVICE)
+        self._finish(each, each.there)
         for move in list(each.field.copies[Memory.HOST].moves):
             each.wait(move)
         self._reap()

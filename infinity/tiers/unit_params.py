@@ -15,7 +15,7 @@ FSDP2 does). A touch while the unit is away faults; it never reads another unit'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,9 +45,10 @@ class FlatSpec:
         name: the unit's name, for messages.
         numel: elements, padded; the first `trainable_numel` of them are trainable.
         dtype: compute dtype.
-        offloaded: its home is the tier below; otherwise it is always resident.
+        offloaded: it comes from its home and goes again; otherwise it is always resident.
         sharding: which slice of it is this rank's; the home and the host have this slice alone.
         runs: the files' blocks that it is an image of; none for a unit of our own.
+        beside: its home is on the device, beside what is computed on.
     """
 
     name: str
@@ -57,6 +58,7 @@ class FlatSpec:
     offloaded: bool
     sharding: Sharding = WHOLE
     runs: tuple[FileRun, ...] = ()
+    beside: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -122,10 +124,12 @@ class UnitParams:
 
     Attributes:
         home: where the newest value is whenever the unit is not on the device; DEVICE if it always is.
-        site: where it is changed.
+        site: where it is changed, but for updates on a device.
+        there: the copy on the device that such an update changes, and that host memory exchanges values with.
         written: it has an NVME copy, which is written whenever the unit changes.
         lease: of the HOST copy.
         tensor: flat, on the compute device, see [Note: stable storage].
+        beside: this rank's shard, if its home is there.
         since: what the device was given from this moment on does not touch the memory that the next upload fills, see
             [Note: uploads]; None where nobody knows.
         sent: elements of the shard that are on the device, or on their way there, while the others are being changed.
@@ -144,6 +148,7 @@ class UnitParams:
         self.spec = spec
         self.home = home
         self.site = Memory.DEVICE if carriers.device is None else Memory.HOST
+        self.there = Memory.SHARD if home is Memory.SHARD else Memory.DEVICE
         self.written = extent is not None and home is not Memory.FILE
         self.lease = lease
         self.since: Transfer | None = None
@@ -158,6 +163,7 @@ class UnitParams:
         self.tensor = self.buffer.tensor(spec.dtype, spec.numel)
         if spec.offloaded or carriers.device is None:
             self.buffer.free()  # at once, so that the whole model is never there together
+        self.beside = self.tensor.new_empty(spec.shard_numel if home is Memory.SHARD else 0)
         if home is Memory.FILE:
             self.field.begin_write(home)  # by whoever wrote the file
             self.field.end_write(home)
@@ -221,7 +227,7 @@ class UnitParams:
         """Start reading the shard, one piece, to its place in the tensor on the device."""
         assert self._extent is not None
         (own,) = self.spec.pieces
-        target = _whole_part(self.tensor, own).view(torch.uint8)
+        target = self.tensor.narrow(0, own.whole, own.numel).view(torch.uint8)
         pieces = self._by.swap.locate(self._extent, self.spec.shard_nbytes)
         read = self._counted(direct.start(pieces, target, self.device.link.mark().result), self.spec.shard_nbytes)
         self.field.begin_move(Memory.NVME, Memory.DEVICE, read, StallCause.DISK_READ)
@@ -317,23 +323,43 @@ class UnitParams:
 
     # A device with memory of its own #
 
+    def _flat_there(self) -> tuple[torch.Tensor, tuple[Piece, ...]]:
+        """The memory of the copy `there`, and where the shard's elements lie in it."""
+        if self.there is Memory.SHARD:
+            return self.beside, (Piece(0, 0, self.spec.shard_numel),)
+        return self.tensor, self.spec.pieces
+
+    def trained_there(self) -> torch.Tensor:
+        """What is trained of the shard, in the copy `there`."""
+        flat, pieces = self._flat_there()
+        trained = self.spec.trainable_numel // self.spec.sharding.count
+        return flat.narrow(0, pieces[0].whole, trained)
+
+    def put_in_place(self) -> None:
+        """SHARD to its place in the tensor, by what the device is given now."""
+        for here, there in _runs(self.beside, self.tensor, self.spec.pieces):
+            there.copy_(here)
+        self.field.begin_move(Memory.SHARD, Memory.DEVICE, self.device.link.mark(), StallCause.HOST_LINK)
+
+    def await_put(self) -> None:
+        """What the device is given from now on sees in the tensor what was put in its place, if anything was."""
+        put = self.field.arriving(Memory.DEVICE)
+        if put is not None:
+            self.order_behind(put)
+
     def start_upload(self) -> Move:
-        """HOST to the shard's place in the tensor on the device, but for what is there already."""
+        """HOST to the device, but for what is there already."""
         token = self.upload(self.spec.shard_numel)
         self.since, self.sent = None, 0
-        return self.field.begin_move(Memory.HOST, Memory.DEVICE, token, StallCause.HOST_LINK)
+        return self.field.begin_move(Memory.HOST, self.there, token, StallCause.HOST_LINK)
 
     def upload(self, stop: int) -> Transfer:
         """Start copying what is left of the shard before `stop`."""
-        source = self.shard
-        for piece in self.spec.pieces:  # on one stream: the last copy's token is good for all
-            start, end = max(self.sent, piece.shard), min(stop, piece.shard + piece.numel)
-            if start >= end:
-                continue
-            left = Piece(start, piece.whole + start - piece.shard, end - start)
-            here, there = _shard_part(source, left), _whole_part(self.tensor, left)
+        since = None if self.there is Memory.SHARD else self.since  # which is of the tensor
+        # On one stream: the last copy's token is good for all.
+        for here, there in _runs(self.shard, *self._flat_there(), self.sent, stop):
             with self._counters.stalled(StallCause.HOST_LINK):
-                token = self.device.link.upload(there, here, self.since)
+                token = self.device.link.upload(there, here, since)
             self._counters.moved("host_to_device", here.nbytes, token, self.index, "parameters")
         self.sent = stop
         return token
@@ -351,14 +377,12 @@ class UnitParams:
             self.upload(stop)
 
     def download(self) -> None:
-        """The shard's place in the tensor on the device to HOST."""
-        target = self.shard
-        for piece in self.spec.pieces:
-            here, there = _shard_part(target, piece), _whole_part(self.tensor, piece)
+        """The shard's values on the device to HOST."""
+        for here, there in _runs(self.shard, *self._flat_there()):
             with self._counters.stalled(StallCause.HOST_LINK):
                 token = self.device.link.download(here, there)
             self._counters.moved("device_to_host", here.nbytes, token, self.index, "parameters")
-        self.field.begin_move(Memory.DEVICE, Memory.HOST, token, StallCause.HOST_LINK)
+        self.field.begin_move(self.there, Memory.HOST, token, StallCause.HOST_LINK)
 
     def order_behind(self, upload: Move) -> None:
         """What the device is given from now on runs behind the upload."""
@@ -376,14 +400,17 @@ class UnitParams:
         if self.spec.offloaded and self.tensor.numel():
             self.buffer.free()
         # What stays may be read as any tensor, also by whoever keeps a state dict: it goes with the last reference.
-        self.tensor = self.tensor.new_empty(0)
+        self.tensor = self.beside = self.tensor.new_empty(0)
         self.buffer = stable_memory(0, _CPU)
         self.lease = None
 
 
-def _shard_part(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return tensor[piece.shard : piece.shard + piece.numel]
-
-
-def _whole_part(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return tensor[piece.whole : piece.whole + piece.numel]
+def _runs(
+    shard: torch.Tensor, flat: torch.Tensor, pieces: Sequence[Piece], start: int = 0, stop: int | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Elements [start, stop) of a shard, run by run, and the same ones in a tensor where they lie in these pieces."""
+    for piece in pieces:
+        first, end = max(start, piece.shard), piece.shard + piece.numel
+        end = end if stop is None else min(stop, end)
+        if first < end:
+            yield shard[first:end], flat.narrow(0, piece.whole + first - piece.shard, end - first)

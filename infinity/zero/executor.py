@@ -272,7 +272,7 @@ class Executor:
         self._in_flight.pending[unit] = segments
         self._gathering.changed(unit)
         self.views.outdate(unit, slots)
-        if self._params.residency(unit) is not Residency.STORED:
+        if self._params.is_at_hand(unit):
             self._try_update(unit)
 
     # Updates that run ahead of the norm, see [Note: updates ahead] in in_flight.py #

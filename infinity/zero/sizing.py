@@ -313,8 +313,8 @@ def _held_dtype(config: Config, rules: Rules) -> torch.dtype:
 
 def _flat_spec(unit: Unit, dtype: torch.dtype, rules: Rules, *, there: bool) -> FlatSpec:
     home = rules.param_home(stays=unit.persistent, updated_there=there)
-    moves = home is not Memory.DEVICE
-    return FlatSpec(unit.name, unit.numel, unit.trainable_numel, dtype, moves, rules.sharding, unit.runs)
+    moves, beside = home is not Memory.DEVICE, home is Memory.SHARD
+    return FlatSpec(unit.name, unit.numel, unit.trainable_numel, dtype, moves, rules.sharding, unit.runs, beside)
 
 
 def _initial_numel(unit: Unit, made: Collection[str], rules: Rules) -> int:

@@ -35,7 +35,7 @@ class Shared(Case):
 
     @property
     def some_stay(self) -> bool:
-        return self.stage < 3 and (self.ratio < 1 or self.placement.optimizer == "none")
+        return self.ratio < 1 or self.placement.optimizer == "none"
 
     def config(self) -> dict[str, Any]:
         config = super().config()
@@ -105,6 +105,10 @@ def on_cpu(tmp_path_factory) -> Callable[[int, str], list[Result]]:
         (1, "nvme", "clipped", {}),
         (2, "cpu", "clipped", {"ratio": 0.5, "fills": True}),
         (1, "cpu", "in_backward", {"fills": True}),
+        (3, "none", "clipped", {}),
+        (3, "none", "in_backward", {}),
+        (3, "cpu", "clipped", {"ratio": 0.5}),
+        (3, "nvme", "in_backward", {"ratio": 0.7}),
         (3, "cpu", "in_backward", {}),
         (3, "nvme", "clipped", {}),
         (3, "nvme", "in_backward", {}),

@@ -138,6 +138,22 @@ def test_what_stays_on_the_device_is_gathered_for_every_use() -> None:
     assert plan.traffic.backward.gathered == sum(moving[:-1]) // 2, "the last one is used twice at once"
 
 
+def test_shards_on_the_devices_put_nothing_on_the_link() -> None:
+    machine = Machine(ranks=2, neighbours=2, device_bytes=1 << 30, host_bytes=1 << 30)
+    rates = numbers(link_bytes_per_s=1e6, optimizer_params_per_s=1e6, collective_bytes_per_s=1e9)
+    offloads = {"zero_optimization.offload_param": {"device": "none"}, "tiering.host_memory": "64MiB"}
+    below, slow = predicted(rates, machine, **offloads, **{"zero_optimization.offload_optimizer": {"device": "cpu"}})
+    there, fast = predicted(rates, machine, **offloads, **{"zero_optimization.offload_optimizer": {"device": "none"}})
+    assert (there.traffic.forward.link, there.traffic.backward.link) == (0, 0)
+    assert (there.traffic.link_up, there.traffic.link_down) == (0, 0)
+    assert fast.parts["link"] == fast.parts["optimizer"] == 0 < min(slow.parts["link"], slow.parts["optimizer"])
+    assert there.traffic.gathered == below.traffic.gathered
+    shards = sum(spec.shard_nbytes for spec in there.sizing.specs)
+    states = there.sizing.shards.states_there_bytes
+    assert there.device_used_bytes >= shards + states
+    assert there.needs.homes_bytes < shards, "the host has what is looked at"
+
+
 def test_groups_exchange_their_shards_alone() -> None:
     """Of four ranks in two groups: parameters and gradients within the group, and what is this rank's across."""
     rates, budget = numbers(collective_bytes_per_s=1e6), {"tiering.host_memory": "20MiB"}

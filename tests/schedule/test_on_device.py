@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from infinity.config import load_config
 from infinity.errors import ConfigError
-from infinity.schedule.on_device import as_far_as_fits, first_there, promotion_order, share_there, spare_bytes
+from infinity.schedule.on_device import (
+    as_far_as_fits,
+    first_there,
+    may_fill,
+    promotion_order,
+    share_there,
+    spare_bytes,
+)
 
 
 @given(st.lists(st.integers(0, 5), max_size=40), st.integers(0, 200))
@@ -33,22 +40,29 @@ def test_any_beginning_is_spread_evenly(units, taken) -> None:
 
 
 def test_the_share_is_what_the_ratio_leaves() -> None:
-    def share(
-        stage: int = 2, ranks: int = 1, *, discrete: bool = True, exact: bool = True, ratio: object = 0.25
-    ) -> float:
+    def share(stage: int = 2, *, discrete: bool = True, exact: bool = True, ratio: object = 0.25) -> float:
         section = {"stage": stage, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
-        config = load_config({"zero_optimization": section}, world_size=ranks)
-        return share_there(config, ranks, discrete=discrete, exact=exact)
+        return share_there(load_config({"zero_optimization": section}), discrete=discrete, exact=exact)
 
-    assert share() == share(ranks=2) == share(stage=3) == 0.75
+    assert share() == share(stage=3) == 0.75
     assert share(ratio="auto") == share(ratio=1) == share(discrete=False) == 0
-    with pytest.raises(ConfigError, match="stage 3 with 2 ranks parameters live in shards"):
-        share(stage=3, ranks=2)
     with pytest.raises(ConfigError, match="is rounded as only the kernels"):
         share(exact=False)
     for wrong in (-0.1, 1.5):
         with pytest.raises(ConfigError, match="ratio"):
             share(ratio=wrong)
+
+
+def test_parameters_that_are_in_shards_do_not_come_later() -> None:
+    def fills(stage: int, ranks: int, *, discrete: bool = True) -> bool:
+        config = {"zero_optimization": {"stage": stage}, "tiering": {"fill_device": True}}
+        return may_fill(load_config(config, world_size=ranks), ranks, discrete=discrete, exact=True)
+
+    assert fills(2, 2)
+    assert fills(3, 1)
+    assert not fills(3, 2, discrete=False)
+    with pytest.raises(ConfigError, match="stage 3 with 2 ranks the parameters of what is filled"):
+        fills(3, 2)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=10), st.integers(0, 100))

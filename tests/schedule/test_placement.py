@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -27,7 +28,7 @@ from infinity.schedule.placement import (
 )
 from infinity.tiers import WHOLE, FlatSpec, Memory, Sharding
 
-DEVICE, HOST, NVME = Memory.DEVICE, Memory.HOST, Memory.NVME
+DEVICE, SHARD, HOST, NVME = Memory.DEVICE, Memory.SHARD, Memory.HOST, Memory.NVME
 
 
 def rules(
@@ -39,6 +40,7 @@ def rules(
     discrete: bool = False,
     backward: bool = True,
     steps: int = 1,
+    exact: bool = True,
     **tiering: Any,
 ) -> Rules:
     config = {
@@ -51,7 +53,7 @@ def rules(
         "tiering": {"nvme": [{"path": "/drive"}], **tiering},
     }
     loaded = load_config(config, world_size=ranks)
-    return rules_of(loaded, ranks - 1, ranks, discrete=discrete, updates_in_backward=backward)
+    return rules_of(loaded, ranks - 1, ranks, discrete=discrete, exact=exact, updates_in_backward=backward)
 
 
 # (stage, offload_param, ranks, discrete) -> (home of parameters, where they are updated, shards, whole from shards)
@@ -69,7 +71,8 @@ TABLE = {
     (3, "cpu", 1, True): (HOST, HOST, 1, False),
     (3, "nvme", 1, True): (NVME, HOST, 1, False),
     (3, "none", 2, False): (HOST, HOST, 2, True),  # a rank has its shard alone
-    (3, "none", 2, True): (HOST, HOST, 2, True),
+    (3, "none", 2, True): (SHARD, HOST, 2, True),
+    (3, "cpu", 2, True): (HOST, HOST, 2, True),
     (3, "cpu", 2, False): (HOST, HOST, 2, True),
     (3, "nvme", 2, False): (NVME, HOST, 2, True),
     (3, "nvme", 2, True): (NVME, HOST, 2, True),
@@ -84,6 +87,17 @@ def test_homes_follow_from_stage_section_ranks_and_device(given, expected) -> No
     assert made.sharding == (Sharding(1, 2) if expected[2] == 2 else WHOLE)
     assert made.one_memory is not discrete
     assert made.reduces == (ranks == 2)
+
+
+@pytest.mark.parametrize(
+    ("states", "exact", "params_home", "states_home", "share"),
+    [("none", True, SHARD, DEVICE, 1.0), ("none", False, HOST, HOST, 0.0), ("cpu", True, HOST, HOST, 0.0)],
+)
+def test_shards_are_on_the_device_where_it_updates_them(states, exact, params_home, states_home, share) -> None:
+    made = rules(3, "none", states, 2, discrete=True, exact=exact)
+    assert (made.params, made.states, made.share_there) == (params_home, states_home, share)
+    homes = [made.param_home(stays=stays, updated_there=there) for stays, there in product((True, False), repeat=2)]
+    assert homes == [DEVICE, DEVICE, SHARD, params_home]
 
 
 @pytest.mark.parametrize(
@@ -130,8 +144,8 @@ def test_a_step_settles_below_stage_3_unless_a_schedule_was_asked_for() -> None:
 
 
 def specs_of(made: Rules, *numels: int) -> list[FlatSpec]:
-    moves = made.params is not DEVICE
-    return [FlatSpec(f"u{n}", n, n, torch.bfloat16, moves, made.sharding) for n in numels]
+    moves, beside = made.params is not DEVICE, made.params is SHARD
+    return [FlatSpec(f"u{n}", n, n, torch.bfloat16, moves, made.sharding, beside=beside) for n in numels]
 
 
 def test_what_is_computed_on_is_counted_beside_its_shards() -> None:
@@ -147,6 +161,10 @@ def test_what_is_computed_on_is_counted_beside_its_shards() -> None:
     held = param_bytes(stays, specs_of(stays, 20, 10, 10, 10))
     assert held.computed == Share(100, 0, 0)
     assert held.homes == Share(0, 60, 60)
+    there = replace(rules(3, ranks=2, discrete=True), ahead_numel=5)
+    held = param_bytes(there, specs_of(there, 20, 10, 10, 10))
+    assert held.computed == Share(50, 60, 90), "shards, and three units with a part of the fourth ahead"
+    assert held.homes == Share(0, 20, 20), "one is looked at"
 
 
 # The table of a divided budget #
@@ -202,6 +220,7 @@ def test_replicas_add_up_once_a_step_as_far_as_sums_have_room() -> None:
     assert summed_once(once, shards, 140) == {0: 20, 2: 80, 3: 40}
     assert summed_once(once, shards, 139) == {0: 20, 2: 80}
     assert summed_once(once, shards, 79) == {0: 20, 3: 40}
+    assert summed_once(once, replace(shards, there=frozenset((0, 2, 3))), 140) == {0: 20, 2: 80, 3: 40}
     assert summed_once(rules(3, ranks=4, steps=2), shards, 140) == {}, "all ranks share"
 
 
