@@ -15,7 +15,7 @@ from infinity.telemetry import Counters
 from infinity.tiers import WHOLE, Sharding
 from infinity.zero.groups import Groups
 from infinity.zero.partition import ParamSlot, Unit
-from infinity.zero.ranks import ALONE, Ranks
+from infinity.zero.ranks import ALONE, Path, Ranks
 from infinity.zero.reduction import Addend, Journey, Reduction
 
 NUMELS = [256, 64, 128, 64, 512, 64]  # the last is used by several modules
@@ -61,11 +61,19 @@ class Late:
         self._target.copy_(2 * self._source)
 
 
+class Same:
+    """The greatest of what both ranks have, which is the same."""
+
+    def wait(self) -> None:
+        pass
+
+
 class OneOfTwo:
     size = 2
+    path = Path()
 
-    def any_of(self, flags: torch.Tensor) -> Late:
-        return Late(flags, flags)
+    def any_of(self, flags: torch.Tensor) -> Same:
+        return Same()
 
     def all_reduce(self, flat: torch.Tensor, unit: str) -> Late:
         return Late(flat, flat)
