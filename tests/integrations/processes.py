@@ -64,8 +64,9 @@ def output(ended: subprocess.CompletedProcess[str]) -> str:
 
 
 def result(ended: subprocess.CompletedProcess[str]) -> Any:
-    """What a script printed as JSON behind the word RESULT."""
-    return next(json.loads(line[7:]) for line in output(ended).splitlines() if line.startswith("RESULT "))
+    """What a script, or its rank 0, printed as JSON behind the word RESULT."""
+    (line,) = (line for line in output(ended).splitlines() if line.startswith("RESULT "))
+    return json.loads(line[len("RESULT ") :])
 
 
 def _environment(path: list[Path]) -> dict[str, str]:
