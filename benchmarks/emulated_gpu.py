@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +312,12 @@ def train(
 
 
 def predicted(regime: Regime, path: str, slower: float, compute_s: float, drive_rate: float) -> float:
-    """Seconds of a step as `infinity plan` would say it of such a machine."""
+    """Seconds of a step as `infinity plan` would say it of such a machine.
+
+    It takes updates that run ahead for confirmed. Where all are clipped none run ahead, which is `deferred`.
+    """
+    if regime.clips:
+        regime = replace(regime, schedule="deferred")
     with construct_on_meta():
         model, params = made()
     device_bytes = device_level(torch.device("simdev")).total_bytes

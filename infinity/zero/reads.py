@@ -44,9 +44,8 @@ class ParameterReads(TorchFunctionMode):
         self._unit_of = unit_of
         self._use = use
         self._change = change
-        self._shares = (
-            WeakIdKeyDictionary()
-        )  # tensors without a base that lie in a parameter's memory, and its identity
+        # Tensors without a base that lie in a parameter's memory, and its identity.
+        self._shares = WeakIdKeyDictionary()
         self._depth = _Depth()
 
     def __enter__(self) -> ParameterReads:
