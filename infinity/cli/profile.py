@@ -132,7 +132,11 @@ def _processor_lines(profile: dict[str, Any]) -> list[str]:
         found = [rates["params_per_s"] / 1e9 for rates in profile["optimizer"] if rates["format"] == name]
         cells = "".join(f"{rate:>8.2f}" for rate in found)
         lines.append(f"{'optimizer, ' + name:<34}{cells}  G params/s")
-    for key, name in (("triad_bytes_per_s", "memory, triad"), ("in_place_bytes_per_s", "memory, in place")):
+    for key, name in (
+        ("triad_bytes_per_s", "memory, triad"),
+        ("in_place_bytes_per_s", "memory, in place"),
+        ("fresh_bytes_per_s", "memory, made ready"),
+    ):
         cells = "".join(f"{memory[key] / 1e9:>8.1f}" for memory in profile["memory"])
         lines.append(f"{name:<34}{cells}  GB/s")
     return lines

@@ -10,10 +10,12 @@ from infinity.memory.available import (
 )
 from infinity.memory.budget import Budget, Ledger, Level
 from infinity.memory.hand_over import HandingOver
+from infinity.memory.mapping import FRESH_BYTES
 from infinity.memory.scratch import Loan, Scratch, scratch_on
 from infinity.memory.stable import StableBuffer, StableMemory, stable_memory
 
 __all__ = [
+    "FRESH_BYTES",
     "LEASE_ALIGN_BYTES",
     "Arena",
     "Budget",

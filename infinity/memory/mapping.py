@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 HUGE_PAGE_BYTES = 2 << 20
+FRESH_BYTES = 32 << 20  # an allocator asks the system for each larger piece: glibc's greatest M_MMAP_THRESHOLD
 
 
 class Mapping(Protocol):

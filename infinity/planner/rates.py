@@ -35,6 +35,7 @@ class Rates:
     Attributes:
         products: (rows, flop a second) by layout of the operands, of one device.
         memory_bytes_per_s: read and written by what is no product, of one device.
+        fresh_bytes_per_s: that the system makes ready of memory that was not there, beside what fills it.
         optimizer_params_per_s: updates of all processes of the machine together.
         disk: all drives of the machine together, inward is read.
         link: of one device, inward is to the device.
@@ -47,6 +48,7 @@ class Rates:
 
     products: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     memory_bytes_per_s: float | None = None
+    fresh_bytes_per_s: float | None = None
     optimizer_params_per_s: float | None = None
     disk: Duplex | None = None
     link: Duplex | None = None
@@ -62,6 +64,7 @@ class Rates:
             return None
         computed = sum(flops / self._product_rate(kind) for kind, flops in work.flops.items())
         computed += work.other_bytes / self.memory_bytes_per_s if self.memory_bytes_per_s else 0.0
+        computed += work.fresh_bytes / self.fresh_bytes_per_s if self.fresh_bytes_per_s else 0.0
         launched = work.operations * self.operation_s
         return max(computed, launched) if self.launches_ahead else computed + launched
 
@@ -104,6 +107,7 @@ def rates_of(profile: dict[str, Any], *, dtype: str, state_format: str, device: 
     return Rates(
         {layout: tuple(sorted(points)) for layout, points in products.items()},
         memory_bytes_per_s=memory["triad_bytes_per_s"] if device == "cpu" else None,
+        fresh_bytes_per_s=memory["fresh_bytes_per_s"] if device == "cpu" else None,
         optimizer_params_per_s=max((entry["params_per_s"] for entry in optimizer), default=None),
         disk=_drives(profile),
         link=None if link is None else _link(link),
@@ -146,7 +150,7 @@ def with_numbers(
         drives: how many there are for each that the rate is of.
     """
     if flop_per_s is not None:
-        rates = replace(rates, products={"nt": ((1, flop_per_s),)}, memory_bytes_per_s=None)
+        rates = replace(rates, products={"nt": ((1, flop_per_s),)}, memory_bytes_per_s=None, fresh_bytes_per_s=None)
     if optimizer_params_per_s is not None:
         rates = replace(rates, optimizer_params_per_s=optimizer_params_per_s)
     if disk_bytes_per_s is not None:

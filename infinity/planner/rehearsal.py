@@ -154,7 +154,8 @@ class _Stage:
             left[use.unit] -= 1
             backward_s = use.backward_s + (0.0 if left[use.unit] else self._units[use.unit].take_s)
             yield from self._wait([self.machine.put(COMPUTE, _FIRST_GRAD * backward_s)], COMPUTE)
-            yield from self._have_room_for_grads(use.unit)
+            if not left[use.unit]:  # those of all its uses come together
+                yield from self._have_room_for_grads(use.unit)
             for _ in range(_ARRIVALS):
                 yield from self._wait([self.machine.put(COMPUTE, (1 - _FIRST_GRAD) / _ARRIVALS * backward_s)], COMPUTE)
                 self._catch_up()

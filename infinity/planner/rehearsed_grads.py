@@ -32,7 +32,7 @@ class Grads:
             self._resting.pop(unit, None)
             return True
         if work.spill_s:
-            if not self._free_slots and not self._take_written():
+            if self._free_slots <= 0 and not self._take_written():
                 return False
             self._free_slots -= 1
             if unit in self._away:

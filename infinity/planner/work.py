@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from infinity.errors import ConfigError
+from infinity.memory import FRESH_BYTES
 from infinity.zero.model_parts import has_numbers
 from infinity.zero.partition import Partition
 
@@ -46,11 +47,14 @@ class Pass:
         flops: of products, by kind.
         other_bytes: read and written by all other operations.
         operations: how many there are, products among them.
+        fresh_bytes: of results that are so large that a host's allocator asks the system for each, which gives it page
+            by page: the gradient of a vocabulary.
     """
 
     flops: dict[Product, float] = field(default_factory=dict)
     other_bytes: float = 0.0
     operations: float = 0.0
+    fresh_bytes: float = 0.0
 
     @property
     def total_flops(self) -> float:
@@ -162,7 +166,8 @@ def _extended(one: Work, two: Work, blocks: int) -> Work:
         kinds = first.flops.keys() | second.flops.keys()
         flops = {kind: line(first.flops.get(kind, 0.0), second.flops.get(kind, 0.0), count) for kind in kinds}
         other_bytes = line(first.other_bytes, second.other_bytes, count)
-        return Pass(flops, other_bytes, line(first.operations, second.operations, count))
+        operations = line(first.operations, second.operations, count)
+        return Pass(flops, other_bytes, operations, line(first.fresh_bytes, second.fresh_bytes, count))
 
     return Work(
         one.tokens,
@@ -263,17 +268,19 @@ class _Counter(TorchDispatchMode):
         self._flops: Counter[Product] = Counter()
         self._other_bytes = 0.0
         self._operations = 0
+        self._fresh_bytes = 0.0
 
     def take(self) -> Pass:
         """What was counted since the last call."""
-        taken = Pass(dict(self._flops), self._other_bytes, self._operations)
-        self._flops, self._other_bytes, self._operations = Counter(), 0.0, 0
+        taken = Pass(dict(self._flops), self._other_bytes, self._operations, self._fresh_bytes)
+        self._flops, self._other_bytes, self._operations, self._fresh_bytes = Counter(), 0.0, 0, 0.0
         return taken
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         self._operations += func.namespace != "prim" and not func.is_view  # "prim": what tensors without values ask
+        self._fresh_bytes += _fresh_bytes(args, out)
         if "scaled_dot_product" in str(packet):
             self._flops[Product("attention", 0)] += _attention_flops(args, backward="backward" in str(packet))
         elif packet in flop_registry:
@@ -297,7 +304,20 @@ def _product_of(args: Any) -> Product:
     return Product("tn" if layout == "tt" else layout, rows)
 
 
-def _bytes_of(value: Any) -> int:
+def _fresh_bytes(args: Any, out: Any) -> int:
+    """Of results in memory of their own that no allocator keeps."""
+    given = {_storage(tensor) for tensor in _tensors(args)}
+    made = (tensor for tensor in _tensors(out) if _storage(tensor) not in given)
+    return sum(nbytes for tensor in made if (nbytes := _bytes_of(tensor)) >= FRESH_BYTES)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(_bytes_of, value)) if isinstance(value, (tuple, list)) else 0
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _bytes_of(value: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from infinity import kernels
+from infinity.memory import FRESH_BYTES
 from infinity.optim.bench import ROOFLINE, AdamBenchJob, run_adam_bench
 from infinity.optim.formats import FORMATS
 
@@ -62,8 +63,14 @@ def optimizer_rates(numel: int, counts: list[int], progress: Callable[[str], Non
                 facts = {"format": result.name, "threads": count, "params_per_s": rate}
                 optimizer.append({**facts, "bytes_per_s": rate * result.bytes_per_param})
             progress(f"optimizer, {count} threads")
-            triad = _triad_bytes_per_s(numel)
-            memory.append({"threads": count, "triad_bytes_per_s": triad, "in_place_bytes_per_s": in_place})
+            memory.append(
+                {
+                    "threads": count,
+                    "triad_bytes_per_s": _triad_bytes_per_s(numel),
+                    "in_place_bytes_per_s": in_place,
+                    "fresh_bytes_per_s": _fresh_bytes_per_s(),
+                }
+            )
     return optimizer, memory
 
 
@@ -72,6 +79,17 @@ def _triad_bytes_per_s(numel: int) -> float:
     a, b, c = (torch.ones(numel) for _ in range(3))
     seconds = [timed(lambda: torch.add(b, c, alpha=3.0, out=a)) for _ in range(_ROUNDS + 1)]
     return numel * _TRIAD_BYTES / statistics.median(seconds[1:])
+
+
+def _fresh_bytes_per_s() -> float:
+    """Of memory that the system has yet to make ready, beside what it takes to fill it once it is there."""
+    seconds = []
+    for _ in range(_ROUNDS):
+        made = torch.empty(2 * FRESH_BYTES, dtype=torch.uint8)
+        first_s, again_s = timed(made.zero_), timed(made.zero_)
+        seconds.append(max(first_s - again_s, 1e-9))
+        del made
+    return 2 * FRESH_BYTES / statistics.median(seconds)
 
 
 def timed(body: Callable[[], object]) -> float:

@@ -6,7 +6,7 @@
      "drives_together": {"read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s"}; null for one drive,
      "contention": [{"part", "beside", "share"}],
      "optimizer": [{"format", "threads", "params_per_s", "bytes_per_s"}],
-     "memory": [{"threads", "triad_bytes_per_s", "in_place_bytes_per_s"}],
+     "memory": [{"threads", "triad_bytes_per_s", "in_place_bytes_per_s", "fresh_bytes_per_s"}],
      "matmul": [{"device", "dtype", "rows", "flop_per_s"}],
      "products": [{"device", "dtype", "layout", "rows", "flop_per_s"}],
      "operations": [{"device", "operation_s"}],
@@ -20,7 +20,8 @@ What was not measured is null. A rate is that of a median or of one long run. Dr
 "compute" where that is the CPU's, "optimizer", and "disk" in `mixed`. A collective's rate is that of the bytes that a
 rank receives (all-gather) or sends (reduce-scatter): (count - 1) shards. Products are those of a linear layer of so
 many rows, by how their operands lie: "nn", "nt" (the second is transposed), "tn" (the first is); and "attention",
-forward and backward. An operation of a model's forward or backward pass costs `operation_s` beside what it computes.
+forward and backward. Fresh memory is what the system has yet to make ready. An operation of a model's forward or
+backward pass costs `operation_s` beside what it computes.
 """
 
 from __future__ import annotations

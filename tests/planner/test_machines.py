@@ -22,7 +22,7 @@ def profile_file(tmp_path) -> Path:
     parts = {
         "drives": [{"path": "/drive", **drive}],
         "optimizer": [{"format": "split", "threads": 2, "params_per_s": 1e9, "bytes_per_s": 1e10}],
-        "memory": [{"threads": 2, "triad_bytes_per_s": 1e10, "in_place_bytes_per_s": 1e10}],
+        "memory": [{"threads": 2, "triad_bytes_per_s": 1e10, "in_place_bytes_per_s": 1e10, "fresh_bytes_per_s": 1e10}],
         "products": [{"device": "cpu", "dtype": "bfloat16", "layout": "nt", "rows": 64, "flop_per_s": 1e11}],
     }
     write_profile(new_record("0", 0.0, 0.0, parts), tmp_path / "profile.json")

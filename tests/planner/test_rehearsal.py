@@ -119,6 +119,15 @@ def test_gradients_are_taken_over_by_the_compute_thread_once_a_pass() -> None:
         assert done.busy_s["compute"] == pytest.approx(passes * (COMPUTING + UNITS * 0.5))
 
 
+def test_gradients_of_a_unit_that_is_used_twice_have_no_slot_in_between() -> None:
+    spilling = UnitWork(spill_s=0.5, tiles=(TileWork(0.1),))
+    work = replace(step(spilling, runs_in_backward=False), spill_slots=1)
+    tied = replace(work, uses=(*work.uses, UseWork(0, 0.0, 0.0)))  # a head with the weights of the embedding
+    once, twice = rehearse(work, even), rehearse(tied, even)
+    assert twice.seconds == pytest.approx(once.seconds)
+    assert once.waits_s["disk"] > (UNITS - 1) * 0.15, "each but the first waits for the slot of the one before"
+
+
 def test_a_third_slot_hides_the_writes() -> None:
     spilling = UnitWork(spill_s=1.0, tiles=(TileWork(0.1),))
     two, three = (

@@ -207,6 +207,8 @@ def test_operations_cost_what_launching_takes() -> None:
     work = Pass({Product("nn", 8): 1e6}, operations=100)
     rates = Rates({"nn": ((8, 1e9),)}, operation_s=1e-5)
     assert rates.compute_s(work) == pytest.approx(1e-3 + 1e-3)
+    fresh = replace(rates, fresh_bytes_per_s=1e9)
+    assert fresh.compute_s(replace(work, fresh_bytes=1e6)) == pytest.approx(1e-3 + 1e-3 + 1e-3)
     ahead = replace(rates, launches_ahead=True)
     assert ahead.compute_s(work) == pytest.approx(1e-3), "launched while others are computed"
     assert ahead.compute_s(replace(work, operations=300)) == pytest.approx(3e-3), "the device waits for launches"
@@ -219,7 +221,7 @@ def profile() -> dict[str, Any]:
         "drives_together": None,
         "contention": [{"part": "disk", "beside": "optimizer", "share": 0.5}],
         "optimizer": [{"format": "split", "threads": n, "params_per_s": n * 1e8} for n in (1, 2)],
-        "memory": [{"threads": n, "triad_bytes_per_s": n * 1e9} for n in (1, 2)],
+        "memory": [{"threads": n, "triad_bytes_per_s": n * 1e9, "fresh_bytes_per_s": n * 3e9} for n in (1, 2)],
         "products": [{"device": "cpu", "dtype": "bfloat16", "layout": "nt", "rows": 32, "flop_per_s": 1e10}],
         "link": None,
         "operations": [],
@@ -233,6 +235,7 @@ def test_rates_of_a_profile() -> None:
     assert rates.beside == {("disk", "optimizer"): 0.5}
     assert rates.optimizer_params_per_s == 2e8
     assert rates.memory_bytes_per_s == 2e9
+    assert rates.fresh_bytes_per_s == 6e9
     assert rates.gather_bytes_per_s is None
     with pytest.raises(infinity.ConfigError, match="no matrix products in float32 on cpu"):
         rates_of(profile(), dtype="float32", state_format="fp32")

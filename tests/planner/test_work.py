@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import infinity
 from infinity.config import load_config
+from infinity.memory import FRESH_BYTES
 from infinity.planner import Machine, Shape, Work, count_work, plan_training, stand_in
 from tests.behaviour.reference import SEQ, tiny_gpt2, tiny_llama
 
@@ -61,6 +62,15 @@ def test_products_and_saved_bytes_are_those_of_a_real_pass(make) -> None:
     # Beside them a real pass looks at values, of masks for one.
     assert 0.75 * counted.operations < work.forward.operations + work.backward.operations <= counted.operations
     assert work.saved_bytes == pytest.approx(sum(t.untyped_storage().nbytes() for t in saved.values()), rel=0.02)
+
+
+def test_large_results_are_told_from_those_that_an_allocator_keeps() -> None:
+    head = FRESH_BYTES // 4 // 64  # rows of 64 float32, as large as that
+    small, large = (work_of(stand_in(Shape(3, 64, vocabulary)), batch=1, seq=4) for vocabulary in (head // 2, head))
+    assert (small.forward.fresh_bytes, small.backward.fresh_bytes) == (0, 0)
+    assert large.forward.fresh_bytes == 0
+    gradients = large.backward.fresh_bytes / (4 * 64 * head)
+    assert 2 <= gradients <= 3, "of the head, of the embedding, and their sum if they are tied"
 
 
 def test_work_grows_with_the_blocks_and_the_batch() -> None:

@@ -43,7 +43,7 @@ def profile() -> dict:
     return {
         "products": products,
         "optimizer": [{"format": name, "threads": 1, "params_per_s": 1e8, "bytes_per_s": 1e9} for name in formats],
-        "memory": [{"threads": 1, "triad_bytes_per_s": 1e10, "in_place_bytes_per_s": 1e10}],
+        "memory": [{"threads": 1, "triad_bytes_per_s": 1e10, "in_place_bytes_per_s": 1e10, "fresh_bytes_per_s": 1e10}],
         "ranks": None,
         "link": None,
         "operations": [],
