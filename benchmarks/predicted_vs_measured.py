@@ -255,6 +255,7 @@ def measured_rates(case: Case, plan: TrainingPlan, nvme: Path, ranks: Ranks) -> 
         rates,
         products=by_layout,
         memory_bytes_per_s=speed * rates.memory_bytes_per_s,
+        fresh_bytes_per_s=speed * rates.fresh_bytes_per_s,
         optimizer_params_per_s=speed * rates.optimizer_params_per_s,
     )
 

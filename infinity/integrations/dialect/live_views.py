@@ -160,7 +160,7 @@ def flat_values(name: str, params: Iterable[nn.Parameter]) -> LiveView:
 
     def read() -> torch.Tensor:
         with GatheredParameters(given):
-            return torch.cat([param.detach().flatten() for param in given] or [torch.empty(0)]).clone()
+            return torch.cat([param.detach().flatten() for param in given] or [torch.empty(0)])
 
     return LiveView(name, sum(param.numel() for param in given), first.dtype, first.device, read)
 
