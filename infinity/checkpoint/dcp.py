@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,16 @@ class _Plain(pickle.Unpickler):
             return super().find_class(module, name)
         if (module, name) in (("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath")):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 pickle members of an Enum
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of such metadata")
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """The member of an Enum, and no other attribute of anything."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which is no part of such metadata")
+    return kind[name]
 
 
 _METADATA_CLASSES = frozenset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import warnings
 from pathlib import Path
@@ -10,10 +11,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import infinity
-from infinity.checkpoint.dcp import export_dcp, import_dcp
+from infinity.checkpoint.dcp import _Plain, export_dcp, import_dcp
 from infinity.cli.main import main
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
@@ -134,3 +136,14 @@ def test_what_cannot_be_taken_over_is_refused(change, saved, tmp_path) -> None:
     with pytest.raises(infinity.CheckpointError, match=message):
         import_dcp(path, tmp_path / "new")
     assert not (tmp_path / "new").exists() or not any((tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize(("kind", "name"), [("_MEM_FORMAT_ENCODING", "__init__"), ("Metadata", "__reduce__")])
+def test_of_attributes_an_enums_members_are_taken_alone(kind, name) -> None:
+    def asking(of: str, attribute: str) -> io.BytesIO:  # as Python 3.11.0 to 3.11.3 pickle a member of an Enum
+        return io.BytesIO(f"cbuiltins\ngetattr\n(c{metadata.__name__}\n{of}\nV{attribute}\ntR.".encode())
+
+    member = metadata._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    assert _Plain(asking("_MEM_FORMAT_ENCODING", member.name)).load() is member
+    with pytest.raises(pickle.UnpicklingError, match="which is no part of such metadata"):
+        _Plain(asking(kind, name)).load()
