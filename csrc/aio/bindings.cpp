@@ -192,7 +192,9 @@ void register_memory(py::module_& m) {
         .def_property_readonly("address", &Mapping::address)
         .def_property_readonly("nbytes", &Mapping::nbytes)
         .def("open", &Mapping::open, py::call_guard<py::gil_scoped_release>())
-        .def("shut", &Mapping::shut, py::call_guard<py::gil_scoped_release>());
+        .def("shut", &Mapping::shut, py::call_guard<py::gil_scoped_release>())
+        .def("park", &Mapping::park, py::call_guard<py::gil_scoped_release>())
+        .def("open_with", &Mapping::open_with, py::arg("parked"), py::call_guard<py::gil_scoped_release>());
 }
 
 // A failed system call becomes an OSError with its errno.

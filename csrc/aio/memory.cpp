@@ -6,6 +6,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#ifndef MREMAP_DONTUNMAP
+#define MREMAP_DONTUNMAP 4 // of linux/mman.h, which C libraries before 2.32 do not pass on
+#endif
+
 namespace infinity::aio {
 
 namespace {
@@ -67,6 +71,38 @@ void Mapping::shut() {
     if (madvise(pointer(address_), nbytes_, MADV_DONTNEED) != 0) {
         fail("madvise");
     }
+    forbid();
+}
+
+void Mapping::park() {
+    if (is_ours()) {
+        forbid();
+    }
+}
+
+void Mapping::open_with(Mapping& parked) {
+    if (!is_ours() || !parked.is_ours()) {
+        return;
+    }
+    if (parked.nbytes_ != nbytes_) {
+        throw std::system_error(EINVAL, std::generic_category(), "the other mapping is of another size");
+    }
+    // The range that the pages leave stays reserved (MREMAP_DONTUNMAP, Linux 5.7): nobody else gets its addresses.
+    const int flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
+    void* moved = mremap(pointer(parked.address_), nbytes_, nbytes_, flags, pointer(address_));
+    if (moved == MAP_FAILED) {
+        // What was here may be unmapped by now.
+        const int fixed = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+        if (mmap(pointer(address_), nbytes_, PROT_NONE, fixed, -1, 0) == MAP_FAILED) {
+            fail("mmap");
+        }
+        (void)madvise(pointer(address_), nbytes_, MADV_DONTFORK);
+        parked.shut();
+    }
+    open();
+}
+
+void Mapping::forbid() {
     if (mprotect(pointer(address_), nbytes_, PROT_NONE) != 0) {
         fail("mprotect");
     }

@@ -26,8 +26,16 @@ class Mapping {
     // Gives the physical pages back and forbids access: a stale pointer faults instead of reading other bytes.
     void shut();
 
+    // Forbids access as `shut` does, but keeps the physical pages, for the next `open` or for another's `open_with`.
+    void park();
+
+    // Opens with the pages, and so the bytes, of a parked mapping of the same size in place of new ones, which the
+    // system would have to zero; the other is as if shut.
+    void open_with(Mapping& parked);
+
   private:
     bool is_ours() const;
+    void forbid();
 
     int owner_ = 0;
     std::uintptr_t base_ = 0;

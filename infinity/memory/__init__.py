@@ -12,7 +12,7 @@ from infinity.memory.budget import Budget, Ledger, Level
 from infinity.memory.hand_over import HandingOver
 from infinity.memory.mapping import FRESH_BYTES
 from infinity.memory.scratch import Loan, Scratch, scratch_on
-from infinity.memory.stable import StableBuffer, StableMemory, stable_memory
+from infinity.memory.stable import SparePages, StableBuffer, StableMemory, stable_memory
 
 __all__ = [
     "FRESH_BYTES",
@@ -27,6 +27,7 @@ __all__ = [
     "Level",
     "Loan",
     "Scratch",
+    "SparePages",
     "StableBuffer",
     "StableMemory",
     "available_memory_bytes",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +27,12 @@ class Mapping(Protocol):
     def shut(self) -> None:
         """Give the physical pages back; what is read after the next `open` is zero."""
 
+    def park(self) -> None:
+        """Forbid access as `shut` does, but keep the pages, for the next `open` or for another's `open_with`."""
+
+    def open_with(self, parked: Any) -> None:
+        """Open with the pages of a parked mapping of the same size, in place of new ones, which have to be zeroed."""
+
 
 class _PlainMapping:
     """Python's own mmap: cannot forbid access while shut, and is aligned to the alignment asked for by hand."""
@@ -42,6 +48,12 @@ class _PlainMapping:
 
     def shut(self) -> None:
         self._map.madvise(mmap.MADV_DONTNEED)
+
+    def park(self) -> None:
+        return None
+
+    def open_with(self, parked: _PlainMapping) -> None:
+        parked.shut()
 
 
 try:

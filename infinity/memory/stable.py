@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from infinity.io import Span
-from infinity.memory.mapping import HUGE_PAGE_BYTES, make_mapping, tensor_at
+from infinity.memory.mapping import HUGE_PAGE_BYTES, Mapping, make_mapping, tensor_at
 
 _PAGE_BYTES = 4096
 
@@ -27,9 +27,13 @@ class StableMemory(Protocol):
         """Give the memory back."""
 
 
-def stable_memory(nbytes: int, device: torch.device) -> StableMemory:
-    """Memory on a device. On the CPU it is mapped: an allocator would keep what is freed, in pieces among the rest."""
-    return StableBuffer(nbytes) if device.type == "cpu" else DeviceBuffer(nbytes, device)
+def stable_memory(nbytes: int, device: torch.device, spare: SparePages | None = None) -> StableMemory:
+    """Memory on a device. On the CPU it is mapped: an allocator would keep what is freed, in pieces among the rest.
+
+    Args:
+        spare: where its pages wait while it is freed; without, they go back to the system.
+    """
+    return StableBuffer(nbytes, spare) if device.type == "cpu" else DeviceBuffer(nbytes, device)
 
 
 class DeviceBuffer:
@@ -53,6 +57,39 @@ class DeviceBuffer:
         self._storage.resize_(0)
 
 
+class SparePages:
+    """Pages of freed buffers, for those of their size that are allocated next.
+
+    The system zeroes every page that it gives, at about the rate of a drive or four: as units of one size come and go,
+    their pages go from one to the next. What is spare counts as free, so all of it goes back before pages of another
+    size are taken: what is in use and what is spare together never exceed what was in use at once.
+    """
+
+    def __init__(self) -> None:
+        self._parked: list[Mapping] = []
+
+    def park(self, mapping: Mapping) -> None:
+        """Keep the pages; a touch faults from now on."""
+        mapping.park()
+        if mapping not in self._parked:
+            self._parked.append(mapping)
+
+    def take(self, mapping: Mapping) -> Mapping | None:
+        """Whose pages this mapping is to have: its own if they are still there; None for new ones."""
+        found = next((each for each in self._parked if each is mapping), None)
+        found = found or next((each for each in self._parked if each.nbytes == mapping.nbytes), None)
+        if found is None:
+            self.clear()
+        else:
+            self._parked.remove(found)
+        return found
+
+    def clear(self) -> None:
+        """Give all of it back."""
+        while self._parked:
+            self._parked.pop().shut()
+
+
 class StableBuffer:
     """Memory whose tensors keep their addresses while it is freed and allocated again.
 
@@ -60,7 +97,8 @@ class StableBuffer:
     segmentation fault rather than reading zeros.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, spare: SparePages | None = None) -> None:
+        self._spare = spare
         alignment = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else _PAGE_BYTES
         self._mapping = make_mapping(max(nbytes, 1), alignment)
         self._bytes = tensor_at(self._mapping.address, max(nbytes, 1), self._mapping)
@@ -72,12 +110,19 @@ class StableBuffer:
         return self._bytes[: numel * dtype.itemsize].view(dtype)
 
     def allocate(self) -> None:
-        """Make the memory usable; its content is zero."""
-        self._mapping.open()
+        """Make the memory usable; its content is undefined, and zero where there are no spare pages."""
+        parked = None if self._spare is None else self._spare.take(self._mapping)
+        if parked is None or parked is self._mapping:
+            self._mapping.open()
+        else:
+            self._mapping.open_with(parked)
 
     def free(self) -> None:
         """Give the physical memory back."""
-        self._mapping.shut()
+        if self._spare is None:
+            self._mapping.shut()
+        else:
+            self._spare.park(self._mapping)
 
     def span(self, offset_bytes: int = 0, nbytes: int | None = None) -> Span:
         """A range for I/O."""

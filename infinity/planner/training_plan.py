@@ -14,7 +14,8 @@ from infinity.schedule import MemoryNeeds, MemorySplit, Plan, make_plan, split_m
 from infinity.schedule.placement import Placement, place
 from infinity.tiers import Memory
 from infinity.tiers.swap import ALIGN_BYTES
-from infinity.zero.budgets import AUTO_SHARE, device_budgets, host_capacity
+from infinity.zero.budgets import AUTO_SHARE, device_budgets, host_capacity, lacking_bytes
+from infinity.zero.fitting import cut_to_fit
 from infinity.zero.model_parts import has_numbers
 from infinity.zero.partition import Partition
 from infinity.zero.ranks import Ranks
@@ -160,7 +161,12 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
         CapacityError: a memory budget is too small; the message has the number that is needed.
         ConfigError: a combination that cannot work.
     """
-    sizing = _sizing(model, config, machine)
+
+    def lacking(sizing: Sizing) -> int:
+        host_bytes = _host_capacity(config, sizing.host_needs(), machine)
+        return lacking_bytes(sizing, config, host_bytes, machine.device_bytes or 0)
+
+    config, sizing = cut_to_fit(config, lambda config: _sizing(model, config, machine), lacking)
     needs = sizing.host_needs()
     capacity = _host_capacity(config, needs, machine)
     split = split_memory(needs, capacity, "tiering.host_memory")

@@ -189,7 +189,7 @@ def alone(unit: str, unit_bytes: int, capacity_bytes: int, is_embedding: bool, a
             "budget helps, a smaller vocabulary, or bf16 for fp32."
         )
     return (
-        f" Unit `{unit}` {how.rstrip(',')}: set tiering.max_unit_size to {format_size(unit_bytes // 4)}, which cuts a "
-        "block into units of its modules; a single nn.Linear can be replaced by infinity.zero.TiledLinear, whose parts "
-        "are units of their own."
+        f" Unit `{unit}` {how.rstrip(',')}: a block is cut into units of its modules as far as that goes where "
+        f"tiering.max_unit_size is auto, or to at most what it says ({format_size(unit_bytes // 4)}, for example); a "
+        "single nn.Linear can be replaced by infinity.zero.TiledLinear, whose parts are units of their own."
     )

@@ -354,11 +354,11 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     moving = sorted((spec for spec in specs if spec.offloaded), key=_nbytes, reverse=True)
     staying = sum(spec.nbytes for spec in specs if not spec.offloaded)
     beside = sum(spec.shard_nbytes for spec in specs if spec.beside)
-    # One in use, one to come. Gathered beside their shards, more than one to go would be there twice.
+    # Gathered beside their shards, more than one to go would be there twice.
     twice = [spec.nbytes for spec in moving if spec.beside or (rules.one_memory and rules.gathers)]
     most = sum(map(_nbytes, moving)) - sum(twice[3:])
     most += min(sum(twice[3:]), rules.ahead_numel * specs[0].dtype.itemsize)
-    computed = Share(staying + beside, sum(map(_nbytes, moving[:2])), most)
+    computed = Share(staying + beside, _together_bytes(moving), most)
     if rules.site is Memory.DEVICE:
         return ParamBytes(computed, Share(), 0)
     # What is updated on the device passes through when it is made or looked at.
@@ -368,6 +368,25 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     return ParamBytes(
         computed, Share(0, staging + (0 if rules.params is Memory.NVME else homes), staging + homes), staging
     )
+
+
+def _together_bytes(moving: Sequence[FlatSpec]) -> int:
+    """The most that a use needs at once: units of a module and of those around it, and another to come, or updated.
+
+    Args:
+        moving: units that come and go, the largest first.
+    """
+    by_module: dict[str, list[FlatSpec]] = {}
+    for spec in moving:
+        by_module.setdefault(spec.module, []).append(spec)
+    most = 0
+    for module in by_module:
+        parts = module.split(".")
+        paths = {"", *(".".join(parts[:count]) for count in range(1, len(parts) + 1))}
+        used = [spec for path in paths for spec in by_module.get(path, ())]
+        other = next((spec for spec in moving if spec.module not in paths), None)
+        most = max(most, sum(map(_nbytes, used)) + (other.nbytes if other else 0))
+    return most
 
 
 def _nbytes(spec: FlatSpec) -> int:

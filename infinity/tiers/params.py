@@ -30,7 +30,7 @@ import torch
 
 from infinity.errors import InfinityError
 from infinity.io import IoFuture, Priority
-from infinity.memory import Arena, Budget
+from infinity.memory import Arena, Budget, SparePages
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers.copies import Memory, Move, State
 from infinity.tiers.slots import Extent, SlotExtent
@@ -101,7 +101,8 @@ class Params:
         self._budget = budget
         self._counters = counters
         self._device = device
-        by = Carriers(swap, WeightFiles() if files is None else files, device, counters)
+        self._spare = SparePages()
+        by = Carriers(swap, WeightFiles() if files is None else files, device, counters, self._spare)
         units = []
         for index, (spec, home) in enumerate(zip(specs, homes, strict=True)):
             lease = arena.lease(spec.shard_nbytes) if home is Memory.HOST else None
@@ -155,6 +156,8 @@ class Params:
         if not (self._allocate(each) if each.site is Memory.DEVICE else self._stage(each)):
             return False
         each.field.begin_write(each.site)
+        if self._device is None:
+            each.tensor.zero_()  # padding has no other values, and another unit's bytes may lie there
         return True
 
     def create_done(self, unit: int) -> None:
@@ -440,6 +443,7 @@ class Params:
         self.coming.clear()
         for each in self.units:
             each.close()
+        self._spare.clear()
 
     # Device memory #
 

@@ -22,7 +22,7 @@ import torch
 
 from infinity.io import IoFuture, Priority, Span
 from infinity.io.gds import DeviceReads
-from infinity.memory import Arena, Lease, StableBuffer, stable_memory
+from infinity.memory import Arena, Lease, SparePages, StableBuffer, stable_memory
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers.copies import Field, Memory, Move, State, Transfer
 from infinity.tiers.link import Link
@@ -59,6 +59,11 @@ class FlatSpec:
     sharding: Sharding = WHOLE
     runs: tuple[FileRun, ...] = ()
     beside: bool = False
+
+    @property
+    def module(self) -> str:
+        """Path of the module that the unit is of; what stays in files has more words behind it."""
+        return self.name.partition(" ")[0]
 
     @property
     def nbytes(self) -> int:
@@ -108,12 +113,14 @@ class Carriers:
         swap: where homes on the drives are.
         files: where those are that somebody else wrote.
         device: None if the compute device is the CPU.
+        spare: pages of units that have gone, where that is the CPU.
     """
 
     swap: SwapSpace
     files: WeightFiles
     device: Device | None
     counters: Counters
+    spare: SparePages
 
 
 class UnitParams:
@@ -158,7 +165,8 @@ class UnitParams:
         self._counters = carriers.counters
         memories = {Memory.DEVICE, home, self.site} | ({Memory.NVME} if self.written else set())
         self.field = Field(f"unit {spec.name}", memories)
-        self.buffer = stable_memory(spec.nbytes, _CPU if carriers.device is None else carriers.device.link.device)
+        device = _CPU if carriers.device is None else carriers.device.link.device
+        self.buffer = stable_memory(spec.nbytes, device, carriers.spare)
         self.buffer.allocate()
         self.tensor = self.buffer.tensor(spec.dtype, spec.numel)
         if spec.offloaded or carriers.device is None:

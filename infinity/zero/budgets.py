@@ -41,6 +41,20 @@ def agreed(split: MemorySplit, *ranks: Ranks) -> MemorySplit:
 # What is computed on #
 
 
+def lacking_bytes(sizing: Sizing, config: Config, host_bytes: int, free_bytes: int, ranks: Ranks = ALONE) -> int:
+    """By how much the two memories are too small for what a layout needs at least, on the rank that lacks most.
+
+    Args:
+        host_bytes: of the host's budget.
+        free_bytes: what the device has.
+    """
+    lacks = max(0, sizing.host_needs().least_bytes - host_bytes)
+    if not sizing.rules.one_memory:
+        total, least = _device_capacity(sizing, config, free_bytes)
+        lacks += max(0, least - total)
+    return -ranks.least(-lacks)
+
+
 @dataclass(frozen=True)
 class DeviceBudgets:
     """What pays for all that lies where the model computes.
@@ -72,7 +86,7 @@ def device_budgets(sizing: Sizing, config: Config, split: MemorySplit, host: Led
         device, payer, moving_bytes = Ledger("device memory", 0), host, split.params_bytes
         sums_bytes = split.sums_bytes
     else:
-        device = payer = Ledger("device memory", _device_capacity(sizing, config, free_bytes))
+        device = payer = Ledger("device memory", _checked_capacity(sizing, config, free_bytes))
         others = params.always + sizing.collecting_bytes + share.states + share.grads_least
         moving_bytes = min(device.capacity_bytes - others, params.most)
         sums_bytes = share.sums
@@ -87,8 +101,8 @@ def device_budgets(sizing: Sizing, config: Config, split: MemorySplit, host: Led
     )
 
 
-def _device_capacity(sizing: Sizing, config: Config, free_bytes: int) -> int:
-    """The device budget: as given, or what is free of that which is of use."""
+def _device_capacity(sizing: Sizing, config: Config, free_bytes: int) -> tuple[int, int]:
+    """The device budget, as given or what is free of that which is of use, and the least that is needed of it."""
     params, share = sizing.params.computed, sizing.device
     fixed_bytes = params.always + sizing.collecting_bytes + share.states
     least = fixed_bytes + params.least + share.grads_least
@@ -96,6 +110,13 @@ def _device_capacity(sizing: Sizing, config: Config, free_bytes: int) -> int:
     if total is None:
         useful = fixed_bytes + params.most + share.grads_most + min(share.sums, free_bytes // _SUMS_SHARE)
         total = min(int(AUTO_SHARE * free_bytes), useful)
+    return total, least
+
+
+def _checked_capacity(sizing: Sizing, config: Config, free_bytes: int) -> int:
+    """The device budget, if it is enough."""
+    params, share = sizing.params.computed, sizing.device
+    total, least = _device_capacity(sizing, config, free_bytes)
     if total >= least:
         return total
     if share.states:

@@ -44,8 +44,10 @@ from infinity.tiers import (
     open_swap,
 )
 from infinity.zero.adoption import RunFacts, open_run
-from infinity.zero.budgets import agreed, device_budgets, host_capacity
+from infinity.zero.agreement import configuration_facts
+from infinity.zero.budgets import agreed, device_budgets, host_capacity, lacking_bytes
 from infinity.zero.executor import Executor
+from infinity.zero.fitting import cut_to_fit
 from infinity.zero.gradients import Gradients
 from infinity.zero.groups import Groups
 from infinity.zero.in_flight import InFlight
@@ -189,17 +191,27 @@ def build_runtime(
         CapacityError: a memory budget is too small; the message has the number that is needed.
         StorageError: an nvme path cannot be used or does not have the space.
     """
-    sizing = size_up(
-        model,
-        groups,
-        config,
-        optimizer,
-        discrete=link.discrete,
-        ranks=ranks,
-        made=made,
-        in_files=in_files,
-        device_bytes=link.free_bytes(),
-    )
+    free_bytes = link.free_bytes()
+
+    def layout(config: Config) -> Sizing:
+        return size_up(
+            model,
+            groups,
+            config,
+            optimizer,
+            discrete=link.discrete,
+            ranks=ranks,
+            made=made,
+            in_files=in_files,
+            device_bytes=free_bytes,
+        )
+
+    def lacking(sizing: Sizing) -> int:
+        host_bytes = host_capacity(config, sizing.host_needs(), ranks)
+        return lacking_bytes(sizing, config, host_bytes, free_bytes, ranks)
+
+    config, sizing = cut_to_fit(config, layout, lacking)
+    facts = {**(facts or {}), "configuration": configuration_facts(config)}  # as it is cut
     share_threads(ranks_on_this_machine(ranks), launches=link.discrete)
     groups_of_ranks = Groups.of(ranks, sizing.rules.sharding)
     needs = sizing.host_needs()
@@ -213,7 +225,7 @@ def build_runtime(
         arena_bytes = split.ring_bytes + split.grads_bytes + split.states_bytes + split.homes_bytes
         arena = Arena(arena_bytes, pin=link.pinned_for)
         undo.callback(arena.close)
-        swap = _open_disk(sizing.rules, config, ranks, undo, facts or {})
+        swap = _open_disk(sizing.rules, config, ranks, undo, facts)
         slots = [arena.lease(sizing.tile_bytes) for _ in range(split.ring_bytes // sizing.tile_bytes)]
         there = device_budgets(sizing, config, split, host, link.free_bytes())  # before anything is taken
         for others in (ranks, parts.ranks):  # full on one is full on all, see `agreed`

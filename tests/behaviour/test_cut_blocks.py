@@ -177,21 +177,63 @@ def test_so_it_does_on_two_ranks(tmp_path) -> None:
             assert_same_bits(whole, cut)
 
 
-def test_a_cut_model_trains_in_a_budget_that_no_whole_block_fits(tmp_path) -> None:
-    run = Run(placement=Placement("nvme", "nvme", tmp_path, "16KiB"))
-    budgets = []
-    for cut in (False, True):
-        config = run.config(cut=cut)
-        config["tiering"]["host_memory"] = 1
-        with pytest.raises(infinity.CapacityError) as refused:
-            infinity.initialize(model=tiny_gpt2(), config=config)
-        budgets.append(named_budget(refused.value))
-    assert budgets[1] < budgets[0]
-    config = run.config(cut=True)
-    config["tiering"]["host_memory"] = budgets[1]
+def config_of(run: Run, max_unit_size: str, host_memory: int) -> dict[str, Any]:
+    config = run.config(cut=False)
+    return config | {"tiering": config["tiering"] | {"max_unit_size": max_unit_size, "host_memory": host_memory}}
+
+
+def least_budget(run: Run, max_unit_size: str) -> int:
+    with pytest.raises(infinity.CapacityError) as refused:
+        infinity.initialize(model=tiny_gpt2(), config=config_of(run, max_unit_size, 1))
+    return named_budget(refused.value)
+
+
+def train_cut(config: dict[str, Any], rank: int = 0, ranks: int = 1) -> tuple[Result, int]:
     with infinity.initialize(model=tiny_gpt2(seed=3), config=config)[0] as engine:
-        result = Result(train_on(engine, batches(STEPS)), dict(engine.named_parameters()))
-    assert_same_bits(result, train_run(run, cut=False)[0])
+        losses = train_on(engine, batches(STEPS * ranks)[rank::ranks])
+        return Result(losses, dict(engine.named_parameters())), len(engine._runtime.partition.units)
+
+
+def test_blocks_are_cut_where_whole_ones_do_not_fit(tmp_path) -> None:
+    run = Run(placement=Placement("nvme", "nvme", tmp_path, "16KiB"))
+    whole, least = least_budget(run, "1GiB"), least_budget(run, "auto")
+    assert least < whole
+    result, few = train_cut(config_of(run, "auto", whole))
+    assert few == train_run(run, cut=False)[1], "whole ones fit"
+    for budget in (whole - 1, least):
+        cut, many = train_cut(config_of(run, "auto", budget))
+        assert many > few
+        assert_same_bits(cut, result)
+    with pytest.raises(infinity.CapacityError, match=f"to {least} bytes or more"):
+        infinity.initialize(model=tiny_gpt2(), config=config_of(run, "auto", least - 1))
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize("limit", ["2KiB", "5KiB", "12KiB"])
+def test_the_least_budget_of_a_cut_model_is_enough(architecture, limit, tmp_path) -> None:
+    """With updates under backward, where a unit is updated beside those in use."""
+    run = Run(architecture, Recipe("bf16", steps=2), Placement("nvme", "nvme", tmp_path, "16KiB", schedule="backward"))
+    config = config_of(run, limit, 1)
+    with pytest.raises(infinity.CapacityError) as refused:
+        infinity.initialize(model=ARCHITECTURES[architecture](), config=config)
+    config["tiering"]["host_memory"] = named_budget(refused.value)
+    with infinity.initialize(model=ARCHITECTURES[architecture](), config=config)[0] as engine:
+        assert len(train_on(engine, batches(2))) == 2
+
+
+def cut_alike(run: Run, budgets: tuple[int, int]) -> tuple[Result, int]:
+    rank = dist.get_rank()
+    return train_cut(config_of(run, "auto", budgets[rank]), rank, 2)
+
+
+def test_ranks_with_unequal_budgets_cut_alike(tmp_path) -> None:
+    for name in ("swap", "equal", "unequal"):
+        (tmp_path / name).mkdir()
+    run = Run(placement=Placement("nvme", "nvme", tmp_path / "swap", "16KiB"))
+    (whole, few), _ = run_ranks(2, cut_alike, run, (64 << 20, 64 << 20), path=tmp_path / "equal")
+    results = run_ranks(2, cut_alike, run, (64 << 20, 400_000), path=tmp_path / "unequal")
+    assert results[0][1] == results[1][1] > few
+    assert_same_bits(results[0][0], whole)
 
 
 class Checkpointed(nn.Module):

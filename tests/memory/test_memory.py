@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.errors import CapacityError, InfinityError
-from infinity.memory import Arena, Budget, Ledger, StableBuffer
+from infinity.memory import Arena, Budget, Ledger, SparePages, StableBuffer
 from infinity.memory.arena import FreeList
 from infinity.memory.mapping import _PlainMapping
 from tests import prepared
@@ -96,6 +96,49 @@ def test_a_stable_buffer_keeps_its_tensors_and_gives_memory_back() -> None:
     assert view.data_ptr() == buffer.address
     assert view[5, 7].item() == 4.0
     buffer.close()
+
+
+def test_pages_go_from_one_buffer_to_the_next_of_its_size() -> None:
+    nbytes = 64 * MIB
+    spare = SparePages()
+    one, other, small = (StableBuffer(size, spare) for size in (nbytes, nbytes, MIB + 4096))
+    before = resident_bytes()
+    for round_index in range(3):
+        for buffer in (one, other):
+            buffer.allocate()
+            tensor = buffer.tensor(torch.float32, nbytes // 4)
+            if round_index or buffer is other:
+                assert tensor[7].item() == tensor[-1].item() == 3.0, "pages that the system gave anew are zero"
+            tensor.fill_(3.0)
+            assert nbytes * 0.9 < resident_bytes() - before < nbytes * 1.1
+            buffer.free()
+    one.allocate()
+    assert one.tensor(torch.float32, nbytes // 4).sum().item() == 3.0 * (nbytes // 4)
+    one.free()
+    small.allocate()
+    small.tensor(torch.float32, 8).fill_(1.0)
+    assert resident_bytes() - before < nbytes * 0.1, "what is spare goes before memory of another size is taken"
+    small.free()
+    spare.clear()
+    one.allocate()
+    assert one.tensor(torch.float32, nbytes // 4)[9].item() == 0.0
+    one.close()
+
+
+@pytest.mark.parametrize("then", ["pass", "other.allocate()"])
+def test_touching_a_buffer_whose_pages_are_spare_or_have_gone_on_ends_the_process(then) -> None:
+    script = f"""
+import torch
+from infinity.memory import SparePages, StableBuffer
+spare = SparePages()
+one, other = StableBuffer(8 << 20, spare), StableBuffer(8 << 20, spare)
+one.allocate(); one.tensor(torch.float32, 8).fill_(1.0); one.free()
+{then}
+print("value", one.tensor(torch.float32, 8).sum())
+"""
+    done = prepared.run(["-c", script], timeout=60)
+    assert done.returncode < 0, "no signal ended it"
+    assert "value" not in done.stdout
 
 
 def test_touching_a_freed_stable_buffer_ends_the_process_rather_than_reading_zeros() -> None:

@@ -145,7 +145,22 @@ def test_a_step_settles_below_stage_3_unless_a_schedule_was_asked_for() -> None:
 
 def specs_of(made: Rules, *numels: int) -> list[FlatSpec]:
     moves, beside = made.params is not DEVICE, made.params is SHARD
-    return [FlatSpec(f"u{n}", n, n, torch.bfloat16, moves, made.sharding, beside=beside) for n in numels]
+    return [
+        FlatSpec(f"u{index}", n, n, torch.bfloat16, moves, made.sharding, beside=beside)
+        for index, n in enumerate(numels)
+    ]
+
+
+def test_units_inside_of_one_another_are_needed_together() -> None:
+    """And what a module has in files beside what it trains; another one comes, or is updated, meanwhile."""
+    names = ["head", "0", "0.up", "0.down", "0.down (in its files)"]
+    specs = [
+        FlatSpec(name, numel, numel, torch.bfloat16, offloaded=True)
+        for name, numel in zip(names, [50, 3, 40, 20, 30], strict=True)
+    ]
+    assert param_bytes(rules(3, "nvme"), specs).computed.least == 2 * (3 + 20 + 30 + 50)
+    assert param_bytes(rules(3, "nvme"), specs[1:]).computed.least == 2 * (3 + 20 + 30 + 40)
+    assert param_bytes(rules(3, "nvme"), specs[:1]).computed.least == 2 * 50
 
 
 def test_what_is_computed_on_is_counted_beside_its_shards() -> None:
