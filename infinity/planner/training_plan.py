@@ -14,7 +14,7 @@ from infinity.schedule import MemoryNeeds, MemorySplit, Plan, make_plan, split_m
 from infinity.schedule.placement import Placement, place
 from infinity.tiers import Memory
 from infinity.tiers.swap import ALIGN_BYTES
-from infinity.zero.budgets import AUTO_SHARE, device_budgets, host_capacity, lacking_bytes
+from infinity.zero.budgets import AUTO_SHARE, device_budgets, fits, host_capacity
 from infinity.zero.fitting import cut_to_fit
 from infinity.zero.model_parts import has_numbers
 from infinity.zero.partition import Partition
@@ -162,14 +162,14 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
         ConfigError: a combination that cannot work.
     """
 
-    def lacking(sizing: Sizing) -> int:
+    def is_enough(sizing: Sizing) -> bool:
         host_bytes = _host_capacity(config, sizing.host_needs(), machine)
-        return lacking_bytes(sizing, config, host_bytes, machine.device_bytes or 0)
+        return fits(sizing, config, host_bytes, machine.device_bytes or 0)
 
-    config, sizing = cut_to_fit(config, lambda config: _sizing(model, config, machine), lacking)
+    config, sizing, cut_bytes = cut_to_fit(config, lambda config: _sizing(model, config, machine), is_enough)
     needs = sizing.host_needs()
     capacity = _host_capacity(config, needs, machine)
-    split = split_memory(needs, capacity, "tiering.host_memory")
+    split = split_memory(needs, capacity, "tiering.host_memory", cut_bytes)
     placement = place(sizing.rules, sizing.specs, sizing.shards, split)
     there = device_budgets(sizing, config, split, Ledger("host memory", capacity), machine.device_bytes or 0)
     uses = _uses(sizing.partition)

@@ -114,11 +114,12 @@ class MemorySplit:
         return self.params_bytes + self.homes_bytes + self.grads_bytes + states_bytes
 
 
-def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySplit:
+def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str, cut_bytes: int | None = None) -> MemorySplit:
     """Divide `capacity_bytes` among the needs.
 
     Args:
         key: the configuration key that sets the capacity, for the error message.
+        cut_bytes: the least budget with blocks that are cut, for it, too.
 
     Raises:
         CapacityError: the capacity is below `needs.least_bytes`; the message says by how much and why.
@@ -133,7 +134,7 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySpl
             f"optimizer tiles {format_size(needs.ring_min_bytes)}, "
             f"always held {format_size(needs.always_bytes + needs.states_min_bytes)}"
             f"{_further(needs)}. "
-            f"Raise {key} to {needs.least_bytes} bytes or more, lower tiering.tile_size, "
+            f"Raise {key} to {needs.least_bytes} bytes or more{_or_cut(cut_bytes)}, lower tiering.tile_size, "
             "or move a section to nvme."
             + alone(
                 needs.largest_unit,
@@ -159,6 +160,10 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str) -> MemorySpl
     images = min(needs.images_bytes, spare)
     sums = min(needs.sums_bytes, spare - images)
     return MemorySplit(params, grads, states, ring, homes, images, sums)
+
+
+def _or_cut(least_bytes: int | None) -> str:
+    return "" if least_bytes is None else f" (from {least_bytes} on, blocks are cut into units of their modules)"
 
 
 def _further(needs: MemoryNeeds) -> str:
@@ -189,7 +194,7 @@ def alone(unit: str, unit_bytes: int, capacity_bytes: int, is_embedding: bool, a
             "budget helps, a smaller vocabulary, or bf16 for fp32."
         )
     return (
-        f" Unit `{unit}` {how.rstrip(',')}: a block is cut into units of its modules as far as that goes where "
-        f"tiering.max_unit_size is auto, or to at most what it says ({format_size(unit_bytes // 4)}, for example); a "
+        f" Unit `{unit}` {how.rstrip(',')}: where it is a block, tiering.max_unit_size cuts it into units of its "
+        f"modules (auto does where that is enough; {format_size(unit_bytes // 4)}, for example, in any case); a "
         "single nn.Linear can be replaced by infinity.zero.TiledLinear, whose parts are units of their own."
     )

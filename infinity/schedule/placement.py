@@ -270,6 +270,7 @@ class Shards:
         tile_numel, tile_bytes: elements of a full tile of optimizer states, bytes of a tile of so many.
         standing: units whose gradients stay open while those of others come and go.
         there: units whose states, and gradients, are on the device; those of the others are `below`.
+        blocks: of each unit, by any name: those that are parts of one block have one; none where all are whole.
     """
 
     numels: Sequence[int]
@@ -278,6 +279,16 @@ class Shards:
     grad_dtype: torch.dtype
     standing: Collection[int]
     there: frozenset[int] = frozenset()
+    blocks: Sequence[str] = ()
+
+    def by_block(self, sizes: Sequence[int]) -> list[int]:
+        """Bytes of whole blocks, from those of their units."""
+        if not self.blocks:
+            return list(sizes)
+        found: dict[str, int] = {}
+        for block, size in zip(self.blocks, sizes, strict=True):
+            found[block] = found.get(block, 0) + size
+        return list(found.values())
 
     @cached_property
     def below(self) -> list[int]:
@@ -433,17 +444,18 @@ class GradShare(NamedTuple):
     most: int = 0
 
 
-def grad_share(rules: Rules, sizes: Sequence[int], standing: Collection[int], *, there: bool = False) -> GradShare:
+def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, there: bool = False) -> GradShare:
     """What gradients of units take of the memory that holds them.
+
+    Parts of a block count as one: backward may leave any of them open until it leaves the block.
 
     Args:
         sizes: bytes of each unit's.
-        standing: units whose gradients stay open while those of others come and go.
         there: that memory is the device's, from which none spill, and where no update waits for the drive.
     """
     total = sum(sizes)
-    largest_first = sorted(sizes, reverse=True)
-    open_bytes = sum(sizes[unit] for unit in standing)
+    largest_first = sorted(shards.by_block(sizes), reverse=True)
+    open_bytes = sum(sizes[unit] for unit in shards.standing)
 
     def flying(units: int) -> int:
         return min(total, sum(largest_first[:units]) + open_bytes)
@@ -468,7 +480,7 @@ class DeviceShare(NamedTuple):
 
 def device_share(rules: Rules, shards: Shards) -> DeviceShare:
     """What lies on the device beside parameters."""
-    grads = grad_share(rules, shards.grad_sizes_there, shards.standing, there=True)
+    grads = grad_share(rules, shards, shards.grad_sizes_there, there=True)
     return DeviceShare(shards.states_there_bytes, grads.flowing, grads.most, sum(_sum_sizes(rules, shards)))
 
 
@@ -509,7 +521,7 @@ def grads_there_bytes(rules: Rules, shards: Shards, came: Collection[int]) -> in
     """What gradients need on the device once these units have come to it."""
     there = shards.there.union(came)
     sizes = [numel * shards.grad_dtype.itemsize if unit in there else 0 for unit, numel in enumerate(shards.numels)]
-    return grad_share(rules, sizes, shards.standing, there=True).flowing
+    return grad_share(rules, shards, sizes, there=True).flowing
 
 
 def host_needs(
@@ -535,7 +547,7 @@ def host_needs(
     params = param_bytes(rules, specs)
     computed = params.computed if rules.one_memory else Share()
     stored = shards.tile_sizes if rules.states is Memory.NVME else []
-    grads = grad_share(rules, shards.grad_sizes, shards.standing)
+    grads = grad_share(rules, shards, shards.grad_sizes)
     states_bytes = sum(shards.tile_sizes)
     # What lies on the device passes through one slot when it is looked at.
     passing = int(rules.fills or bool(shards.there))

@@ -41,18 +41,18 @@ def agreed(split: MemorySplit, *ranks: Ranks) -> MemorySplit:
 # What is computed on #
 
 
-def lacking_bytes(sizing: Sizing, config: Config, host_bytes: int, free_bytes: int, ranks: Ranks = ALONE) -> int:
-    """By how much the two memories are too small for what a layout needs at least, on the rank that lacks most.
+def fits(sizing: Sizing, config: Config, host_bytes: int, free_bytes: int, ranks: Ranks = ALONE) -> bool:
+    """The two memories have room for what a layout needs at least, on all ranks.
 
     Args:
         host_bytes: of the host's budget.
         free_bytes: what the device has.
     """
-    lacks = max(0, sizing.host_needs().least_bytes - host_bytes)
+    here = sizing.host_needs().least_bytes <= host_bytes
     if not sizing.rules.one_memory:
         total, least = _device_capacity(sizing, config, free_bytes)
-        lacks += max(0, least - total)
-    return -ranks.least(-lacks)
+        here = here and least <= total
+    return ranks.least(here) > 0
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from infinity.tiers import (
 )
 from infinity.zero.adoption import RunFacts, open_run
 from infinity.zero.agreement import configuration_facts
-from infinity.zero.budgets import agreed, device_budgets, host_capacity, lacking_bytes
+from infinity.zero.budgets import agreed, device_budgets, fits, host_capacity
 from infinity.zero.executor import Executor
 from infinity.zero.fitting import cut_to_fit
 from infinity.zero.gradients import Gradients
@@ -206,17 +206,16 @@ def build_runtime(
             device_bytes=free_bytes,
         )
 
-    def lacking(sizing: Sizing) -> int:
-        host_bytes = host_capacity(config, sizing.host_needs(), ranks)
-        return lacking_bytes(sizing, config, host_bytes, free_bytes, ranks)
+    def is_enough(sizing: Sizing) -> bool:
+        return fits(sizing, config, host_capacity(config, sizing.host_needs(), ranks), free_bytes, ranks)
 
-    config, sizing = cut_to_fit(config, layout, lacking)
+    config, sizing, cut_bytes = cut_to_fit(config, layout, is_enough)
     facts = {**(facts or {}), "configuration": configuration_facts(config)}  # as it is cut
     share_threads(ranks_on_this_machine(ranks), launches=link.discrete)
     groups_of_ranks = Groups.of(ranks, sizing.rules.sharding)
     needs = sizing.host_needs()
     host = Ledger("host memory", host_capacity(config, needs, ranks))
-    split = agreed(split_memory(needs, host.capacity_bytes, "tiering.host_memory"), ranks, parts.ranks)
+    split = agreed(split_memory(needs, host.capacity_bytes, "tiering.host_memory", cut_bytes), ranks, parts.ranks)
     placement = place(sizing.rules, sizing.specs, sizing.shards, split)
     with ExitStack() as undo:  # what was acquired goes again if a later step fails
         timeline = _open_timeline(sizing, config, ranks, link, undo)

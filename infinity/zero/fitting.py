@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from infinity.config import Config, format_size
 from infinity.zero.sizing import Sizing
@@ -14,9 +15,19 @@ _FINEST = 1024  # parts of the largest unit: a block of as many experts comes ap
 _log = logging.getLogger(__name__)
 
 
-def cut_to_fit(
-    config: Config, size_up: Callable[[Config], Sizing], lacking: Callable[[Sizing], int]
-) -> tuple[Config, Sizing]:
+class Fit(NamedTuple):
+    """A configuration with the size of units that was chosen, and its layout.
+
+    Attributes:
+        cut_bytes: the least host budget of all ways to cut, where none fits and that is less than blocks need whole.
+    """
+
+    config: Config
+    sizing: Sizing
+    cut_bytes: int | None = None
+
+
+def cut_to_fit(config: Config, size_up: Callable[[Config], Sizing], fits: Callable[[Sizing], bool]) -> Fit:
     """Resolve `tiering.max_unit_size`, and lay the model out with it.
 
     Each part of a block costs a gather and a reduction, so "auto" cuts only where whole blocks do not fit, and no finer
@@ -24,28 +35,23 @@ def cut_to_fit(
 
     Args:
         size_up: the layout under a configuration.
-        lacking: bytes by which memory is too small for what a layout needs at least; the same on all ranks, as they
-            have to cut alike.
-
-    Returns:
-        The configuration with the size that was chosen, and its layout: where none fits, the one that lacks least.
+        fits: memory has room for what a layout needs at least, on all ranks: they have to cut alike.
     """
     whole = size_up(config)
-    best, best_lacks = (config, whole), lacking(whole)
-    if config.tiering.max_unit_size_bytes is not None or not best_lacks:
-        return best
-    largest, units = whole.largest, len(whole.specs)
-    limit = largest.nbytes
-    while limit > max(1, largest.nbytes // _FINEST):
+    if config.tiering.max_unit_size_bytes is not None or fits(whole):
+        return Fit(config, whole)
+    units, least_bytes = len(whole.specs), whole.host_needs().least_bytes
+    cut_bytes = least_bytes
+    limit = whole.largest.nbytes
+    while limit > max(1, whole.largest.nbytes // _FINEST):
         limit //= 2
         cut = replace(config, tiering=replace(config.tiering, max_unit_size_bytes=limit))
         sizing = size_up(cut)
         if len(sizing.specs) == units:
             continue  # nothing more came apart
-        units, lacks = len(sizing.specs), lacking(sizing)
-        if lacks < best_lacks:
-            best, best_lacks = (cut, sizing), lacks
-        if not lacks:
+        units = len(sizing.specs)
+        if fits(sizing):
             _log.info("blocks are cut to units of at most %s: whole ones do not fit", format_size(limit))
-            break
-    return best
+            return Fit(cut, sizing)
+        cut_bytes = min(cut_bytes, sizing.host_needs().least_bytes)
+    return Fit(config, whole, cut_bytes if cut_bytes < least_bytes else None)  # which is refused

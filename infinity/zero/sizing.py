@@ -86,6 +86,7 @@ class Sizing:
             grad_dtype=self.grad_dtype,
             standing=self._standing(),
             there=self.there,
+            blocks=[_block_of(spec.module, self.partition.blocks) for spec in self.specs],
         )
 
     def _standing(self) -> list[int]:
@@ -322,6 +323,13 @@ def _initial_numel(unit: Unit, made: Collection[str], rules: Rules) -> int:
     if unit.runs:
         return 0  # they are read straight to where they are used
     return sum(slot.numel for slot in unit.slots if rules.reduces or slot.name in made)
+
+
+def _block_of(module: str, blocks: Collection[str]) -> str:
+    """The block that a module is part of; itself if it is in none."""
+    parts = module.split(".")
+    ancestors = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    return next((name for name in ancestors if name in blocks), module)
 
 
 def _embeddings(model: nn.Module) -> frozenset[str]:

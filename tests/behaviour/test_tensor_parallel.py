@@ -79,13 +79,13 @@ def divided_model(mesh, seed: int = 0) -> nn.Module:
     return parallelize_module(make_model(seed), mesh, plan)
 
 
-def train_divided(parts: int, cases: list[tuple[int, str, float]], swap: str) -> list[Curve]:
+def train_divided(parts: int, shard_size: int | None, cases: list[tuple[int, str, float]], swap: str) -> list[Curve]:
     """On a mesh of so many parts; what this rank has of the weights."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // parts, parts), mesh_dim_names=("dp", "tp"))
-    return [train_case(mesh, *case, swap) for case in cases]
+    return [train_case(mesh, shard_size, *case, swap) for case in cases]
 
 
-def train_case(mesh, stage: int, precision: str, clipping: float, swap: str) -> Curve:
+def train_case(mesh, shard_size: int | None, stage: int, precision: str, clipping: float, swap: str) -> Curve:
     device = {"device": "nvme", "nvme_path": swap}
     config = {
         "train_batch_size": BATCH,
@@ -96,6 +96,7 @@ def train_case(mesh, stage: int, precision: str, clipping: float, swap: str) -> 
         "zero_optimization": {"stage": stage}
         | ({"offload_optimizer": device, "offload_param": device} if stage == 3 else {}),
         "tiering": {"tile_size": "16KiB"},
+        "communication": {"shard_size": shard_size},
     }
     model = divided_model(mesh["tp"], seed=mesh["dp"].get_local_rank())  # the first one's values count
     losses, norms = [], []
@@ -119,11 +120,12 @@ def whole(name: str, held: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(held, 1) if name.endswith("down.weight") else held[0]
 
 
-@pytest.mark.parametrize(("ranks", "parts"), [(4, 2), (2, 2)])
-def test_it_follows_the_plain_loop(ranks, parts, tmp_path) -> None:
+@pytest.mark.parametrize(("ranks", "parts", "shard_size"), [(4, 2, None), (2, 2, None), (4, 2, 1), (8, 2, 2)])
+def test_it_follows_the_plain_loop(ranks, parts, shard_size, tmp_path) -> None:
+    """Also where groups of ranks hold the states several times (HSDP)."""
     (tmp_path / "swap").mkdir()
     cases = [(1, "fp32", 1.0), (3, "fp32", 0.0), (3, "fp32", 1.0), (3, "bf16", 1.0)]
-    by_rank = run_ranks(ranks, train_divided, parts, cases, str(tmp_path / "swap"), path=tmp_path)
+    by_rank = run_ranks(ranks, train_divided, parts, shard_size, cases, str(tmp_path / "swap"), path=tmp_path)
     start = dict(make_model().named_parameters())
     for (_, precision, clipping), *results in zip(cases, *by_rank, strict=True):
         expected = train_plainly(precision, clipping)
