@@ -121,6 +121,7 @@ def test_steps_that_are_skipped_change_nothing(tmp_path) -> None:
             engine.backward(engine(input_ids=ids, labels=ids).loss * float("inf"))
             engine.step()
         assert engine.skipped_steps == 2
+        engine.wait_checkpoint()  # on a busy machine it may still be written
         assert latest_tag(tmp_path / "later") == "same"
     assert_same(tmp_path / "later" / "same", tmp_path / "waited" / "same")
 
