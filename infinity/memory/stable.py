@@ -60,9 +60,9 @@ class DeviceBuffer:
 class SparePages:
     """Pages of freed buffers, for those of their size that are allocated next.
 
-    The system zeroes every page that it gives, at about the rate of a drive or four: as units of one size come and go,
-    their pages go from one to the next. What is spare counts as free, so all of it goes back before pages of another
-    size are taken: what is in use and what is spare together never exceed what was in use at once.
+    The system zeroes every page that it gives, which takes a core no less than a read takes a drive: as units of one
+    size come and go, their pages go from one to the next. What is spare counts as free, so all of it goes back before
+    pages of another size are taken: what is in use and what is spare together never exceed what was in use at once.
     """
 
     def __init__(self) -> None:
@@ -76,12 +76,12 @@ class SparePages:
 
     def take(self, mapping: Mapping) -> Mapping | None:
         """Whose pages this mapping is to have: its own if they are still there; None for new ones."""
-        found = next((each for each in self._parked if each is mapping), None)
-        found = found or next((each for each in self._parked if each.nbytes == mapping.nbytes), None)
-        if found is None:
+        fitting = [each for each in self._parked if each.nbytes == mapping.nbytes]
+        if not fitting:
             self.clear()
-        else:
-            self._parked.remove(found)
+            return None
+        found = mapping if mapping in fitting else fitting[0]
+        self._parked.remove(found)
         return found
 
     def clear(self) -> None:

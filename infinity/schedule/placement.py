@@ -270,7 +270,7 @@ class Shards:
         tile_numel, tile_bytes: elements of a full tile of optimizer states, bytes of a tile of so many.
         standing: units whose gradients stay open while those of others come and go.
         there: units whose states, and gradients, are on the device; those of the others are `below`.
-        blocks: of each unit, by any name: those that are parts of one block have one; none where all are whole.
+        blocks: name of the block that each unit is, or is a part of; by default each is one.
     """
 
     numels: Sequence[int]
@@ -387,16 +387,13 @@ def _together_bytes(moving: Sequence[FlatSpec]) -> int:
     Args:
         moving: units that come and go, the largest first.
     """
-    by_module: dict[str, list[FlatSpec]] = {}
+    nbytes: dict[str, int] = {}
     for spec in moving:
-        by_module.setdefault(spec.module, []).append(spec)
+        nbytes[spec.modules[-1]] = nbytes.get(spec.modules[-1], 0) + spec.nbytes
     most = 0
-    for module in by_module:
-        parts = module.split(".")
-        paths = {"", *(".".join(parts[:count]) for count in range(1, len(parts) + 1))}
-        used = [spec for path in paths for spec in by_module.get(path, ())]
-        other = next((spec for spec in moving if spec.module not in paths), None)
-        most = max(most, sum(map(_nbytes, used)) + (other.nbytes if other else 0))
+    for around in {spec.modules for spec in moving}:
+        other = next((spec.nbytes for spec in moving if spec.modules[-1] not in around), 0)
+        most = max(most, sum(nbytes.get(module, 0) for module in dict.fromkeys(around)) + other)
     return most
 
 

@@ -61,9 +61,11 @@ class FlatSpec:
     beside: bool = False
 
     @property
-    def module(self) -> str:
-        """Path of the module that the unit is of; what stays in files has more words behind it."""
-        return self.name.partition(" ")[0]
+    def modules(self) -> tuple[str, ...]:
+        """Paths of the modules that the unit lies in, the outermost first, the one that it is of last."""
+        path = self.name.partition(" ")[0]  # what stays in files has more words behind it
+        ends = (at for at, letter in enumerate(path) if letter == ".")
+        return ("", *(path[:end] for end in ends), path)
 
     @property
     def nbytes(self) -> int:

@@ -41,20 +41,6 @@ def agreed(split: MemorySplit, *ranks: Ranks) -> MemorySplit:
 # What is computed on #
 
 
-def fits(sizing: Sizing, config: Config, host_bytes: int, free_bytes: int, ranks: Ranks = ALONE) -> bool:
-    """The two memories have room for what a layout needs at least, on all ranks.
-
-    Args:
-        host_bytes: of the host's budget.
-        free_bytes: what the device has.
-    """
-    here = sizing.host_needs().least_bytes <= host_bytes
-    if not sizing.rules.one_memory:
-        total, least = _device_capacity(sizing, config, free_bytes)
-        here = here and least <= total
-    return ranks.least(here) > 0
-
-
 @dataclass(frozen=True)
 class DeviceBudgets:
     """What pays for all that lies where the model computes.
@@ -132,3 +118,22 @@ def _checked_capacity(sizing: Sizing, config: Config, free_bytes: int) -> int:
         f"on the device at once: raise it to {least} bytes or more, or offload parameters that stay there"
         + alone(sizing.largest.name, sizing.largest.nbytes, total, sizing.largest.name in sizing.embeddings, 2)
     )
+
+
+# Both #
+
+
+def fits(sizing: Sizing, config: Config, host_bytes: int, free_bytes: int, *ranks: Ranks) -> bool:
+    """The two memories have room for what a layout needs at least, on every one of these ranks.
+
+    Args:
+        host_bytes: of the host's budget.
+        free_bytes: what the device has.
+    """
+    enough = sizing.host_needs().least_bytes <= host_bytes
+    if not sizing.rules.one_memory:
+        total, least = _device_capacity(sizing, config, free_bytes)
+        enough = enough and least <= total
+    for others in ranks:
+        enough = others.least(enough) > 0
+    return enough

@@ -207,7 +207,8 @@ def build_runtime(
         )
 
     def is_enough(sizing: Sizing) -> bool:
-        return fits(sizing, config, host_capacity(config, sizing.host_needs(), ranks), free_bytes, ranks)
+        host_bytes = host_capacity(config, sizing.host_needs(), ranks)
+        return fits(sizing, config, host_bytes, free_bytes, ranks, parts.ranks)  # all compute together
 
     config, sizing, cut_bytes = cut_to_fit(config, layout, is_enough)
     facts = {**(facts or {}), "configuration": configuration_facts(config)}  # as it is cut

@@ -35,7 +35,8 @@ def cut_to_fit(config: Config, size_up: Callable[[Config], Sizing], fits: Callab
 
     Args:
         size_up: the layout under a configuration.
-        fits: memory has room for what a layout needs at least, on all ranks: they have to cut alike.
+        fits: memory has room for what a layout needs at least, on all ranks that compute together: they have to cut
+            alike.
     """
     whole = size_up(config)
     if config.tiering.max_unit_size_bytes is not None or fits(whole):

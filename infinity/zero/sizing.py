@@ -86,7 +86,7 @@ class Sizing:
             grad_dtype=self.grad_dtype,
             standing=self._standing(),
             there=self.there,
-            blocks=[_block_of(spec.module, self.partition.blocks) for spec in self.specs],
+            blocks=[_block_of(spec, self.partition.blocks) for spec in self.specs],
         )
 
     def _standing(self) -> list[int]:
@@ -325,11 +325,9 @@ def _initial_numel(unit: Unit, made: Collection[str], rules: Rules) -> int:
     return sum(slot.numel for slot in unit.slots if rules.reduces or slot.name in made)
 
 
-def _block_of(module: str, blocks: Collection[str]) -> str:
-    """The block that a module is part of; itself if it is in none."""
-    parts = module.split(".")
-    ancestors = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-    return next((name for name in ancestors if name in blocks), module)
+def _block_of(spec: FlatSpec, blocks: Collection[str]) -> str:
+    """The block that a unit is part of; its own module if that is in none."""
+    return next((module for module in spec.modules if module in blocks), spec.modules[-1])
 
 
 def _embeddings(model: nn.Module) -> frozenset[str]:
