@@ -8,11 +8,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
+from infinity import Engine
 from infinity.cli.main import main
+from infinity.cli.training.loop import _slow_precision
 from infinity.cli.training.models import build_model
 from tests.prepared import Child
 
@@ -315,3 +319,17 @@ except SystemExit:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("has", [True, False])
+def test_a_precision_that_the_processor_has_no_instructions_for_is_told(precision, has, monkeypatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported", lambda: has, raising=False)
+
+    def told(precision: str, device: str) -> list[str]:
+        engine = SimpleNamespace(config=SimpleNamespace(precision=precision), device=torch.device(device))
+        return _slow_precision(cast(Engine, engine), Path("mine.json"))
+
+    assert told("fp32", "cpu") == told(precision, "meta") == []
+    words = "".join(told(precision, "cpu"))
+    assert words == "" if has else f"leave {precision} out of mine.json" in words

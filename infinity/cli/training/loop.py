@@ -73,7 +73,7 @@ def train(settings: Settings) -> int:
     with engine, _progress(settings, engine) as progress, _stop_signal() as stop:
         kinds = data.source.vocabulary
         progress.note(f"tokens: {'bytes' if tokenizer is None else tokenizer.name_or_path} ({kinds} kinds)")
-        for note in data.notes:
+        for note in (*data.notes, *_slow_precision(engine, settings.config)):
             progress.note(note)
         if data.packed:
             check_apart(engine)
@@ -99,6 +99,18 @@ def train(settings: Settings) -> int:
             run.end()
         progress.finish()
     return 128 + signum if signum else 0
+
+
+def _slow_precision(engine: Engine, path: Path) -> list[str]:
+    """What to tell where the processor computes, and has nothing for the configuration's 16 bits."""
+    precision = engine.config.precision
+    has = getattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported", None)  # of no other precision
+    if engine.device.type != "cpu" or has is None or has():
+        return []
+    return [
+        f"warning: this processor has no instructions for {precision}, and torch may compute 30 times more slowly "
+        f"with it than in float32: leave {precision} out of {path}, or take configs/nvme-fp32.json"
+    ]
 
 
 def _progress(settings: Settings, engine: Engine) -> Progress:
