@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +43,7 @@ from infinity.tiers import (
     WeightFiles,
     open_swap,
 )
+from infinity.tiers.run_files import RunFiles
 from infinity.zero.adoption import RunFacts, open_run
 from infinity.zero.agreement import configuration_facts
 from infinity.zero.budgets import agreed, device_budgets, fits, host_capacity
@@ -190,6 +191,7 @@ def build_runtime(
         CheckpointError: an earlier process has left states that this one cannot go on from.
         CapacityError: a memory budget is too small; the message has the number that is needed.
         StorageError: an nvme path cannot be used or does not have the space.
+        RankError: one of these on another rank.
     """
     free_bytes = link.free_bytes()
 
@@ -216,67 +218,68 @@ def build_runtime(
     groups_of_ranks = Groups.of(ranks, sizing.rules.sharding)
     needs = sizing.host_needs()
     host = Ledger("host memory", host_capacity(config, needs, ranks))
-    split = agreed(split_memory(needs, host.capacity_bytes, "tiering.host_memory", cut_bytes), ranks, parts.ranks)
+    with _as_one(ranks, parts):
+        split = split_memory(needs, host.capacity_bytes, "tiering.host_memory", cut_bytes)
+    split = agreed(split, ranks, parts.ranks)
     placement = place(sizing.rules, sizing.specs, sizing.shards, split)
     with ExitStack() as undo:  # what was acquired goes again if a later step fails
         timeline = _open_timeline(sizing, config, ranks, link, undo)
         counters = Counters(timeline)
         # All of host memory but what is computed on, which has memory of its own.
         arena_bytes = split.ring_bytes + split.grads_bytes + split.states_bytes + split.homes_bytes
-        arena = Arena(arena_bytes, pin=link.pinned_for)
-        undo.callback(arena.close)
-        swap = _open_disk(sizing.rules, config, ranks, undo, facts)
-        slots = [arena.lease(sizing.tile_bytes) for _ in range(split.ring_bytes // sizing.tile_bytes)]
-        there = device_budgets(sizing, config, split, host, link.free_bytes())  # before anything is taken
+        run = _open_run(sizing.rules, config, ranks, facts)
+        with _as_one(ranks, parts):
+            arena = Arena(arena_bytes, pin=link.pinned_for)
+            undo.callback(arena.close)
+            swap = _open_disk(sizing.rules, config, ranks, undo, run)
+            slots = [arena.lease(sizing.tile_bytes) for _ in range(split.ring_bytes // sizing.tile_bytes)]
+            there = device_budgets(sizing, config, split, host, link.free_bytes())  # before anything is taken
         for others in (ranks, parts.ranks):  # full on one is full on all, see `agreed`
             there.grads.capacity_bytes = others.least(there.grads.capacity_bytes)
         once = summed_once(sizing.rules, sizing.shards, ranks.least(there.sums.capacity_bytes))
         there.sums.take(sum(once.values()), "sums of gradients over a group of ranks")
-        states = StateStore(
-            sizing.shards.numels,
-            sizing.tile_numel,
-            sizing.layout.tile_bytes,
-            [home.memory for home in placement.tiles],
-            arena=arena,
-            swap=swap,
-            counters=counters,
-            device=DeviceStates(link, sizing.layout) if sizing.there or sizing.may_come else None,
-            written_through=config.tiering.crash_consistent,
-            slotted=sizing.has_slots,
-        )
-        sums = DeviceSums(sizing.shards.numels, sizing.grad_dtype, there.sums, link.device, states.is_there)
-        host.count("gradients, states and what is on its way", arena)
-        host.fix("values on their way at initialize", needs.initial_extra_bytes(split))
-        apart = _apart(sizing, config, arena, link)
-        homes = [home.memory for home in placement.params]
-        files = _open_weights(sizing, config, undo)
-        params = Params(
-            sizing.specs,
-            homes,
-            there.params,
-            counters,
-            arena=arena,
-            swap=swap,
-            files=files,
-            device=apart,
-            written_through=config.tiering.crash_consistent,
-            slotted=sizing.tile_numel if sizing.has_slots else 0,
-        )
-        images = _room_for_images(sizing, split, host, undo)
-        if (
-            config.tiering.update_schedule == "speculative"
-            and not any(unit.has_slots for unit in params.units)
-            and images is None
-        ):
-            _log.warning(
-                'tiering.update_schedule is "speculative", but no parameters live on a drive, where updates that run '
-                "ahead leave what was before, and no host memory is left for it: all updates wait for the norm. Raise "
-                "tiering.host_memory, or set zero_optimization.offload_param.device to nvme"
+        with _as_one(ranks, parts):
+            states = StateStore(
+                sizing.shards.numels,
+                sizing.tile_numel,
+                sizing.layout.tile_bytes,
+                [home.memory for home in placement.tiles],
+                arena=arena,
+                swap=swap,
+                counters=counters,
+                device=DeviceStates(link, sizing.layout) if sizing.there or sizing.may_come else None,
+                written_through=config.tiering.crash_consistent,
+                slotted=sizing.has_slots,
             )
-        # Behind what a later process goes on from: how many gradients are there follows from the memory of the day.
-        grads = _hold_gradients(sizing, placement, split, there.grads, arena, swap, counters, link, states)
-        undo.callback(grads.close)
-        _create_files(swap, config, ranks)
+            undo.callback(states.close)
+            sums = DeviceSums(sizing.shards.numels, sizing.grad_dtype, there.sums, link.device, states.is_there)
+            host.count("gradients, states and what is on its way", arena)
+            host.fix("values on their way at initialize", needs.initial_extra_bytes(split))
+            apart = _apart(sizing, config, arena, link)
+            homes = [home.memory for home in placement.params]
+            files = _open_weights(sizing, config, undo)
+            params = Params(
+                sizing.specs,
+                homes,
+                there.params,
+                counters,
+                arena=arena,
+                swap=swap,
+                files=files,
+                device=apart,
+                written_through=config.tiering.crash_consistent,
+                slotted=sizing.tile_numel if sizing.has_slots else 0,
+            )
+            undo.callback(params.close)
+            images = _room_for_images(sizing, split, host, undo)
+            # Behind what a later process goes on from: how many gradients are there depends on the memory of the day.
+            grads = _hold_gradients(sizing, placement, split, there.grads, arena, swap, counters, link, states)
+            undo.callback(grads.close)
+            if run is None:
+                swap.create()
+        if run is not None:
+            ranks.each(lambda: _take_over(swap), "infinity.initialize(): the files")
+        _tell_of_waiting(config, params, images)
         for slot in slots:
             swap.register(slot.span())
         pipeline = UpdatePipeline(sizing.layout, states, slots, counters, images)
@@ -308,6 +311,14 @@ def build_runtime(
         monitor=Monitor(config.monitors, writes=is_first_process()),
         summed_once=frozenset(once),
     )
+
+
+@contextmanager
+def _as_one(ranks: Ranks, parts: ModelParts) -> Iterator[None]:
+    """What fails on one rank meanwhile is refused by all of them, with its name and words."""
+    what = "infinity.initialize(): memory and drives"
+    with parts.ranks.as_one(what), ranks.as_one(what):
+        yield
 
 
 def make_gradients(runtime: Runtime) -> Gradients:
@@ -359,6 +370,20 @@ def _hold_gradients(
     some_may_be_there = sizing.there or sizing.may_come
     device = DeviceGrads(shards.numels, dtype, there, link.device, norms) if some_may_be_there else None
     return GradStores(host, device, states.is_there)
+
+
+def _tell_of_waiting(config: Config, params: Params, images: BeforeImages | None) -> None:
+    """Say where no update can run ahead although the configuration has them do so."""
+    if (
+        config.tiering.update_schedule == "speculative"
+        and not any(unit.has_slots for unit in params.units)
+        and images is None
+    ):
+        _log.warning(
+            'tiering.update_schedule is "speculative", but no parameters live on a drive, where updates that run '
+            "ahead leave what was before, and no host memory is left for it: all updates wait for the norm. Raise "
+            "tiering.host_memory, or set zero_optimization.offload_param.device to nvme"
+        )
 
 
 def _room_for_images(sizing: Sizing, split: MemorySplit, host: Ledger, undo: ExitStack) -> BeforeImages | None:
@@ -441,14 +466,18 @@ def _io_options(config: Config) -> IoOptions:
     return IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll)
 
 
-def _open_disk(rules: Rules, config: Config, ranks: Ranks, undo: ExitStack, facts: RunFacts) -> SwapSpace:
+def _open_run(rules: Rules, config: Config, ranks: Ranks, facts: RunFacts) -> RunFiles | None:
+    """What a later process can go on from, if it is to be able to; all ranks call this."""
+    if not config.tiering.crash_consistent:
+        return None
+    problem = rules.commit_problem()
+    if problem:
+        raise ConfigError(problem)
+    return open_run([nvme.path for nvme in rules.drives], facts, ranks)
+
+
+def _open_disk(rules: Rules, config: Config, ranks: Ranks, undo: ExitStack, run: RunFiles | None) -> SwapSpace:
     paths = [SwapPath(nvme.path, nvme.capacity_bytes, nvme.bytes_per_s) for nvme in rules.drives]
-    run = None
-    if config.tiering.crash_consistent:
-        problem = rules.commit_problem()
-        if problem:
-            raise ConfigError(problem)
-        run = open_run([path.path for path in paths], facts, ranks)
     swap = open_swap(
         paths,
         _io_options(config),
@@ -461,17 +490,10 @@ def _open_disk(rules: Rules, config: Config, ranks: Ranks, undo: ExitStack, fact
     return swap
 
 
-def _create_files(swap: SwapSpace, config: Config, ranks: Ranks) -> None:
+def _take_over(swap: SwapSpace) -> None:
     """Make the files, or take over those of an earlier process, of which one finished step counts from now on."""
-    if not config.tiering.crash_consistent:
-        swap.create()
-        return
-
-    def create() -> None:
-        swap.create()
-        swap.adopt()
-
-    ranks.each(create, "infinity.initialize(): the files")
+    swap.create()
+    swap.adopt()
 
 
 def _open_weights(sizing: Sizing, config: Config, undo: ExitStack) -> WeightFiles:

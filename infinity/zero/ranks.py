@@ -332,6 +332,25 @@ class Ranks:
             result = action()
         except Exception as error:  # the other ranks wait for word of it, too
             failure = error
+        return self._all_or_none(result, failure, what, refusal)
+
+    @contextmanager
+    def as_one(self, what: str, refusal: type[InfinityError] = RankError) -> Iterator[None]:
+        """As `each`, of what is done meanwhile; nothing in it may wait for another rank."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1:
+                raise
+            failure = error
+        if self.size > 1:
+            self._all_or_none(None, failure, what, refusal)
+
+    def _all_or_none(
+        self, result: Result | None, failure: Exception | None, what: str, refusal: type[InfinityError]
+    ) -> list[Result]:
+        """All ranks' results, unless one has failed."""
         self.together(what)
         outcomes = self.of_all((result, None if failure is None else str(failure)))
         if failure is not None and not isinstance(failure, refusal):

@@ -82,6 +82,47 @@ def test_all_ranks_refuse_what_differs_on_one_and_name_it(tmp_path) -> None:
             assert expected in message, message
 
 
+# What rank 1 alone cannot have of its machine, what it says itself, and the error.
+LACKS: list[tuple[dict[str, Any], str, type[infinity.InfinityError]]] = [
+    ({"host_memory": "16KiB"}, "Raise tiering.host_memory", infinity.CapacityError),
+    ({"nvme": [{"path": "file"}]}, "file", infinity.StorageError),
+    ({"nvme": [{"path": ".", "capacity": "4KiB"}], "host_memory": "280KiB"}, "capacity", infinity.StorageError),
+]
+
+
+def refuse_what_one_lacks(path: str) -> list[str]:
+    told = []
+    offload = {"offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}}
+    stage = {"stage": 3, "stage3_param_persistence_threshold": 0, **offload}
+    for lacking, _, error in LACKS:
+        tiering: dict[str, Any] = {"nvme": [{"path": path}]}
+        if dist.get_rank() == 1:
+            tiering |= lacking
+            tiering["nvme"] = [{**drive, "path": f"{path}/{drive['path']}"} for drive in lacking.get("nvme", [])]
+            tiering["nvme"] = tiering["nvme"] or [{"path": path}]
+        model, config = plain()
+        config |= {"zero_optimization": stage, "tiering": tiering}
+        with pytest.raises(error if dist.get_rank() == 1 else infinity.RankError) as refused:
+            infinity.initialize(model=model, config=config)
+        told.append(str(refused.value))
+    model, config = plain()
+    config |= {"zero_optimization": stage, "tiering": {"nvme": [{"path": path}]}}
+    with infinity.initialize(model=model, config=config)[0] as engine:  # nothing is left of the others
+        engine.backward(engine(torch.randn(4, WIDTH)).square().mean())
+        engine.step()
+    return told
+
+
+def test_what_one_rank_lacks_is_refused_by_all_with_its_words(tmp_path) -> None:
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "drive" / "file").touch()
+    first, second = run_ranks(2, refuse_what_one_lacks, str(tmp_path / "drive"), path=tmp_path)
+    for there, here, (_, words, _) in zip(first, second, LACKS, strict=True):
+        assert words in here, here
+        assert there == f"rank 1: {here}"
+    assert not list((tmp_path / "drive").glob("**/*.swap"))
+
+
 def start_with_own_budgets() -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
