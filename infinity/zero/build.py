@@ -223,12 +223,11 @@ def build_runtime(
     split = agreed(split, ranks, parts.ranks)
     placement = place(sizing.rules, sizing.specs, sizing.shards, split)
     with ExitStack() as undo:  # what was acquired goes again if a later step fails
-        timeline = _open_timeline(sizing, config, ranks, link, undo)
-        counters = Counters(timeline)
         # All of host memory but what is computed on, which has memory of its own.
         arena_bytes = split.ring_bytes + split.grads_bytes + split.states_bytes + split.homes_bytes
         run = _open_run(sizing.rules, config, ranks, facts)
         with _as_one(ranks, parts):
+            counters = Counters(_open_timeline(sizing, config, ranks, link, undo))
             arena = Arena(arena_bytes, pin=link.pinned_for)
             undo.callback(arena.close)
             swap = _open_disk(sizing.rules, config, ranks, undo, run)

@@ -335,17 +335,17 @@ class Ranks:
         return self._all_or_none(result, failure, what, refusal)
 
     @contextmanager
-    def as_one(self, what: str, refusal: type[InfinityError] = RankError) -> Iterator[None]:
-        """As `each`, of what is done meanwhile; nothing in it may wait for another rank."""
+    def as_one(self, what: str) -> Iterator[None]:
+        """As `each` with a RankError, of what is done meanwhile; nothing in it may wait for another rank."""
+        if self.size == 1:
+            yield
+            return
         failure: Exception | None = None
         try:
             yield
         except Exception as error:
-            if self.size == 1:
-                raise
             failure = error
-        if self.size > 1:
-            self._all_or_none(None, failure, what, refusal)
+        self._all_or_none(None, failure, what, RankError)
 
     def _all_or_none(
         self, result: Result | None, failure: Exception | None, what: str, refusal: type[InfinityError]
