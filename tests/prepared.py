@@ -13,6 +13,7 @@ modules, which here are thousands, one by one. A test that is about that end ask
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -120,7 +121,7 @@ class Child:
         for reader in self._readers:
             reader.join(None if until_s is None else max(0, until_s - time.monotonic()))
             if reader.is_alive():
-                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+                raise subprocess.TimeoutExpired(self.args, timeout or 0, *(each.text for each in self._readers))
         self.wait(None if until_s is None else max(0, until_s - time.monotonic()))
         output, errors = (reader.text for reader in self._readers)
         return output, errors
@@ -147,7 +148,8 @@ class _Reader(threading.Thread):
 
     def run(self) -> None:
         with self._pipe:
-            self.text = self._pipe.read()
+            for line in self._pipe:
+                self.text += line
 
 
 _running: dict[str, socket.socket] = {}
@@ -184,6 +186,8 @@ def _main() -> None:
     for name in _MODULES:
         with suppress(ImportError):  # the tests that need it are skipped
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is here is no garbage of a child's, whose collections would go through all of it
     threads = list(Path("/proc/self/task").iterdir())
     assert len(threads) == 1, f"an import has started {len(threads) - 1} threads, whose locks children would inherit"
     request = _next_of(control)

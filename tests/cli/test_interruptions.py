@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from infinity.cli.main import main
+from infinity.cli.training.data import Samples
 from tests.cli.test_commands import ROOT, lines, train_arguments, workspace, write_config
 from tests.prepared import Child
 
@@ -102,10 +104,34 @@ def test_the_second_sigint_does_not_wait_for_the_step(workspace) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=1)  # it is still in its step, which takes minutes
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=20)
+        output, errors = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 130, errors
         assert output == ""
         assert "Traceback" not in errors
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_second_sigint_is_not_lost_with_what_it_raises(workspace, monkeypatch, capsys) -> None:
+    """Python ignores what is raised in a `__del__`, and a collection may run any library's at any time."""
+    batch, taken = Samples.batch, []
+
+    class Interrupted:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def take(self: Samples, first: int, size: int) -> dict[str, torch.Tensor]:
+        taken.append(first)
+        if len(taken) == 2:
+            signal.raise_signal(signal.SIGINT)
+        if len(taken) == 3:
+            Interrupted()
+        return batch(self, first, size)
+
+    monkeypatch.setattr(Samples, "batch", take)
+    write_config(workspace, gradient_accumulation_steps=100_000, zero_optimization={"stage": 3}, tiering={})
+    assert main(train_arguments(workspace)) == 130
+    assert len(taken) == 3
+    assert "interrupted" in capsys.readouterr().err
 
 
 def test_what_a_signal_interrupts_is_reported_as_json_lines_only(workspace) -> None:

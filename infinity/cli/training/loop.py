@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,7 +79,7 @@ def train(settings: Settings) -> int:
             check_apart(engine)
         evaluator = None if data.held_out is None else Evaluator(engine, data.source, data.held_out)
         engine.tell(steps=settings.steps)
-        run = _Run(engine, data.samples, settings, progress)
+        run = _Run(engine, data.samples, settings, progress, stop)
         if settings.resume:
             run.resume()
         elif engine.config.tiering.crash_consistent:
@@ -138,13 +138,20 @@ def _progress(settings: Settings, engine: Engine) -> Progress:
 
 
 class _Run:
-    """Steps of one engine over one order of samples."""
+    """Steps of one engine over one order of samples.
 
-    def __init__(self, engine: Engine, samples: Samples, settings: Settings, progress: Progress) -> None:
+    Args:
+        stop: signals that were received; after the second a step ends before its next micro-batch.
+    """
+
+    def __init__(
+        self, engine: Engine, samples: Samples, settings: Settings, progress: Progress, stop: Sequence[int]
+    ) -> None:
         self._engine = engine
         self._samples = samples
         self._settings = settings
         self._progress = progress
+        self._stop = stop
         self._next_sample = 0
         self._skipped = 0  # steps one after the other
         self._saved_step = -1
@@ -221,10 +228,16 @@ class _Run:
             )
 
     def _micro_batches(self) -> Iterator[dict[str, torch.Tensor | bool]]:
-        """What the model is given; a micro-batch that is taken counts as seen."""
+        """What the model is given; a micro-batch that is taken counts as seen.
+
+        Raises:
+            KeyboardInterrupt: a signal has asked for it, whose own was lost.
+        """
         size = self._engine.config.micro_batch_size
         _, ranks = rank_and_size()
         while True:
+            if len(self._stop) > 1:
+                raise KeyboardInterrupt
             batch = self._samples.batch(first_sample(self._next_sample, size), size)
             self._next_sample += ranks * size
             yield model_inputs({name: values.to(self._engine.device) for name, values in batch.items()})
@@ -288,13 +301,21 @@ def _set_lr(engine: Engine, lr: float) -> None:
 def _stop_signal() -> Iterator[list[int]]:
     """A list that receives the signal which asks the loop to stop after the step it is in.
 
-    A second signal ends the process at once, through the handler that was there before.
+    A second signal ends the process at once, through the handler that was there before. It is in the list, too, since
+    what that handler raises may be lost: Python ignores what a `__del__` raises, anybody's that happens to run.
     """
     received: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
+        if len(received) == 1:
+            return
         restore()
+        earlier = before[signum]
+        if callable(earlier):
+            earlier(signum, frame)
+        else:
+            signal.raise_signal(signum)
 
     def restore() -> None:
         for number, handler in before.items():
