@@ -61,7 +61,8 @@ PYBIND11_MODULE(_adam, m) {
         "update",
         [](Rule rule, ParamKind param_kind, MomentKind moment_kind, size_t n, uintptr_t param, uintptr_t master,
            uintptr_t first, uintptr_t first_scales, uintptr_t second, uintptr_t second_scales, uintptr_t grad,
-           Dtype grad_dtype, const Scalars& scalars, uint64_t seed, uint64_t index, const Aside* aside) {
+           Dtype grad_dtype, const Scalars& scalars, uint64_t seed, uint64_t index, const Aside* aside,
+           bool recoverably) -> std::optional<std::vector<uint32_t>> {
             UpdateArgs args;
             args.rule = rule;
             args.param_kind = param_kind;
@@ -76,12 +77,21 @@ PYBIND11_MODULE(_adam, m) {
             args.seed = seed;
             args.index = index;
             args.aside = aside == nullptr ? Aside{} : *aside;
+            if (recoverably)
+                return run_update_recoverably(args, n);
             run_update(args, n);
+            return std::nullopt;
         },
         py::kw_only(), py::arg("rule"), py::arg("param_kind"), py::arg("moment_kind"), py::arg("n"), py::arg("param"),
         py::arg("master") = 0, py::arg("first") = 0, py::arg("first_scales") = 0, py::arg("second") = 0,
         py::arg("second_scales") = 0, py::arg("grad"), py::arg("grad_dtype"), py::arg("scalars"), py::arg("seed") = 0,
-        py::arg("index") = 0, py::arg("aside") = nullptr, no_gil);
+        py::arg("index") = 0, py::arg("aside") = nullptr, py::arg("recoverably") = false, no_gil);
+    m.def(
+        "recover",
+        [](size_t n, uintptr_t before, uintptr_t after, const Scalars& scalars, Dtype dtype, uintptr_t grad) {
+            run_recover(at<float>(before), at<float>(after), scalars, dtype, at<void>(grad), n);
+        },
+        no_gil);
     m.def(
         "load_moment",
         [](MomentKind kind, bool is_signed, size_t n, uintptr_t values, uintptr_t scales, uintptr_t out) {

@@ -350,18 +350,68 @@ void draw(uint64_t seed, uint64_t index, uint32_t* out, size_t n) {
         draw_below_wrap(random_key(seed, index + stop), 0, out + stop, static_cast<uint32_t>(n - stop));
 }
 
+// --- gradients from moments -----------------------------------------------------------------------------------------
+
+// [Note: lost gradients]
+// The first moment before and after an update tells the gradient to about 2^-20 of the moment, which is enough for the
+// 8 or 11 digits of a gradient that is not a thousand times smaller. One of 0 leaves a moment that nothing else leaves,
+// but for gradients too small to change it. `recover` need not be right: an update can tell of which elements it is
+// not, and those are few.
+void recover_into(float* __restrict grad, const float* __restrict before, const float* __restrict after, size_t n,
+                  const Scalars& scalars) {
+    const Scalars s = scalars;
+    const bool from_avg = s.m_weight < 0.5f; // as in `adam`
+    const float m_weight = from_avg ? s.m_weight : s.m_weight - 1.0f;
+    const float inverse = 1.0f / s.m_weight;
+    const float unscale = 1.0f / s.grad_scale;
+    for (size_t i = 0; i < n; ++i) {
+        const float without = (from_avg ? before[i] : 0.0f) + m_weight * (0.0f - before[i]);
+        const float g = before[i] + (after[i] - before[i]) * inverse;
+        grad[i] = after[i] == without ? 0.0f : g * unscale;
+    }
+}
+
+void narrow(Dtype dtype, const float* src, uint16_t* dst, size_t n) {
+    (dtype == Dtype::bf16 ? narrow_bf16 : narrow_f16)(src, dst, n);
+}
+
+// At most kStep elements from index `begin` on.
+void find_lost(const UpdateArgs& args, size_t begin, const float* before, const float* after, size_t n, Lost& lost) {
+    alignas(64) float wide[kStep];
+    alignas(64) uint16_t recovered[kStep];
+    recover_into(wide, before, after, n, args.scalars);
+    narrow(args.grad_dtype, wide, recovered, n);
+    const uint16_t* grad = static_cast<const uint16_t*>(args.grad) + begin;
+    if (memcmp(recovered, grad, n * sizeof(uint16_t)) == 0)
+        return;
+    for (size_t i = 0; i < n; ++i)
+        if (recovered[i] != grad[i] && lost.count++ < lost.room)
+            lost.positions[lost.count - 1] = static_cast<uint32_t>(begin + i);
+}
+
+void recover(const float* before, const float* after, const Scalars& scalars, Dtype dtype, void* grad, size_t n) {
+    alignas(64) float wide[kBlock];
+    for (size_t i = 0, stop; i < n; i = stop) {
+        stop = block_end(i, n);
+        recover_into(wide, before + i, after + i, stop - i, scalars);
+        narrow(dtype, wide, static_cast<uint16_t*>(grad) + i, stop - i);
+    }
+}
+
 // --- the update -----------------------------------------------------------------------------------------------------
 
 struct Scratch {
     alignas(64) float grad[kStep];
     alignas(64) float param[kStep];
+    alignas(64) float before[kStep]; // the first moment
     alignas(64) float first[kBlock];
     alignas(64) float second[kBlock];
     alignas(64) uint32_t random[kBlock];
 };
 
 // One block, but for the storing of its moments, whose scale needs all of it.
-template <RuleLoop rule> void compute(const UpdateArgs& args, size_t begin, size_t n, Scratch& scratch) {
+template <RuleLoop rule>
+void compute(const UpdateArgs& args, size_t begin, size_t n, Scratch& scratch, Lost* lost) {
     const MomentKind kind = args.moment_kind;
     const bool is_f32 = kind == MomentKind::f32;
     for (size_t at = 0; at < n; at += kStep) {
@@ -376,7 +426,11 @@ template <RuleLoop rule> void compute(const UpdateArgs& args, size_t begin, size
             first = to_scratch(scratch.first + at, first, length);
         if (is_f32 && args.aside.second.values)
             second = to_scratch(scratch.second + at, second, length);
+        if (lost)
+            memcpy(scratch.before, first, length * sizeof(float));
         rule(param, first, second, grad, length, args.scalars);
+        if (lost)
+            find_lost(args, i, scratch.before, first, length, *lost);
         store_params(args, i, length, param);
         if (is_f32 && args.aside.first.values)
             stream(static_cast<float*>(args.aside.first.values) + i, first, length * sizeof(float));
@@ -387,13 +441,13 @@ template <RuleLoop rule> void compute(const UpdateArgs& args, size_t begin, size
     }
 }
 
-template <RuleLoop rule> void update_by(const UpdateArgs& args, size_t begin, size_t end) {
+template <RuleLoop rule> void update_by(const UpdateArgs& args, size_t begin, size_t end, Lost* lost = nullptr) {
     Scratch scratch;
     const MomentKind kind = args.moment_kind;
     for (size_t i = begin, stop; i < end; i = stop) {
         stop = block_end(i, end);
         const size_t n = stop - i;
-        compute<rule>(args, i, n, scratch);
+        compute<rule>(args, i, n, scratch, lost);
         if (kind != MomentKind::f32 && args.first.values)
             store_moment_of(args, true, i, n, scratch.first, scratch.random);
         if (kind != MomentKind::f32 && args.second.values)
@@ -403,10 +457,10 @@ template <RuleLoop rule> void update_by(const UpdateArgs& args, size_t begin, si
         end_stream();
 }
 
-void update(const UpdateArgs& args, size_t begin, size_t end) {
+void update(const UpdateArgs& args, size_t begin, size_t end, Lost* lost) {
     switch (args.rule) {
     case Rule::adamw:
-        return update_by<adam<false>>(args, begin, end);
+        return update_by<adam<false>>(args, begin, end, lost);
     case Rule::adam:
         return update_by<adam<true>>(args, begin, end);
     case Rule::adagrad:
@@ -518,6 +572,6 @@ void bare(float* __restrict param, float* __restrict exp_avg, float* __restrict 
 } // namespace
 
 extern const Kernels kernels = {INFINITY_TEXT(INFINITY_ISA), update, grad_store, split, join, load_whole_moment,
-                                store_whole_moment,          bare};
+                                store_whole_moment,          recover, bare};
 
 } // namespace infinity::adam::INFINITY_ISA

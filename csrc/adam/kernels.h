@@ -59,6 +59,13 @@ struct Aside {
     Moment second; // like `master`
 };
 
+// Elements whose gradient `recover` would not give: their positions go where there is room, and all are counted.
+struct Lost {
+    uint32_t* positions;
+    size_t room;
+    size_t count;
+};
+
 struct UpdateArgs {
     Rule rule;
     ParamKind param_kind;
@@ -87,7 +94,8 @@ struct GradArgs {
 struct Kernels {
     const char* name;
     // Both work on elements [begin, end); begin is a multiple of kBlock.
-    void (*update)(const UpdateArgs&, size_t begin, size_t end);
+    // Of an adamw update with gradients of 16 bits and fp32 moments, `lost` can be told; else it is null.
+    void (*update)(const UpdateArgs&, size_t begin, size_t end, Lost* lost);
     // Returns the sum of squares of what was stored: not finite exactly when one of the stored values is not.
     double (*grad_store)(const GradArgs&, size_t begin, size_t end);
     void (*split)(const float* master, uint16_t* param, int16_t* low_bits, size_t n);
@@ -96,6 +104,8 @@ struct Kernels {
     void (*load_moment)(MomentKind kind, bool is_signed, const Moment& moment, float* out, size_t n);
     void (*store_moment)(MomentKind kind, bool is_signed, const Moment& moment, const float* values, size_t n,
                          uint64_t seed, uint64_t index);
+    // The gradients, of 16 bits, of an adamw update that has made the fp32 first moment `after` of `before`.
+    void (*recover)(const float* before, const float* after, const Scalars&, Dtype dtype, void* grad, size_t n);
     // The roofline of `update` for fp32: the same streams, in place, with next to no arithmetic.
     void (*bare)(float* param, float* exp_avg, float* exp_avg_sq, const float* grad, size_t n);
 };

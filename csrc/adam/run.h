@@ -3,6 +3,9 @@
 
 #include "kernels.h"
 
+#include <optional>
+#include <vector>
+
 namespace infinity::adam {
 
 struct GradStats {
@@ -11,6 +14,10 @@ struct GradStats {
 };
 
 void run_update(const UpdateArgs& args, size_t n);
+// As `run_update`; returns the positions of elements whose gradient `run_recover` would not give, in order, or nothing
+// if they are not few.
+std::optional<std::vector<uint32_t>> run_update_recoverably(const UpdateArgs& args, size_t n);
+void run_recover(const float* before, const float* after, const Scalars& scalars, Dtype dtype, void* grad, size_t n);
 GradStats run_grad_store(const GradArgs& args, size_t n);
 void run_split(const float* master, uint16_t* param, int16_t* low_bits, size_t n);
 void run_join(const uint16_t* param, const int16_t* low_bits, float* master, size_t n);

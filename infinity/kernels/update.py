@@ -87,7 +87,8 @@ def update(
     second: Moment | None = None,
     dither: Dither | None = None,
     aside: Aside | None = None,
-) -> None:
+    recoverably: bool = False,
+) -> list[int] | None:
     """One update by any rule.
 
     Args:
@@ -96,6 +97,10 @@ def update(
         master: what lies beside `param`.
         first, second: the moments that the rule has, of one kind.
         aside: where old or new values go so that both are there afterwards.
+        recoverably: find out of which elements `recover_grad` would not give the gradient, for which it `can_recover`.
+
+    Returns:
+        Where these are, in order; None if they are not few, or nobody asked.
 
     Raises:
         ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
@@ -103,6 +108,8 @@ def update(
     numel = param.numel()
     check("param", param, numel, *_PARAM_KINDS)
     check("grad", grad, numel, *DTYPES)
+    if recoverably and not can_recover(hyper, None if first is None else first.values.dtype, grad.dtype):
+        raise ValueError(f"no gradient of dtype {grad.dtype} can be told from what {type(hyper).__name__} does")
     master_dtype, param_kind = _PARAM_KINDS[param.dtype]
     if (master is None) != (master_dtype is None):
         raise ValueError(f"master is {'missing' if master is None else 'given'} beside a {param.dtype} param")
@@ -121,7 +128,7 @@ def update(
         _check_aside("master", aside.master, master)
         _check_moment_aside("first", aside.first, first)
         _check_moment_aside("second", aside.second, second)
-    _adam.update(
+    return _adam.update(
         rule=rule,
         param_kind=param_kind,
         moment_kind=kinds.pop(),
@@ -138,7 +145,36 @@ def update(
         seed=dither.seed,
         index=dither.index,
         aside=None if aside is None else _native_aside(aside),
+        recoverably=recoverably,
     )
+
+
+def can_recover(hyper: Rule, first_dtype: torch.dtype | None, grad_dtype: torch.dtype) -> bool:
+    """An update's first moment, kept in this dtype, tells its gradients, but for a few.
+
+    That is so of AdamW (and of Adam without decay) with exact moments and gradients of 16 bits.
+    """
+    exact = first_dtype is torch.float32 and grad_dtype in (torch.bfloat16, torch.float16)
+    return exact and hyper.loop()[0] is Loop.ADAMW
+
+
+def recover_grad(hyper: Rule, before: torch.Tensor, after: torch.Tensor, grad: torch.Tensor) -> None:
+    """Fill `grad` with the gradients of an update, but for those that it has named.
+
+    Args:
+        hyper: the rule of that update, of which one `can_recover` gradients.
+        before, after: its first moment, float32.
+        grad: bfloat16 or float16.
+
+    Raises:
+        ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
+    """
+    numel = grad.numel()
+    check("grad", grad, numel, torch.bfloat16, torch.float16)
+    check("before", before, numel, torch.float32)
+    check("after", after, numel, torch.float32)
+    _, scalars = _native(hyper)
+    _adam.recover(numel, before.data_ptr(), after.data_ptr(), scalars, DTYPES[grad.dtype], grad.data_ptr())
 
 
 def _check_aside(name: str, aside: torch.Tensor | None, own: torch.Tensor | None) -> None:

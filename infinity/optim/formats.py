@@ -30,9 +30,11 @@ from infinity.kernels import (
     Rule,
     join_master,
     load_moment,
+    recover_grad,
     split_master,
     store_moment,
 )
+from infinity.kernels import can_recover as can_recover_flat
 from infinity.kernels import update as update_flat
 
 SHARD_ALIGN = 2048  # elements: 4096 bytes of 16-bit values
@@ -275,7 +277,9 @@ def update(
     hyper: Rule,
     dither: Dither | None = None,
     aside: tuple[torch.Tensor | None, Mapping[str, torch.Tensor] | None] | None = None,
-) -> None:
+    *,
+    recoverably: bool = False,
+) -> list[int] | None:
     """One update in place.
 
     Args:
@@ -283,8 +287,12 @@ def update(
         dither: where stochastic rounding takes its bits from; the formats with exact moments need none.
         aside: what gets the old parameters, and what gets the new fields, of the same elements; None where old values
             need not stay.
+        recoverably: find out of which elements `recover` would not give the gradient, where it `can_recover` them.
+
+    Returns:
+        Where these are; None if they are not few, or nobody asked.
     """
-    update_flat(
+    return update_flat(
         hyper,
         param,
         grad,
@@ -293,7 +301,30 @@ def update(
         second=layout.moment(states, layout.second),
         dither=dither,
         aside=None if aside is None else _aside(layout, *aside),
+        recoverably=recoverably,
     )
+
+
+def can_recover(layout: StateLayout, rule: Rule, grad_dtype: torch.dtype) -> bool:
+    """What an update leaves tells its gradients of this dtype, beside what was before it."""
+    dtypes = {field.name: field.dtype for field in layout.fields}
+    return layout.first is not None and can_recover_flat(rule, dtypes[layout.first], grad_dtype)
+
+
+def recover(
+    layout: StateLayout,
+    rule: Rule,
+    before: Mapping[str, torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+    grad: torch.Tensor,
+) -> None:
+    """Fill `grad` with the gradients of an update by `rule`, but for those that it has named.
+
+    Args:
+        before, after: the fields, for the same elements.
+    """
+    assert layout.first is not None
+    recover_grad(rule, before[layout.first], after[layout.first], grad)
 
 
 def _aside(layout: StateLayout, param: torch.Tensor | None, states: Mapping[str, torch.Tensor] | None) -> Aside:

@@ -20,6 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -28,7 +29,7 @@ from infinity.io.threads import start_thread
 from infinity.kernels import Dither, Rule
 from infinity.memory import Lease
 from infinity.optim.before_images import BeforeImages, Image, Room, image_bytes
-from infinity.optim.formats import StateLayout, update
+from infinity.optim.formats import StateLayout, can_recover, recover, update
 from infinity.telemetry import Counters, Times, Waits
 from infinity.tiers.copies import Memory, Move, Transfer
 from infinity.tiers.ring import Ring
@@ -38,6 +39,8 @@ from infinity.tiers.states import StateStore, Tile
 # as long as requests wait for it, and a worker on a busy machine is late by milliseconds, which many small tiles in
 # flight bridge: on two cores 16 of 4 MiB kept a drive busy for 98% of the time, 4 of 16 MiB for 88%.
 LEAST_SLOTS, MOST_SLOTS = 4, 16
+
+_RECOVERING_SLOTS = 2  # one has a tile after its update, one as it was before
 
 _HOST = Memory.HOST  # a look-up in an Enum takes 0.2 us
 _LEAVE_S = 10.0  # a tile takes milliseconds; a drive that hangs must not keep the process from ending
@@ -72,6 +75,7 @@ class UpdateJob:
         needed: when the unit is needed next; the lowest goes first among units that nobody waits for yet.
         tiles: indices of those to update; None for all.
         before: room for what is replaced, by index of the tile.
+        recoverable: the gradients are not to be kept for when the update is undone, see [Note: lost gradients].
     """
 
     unit: int
@@ -85,6 +89,15 @@ class UpdateJob:
     needed: int = 0
     tiles: frozenset[int] | None = None
     before: Mapping[int, Image] = field(default_factory=dict)
+    recoverable: bool = False
+
+
+@dataclass(frozen=True)
+class LostGrads:
+    """Gradients of a unit that its states do not tell: 1-D, where they are in the shard, and what they are."""
+
+    positions: torch.Tensor
+    values: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -101,6 +114,7 @@ class UpdateTicket:
         kept: tiles of which `job.before` has what was there.
         under_way: the tile that is updated now, if `job.before` has room for it.
         reached: all elements before this one have been updated.
+        recovers: what has been updated so far tells its gradients, beside what was before it, but for those in `lost`.
     """
 
     job: UpdateJob
@@ -115,6 +129,11 @@ class UpdateTicket:
     reached: int = 0
     computed: Future[None] = field(default_factory=Future)
     writes: list[Transfer] = field(default_factory=list)
+    recovers: bool = field(init=False)
+    lost: list[LostGrads] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.recovers = self.job.recoverable
 
     def done(self) -> bool:
         return self.computed.done() and all(write.done() for write in self.writes)
@@ -167,7 +186,8 @@ class UpdatePipeline:
         self._views: dict[tuple[Lease, int], dict[str, torch.Tensor]] = {}  # of that many elements in a lease
         self._queued: Counter[int] = Counter()  # by unit
         self._expected: dict[int, None] = {}
-        self._undoing: deque[tuple[Sequence[UpdateTicket], Future[None]]] = deque()
+        self._errands: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._recovers = len(slots) >= _RECOVERING_SLOTS
         self._wake = threading.Condition()
         self._closing = False
         self._leaving = False
@@ -302,6 +322,7 @@ class UpdatePipeline:
                 return False
             self._queue.remove(ticket)
             self._queued[ticket.job.unit] -= 1
+            ticket.recovers = False
         self.forget_before(ticket)
         ticket.computed.set_result(None)
         return True
@@ -315,11 +336,27 @@ class UpdatePipeline:
         Raises:
             StorageError: they cannot be read again.
         """
-        undone: Future[None] = Future()
+        self._send(partial(self._undo_all, tickets))
+
+    def can_recover(self, segments: Sequence[Segment], grad_dtype: torch.dtype) -> bool:
+        """Gradients of this dtype need not be kept for when updates by these rules are undone."""
+        return self._recovers and all(can_recover(self._layout, each.rule, grad_dtype) for each in segments)
+
+    def recover(self, ticket: UpdateTicket, grad: torch.Tensor) -> None:
+        """Fill `grad`, of the whole shard, with the gradients of an update that `recovers` them and is to be undone.
+
+        Raises:
+            StorageError: what was before the update cannot be read.
+        """
+        self._send(partial(self._recover, ticket, grad))
+
+    def _send(self, errand: Callable[[], None]) -> None:
+        """Have the worker do something between two tiles, and wait for it; raises what that raises."""
+        done: Future[None] = Future()
         with self._wake:
-            self._undoing.append((tickets, undone))
+            self._errands.append((errand, done))
             self._wake.notify()
-        undone.result()
+        done.result()
 
     @staticmethod
     def params_before(ticket: UpdateTicket) -> Iterator[tuple[int, torch.Tensor]]:
@@ -436,44 +473,46 @@ class UpdatePipeline:
     def _run(self) -> None:
         while self._has_work():
             self._ring.reap()
-            self._undo_next()
+            self._run_errand()
             self._read_ahead()
             ticket = self._next_ticket()
             if ticket is not None:
                 self._advance(ticket)
         for ticket in tuple(self._queue):
             self._end(ticket, InfinityError("the process ends before this update is done; close the engine first"))
-        for _, undone in self._undoing:
-            undone.set_exception(InfinityError("the engine was closed before an update was undone"))
+        for _, done in self._errands:
+            done.set_exception(InfinityError("the engine was closed before an update was undone"))
 
     def _has_work(self) -> bool:
         """Wait until there is something to do; False if there never will be again."""
         with self._wake:
-            while not (self._queue or self._undoing or self._closing or self._could_read_ahead()):
+            while not (self._queue or self._errands or self._closing or self._could_read_ahead()):
                 self._idle = True
                 self._wake.notify_all()
                 self._wake.wait()
-            self._idle = self._closing and (self._leaving or not (self._queue or self._undoing))
+            self._idle = self._closing and (self._leaving or not (self._queue or self._errands))
             if self._idle:
                 self._wake.notify_all()
             return not self._idle
 
-    def _undo_next(self) -> None:
-        """Undo the updates that are to be undone first."""
-        if not self._undoing:
+    def _run_errand(self) -> None:
+        if not self._errands:
             return
-        tickets, undone = self._undoing.popleft()
+        errand, done = self._errands.popleft()
+        try:
+            errand()
+        except BaseException as error:  # whoever waits gets it
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    def _undo_all(self, tickets: Sequence[UpdateTicket]) -> None:
         for ticket in tickets:
             if ticket in self._queue:
                 self._end(ticket)  # what is left of it
-        try:
-            for ticket in tickets:
-                for tile in self._tiles_of(ticket.job):
-                    self._undo(ticket, tile)
-        except BaseException as error:  # whoever waits gets it
-            undone.set_exception(error)
-        else:
-            undone.set_result(None)
+        for ticket in tickets:
+            for tile in self._tiles_of(ticket.job):
+                self._undo(ticket, tile)
 
     def _undo(self, ticket: UpdateTicket, tile: Tile) -> None:
         """Put back what an update that may have come to a tile has replaced."""
@@ -483,6 +522,25 @@ class UpdatePipeline:
         elif tile in ticket.kept:
             tile.lease, image.fields = image.fields, tile.lease
             tile.take_back(_HOST)
+
+    def _recover(self, ticket: UpdateTicket, grad: torch.Tensor) -> None:
+        for tile in self._tiles_of(ticket.job):
+            parts = list(_parts(ticket.job, tile))
+            if parts:
+                self._recover_tile(tile, parts, grad)
+        for lost in ticket.lost:
+            grad[lost.positions] = lost.values
+
+    def _recover_tile(self, tile: Tile, parts: Sequence[tuple[int, int, Rule]], grad: torch.Tensor) -> None:
+        self._ring.hold(tile)
+        try:
+            with self._ring.before(tile) as place:
+                before, after = self._fields_at(place, tile), self._fields(tile)
+                for start, stop, rule in parts:
+                    old, new = (self._of_part(fields, tile, start, stop) for fields in (before, after))
+                    recover(self._layout, rule, old, new, grad[start:stop])
+        finally:
+            self._ring.let_go(tile)
 
     def _next_ticket(self) -> UpdateTicket | None:
         """The one to go on with: the nearest to being updated, and of those the first in rank."""
@@ -530,6 +588,7 @@ class UpdatePipeline:
     def _end(self, ticket: UpdateTicket, error: BaseException | None = None) -> None:
         for tile in ticket.tiles:
             self._ring.give_up(tile)
+            ticket.recovers = False
         with self._wake:  # first: whoever waits for the ticket may visit the states next
             self._queue.remove(ticket)
             self._queued[ticket.job.unit] -= 1
@@ -563,15 +622,17 @@ class UpdatePipeline:
         begun_s = time.perf_counter()
         image = self._begin_keeping(ticket, tile)
         tile.begin_write(_HOST)  # of what is held nothing moves
-        self._apply(job, tile, parts, image)
+        self._apply(ticket, tile, parts, image)
         if image is not None:
             self._end_keeping(ticket, tile, image)
         tile.end_write(_HOST)
         self._counters.updated(job.unit, tile.nbytes, begun_s)
         return True
 
-    def _apply(self, job: UpdateJob, tile: Tile, parts: Sequence[tuple[int, int, Rule]], image: Image | None) -> None:
-        fields = self._fields(tile)
+    def _apply(
+        self, ticket: UpdateTicket, tile: Tile, parts: Sequence[tuple[int, int, Rule]], image: Image | None
+    ) -> None:
+        job, fields = ticket.job, self._fields(tile)
         old_param = new_fields = None
         if image is not None:
             old_param = image.old_param(job.param.dtype, tile.numel)
@@ -586,7 +647,7 @@ class UpdatePipeline:
                 None if old_param is None else old_param[here],
                 None if new_fields is None else self._of_part(new_fields, tile, start, stop),
             )
-            update(
+            lost = update(
                 self._layout,
                 job.param[start:stop],
                 self._of_part(fields, tile, start, stop),
@@ -594,7 +655,20 @@ class UpdatePipeline:
                 rule,
                 Dither(job.seed, job.first + start),
                 aside if image is not None else None,
+                recoverably=ticket.recovers,
             )
+            if ticket.recovers:
+                self._note_lost(ticket, start, lost)
+
+    @staticmethod
+    def _note_lost(ticket: UpdateTicket, start: int, lost: Sequence[int] | None) -> None:
+        """Of the elements from `start` on these gradients are to be kept; None for all of them."""
+        if lost is None:
+            ticket.recovers = False
+            ticket.lost.clear()
+        elif lost:
+            positions = torch.tensor(lost, dtype=torch.int64, device="cpu") + start
+            ticket.lost.append(LostGrads(positions, ticket.job.grad[positions]))
 
     def _begin_keeping(self, ticket: UpdateTicket, tile: Tile) -> Image | None:
         """Where what the update of a tile replaces goes; None where it is not needed again."""

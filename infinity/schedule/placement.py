@@ -33,6 +33,7 @@ from infinity.schedule.on_device import as_far_as_fits, may_fill, promotion_orde
 from infinity.tiers import ARRIVING_UNITS, WHOLE, FlatSpec, GradHomes, Memory, Sharding
 
 _SPILL_SLOTS = 3  # one filled, one written, one read
+_RECOVERED_SLOTS = 16  # of units that wait for their updates, too
 _GRADS_IN_FLIGHT = 3  # units whose gradients may be held at once where they are updated in backward
 # Of all gradients: those whose updates may be left for later. The drive would idle under the next forward pass, and the
 # device in backward, while the optimizer is busy with a large unit.
@@ -80,6 +81,9 @@ class Rules:
         collects_all: every rank has whole gradients of all units at once before they are reduced.
         holds_all_grads: there is room for the gradients of all units at once, as far as they are this rank's.
         spills_grads: those that are to be held but do not fit go to the drive.
+        written_through: what lives in host memory has its place on the drives, too.
+        recovers_grads: those of units all of whose states have two slots on the drives need no memory once their
+            updates have run ahead of the norm.
         grads_stream: a unit's gradients leave the device while it computes on, where nothing is added to them below.
         least_tile_bytes: of a tile of optimizer states: kernels of a device are not worth a launch for less.
         sums_there: those of several micro-batches are added up on the device, as far as it has room, and leave once.
@@ -108,6 +112,8 @@ class Rules:
     collects_all: bool
     holds_all_grads: bool
     spills_grads: bool
+    written_through: bool
+    recovers_grads: bool
     grads_stream: bool
     sums_there: bool
     sums_once: bool
@@ -116,6 +122,11 @@ class Rules:
     params_pass_host: bool
     drives: tuple[NvmeConfig, ...]
     activations_bytes: int
+
+    def with_grads_recovered(self) -> Rules:
+        """As these, where updates run ahead of the norm and tell the gradients of what lives on the drives."""
+        on_drives = self.spills_grads and self.states is Memory.NVME and self.params is Memory.NVME
+        return replace(self, recovers_grads=on_drives)
 
     def with_share_there(self, share: float) -> Rules:
         """As these, where as many of the states as that turn out to be on the device."""
@@ -221,6 +232,8 @@ def rules_of(
         collects_all=ranks > 1 and summed and not every_pass,
         holds_all_grads=summed or not updates_in_backward,
         spills_grads=on_drives and (summed or not updates_in_backward),
+        written_through=config.tiering.crash_consistent,
+        recovers_grads=False,
         grads_stream=streams,
         sums_there=streams and summed and (ranks == 1 or every_pass),
         sums_once=every_pass and summed and 1 < sharing < ranks,
@@ -299,6 +312,10 @@ class Shards:
     def tile_sizes(self) -> list[int]:
         """Bytes of every tile below."""
         return self._tile_sizes(self.below)
+
+    def tile_sizes_of(self, unit: int) -> list[int]:
+        """Bytes of the unit's tiles below."""
+        return self._tile_sizes([self.below[unit]])
 
     @cached_property
     def grad_sizes(self) -> list[int]:
@@ -457,7 +474,7 @@ def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, there: boo
     def flying(units: int) -> int:
         return min(total, sum(largest_first[:units]) + open_bytes)
 
-    if rules.holds_all_grads:
+    if rules.holds_all_grads and not (rules.recovers_grads and not there):
         least = flying(1) if rules.spills_grads and not there else total
         return GradShare(least, least, total)
     lags = not there and (rules.states is Memory.NVME or rules.grads_stream)
@@ -546,6 +563,7 @@ def host_needs(
     stored = shards.tile_sizes if rules.states is Memory.NVME else []
     grads = grad_share(rules, shards, shards.grad_sizes)
     states_bytes = sum(shards.tile_sizes)
+    beside = sum(shards.grad_sizes) if rules.recovers_grads and not rules.written_through else 0  # see `place_units`
     # What lies on the device passes through one slot when it is looked at.
     passing = int(rules.fills or bool(shards.there))
     slots = (max(passing, min(slots[0], len(stored))), max(passing, min(slots[1], len(stored))))
@@ -561,7 +579,7 @@ def host_needs(
         grads_flowing_bytes=grads.flowing,
         grads_bytes=grads.most,
         states_min_bytes=states_bytes - sum(stored),
-        states_bytes=states_bytes,
+        states_bytes=states_bytes + beside,
         always_bytes=computed.always,
         largest_unit=largest.name,
         largest_unit_bytes=largest.nbytes,
@@ -599,9 +617,18 @@ class Placement:
 
 def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: MemorySplit) -> Placement:
     """Fill the table for host memory that is divided so."""
-    grads = place_gradients(shards.grad_sizes, shards.standing, split.grads_bytes, spills=rules.spills_grads)
-    # Of states at home in host memory, the share is all.
-    stay = resident_tiles(shards.below, shards.tile_numel, shards.tile_bytes, split.states_bytes)
+    if rules.recovers_grads and not rules.written_through:
+        grads, stay = place_units(shards, split)
+    else:
+        grads = place_gradients(
+            shards.grad_sizes,
+            shards.standing,
+            split.grads_bytes,
+            spills=rules.spills_grads,
+            slots=_RECOVERED_SLOTS if rules.recovers_grads else _SPILL_SLOTS,
+        )
+        # Of states at home in host memory, the share is all.
+        stay = resident_tiles(shards.below, shards.tile_numel, shards.tile_bytes, split.states_bytes)
     homes_bytes = split.homes_bytes - param_bytes(rules, specs).staging
 
     def home(dtype: torch.dtype | None, stays: bool, *, there: bool = False) -> Home:
@@ -678,12 +705,57 @@ def resident_tiles(
     return [True] * within + stay_in_memory(sizes[within:], resident_bytes - sum(sizes[:within]))
 
 
-def place_gradients(sizes: Sequence[int], standing: Collection[int], capacity_bytes: int, *, spills: bool) -> GradHomes:
+def place_units(shards: Shards, split: MemorySplit) -> tuple[GradHomes, list[bool]]:
+    """Choose units whose states stay in memory, beside their gradients: what updates of those replace has no other
+    place, so that they wait for the norm. The gradients of others pass through slots.
+
+    Returns:
+        The homes of gradients, and of every tile below whether it stays.
+    """
+    grads, tiles = shards.grad_sizes, [shards.tile_sizes_of(unit) for unit in range(len(shards.numels))]
+    capacity_bytes = split.grads_bytes + split.states_bytes
+    if sum(grads) + sum(map(sum, tiles)) <= capacity_bytes:
+        return GradHomes(tuple(range(len(grads)))), [True] * sum(map(len, tiles))
+    homes = place_gradients(grads, shards.standing, split.grads_bytes, spills=True, slots=_RECOVERED_SLOTS)
+    own = set(homes.own)
+    slot_bytes = max((grads[unit] for unit in homes.spilled), default=0)
+    free_bytes = capacity_bytes - sum(grads[unit] for unit in own) - homes.slots * slot_bytes
+    kept = [0] * len(tiles)  # tiles that stay, by unit
+
+    def keep(unit: int) -> None:
+        """Have as many of its tiles stay as there is room for."""
+        nonlocal free_bytes
+        beside = 0 if unit in own else grads[unit]
+        fitting = sum(total <= free_bytes - beside for total in itertools.accumulate(tiles[unit]))
+        if fitting:
+            own.add(unit)
+            kept[unit] = fitting
+            free_bytes -= beside + sum(tiles[unit][:fitting])
+
+    first = next((unit for unit, sizes in enumerate(tiles) if sizes), None)
+    if first is not None:
+        keep(first)  # see `resident_tiles`
+    others = [unit for unit, sizes in enumerate(tiles) if sizes and unit != first]
+    costs = [sum(tiles[unit]) + (0 if unit in own else grads[unit]) for unit in others]
+    whole = stay_in_memory(costs, free_bytes)
+    for unit in itertools.compress(others, whole):
+        keep(unit)
+    for unit in (unit for unit, stays in zip(others, whole, strict=True) if not stays):
+        keep(unit)
+    stay = [index < count for count, sizes in zip(kept, tiles, strict=True) for index in range(len(sizes))]
+    spilled = tuple(unit for unit in homes.spilled if unit not in own)
+    return GradHomes(tuple(sorted(own)), spilled, homes.slots if spilled else 0), stay
+
+
+def place_gradients(
+    sizes: Sequence[int], standing: Collection[int], capacity_bytes: int, *, spills: bool, slots: int = _SPILL_SLOTS
+) -> GradHomes:
     """Divide units with gradients of these sizes among the homes.
 
     Args:
         standing: units whose gradients stay open while those of others come and go.
         spills: all gradients are to be held, those that do not fit on the drive.
+        slots: for those, at most.
     """
     if sum(sizes) <= capacity_bytes:
         return GradHomes(tuple(range(len(sizes))))
@@ -694,7 +766,7 @@ def place_gradients(sizes: Sequence[int], standing: Collection[int], capacity_by
         fits = sum(sizes[unit] for unit in by_size[:3]) <= spare
         return GradHomes((*standing, *by_size[: int(fits)]))
     largest = max(sizes[unit] for unit in others)
-    slots = max(1, min(_SPILL_SLOTS, spare // largest))
+    slots = max(1, min(slots, spare // largest))
     stay = stay_in_memory([sizes[unit] for unit in others], max(0, spare - slots * largest))
     own = {*standing, *(unit for unit, stays in zip(others, stay, strict=True) if stays)}
     return GradHomes(tuple(sorted(own)), tuple(unit for unit in others if unit not in own), slots)

@@ -135,6 +135,7 @@ class GradStore:
         self._shared_bytes = 0 if homes.spilled else capacity_bytes - own_bytes
         self._leases: dict[int, Lease] = {}  # memory of the other units' copies, oldest first
         self._leased_bytes = 0
+        self._elsewhere: set[int] = set()  # units whose gradients the optimizer states tell
         self._arrivals: dict[int, Arrival] = {}  # of units whose gradients come from the device, oldest first
 
     # Adding #
@@ -148,6 +149,8 @@ class GradStore:
         Raises:
             StorageError: they cannot be read again.
         """
+        if unit in self._elsewhere:
+            raise RuntimeError(f"the gradients of unit {unit} are asked for, which its update has")
         host = self._hosts[unit]
         if host.state is not _WRITING:
             if host.pins or not self._bring(unit, Priority.DEMAND):
@@ -221,6 +224,7 @@ class GradStore:
 
     def drop(self, unit: int) -> None:
         """The unit's gradients are nothing any more."""
+        self._elsewhere.discard(unit)
         with suppress(StorageError):  # of no interest now
             self._finish_moves(unit)
         self._end_write(unit)
@@ -228,6 +232,15 @@ class GradStore:
         self._give_back(unit)
 
     # Room #
+
+    def shares(self, unit: int) -> bool:
+        """Memory in which the unit's gradients do not lie is other units'."""
+        return unit in self._extents
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which gradients are held."""
+        return self._dtype
 
     def lacks_capacity(self, unit: int) -> bool:
         """What is open takes the memory that the unit's gradients would need."""
@@ -269,6 +282,24 @@ class GradStore:
         """The update has used the gradients."""
         self._fields[unit].unpin(_HOST)
         self.drop(unit)
+
+    def left(self, unit: int) -> None:
+        """As `used`, but the update may be asked for the gradients: until it has them `restore`, or they are of no use
+        any more, nobody else can."""
+        self.used(unit)
+        self._elsewhere.add(unit)
+
+    def is_elsewhere(self, unit: int) -> bool:
+        """An update has the unit's gradients, which has `left` them."""
+        return unit in self._elsewhere
+
+    def restore(self, unit: int) -> torch.Tensor | None:
+        """Where the unit's gradients are to be again, filled at once; None while there is no room."""
+        self._elsewhere.discard(unit)
+        buffer = self.open(unit)
+        if buffer is None:
+            self._elsewhere.add(unit)
+        return buffer
 
     def returned(self, unit: int) -> None:
         """The update does not use the gradients any more, and they may be of use again; in place of `used`."""

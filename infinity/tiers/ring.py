@@ -13,13 +13,13 @@ visits the tiles while the worker is parked.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 
 from infinity.errors import InfinityError
 from infinity.io import Priority
 from infinity.memory import Lease
-from infinity.telemetry import Waits
+from infinity.telemetry import StallCause, Waits
 from infinity.tiers.copies import Memory, Move, State, Transfer
 from infinity.tiers.states import StateStore, Tile
 
@@ -108,6 +108,22 @@ class Ring:
         self._settle(tile)
         self._settle_through(tile)
         self._states.undo(tile)
+
+    @contextmanager
+    def before(self, tile: Tile) -> Iterator[Lease]:
+        """What a tile that is held was before an update of this epoch, as long as the context lasts.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        self._make_room()
+        slot = self._free.popleft()
+        try:
+            with self._waits.waiting(StallCause.DISK_READ):
+                self._states.read_before(tile, slot).result()
+            yield slot
+        finally:
+            self._free.append(slot)
 
     def hold(self, tile: Tile, *, fresh: bool = False) -> None:
         """Have a tile in memory until `let_go`, reading it now if nothing did so ahead.

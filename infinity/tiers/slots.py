@@ -163,6 +163,11 @@ class Slots:
             extent.newest[index] ^= 1
         return bool(written)
 
+    def before(self, extent: SlotExtent, span: Span) -> list[Part]:
+        """Where that is which what was written in this epoch has replaced, for all of an extent."""
+        pairs = zip(extent.newest, extent.epochs, strict=True)
+        return extent.parts([slot ^ (epoch == self._epoch) for slot, epoch in pairs], span, 0)
+
     def next_epoch(self) -> None:
         """What is written from now on leaves what is there in the other slot, where nothing is committed."""
         self._epoch += 1

@@ -207,6 +207,14 @@ class StateStore:
         """An update of the tile would leave its states as they are now in the other slot."""
         return isinstance(tile.extent, SlotExtent) and self._swap.slots.keeps(tile.extent)
 
+    def read_before(self, tile: Tile, slot: Lease) -> Transfer:
+        """Start reading what the tile was before an update of this epoch, in which it `can_undo`."""
+        assert isinstance(tile.extent, SlotExtent)
+        parts = self._swap.slots.before(tile.extent, slot.span(0, tile.nbytes))
+        read = self._swap.read_parts(parts, Priority.DEMAND)
+        self._counters.moved("nvme_read", tile.nbytes, read, tile.unit, "states")
+        return read
+
     def undo(self, tile: Tile) -> None:
         """The tile is what it was before an update of this epoch, if it has had one; nothing of it is on its way.
 

@@ -286,14 +286,18 @@ class Executor:
         self.write_changed()
         self._params.begin_ahead()
 
-    def run_ahead(self, unit: int, segments: tuple[Segment, ...]) -> bool:
-        """Update of a unit what can be undone; False if that is nothing."""
+    def run_ahead(self, unit: int, segments: tuple[Segment, ...], *, may_leave: bool) -> bool:
+        """Update of a unit what can be undone; False if that is nothing.
+
+        Args:
+            may_leave: nobody looks at its gradients until they are wanted.
+        """
         needed = self._urgency(unit)[1]
         if not self._in_flight.can_run_ahead(unit, needed):
             return False
         self._gathering.changed(unit)
         self.views.cover(unit)
-        self._in_flight.run_ahead(unit, segments, needed)
+        self._in_flight.run_ahead(unit, segments, needed, may_leave=may_leave)
         return True
 
     def confirm(self, unit: int, slots: Collection[int]) -> None:
@@ -305,8 +309,11 @@ class Executor:
         if self._params.residency(unit) is not Residency.STORED:
             self._try_update(unit)
 
-    def undo(self, *units: int) -> None:
+    def undo(self, *units: int, grads: bool = True) -> None:
         """Those of the units that were updated ahead have the values from before it again.
+
+        Args:
+            grads: they have their gradients, too, else they may have none any more.
 
         Raises:
             InfinityError: a module uses one of them.
@@ -319,16 +326,16 @@ class Executor:
             if self._params.residency(unit) is Residency.FETCHING:  # the plan wants it next
                 self._params.fetch_wait(unit)
                 self._fetching.pop(unit, None)
-        behind = self._in_flight.undo(ahead)
+        behind = self._in_flight.undo(ahead, grads=grads)
         for unit in ahead:
             self._gathering.changed(unit)
             if unit in behind and self._params.residency(unit) is Residency.RESIDENT:
                 self._evict(unit)
 
-    def undo_all(self) -> bool:
+    def undo_all(self, *, grads: bool = True) -> bool:
         """As `undo`, of all units; returns whether there were any."""
         units = tuple(self._in_flight.ahead)
-        self.undo(*units)
+        self.undo(*units, grads=grads)
         return bool(units)
 
     def spoil(self, unit: int) -> None:

@@ -237,6 +237,11 @@ class Gradients:
                 stats[part] = self._landing.settled(unit, part, measured.stats(self._counters))
         return [measured for measured in stats.values() if isinstance(measured, GradStats)]
 
+    def are_measured(self, unit: int) -> bool:
+        """Nobody looks at the unit's gradients again to know their norm."""
+        stats = self._totals[unit].stats.values()
+        return all(isinstance(each, GradStats) or (each is not None and not self._parts.shares) for each in stats)
+
     def sum_sq(self, unit: int) -> float:
         """What the unit's gradients, or this rank's shard of them, contribute to the square of the norm."""
         return math.fsum(stats.sum_sq for stats in self._stats(unit))

@@ -4,8 +4,9 @@
 Where the norm of all gradients decides on an update (clipping, a step that is skipped), it may *run ahead* of it, as if
 the norm were small: on those of a unit's tiles that have another slot on the drives, in which what they were before
 stays (slots.py), or for which there is room for a before-image (before_images.py). When the norm is known the update is
-*confirmed*, and what is left of the unit updated, or *undone*. Until then the unit keeps its gradients, and whoever
-wants its values has the update undone first.
+*confirmed*, and what is left of the unit updated, or *undone*. Until then the unit keeps its gradients, or they can be
+*recovered* (see [Note: lost gradients] in csrc/adam/kernels.cpp): both slots of all its states together tell them, so
+that their memory serves other units. Whoever wants its values, or its gradients, has the update undone first.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ class InFlight:
         needed: int,
         tiles: frozenset[int] | None,
         before: Mapping[int, Image] | None = None,
+        recoverable: bool = False,
     ) -> UpdateTicket:
         """Hand an update to the pipeline; with `before`, one that may be undone."""
         grad, arriving = self._grads.hand_over(unit)
@@ -160,6 +162,7 @@ class InFlight:
             needed=needed,
             tiles=tiles,
             before=before or {},
+            recoverable=recoverable,
         )
         ticket = self._pipeline.submit(job)
         ticket.computed.add_done_callback(partial(_put, self._ended, unit))
@@ -214,13 +217,26 @@ class InFlight:
             return self._pipeline.can_undo(unit, param=False)
         return self._pipeline.can_undo(unit, param=True) if self._params.units[unit].can_put_back() else frozenset()
 
-    def run_ahead(self, unit: int, segments: tuple[Segment, ...], needed: int) -> None:
-        """Update what can be undone of a unit that `can_run_ahead`, and whose gradients are in memory."""
+    def run_ahead(self, unit: int, segments: tuple[Segment, ...], needed: int, *, may_leave: bool) -> None:
+        """Update what can be undone of a unit that `can_run_ahead`, and whose gradients are in memory.
+
+        Args:
+            may_leave: nobody looks at its gradients until they are wanted.
+        """
         with self._handing_over:
             self.open_host(unit)
             tiles, in_memory = self._can_undo(unit), not self._params.units[unit].can_undo()
             before = self._pipeline.keep_before(unit, tiles, param=in_memory)
-            ticket = self._hand_over(unit, segments, write=True, needed=needed, tiles=tiles, before=before)
+            recoverable = (
+                may_leave
+                and self._grads.shares(unit)
+                and not before
+                and tiles == self._pipeline.all_tiles(unit)
+                and self._pipeline.can_recover(segments, self._grads.dtype)
+            )
+            ticket = self._hand_over(
+                unit, segments, write=True, needed=needed, tiles=tiles, before=before, recoverable=recoverable
+            )
             self._ahead[unit] = _Ahead(segments, tiles, ticket, in_memory)
 
     def confirm(self, unit: int) -> None:
@@ -235,8 +251,11 @@ class InFlight:
                 handed.keeps = False
             self._pipeline.forget_before(ahead.ticket)
 
-    def undo(self, units: Sequence[int]) -> frozenset[int]:
-        """The units are what they were before they were updated ahead, and have their gradients.
+    def undo(self, units: Sequence[int], *, grads: bool = True) -> frozenset[int]:
+        """The units are what they were before they were updated ahead.
+
+        Args:
+            grads: they have their gradients again, too; else those that an update has are nothing any more.
 
         Returns:
             Those that are so on the drives alone: what is computed on is to be read again.
@@ -244,6 +263,7 @@ class InFlight:
         Raises:
             InfinityError: a module uses one of them.
             StorageError: what they were cannot be read again.
+            CapacityError: there is no room for their gradients.
         """
         for unit in units:
             if self._params.is_pinned(unit, times=int(unit in self._handed)):
@@ -253,6 +273,13 @@ class InFlight:
                 )
         with self._handing_over:
             on_drives = frozenset(unit for unit in units if not self._ahead[unit].in_memory)
+            for unit in self._handed.keys() & units:
+                self._handed[unit].ticket.recovers = False  # its gradients are still here
+            for unit in units:
+                if grads:
+                    self._recover(unit)
+                elif self._grads.is_elsewhere(unit):
+                    self._grads.drop(unit)
             self._pipeline.undo([self._ahead[unit].ticket for unit in units])
             for unit in units:
                 if unit in self._handed:
@@ -263,6 +290,20 @@ class InFlight:
                     self._put_back(unit)
                 self._pipeline.forget_before(self._ahead.pop(unit).ticket)
         return on_drives
+
+    def _recover(self, unit: int) -> None:
+        """Have the unit's gradients in memory, or on their way to the drive, if the update has them that ran ahead."""
+        if not self._grads.is_elsewhere(unit):
+            return
+        with self._handing_over:
+            while (buffer := self._grads.restore(unit)) is None:
+                if not self.free_gradients(unit):
+                    raise CapacityError(
+                        f"no host memory is left for the gradients of unit `{self._params.specs[unit].name}`, whose "
+                        "update is undone: raise tiering.host_memory"
+                    )
+            self._pipeline.recover(self._ahead[unit].ticket, buffer)
+            self._grads.rest(unit)
 
     def _put_back(self, unit: int) -> None:
         """Change the parameters to what they were before they were updated ahead."""
@@ -279,6 +320,7 @@ class InFlight:
         """Wait for an update that runs ahead: what it was made with is about to change."""
         if unit in self._handed:
             self._finish(unit)
+        self._recover(unit)
         self._ahead[unit] = replace(self._ahead[unit], segments=())
 
     def start(self, unit: int, write: bool, needed: int) -> None:
@@ -385,10 +427,12 @@ class InFlight:
         with self._handing_over:
             handed = self._handed.pop(unit)
             self._computed.pop(unit, None)
-            if handed.keeps:
-                self._grads.returned(unit)
-            else:
+            if not handed.keeps:
                 self._grads.used(unit)
+            elif handed.ticket.recovers:
+                self._grads.left(unit)
+            else:
+                self._grads.returned(unit)
             self._params.close_host(unit)
             if handed.write is not None:
                 self._params.units[unit].field.finish_move(handed.write)

@@ -12,8 +12,9 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.errors import ConfigError
+from infinity.kernels import Hyper
 from infinity.optim.before_images import image_bytes
-from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
+from infinity.optim.formats import SHARD_ALIGN, StateLayout, can_recover, state_layout
 from infinity.optim.pipeline import LEAST_SLOTS, MOST_SLOTS
 from infinity.schedule import MemoryNeeds
 from infinity.schedule.on_device import as_far_as_fits, first_there, promotion_order, spare_bytes
@@ -264,6 +265,9 @@ def size_up(
     spare = spare_bytes(config, ranks.size, free_bytes, discrete=discrete, exact=exact)
     there = _there(partition, rules.share_there, layout.bytes_per_param + 2 * dtype.itemsize, spare)
     rules = rules.with_share_there(_share_of(partition, there))
+    grad_dtype = _DTYPES[config.grad_accum_dtype] if accumulates else _held_dtype(config, rules)
+    if schedule is UpdateSchedule.SPECULATIVE and not accumulates and _recovers(layout, grad_dtype):
+        rules = rules.with_grads_recovered()
     return Sizing(
         partition=partition,
         layout=layout,
@@ -271,7 +275,7 @@ def size_up(
         rules=rules,
         there=there,
         specs=tuple(_flat_spec(unit, dtype, rules, there=unit.index in there) for unit in partition.units),
-        grad_dtype=_DTYPES[config.grad_accum_dtype] if accumulates else _held_dtype(config, rules),
+        grad_dtype=grad_dtype,
         communication_dtype=_DTYPES[config.communication_data_type],
         tile_numel=_tile_numel(partition, layout, max(config.tiering.tile_size_bytes, rules.least_tile_bytes)),
         layer_major=accumulates and config.tiering.accumulation == "layer",
@@ -310,6 +314,12 @@ def _held_dtype(config: Config, rules: Rules) -> torch.dtype:
     """Of the gradients of one backward pass: the model's, unless the ranks' sum has more digits."""
     made, summed = compute_dtype(config), _DTYPES[config.communication_data_type]
     return summed if rules.reduces and summed.itemsize > made.itemsize else made
+
+
+def _recovers(layout: StateLayout, grad_dtype: torch.dtype) -> bool:
+    """Adam's updates without coupled decay tell gradients of this dtype."""
+    rule = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=0.0, weight_decay=0.0, step=1, decoupled=True)
+    return (layout.first, layout.second) == (rule.first, rule.second) and can_recover(layout, rule, grad_dtype)
 
 
 def _flat_spec(unit: Unit, dtype: torch.dtype, rules: Rules, *, there: bool) -> FlatSpec:

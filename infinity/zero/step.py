@@ -543,7 +543,7 @@ class Step:
             if self.updates.under_way or isinstance(error, DivergedError):  # gathered units may be mixtures, too
                 self.fail(error or InfinityError("a backward pass stopped after it had updated some units"))
                 return
-            self.updates.undo_ahead()
+            self.updates.undo_ahead(grads=False)
             self.gradients.drop_all()
             self._stand_ins.wipe()
             self.losses.forget_sum()
@@ -571,7 +571,7 @@ class Step:
                 "zero_grad() between the last backward pass of a step and step(): under tiering.update_schedule "
                 '"backward" its gradients have updated parameters already; set the schedule to "deferred"'
             )
-        self.updates.undo_ahead()
+        self.updates.undo_ahead(grads=False)
         self.gradients.drop_all()
         self._pass_failed = False
         self._stand_ins.clear()

@@ -145,13 +145,17 @@ class Updates:
     def _run_ahead(self, unit: int) -> None:
         """Update the unit as if the norm of all gradients were known, and small."""
         segments = self._segments(self._partition.units[unit], 1.0 / self._losses.loss_scale.value)
-        if self._executor.run_ahead(unit, segments):
+        if self._executor.run_ahead(unit, segments, may_leave=self._gradients.are_measured(unit)):
             self._finals.append(unit)
             self._foresight.tried()
 
-    def undo_ahead(self) -> None:
-        """Somebody wants what was before the updates of this step that have run ahead: they come later."""
-        if self._executor.undo_all():
+    def undo_ahead(self, *, grads: bool = True) -> None:
+        """Somebody wants what was before the updates of this step that have run ahead: they come later.
+
+        Args:
+            grads: they do; else the step's gradients are about to be dropped.
+        """
+        if self._executor.undo_all(grads=grads):
             self._foresight.disturbed()
 
     def _all_final(self) -> None:
@@ -279,7 +283,7 @@ class Updates:
         norm = self._gradients.norm() / loss_scale
         overflow = norm != norm
         if overflow:
-            self._executor.undo_all()
+            self._executor.undo_all(grads=False)
             self._gradients.drop_all()
         self._losses.loss_scale.after_step(overflow=overflow)
         if overflow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,7 +18,7 @@ import torch
 import infinity
 from infinity.errors import CapacityError, InfinityError, StorageError
 from infinity.optim import pipeline
-from infinity.tiers import StateStore
+from infinity.tiers import GradStore, StateStore
 from infinity.zero.foresight import Foresight
 from infinity.zero.in_flight import InFlight
 from tests.behaviour.ranks import run_ranks
@@ -46,12 +47,32 @@ def seen(monkeypatch) -> list[str]:
         told.append("confirmed")
         confirm(self, unit)
 
-    def undone(self: InFlight, units: list[int]) -> frozenset[int]:
+    def undone(self: InFlight, units: list[int], *, grads: bool) -> frozenset[int]:
         told.extend("undone" for _ in units)
-        return undo(self, units)
+        return undo(self, units, grads=grads)
 
     monkeypatch.setattr(InFlight, "confirm", confirmed)
     monkeypatch.setattr(InFlight, "undo", undone)
+    return told
+
+
+@pytest.fixture
+def gradients(monkeypatch) -> Counter[str]:
+    """How many units' gradients were left to their updates, and came back from there."""
+    told: Counter[str] = Counter()
+    left, restore = GradStore.left, GradStore.restore
+
+    def leave(self: GradStore, unit: int) -> None:
+        told["left"] += 1
+        left(self, unit)
+
+    def come_back(self: GradStore, unit: int) -> torch.Tensor | None:
+        buffer = restore(self, unit)
+        told["restored"] += buffer is not None
+        return buffer
+
+    monkeypatch.setattr(GradStore, "left", leave)
+    monkeypatch.setattr(GradStore, "restore", come_back)
     return told
 
 
@@ -161,10 +182,15 @@ def both(path: Path, disturb: Disturb | None = None, **changes: Any) -> None:
         ("llama", 2, NEVER),
     ],
 )
-def test_the_bits_are_those_of_updates_that_wait(architecture, accumulation, clipping, eager, seen, tmp_path) -> None:
+def test_the_bits_are_those_of_updates_that_wait(
+    architecture, accumulation, clipping, eager, seen, gradients, tmp_path
+) -> None:
     both(tmp_path, architecture=architecture, clipping=clipping, accumulation=accumulation)
     outcomes = set(seen)
     assert outcomes == {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}, ALWAYS: {"undone"}}[clipping]
+    assert (gradients["left"] > 0) == (accumulation == 1)  # else they are held in float32
+    if clipping != NEVER:
+        assert gradients["restored"] > 0 or accumulation > 1
 
 
 @pytest.mark.parametrize("share", [1.0, 1.6, 2.2, 3.0])
@@ -204,9 +230,9 @@ def slow(monkeypatch) -> None:
     """An optimizer that backward overtakes."""
     update = pipeline.update
 
-    def waits(*arguments: Any) -> None:
+    def waits(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.03)
-        update(*arguments)
+        return update(*arguments, **options)
 
     monkeypatch.setattr(pipeline, "update", waits)
 

@@ -311,7 +311,7 @@ def _stop_signal() -> Iterator[list[int]]:
         if len(received) == 1:
             return
         restore()
-        earlier = before[signum]
+        earlier = before[signal.Signals(signum)]
         if callable(earlier):
             earlier(signum, frame)
         else:

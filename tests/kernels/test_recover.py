@@ -1,0 +1,115 @@
+"""Gradients that are told from the first moment before and after an update."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from infinity import kernels
+from infinity.kernels import AdagradHyper, Aside, Hyper, Moment, can_recover, recover_grad, update
+from tests.kernels.data import CHUNK, HYPER, same_bits, wild
+
+NARROW = [torch.bfloat16, torch.float16]
+RULES = [
+    HYPER,
+    dataclasses.replace(HYPER, grad_scale=0.37),
+    dataclasses.replace(HYPER, grad_scale=2.0**-16),
+    dataclasses.replace(HYPER, beta1=0.3),
+    dataclasses.replace(HYPER, beta1=0.0),
+    dataclasses.replace(HYPER, decoupled=False, weight_decay=0.0),
+]
+
+
+def updated(
+    rule: Hyper, first: torch.Tensor, grad: torch.Tensor, *, aside: bool
+) -> tuple[torch.Tensor, list[int] | None]:
+    """The first moment after an update, and what it says is lost."""
+    numel = grad.numel()
+    param, second, moment = torch.ones(numel), torch.ones(numel), first.clone()
+    after = torch.empty(numel) if aside else moment
+    beside = Aside(first=Moment(after), second=Moment(torch.empty(numel))) if aside else None
+    lost = update(rule, param, grad, first=Moment(moment), second=Moment(second), aside=beside, recoverably=True)
+    return after, lost
+
+
+def check(rule: Hyper, first: torch.Tensor, grad: torch.Tensor, *, aside: bool = False) -> int:
+    """All but what is said to be lost comes back, which is counted."""
+    after, lost = updated(rule, first, grad, aside=aside)
+    assert lost is not None
+    assert lost == sorted(set(lost))
+    found = torch.empty_like(grad)
+    recover_grad(rule, first, after, found)
+    assert [int(place) for place in (found.view(torch.int16) != grad.view(torch.int16)).nonzero()] == lost
+    found[lost] = grad[lost]
+    assert same_bits(found, grad)
+    return len(lost)
+
+
+@pytest.mark.parametrize("aside", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_what_does_not_come_back_is_named(dtype, rule, aside) -> None:
+    """Also of gradients beside which the moment is anything: short ones, so that all may be lost."""
+    for numel in (1, 2, 127, 128, 129, 200):
+        check(rule, wild(numel, 1), wild(numel, 2, dtype), aside=aside)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 3e-4), (torch.float16, 3e-3)], ids=str)
+def test_of_a_training_few_are_lost(dtype, most) -> None:
+    """The moment of a hundred steps with gradients around a mean, and rows that have none for a while."""
+    generator = torch.Generator().manual_seed(0)
+    numel, lost = 3 * CHUNK + 1000, 0
+    scale = 10.0 ** (6 * torch.rand(numel, generator=generator) - 7)
+    mean = torch.randn(numel, generator=generator)
+    first = torch.zeros(numel)
+    rule = dataclasses.replace(HYPER, grad_scale=1.0)
+    for step in range(30):
+        grad = (scale * (torch.randn(numel, generator=generator) + mean)).to(dtype)
+        grad[step * 1000 : step * 1000 + 50_000] = 0.0
+        lost += check(rule, first, grad)
+        first, _ = updated(rule, first, grad, aside=False)
+    assert 0 < lost < most * 30 * numel
+
+
+def test_of_gradients_that_vanish_beside_the_moment_not_all_are_named() -> None:
+    first, grad = torch.ones(CHUNK + 1), torch.full((CHUNK + 1,), 1e-12).bfloat16()
+    assert updated(HYPER, first, grad, aside=False)[1] is None
+
+
+def test_gradients_that_are_not_finite() -> None:
+    grad = torch.tensor([1.0, float("inf"), float("nan"), 0.0, -0.0]).bfloat16()
+    check(HYPER, torch.zeros(5), grad)
+    check(HYPER, torch.full((5,), float("inf")), grad)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_every_instruction_set_and_number_of_threads_finds_the_same(dtype) -> None:
+    first, grad = wild(2 * CHUNK + 77, 1) * 1e-3, torch.randn(2 * CHUNK + 77).to(dtype)
+    results = []
+    for name in kernels.instruction_sets():
+        for threads in (1, 2, 3):
+            kernels.use_instruction_set(name)
+            kernels.set_threads(threads)
+            after, lost = updated(HYPER, first, grad, aside=False)
+            found = torch.empty_like(grad)
+            recover_grad(HYPER, first, after, found)
+            results.append((lost, found))
+    for lost, found in results:
+        assert lost == results[0][0]
+        assert same_bits(found, results[0][1])
+
+
+def test_what_cannot_be_recovered_is_refused() -> None:
+    coupled = dataclasses.replace(HYPER, decoupled=False)
+    adagrad = AdagradHyper(lr=0.1, lr_decay=0.0, eps=1e-8, weight_decay=0.0, step=1)
+    assert can_recover(HYPER, torch.float32, torch.bfloat16)
+    assert not can_recover(HYPER, torch.bfloat16, torch.bfloat16)
+    assert not can_recover(HYPER, torch.float32, torch.float32)
+    assert not can_recover(coupled, torch.float32, torch.bfloat16)
+    assert not can_recover(adagrad, None, torch.bfloat16)
+    with pytest.raises(ValueError, match="no gradient of dtype torch.float32"):
+        updated(HYPER, torch.zeros(4), torch.zeros(4), aside=False)
+    with pytest.raises(ValueError, match="before"):
+        recover_grad(HYPER, torch.zeros(3), torch.zeros(4), torch.zeros(4).bfloat16())
