@@ -109,6 +109,13 @@ REGIMES = {
     "few-tokens": Regime(0.15, **H200),
     "h200-nvme": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", **H200),
     "h200-nvme-clip": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, **H200),
+    "h200-nvme-clip-ahead": Regime(
+        1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, schedule="speculative", **H200
+    ),
+    "h200-nvme-clipping": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, clips=True, **H200),
+    "h200-nvme-clipping-ahead": Regime(
+        1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, schedule="speculative", clips=True, **H200
+    ),
     "4090-nvme": Regime(3.2, link=25e9, adam=3e9, drive=6e9, host_share=1 / 3, states="nvme"),
 }
 
@@ -223,13 +230,16 @@ def step_of(engine: infinity.Engine, regime: Regime) -> None:
         engine.step()
 
 
-def throttled(rate: float) -> Callable[..., None]:
+def throttled(rate: float) -> Callable[..., Any]:
     """The optimizer's update of a run of elements, at no more than so many a second."""
 
-    def update(layout: Any, param: torch.Tensor, states: Any, grad: Any, rule: Any, dither: Any, aside: Any) -> None:
+    def update(
+        layout: Any, param: torch.Tensor, states: Any, grad: Any, rule: Any, dither: Any, aside: Any, **options: Any
+    ) -> Any:
         until_s = time.perf_counter() + param.numel() / (rate if aside is None else ASIDE_SHARE * rate)
-        formats.update(layout, param, states, grad, rule, dither, aside)
+        lost = formats.update(layout, param, states, grad, rule, dither, aside, **options)
         time.sleep(max(0.0, until_s - time.perf_counter()))
+        return lost
 
     return update
 

@@ -362,8 +362,10 @@ class _Stage:
     def _note(self, unit: int) -> None:
         """An update is over: what it held is free."""
         del self._handed[unit]
-        if unit in self._ahead:  # its gradients stay until the norm is known
-            return
+        if unit in self._ahead:
+            if self._units[unit].recovers:
+                self._grads.used(unit)
+            return  # others' gradients stay until the norm is known
         self._grads.used(unit)
         work = self._units[unit]
         if work.publish_s or work.regather_s:

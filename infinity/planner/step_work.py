@@ -58,6 +58,7 @@ class UnitWork:
         publish_s, regather_s: what was updated on its way up again, or to all ranks, where it stays there.
         tiles: of its optimizer states.
         ahead: so many of these can be updated before the norm is known.
+        recovers: its gradients need no memory after that.
     """
 
     nbytes: int = 0
@@ -73,6 +74,7 @@ class UnitWork:
     regather_s: float = 0.0
     tiles: tuple[TileWork, ...] = ()
     ahead: int = 0
+    recovers: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,11 +134,11 @@ def step_work(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> S
     together = -(-sum(map(len, tiles)) // _MOST_TILES)
     seconds = _Seconds(plan, rates, passes)
     spilled = set(plan.placement.grad_homes.spilled)
-    share = _share_ahead(plan) if schedule is UpdateSchedule.SPECULATIVE else 0.0
     units = []
     for unit in range(len(plan.units)):
         fewer = _fewer([seconds.tile(unit, numel, home) for numel, home in tiles[unit]], together)
-        units.append(seconds.unit(unit, fewer, spills=unit in spilled, ahead=round(share * len(fewer))))
+        ahead = _ahead(plan, fewer) if schedule is UpdateSchedule.SPECULATIVE else 0
+        units.append(seconds.unit(unit, fewer, spills=unit in spilled, ahead=ahead))
     return StepWork(
         units=tuple(units),
         uses=tuple(_uses(plan, config, work, rates, micro // passes)),
@@ -193,15 +195,16 @@ def _aside(tile: TileWork) -> TileWork:
     return tile if tile.is_stored else replace(tile, update_s=tile.update_s / _ASIDE_RATE)
 
 
-def _share_ahead(plan: TrainingPlan) -> float:
-    """How much of the states can be updated before the norm is known: what has two slots, or room for before-images."""
+def _ahead(plan: TrainingPlan, tiles: Sequence[TileWork]) -> int:
+    """How many of a unit's tiles can be updated before the norm is known: what has two slots, or room for
+    before-images."""
     sizing, needs, split = plan.sizing, plan.needs, plan.split
     if sizing.keeps_steps:
-        return 1.0
+        return len(tiles)
+    slotted = sizing.has_slots and sizing.rules.params is Memory.NVME
+    stored = sum(tile.is_stored for tile in tiles) if slotted else 0
     share = split.images_bytes / needs.images_bytes if needs.images_bytes else 0.0
-    if sizing.has_slots and sizing.rules.params is Memory.NVME:
-        share += 1.0 - split.states_bytes / max(1, needs.states_bytes)
-    return min(1.0, share)
+    return min(len(tiles), stored + round(share * len(tiles)))
 
 
 # Units #
@@ -251,6 +254,7 @@ class _Seconds:
             else _over(traffic.regathered * spec.nbytes / self._whole, rates.gather_bytes_per_s),
             tiles=(*map(_aside, tiles[:ahead]), *tiles[ahead:]),
             ahead=ahead,
+            recovers=sizing.rules.recovers_grads and spills and ahead == len(tiles),
         )
 
     def tile(self, unit: int, numel: int, home: Home) -> TileWork:

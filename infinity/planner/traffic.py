@@ -81,7 +81,7 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
     forward, backward = (_fetches(sizing, stored, list(units), whole, passes) for units, whole in phases)
     spills = placement.grad_homes
     sizes = [sizing.shards.grad_sizes[unit] for unit in spills.spilled]
-    spilled = sum(sizes)
+    spilling = [] if rules.recovers_grads else sizes  # while updates run ahead
     updated = steps.evicted if rules.one_memory and not rules.gathers else range(len(specs))
     trained = sum(unit.trainable_numel for unit in sizing.partition.units)
     reduces = micro_batches if rules.reduces_every_pass else 1
@@ -98,12 +98,12 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
     return Traffic(
         forward,
         backward,
-        states=placement.stored_bytes - spilled,
+        states=placement.stored_bytes - sum(sizes),
         params_written=sum(specs[unit].shard_nbytes for unit in updated if stored[unit]),
         # Backward leaves the first units' gradients in the slots, the last of these written ahead; there the updates,
         # which begin with the first units, find them.
-        spilled=spilled * passes - sum(sizes[: spills.slots - spilled_ahead(spills.slots)]),
-        unspilled=spilled * passes - sum(sizes[: spills.slots]),
+        spilled=sum(spilling) * passes - sum(spilling[: spills.slots - spilled_ahead(spills.slots)]),
+        unspilled=sum(spilling) * passes - sum(spilling[: spills.slots]),
         link_down=once + (leaving - once) * passes,
         link_up=staying if leaving else 0,
         reduced=_sent(trained * travel * reduces, rules.sharding.count),

@@ -34,7 +34,7 @@ class MemoryNeeds:
             updated under backward.
         grads_bytes: gradients that may usefully be held.
         states_min_bytes: optimizer states whose home is this tier.
-        states_bytes: all optimizer states.
+        states_bytes: all optimizer states, with gradients that stay beside those that stay.
         always_bytes: parameters that never leave, where this memory is computed in.
         homes_min_bytes, homes_bytes: shards of parameters that lie apart from what is computed on, at home or on their
             way; those that must be here, and all.

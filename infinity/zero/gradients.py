@@ -239,7 +239,8 @@ class Gradients:
 
     def are_measured(self, unit: int) -> bool:
         """Nobody looks at the unit's gradients again to know their norm."""
-        stats = self._totals[unit].stats.values()
+        total = self._totals.get(unit)
+        stats = () if total is None else total.stats.values()
         return all(isinstance(each, GradStats) or (each is not None and not self._parts.shares) for each in stats)
 
     def sum_sq(self, unit: int) -> float:

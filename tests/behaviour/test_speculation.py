@@ -425,6 +425,66 @@ def test_a_drive_that_fails_ahead_stops_the_engine(eager, tmp_path, monkeypatch)
             train(engine, steps=1)
 
 
+# Gradients that are told from the states #
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_gradients_that_are_lost_are_kept(many, eager, seen, gradients, monkeypatch, tmp_path) -> None:
+    """One by one, or with the unit's others where they are many."""
+    update, calls = pipeline.update, []
+
+    def loses(*arguments: Any, **options: Any) -> list[int] | None:
+        lost = update(*arguments, **options)
+        if lost is None:
+            return None
+        calls.append(len(lost))
+        if many and len(calls) % 3 == 0:
+            return None
+        return sorted({*lost, 0, len(calls) % arguments[3].numel()})
+
+    monkeypatch.setattr(pipeline, "update", loses)
+    both(tmp_path, clipping=SOMETIMES)
+    assert calls
+    assert gradients["restored"] > 0
+    assert set(seen) == {"confirmed", "undone"}
+
+
+def test_gradients_do_not_go_to_the_drive_while_updates_run_ahead(eager, gradients, tmp_path) -> None:
+    written = {}
+    for schedule in ("deferred", "speculative"):
+        with engine_of(tmp_path, schedule) as engine:
+            train(engine, steps=4)
+            written[schedule] = engine.stats().tier_bytes["nvme_write"]
+            trained = sum(param.numel() for param in engine.module.parameters())
+    assert gradients["left"] > 0
+    assert written["speculative"] < written["deferred"]
+    assert written["speculative"] < 12.5 * trained
+
+
+def test_a_drive_that_cannot_say_what_was_before_stops_the_engine(eager, monkeypatch, tmp_path) -> None:
+    def broken(self: StateStore, *_: Any) -> Any:
+        raise StorageError(5, "broken", "drive", 0)
+
+    with engine_of(tmp_path, "speculative", clipping=ALWAYS) as engine:
+        monkeypatch.setattr(StateStore, "read_before", broken)
+        with pytest.raises((StorageError, InfinityError)):
+            train(engine)
+        monkeypatch.undo()
+        with pytest.raises(InfinityError, match="close it"):
+            train(engine, steps=1)
+
+
+def test_a_skipped_step_does_not_ask_for_gradients(eager, seen, gradients, tmp_path) -> None:
+    with engine_of(tmp_path, "speculative", precision="fp16") as engine:
+        train(engine, steps=2)
+        engine.backward(loss_of(engine, DATA[2]) * torch.inf)
+        before = gradients["restored"]
+        engine.step()
+        assert engine.skipped_steps > 0
+        assert gradients["restored"] == before
+        train(engine, steps=1)
+
+
 # Ranks #
 
 

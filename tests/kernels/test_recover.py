@@ -109,7 +109,7 @@ def test_what_cannot_be_recovered_is_refused() -> None:
     assert not can_recover(HYPER, torch.float32, torch.float32)
     assert not can_recover(coupled, torch.float32, torch.bfloat16)
     assert not can_recover(adagrad, None, torch.bfloat16)
-    with pytest.raises(ValueError, match="no gradient of dtype torch.float32"):
+    with pytest.raises(ValueError, match="no gradient of dtype"):
         updated(HYPER, torch.zeros(4), torch.zeros(4), aside=False)
-    with pytest.raises(ValueError, match="before"):
+    with pytest.raises(ValueError, match="before has"):
         recover_grad(HYPER, torch.zeros(3), torch.zeros(4), torch.zeros(4).bfloat16())

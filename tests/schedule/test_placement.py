@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from infinity.config import load_config
@@ -22,6 +22,7 @@ from infinity.schedule.placement import (
     param_bytes,
     place,
     place_gradients,
+    place_units,
     resident_tiles,
     rules_of,
     summed_once,
@@ -244,6 +245,44 @@ def test_gradients_that_stand_never_spill() -> None:
     assert choice.own == (0,)
     assert choice.spilled == (1, 2, 3, 4)
     assert choice.slots == 2
+
+
+@given(
+    numels=st.lists(st.integers(0, 60), min_size=1, max_size=10).filter(any),
+    there=st.sets(st.integers(0, 9), max_size=3),
+    states_bytes=st.integers(0, 4000),
+    flowing=st.integers(0, 300),
+)
+def test_units_stay_in_memory_with_their_gradients(numels, there, states_bytes, flowing) -> None:
+    there = frozenset(unit for unit in there if unit < len(numels))
+    shards = Shards(numels, 16, lambda numel: 10 * numel, torch.bfloat16, (), there)
+    assume(any(shards.below))
+    split = MemorySplit(0, max(shards.grad_sizes) + flowing, states_bytes, 0)
+    homes, stay = place_units(shards, split)
+    tiles = iter(stay)
+    kept = [[next(tiles) for _ in shards.tile_sizes_of(unit)] for unit in range(len(numels))]
+    assert next(tiles, None) is None
+    slot_bytes = max((shards.grad_sizes[unit] for unit in homes.spilled), default=0)
+    held = sum(shards.grad_sizes[unit] for unit in homes.own) + homes.slots * slot_bytes
+    in_memory = sum(size for size, stays in zip(shards.tile_sizes, stay, strict=True) if stays)
+    assert held + in_memory <= split.grads_bytes + split.states_bytes
+    assert {unit for unit, some in enumerate(kept) if any(some)} <= set(homes.own)
+    assert {unit for unit, size in enumerate(shards.grad_sizes) if size} <= set(homes.own) | set(homes.spilled)
+    assert not set(homes.own) & set(homes.spilled)
+    assert bool(homes.slots) == bool(homes.spilled)
+    if sum(shards.grad_sizes) + sum(shards.tile_sizes) <= split.grads_bytes + split.states_bytes:
+        assert all(stay)
+        assert not homes.spilled
+
+
+def test_units_that_stay_are_spread_evenly_beside_the_first_one() -> None:
+    shards = Shards([16] * 9, 16, lambda numel: 10 * numel, torch.bfloat16, ())
+    states, grads = 160, 32
+    homes, stay = place_units(shards, MemorySplit(0, 3 * grads, 5 * (states + grads), 0))
+    assert stay == [True] + [False, True] * 4
+    assert homes.own == (0, 2, 4, 6, 8)
+    assert homes.spilled == (1, 3, 5, 7)
+    assert homes.slots == 3
 
 
 def same(numel: int) -> int:
