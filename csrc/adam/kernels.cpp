@@ -112,36 +112,150 @@ const float* load(const void* base, Dtype dtype, size_t begin, size_t n, float* 
     return scratch;
 }
 
+// --- what was before an update, from what is there after it ---------------------------------------------------------
+
+// [Note: lost gradients]
+// The first moment before and after an update tells the gradient to about 2^-20 of the moment, which is enough for the
+// 8 or 11 digits of a gradient that is not a thousand times smaller. One of 0 leaves a moment that nothing else leaves,
+// but for gradients too small to change it. Parameters after an update, less what it has added by the moments after it,
+// are those before it to a few units in the last place; of these the low bits are known, so that the high ones follow.
+// Neither need be right: an update can tell of which elements it is not, and those are few.
+struct Recovery {
+    explicit Recovery(const Scalars& s)
+        : s(s), from_avg(s.m_weight < 0.5f), m_weight(from_avg ? s.m_weight : s.m_weight - 1.0f),
+          inverse_weight(1.0f / s.m_weight), inverse_scale(1.0f / s.grad_scale), inverse_factor(1.0f / s.param_factor) {
+    }
+
+    float moment(float before, float g) const {
+        return (from_avg ? before : g) + m_weight * (g - before); // torch's lerp starts from the nearer end
+    }
+
+    float moved(float first, float second) const { return s.step_size * first / (sqrtf(second) * s.inv_bias2 + s.eps); }
+
+    float grad(float before, float after) const {
+        const float g = (before + (after - before) * inverse_weight) * inverse_scale;
+        return after == moment(before, 0.0f) ? 0.0f : g;
+    }
+
+    // The bits of the master before an update, to a few units.
+    uint32_t about_master(float after, float moved) const { return bits_of((after - moved) * inverse_factor); }
+
+    const Scalars s;
+    const bool from_avg;
+    const float m_weight, inverse_weight, inverse_scale, inverse_factor;
+};
+
+// Of the elements of an update, those that are lost: 1, else 0.
+struct Told {
+    float half_step; // of numbers of 1 in the gradients' dtype, the least that rounds to another
+    alignas(64) uint32_t grads[kStep];
+    alignas(64) uint32_t params[kStep];
+    uint32_t some_grads;
+    uint32_t some_params;
+};
+
+// Whether `found` is not rounded to `given`, or may be not.
+inline uint32_t is_lost(float found, float given, float half_step) {
+    const bool near = fabsf(found - given) < fabsf(given) * half_step;
+    return !(near | (bits_of(found) == bits_of(given)));
+}
+
+inline uint32_t is_lost_master(uint32_t about, uint32_t given) {
+    const bool near = given - about + 0x8000u < 0x10000u;
+    return !near | is_nan(given); // of which the low bits may be anything
+}
+
+void recover_into(float* __restrict grad, const float* __restrict before, const float* __restrict after, size_t n,
+                  const Scalars& scalars) {
+    const Recovery recovery(scalars);
+    for (size_t i = 0; i < n; ++i)
+        grad[i] = recovery.grad(before[i], after[i]);
+}
+
+void recover(const float* before, const float* after, const Scalars& scalars, Dtype dtype, void* grad, size_t n) {
+    alignas(64) float wide[kBlock];
+    for (size_t i = 0, stop; i < n; i = stop) {
+        stop = block_end(i, n);
+        recover_into(wide, before + i, after + i, stop - i, scalars);
+        (dtype == Dtype::bf16 ? narrow_bf16 : narrow_f16)(wide, static_cast<uint16_t*>(grad) + i, stop - i);
+    }
+}
+
+void recover_params(uint16_t* __restrict param, const int16_t* __restrict low_before,
+                    const int16_t* __restrict low_after, const float* __restrict first, const float* __restrict second,
+                    const Scalars& scalars, size_t n) {
+    const Recovery recovery(scalars);
+    for (size_t i = 0; i < n; ++i) {
+        const float after = join_master(param[i], low_after[i]);
+        const uint32_t about = recovery.about_master(after, recovery.moved(first[i], second[i]));
+        const uint32_t off = static_cast<uint32_t>(low_before[i]) - about;
+        param[i] = split_hi(about + static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(off))));
+    }
+}
+
+// At most kStep elements from index `begin` on, whose parameters are not stored yet.
+void note_lost(const UpdateArgs& args, size_t begin, size_t n, const Told& told, Lost& lost) {
+    for (size_t i = 0; told.some_grads && i < n; ++i)
+        if (told.grads[i] && lost.count++ < lost.room)
+            lost.positions[lost.count - 1] = static_cast<uint32_t>(begin + i);
+    for (size_t i = 0; lost.param_positions && told.some_params && i < n; ++i)
+        if (told.params[i]) {
+            lost.param_positions[lost.param_count] = static_cast<uint32_t>(begin + i);
+            lost.param_bits[lost.param_count++] = static_cast<const uint16_t*>(args.param)[begin + i];
+        }
+}
+
 // --- the rules ------------------------------------------------------------------------------------------------------
 
-// In torch's order of operations. A rule without one of the moments is given null for it.
-using RuleLoop = void (*)(float* param, float* first, float* second, const float* grad, size_t n, const Scalars&);
+// In torch's order of operations. A rule without one of the moments is given null for it; `told` is null, too, but
+// where a rule can tell.
+using RuleLoop = void (*)(float* param, float* first, float* second, const float* grad, size_t n, const Scalars&,
+                          Told* told);
 
 // Coupled decay is a template argument, so that an infinite weight times a zero `l2` cannot poison the moments.
-template <bool coupled>
-void adam(float* __restrict param, float* __restrict exp_avg, float* __restrict exp_avg_sq,
-          const float* __restrict grad, size_t n, const Scalars& scalars) {
+template <bool coupled, bool tells>
+void adam_loop(float* __restrict param, float* __restrict exp_avg, float* __restrict exp_avg_sq,
+               const float* __restrict grad, size_t n, const Scalars& scalars, Told* __restrict told) {
     const Scalars s = scalars;
-    const bool from_avg = s.m_weight < 0.5f; // torch's lerp starts from the nearer end
-    const float m_weight = from_avg ? s.m_weight : s.m_weight - 1.0f;
+    const Recovery recovery(s);
+    uint32_t some_grads = 0, some_params = 0;
     for (size_t i = 0; i < n; ++i) {
-        float p = param[i];
+        const float p_old = param[i];
+        float p = p_old;
         float g = grad[i] * s.grad_scale;
         if (coupled)
             g += p * s.l2;
         else
             p *= s.param_factor;
         const float m_old = exp_avg[i];
-        const float m = (from_avg ? m_old : g) + m_weight * (g - m_old);
+        const float m = recovery.moment(m_old, g);
         const float v = exp_avg_sq[i] * s.v_factor + s.v_weight * g * g;
         exp_avg[i] = m;
         exp_avg_sq[i] = v;
-        param[i] = p + s.step_size * m / (sqrtf(v) * s.inv_bias2 + s.eps);
+        const float moved = recovery.moved(m, v);
+        p += moved;
+        param[i] = p;
+        if (tells) {
+            told->grads[i] = is_lost(recovery.grad(m_old, m), grad[i], told->half_step);
+            told->params[i] = is_lost_master(recovery.about_master(p, moved), bits_of(p_old));
+            some_grads |= told->grads[i];
+            some_params |= told->params[i];
+        }
+    }
+    if (tells) {
+        told->some_grads = some_grads;
+        told->some_params = some_params;
     }
 }
 
+template <bool coupled>
+void adam(float* param, float* exp_avg, float* exp_avg_sq, const float* grad, size_t n, const Scalars& scalars,
+          Told* told) {
+    (told ? adam_loop<coupled, true> : adam_loop<coupled, false>)(param, exp_avg, exp_avg_sq, grad, n, scalars, told);
+}
+
 void adagrad(float* __restrict param, float*, float* __restrict sum, const float* __restrict grad, size_t n,
-             const Scalars& scalars) {
+             const Scalars& scalars, Told*) {
     const Scalars s = scalars;
     for (size_t i = 0; i < n; ++i) {
         const float g = grad[i] * s.grad_scale + param[i] * s.l2;
@@ -152,7 +266,7 @@ void adagrad(float* __restrict param, float*, float* __restrict sum, const float
 
 // Chen et al., arXiv 2302.06675, algorithm 2
 void lion(float* __restrict param, float* __restrict exp_avg, float*, const float* __restrict grad, size_t n,
-          const Scalars& scalars) {
+          const Scalars& scalars, Told*) {
     const Scalars s = scalars;
     for (size_t i = 0; i < n; ++i) {
         const float g = grad[i] * s.grad_scale;
@@ -164,7 +278,7 @@ void lion(float* __restrict param, float* __restrict exp_avg, float*, const floa
 }
 
 void sgd(float* __restrict param, float* __restrict momentum, float*, const float* __restrict grad, size_t n,
-         const Scalars& scalars) {
+         const Scalars& scalars, Told*) {
     const Scalars s = scalars;
     const bool nesterov = s.blend != 0.0f;
     for (size_t i = 0; i < n; ++i) {
@@ -350,68 +464,19 @@ void draw(uint64_t seed, uint64_t index, uint32_t* out, size_t n) {
         draw_below_wrap(random_key(seed, index + stop), 0, out + stop, static_cast<uint32_t>(n - stop));
 }
 
-// --- gradients from moments -----------------------------------------------------------------------------------------
-
-// [Note: lost gradients]
-// The first moment before and after an update tells the gradient to about 2^-20 of the moment, which is enough for the
-// 8 or 11 digits of a gradient that is not a thousand times smaller. One of 0 leaves a moment that nothing else leaves,
-// but for gradients too small to change it. `recover` need not be right: an update can tell of which elements it is
-// not, and those are few.
-void recover_into(float* __restrict grad, const float* __restrict before, const float* __restrict after, size_t n,
-                  const Scalars& scalars) {
-    const Scalars s = scalars;
-    const bool from_avg = s.m_weight < 0.5f; // as in `adam`
-    const float m_weight = from_avg ? s.m_weight : s.m_weight - 1.0f;
-    const float inverse = 1.0f / s.m_weight;
-    const float unscale = 1.0f / s.grad_scale;
-    for (size_t i = 0; i < n; ++i) {
-        const float without = (from_avg ? before[i] : 0.0f) + m_weight * (0.0f - before[i]);
-        const float g = before[i] + (after[i] - before[i]) * inverse;
-        grad[i] = after[i] == without ? 0.0f : g * unscale;
-    }
-}
-
-void narrow(Dtype dtype, const float* src, uint16_t* dst, size_t n) {
-    (dtype == Dtype::bf16 ? narrow_bf16 : narrow_f16)(src, dst, n);
-}
-
-// At most kStep elements from index `begin` on.
-void find_lost(const UpdateArgs& args, size_t begin, const float* before, const float* after, size_t n, Lost& lost) {
-    alignas(64) float wide[kStep];
-    alignas(64) uint16_t recovered[kStep];
-    recover_into(wide, before, after, n, args.scalars);
-    narrow(args.grad_dtype, wide, recovered, n);
-    const uint16_t* grad = static_cast<const uint16_t*>(args.grad) + begin;
-    if (memcmp(recovered, grad, n * sizeof(uint16_t)) == 0)
-        return;
-    for (size_t i = 0; i < n; ++i)
-        if (recovered[i] != grad[i] && lost.count++ < lost.room)
-            lost.positions[lost.count - 1] = static_cast<uint32_t>(begin + i);
-}
-
-void recover(const float* before, const float* after, const Scalars& scalars, Dtype dtype, void* grad, size_t n) {
-    alignas(64) float wide[kBlock];
-    for (size_t i = 0, stop; i < n; i = stop) {
-        stop = block_end(i, n);
-        recover_into(wide, before + i, after + i, stop - i, scalars);
-        narrow(dtype, wide, static_cast<uint16_t*>(grad) + i, stop - i);
-    }
-}
-
 // --- the update -----------------------------------------------------------------------------------------------------
 
 struct Scratch {
     alignas(64) float grad[kStep];
     alignas(64) float param[kStep];
-    alignas(64) float before[kStep]; // the first moment
     alignas(64) float first[kBlock];
     alignas(64) float second[kBlock];
     alignas(64) uint32_t random[kBlock];
+    Told told;
 };
 
 // One block, but for the storing of its moments, whose scale needs all of it.
-template <RuleLoop rule>
-void compute(const UpdateArgs& args, size_t begin, size_t n, Scratch& scratch, Lost* lost) {
+template <RuleLoop rule> void compute(const UpdateArgs& args, size_t begin, size_t n, Scratch& scratch, Lost* lost) {
     const MomentKind kind = args.moment_kind;
     const bool is_f32 = kind == MomentKind::f32;
     for (size_t at = 0; at < n; at += kStep) {
@@ -426,11 +491,9 @@ void compute(const UpdateArgs& args, size_t begin, size_t n, Scratch& scratch, L
             first = to_scratch(scratch.first + at, first, length);
         if (is_f32 && args.aside.second.values)
             second = to_scratch(scratch.second + at, second, length);
+        rule(param, first, second, grad, length, args.scalars, lost ? &scratch.told : nullptr);
         if (lost)
-            memcpy(scratch.before, first, length * sizeof(float));
-        rule(param, first, second, grad, length, args.scalars);
-        if (lost)
-            find_lost(args, i, scratch.before, first, length, *lost);
+            note_lost(args, i, length, scratch.told, *lost);
         store_params(args, i, length, param);
         if (is_f32 && args.aside.first.values)
             stream(static_cast<float*>(args.aside.first.values) + i, first, length * sizeof(float));
@@ -443,6 +506,7 @@ void compute(const UpdateArgs& args, size_t begin, size_t n, Scratch& scratch, L
 
 template <RuleLoop rule> void update_by(const UpdateArgs& args, size_t begin, size_t end, Lost* lost = nullptr) {
     Scratch scratch;
+    scratch.told.half_step = args.grad_dtype == Dtype::bf16 ? 0x1p-9f : 0x1p-12f;
     const MomentKind kind = args.moment_kind;
     for (size_t i = begin, stop; i < end; i = stop) {
         stop = block_end(i, end);
@@ -571,7 +635,7 @@ void bare(float* __restrict param, float* __restrict exp_avg, float* __restrict 
 
 } // namespace
 
-extern const Kernels kernels = {INFINITY_TEXT(INFINITY_ISA), update, grad_store, split, join, load_whole_moment,
-                                store_whole_moment,          recover, bare};
+extern const Kernels kernels = {INFINITY_TEXT(INFINITY_ISA), update,  grad_store,     split, join, load_whole_moment,
+                                store_whole_moment,          recover, recover_params, bare};
 
 } // namespace infinity::adam::INFINITY_ISA

@@ -59,11 +59,15 @@ struct Aside {
     Moment second; // like `master`
 };
 
-// Elements whose gradient `recover` would not give: their positions go where there is room, and all are counted.
+// Elements of which an update's states do not tell the gradient, or the bits of the parameter before it: their
+// positions (and bits) go where there is room, and all are counted.
 struct Lost {
     uint32_t* positions;
     size_t room;
     size_t count;
+    uint32_t* param_positions; // null where nobody asks; room for all
+    uint16_t* param_bits;
+    size_t param_count;
 };
 
 struct UpdateArgs {
@@ -94,7 +98,8 @@ struct GradArgs {
 struct Kernels {
     const char* name;
     // Both work on elements [begin, end); begin is a multiple of kBlock.
-    // Of an adamw update with gradients of 16 bits and fp32 moments, `lost` can be told; else it is null.
+    // Of an adamw update with gradients of 16 bits and fp32 moments, and of split parameters, `lost` can be told; else
+    // it is null.
     void (*update)(const UpdateArgs&, size_t begin, size_t end, Lost* lost);
     // Returns the sum of squares of what was stored: not finite exactly when one of the stored values is not.
     double (*grad_store)(const GradArgs&, size_t begin, size_t end);
@@ -106,6 +111,9 @@ struct Kernels {
                          uint64_t seed, uint64_t index);
     // The gradients, of 16 bits, of an adamw update that has made the fp32 first moment `after` of `before`.
     void (*recover)(const float* before, const float* after, const Scalars&, Dtype dtype, void* grad, size_t n);
+    // Split parameters before such an update, in place of those after it; the moments are those after it.
+    void (*recover_params)(uint16_t* param, const int16_t* low_before, const int16_t* low_after, const float* first,
+                           const float* second, const Scalars&, size_t n);
     // The roofline of `update` for fp32: the same streams, in place, with next to no arithmetic.
     void (*bare)(float* param, float* exp_avg, float* exp_avg_sq, const float* grad, size_t n);
 };

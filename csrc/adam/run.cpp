@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 
 namespace infinity::adam {
 namespace {
@@ -28,20 +29,29 @@ void run_update(const UpdateArgs& args, size_t n) {
     for_chunks(n, [&](size_t, size_t begin, size_t end) { kernels.update(args, begin, end, nullptr); });
 }
 
-std::optional<std::vector<uint32_t>> run_update_recoverably(const UpdateArgs& args, size_t n) {
+LostOfUpdate run_update_recoverably(const UpdateArgs& args, size_t n, bool params) {
     const Kernels& kernels = active_kernels();
     const size_t chunks = (n + kChunk - 1) / kChunk;
     std::vector<uint32_t> positions(chunks * kMostLost);
+    // Not filled: memory that nothing is lost in is never there.
+    const std::unique_ptr<uint32_t[]> param_positions(params ? new uint32_t[n] : nullptr);
+    const std::unique_ptr<uint16_t[]> param_bits(params ? new uint16_t[n] : nullptr);
     std::vector<Lost> lost(chunks);
     for_chunks(n, [&](size_t chunk, size_t begin, size_t end) {
-        lost[chunk] = {positions.data() + chunk * kMostLost, kMostLost, 0};
+        lost[chunk] = {
+            positions.data() + chunk * kMostLost,        kMostLost, 0, params ? param_positions.get() + begin : nullptr,
+            params ? param_bits.get() + begin : nullptr, 0};
         kernels.update(args, begin, end, &lost[chunk]);
     });
-    std::vector<uint32_t> all;
+    LostOfUpdate all;
+    all.grads.emplace();
     for (const Lost& part : lost) {
         if (part.count > part.room)
-            return std::nullopt;
-        all.insert(all.end(), part.positions, part.positions + part.count);
+            all.grads.reset();
+        if (all.grads)
+            all.grads->insert(all.grads->end(), part.positions, part.positions + part.count);
+        all.params.insert(all.params.end(), part.param_positions, part.param_positions + part.param_count);
+        all.param_bits.insert(all.param_bits.end(), part.param_bits, part.param_bits + part.param_count);
     }
     return all;
 }
@@ -62,6 +72,15 @@ GradStats run_grad_store(const GradArgs& args, size_t n) {
     for (const double sum : sums)
         total += sum;
     return {total, std::isfinite(total)}; // squares of finite floats cannot overflow a double
+}
+
+void run_recover_params(uint16_t* param, const int16_t* low_before, const int16_t* low_after, const float* first,
+                        const float* second, const Scalars& scalars, size_t n) {
+    const Kernels& kernels = active_kernels();
+    for_chunks(n, [&](size_t, size_t begin, size_t end) {
+        kernels.recover_params(param + begin, low_before + begin, low_after + begin, first + begin, second + begin,
+                               scalars, end - begin);
+    });
 }
 
 void run_split(const float* master, uint16_t* param, int16_t* low_bits, size_t n) {

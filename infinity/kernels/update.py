@@ -77,6 +77,21 @@ class Aside:
     second: Moment | None = None
 
 
+@dataclass(frozen=True)
+class Lost:
+    """Of which elements an update's states do not tell what was before it; positions are in order.
+
+    Attributes:
+        grads: positions of gradients; None if they are not few.
+        params: positions of parameters.
+        param_bits: the 16 bits that each of these had.
+    """
+
+    grads: list[int] | None
+    params: list[int]
+    param_bits: list[int]
+
+
 def update(
     hyper: Rule,
     param: torch.Tensor,
@@ -88,7 +103,8 @@ def update(
     dither: Dither | None = None,
     aside: Aside | None = None,
     recoverably: bool = False,
-) -> list[int] | None:
+    params: bool = False,
+) -> Lost | None:
     """One update by any rule.
 
     Args:
@@ -97,10 +113,11 @@ def update(
         master: what lies beside `param`.
         first, second: the moments that the rule has, of one kind.
         aside: where old or new values go so that both are there afterwards.
-        recoverably: find out of which elements `recover_grad` would not give the gradient, for which it `can_recover`.
+        recoverably: find out of which elements `recover_grad` would not give the gradient, where it `can_recover` them.
+        params: and of which `recover_params` would not give the parameter.
 
     Returns:
-        Where these are, in order; None if they are not few, or nobody asked.
+        What is not told by the states, if that was asked for.
 
     Raises:
         ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
@@ -110,6 +127,8 @@ def update(
     check("grad", grad, numel, *DTYPES)
     if recoverably and not can_recover(hyper, None if first is None else first.values.dtype, grad.dtype):
         raise ValueError(f"no gradient of dtype {grad.dtype} can be told from what {type(hyper).__name__} does")
+    if params and not (recoverably and param.dtype == torch.bfloat16):
+        raise ValueError(f"params of dtype {param.dtype} cannot be told from what an update leaves")
     master_dtype, param_kind = _PARAM_KINDS[param.dtype]
     if (master is None) != (master_dtype is None):
         raise ValueError(f"master is {'missing' if master is None else 'given'} beside a {param.dtype} param")
@@ -128,7 +147,7 @@ def update(
         _check_aside("master", aside.master, master)
         _check_moment_aside("first", aside.first, first)
         _check_moment_aside("second", aside.second, second)
-    return _adam.update(
+    lost = _adam.update(
         rule=rule,
         param_kind=param_kind,
         moment_kind=kinds.pop(),
@@ -146,7 +165,9 @@ def update(
         index=dither.index,
         aside=None if aside is None else _native_aside(aside),
         recoverably=recoverably,
+        params=params,
     )
+    return None if lost is None else Lost(*lost)
 
 
 def can_recover(hyper: Rule, first_dtype: torch.dtype | None, grad_dtype: torch.dtype) -> bool:
@@ -175,6 +196,35 @@ def recover_grad(hyper: Rule, before: torch.Tensor, after: torch.Tensor, grad: t
     check("after", after, numel, torch.float32)
     _, scalars = _native(hyper)
     _adam.recover(numel, before.data_ptr(), after.data_ptr(), scalars, DTYPES[grad.dtype], grad.data_ptr())
+
+
+def recover_params(
+    hyper: Rule,
+    param: torch.Tensor,
+    low_bits: tuple[torch.Tensor, torch.Tensor],
+    first: torch.Tensor,
+    second: torch.Tensor,
+) -> None:
+    """Have `param` be what it was before an update, but for the elements that it has named.
+
+    Args:
+        hyper: the rule of that update, of which one `can_recover` gradients.
+        param: bfloat16, as that has left it.
+        low_bits: what lies beside it, before and after the update; int16.
+        first, second: the moments after it; float32.
+
+    Raises:
+        ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
+    """
+    numel = param.numel()
+    check("param", param, numel, torch.bfloat16)
+    for name, low in zip(("low bits before", "low bits after"), low_bits, strict=True):
+        check(name, low, numel, torch.int16)
+    check("first", first, numel, torch.float32)
+    check("second", second, numel, torch.float32)
+    before, after = (low.data_ptr() for low in low_bits)
+    _, scalars = _native(hyper)
+    _adam.recover_params(numel, param.data_ptr(), before, after, first.data_ptr(), second.data_ptr(), scalars)
 
 
 def _check_aside(name: str, aside: torch.Tensor | None, own: torch.Tensor | None) -> None:

@@ -26,11 +26,13 @@ from infinity.kernels import (
     SCALE_BLOCK,
     Aside,
     Dither,
+    Lost,
     Moment,
     Rule,
     join_master,
     load_moment,
     recover_grad,
+    recover_params,
     split_master,
     store_moment,
 )
@@ -279,7 +281,8 @@ def update(
     aside: tuple[torch.Tensor | None, Mapping[str, torch.Tensor] | None] | None = None,
     *,
     recoverably: bool = False,
-) -> list[int] | None:
+    params: bool = False,
+) -> Lost | None:
     """One update in place.
 
     Args:
@@ -288,9 +291,10 @@ def update(
         aside: what gets the old parameters, and what gets the new fields, of the same elements; None where old values
             need not stay.
         recoverably: find out of which elements `recover` would not give the gradient, where it `can_recover` them.
+        params: and of which `recover_param` would not give the parameter, where it `can_recover_param`.
 
     Returns:
-        Where these are; None if they are not few, or nobody asked.
+        What is not told by the states, if that was asked for.
     """
     return update_flat(
         hyper,
@@ -302,6 +306,7 @@ def update(
         dither=dither,
         aside=None if aside is None else _aside(layout, *aside),
         recoverably=recoverably,
+        params=params,
     )
 
 
@@ -325,6 +330,31 @@ def recover(
     """
     assert layout.first is not None
     recover_grad(rule, before[layout.first], after[layout.first], grad)
+
+
+def can_recover_param(layout: StateLayout) -> bool:
+    """What an update that tells its gradients leaves tells the parameters before it, too."""
+    return layout.master == "low_bits"
+
+
+def recover_param(
+    layout: StateLayout,
+    rule: Rule,
+    before: Mapping[str, torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+    param: torch.Tensor,
+) -> None:
+    """Have `param` be what it was before an update by `rule`, but for the elements that it has named.
+
+    Args:
+        before, after: the fields, for the same elements.
+        param: as the update has left it.
+    """
+    assert layout.master is not None
+    assert layout.first is not None
+    assert layout.second is not None
+    low_bits = before[layout.master], after[layout.master]
+    recover_params(rule, param, low_bits, after[layout.first], after[layout.second])
 
 
 def _aside(layout: StateLayout, param: torch.Tensor | None, states: Mapping[str, torch.Tensor] | None) -> Aside:

@@ -26,10 +26,17 @@ import torch
 
 from infinity.errors import InfinityError
 from infinity.io.threads import start_thread
-from infinity.kernels import Dither, Rule
+from infinity.kernels import Dither, Lost, Rule
 from infinity.memory import Lease
 from infinity.optim.before_images import BeforeImages, Image, Room, image_bytes
-from infinity.optim.formats import StateLayout, can_recover, recover, update
+from infinity.optim.formats import (
+    StateLayout,
+    can_recover,
+    can_recover_param,
+    recover,
+    recover_param,
+    update,
+)
 from infinity.telemetry import Counters, Times, Waits
 from infinity.tiers.copies import Memory, Move, Transfer
 from infinity.tiers.ring import Ring
@@ -40,6 +47,7 @@ from infinity.tiers.states import StateStore, Tile
 # flight bridge: on two cores 16 of 4 MiB kept a drive busy for 98% of the time, 4 of 16 MiB for 88%.
 LEAST_SLOTS, MOST_SLOTS = 4, 16
 
+_MOST_LOST_PARAMS = 1 << 20  # each takes 10 bytes, for which no budget has room
 _RECOVERING_SLOTS = 2  # one has a tile after its update, one as it was before
 
 _HOST = Memory.HOST  # a look-up in an Enum takes 0.2 us
@@ -75,7 +83,9 @@ class UpdateJob:
         needed: when the unit is needed next; the lowest goes first among units that nobody waits for yet.
         tiles: indices of those to update; None for all.
         before: room for what is replaced, by index of the tile.
-        recoverable: the gradients are not to be kept for when the update is undone, see [Note: lost gradients].
+        tells_grads: the gradients are not to be kept for when the update is undone, see [Note: lost gradients] in
+            csrc/adam/kernels.cpp.
+        tells_param: nor are the parameters.
     """
 
     unit: int
@@ -89,12 +99,13 @@ class UpdateJob:
     needed: int = 0
     tiles: frozenset[int] | None = None
     before: Mapping[int, Image] = field(default_factory=dict)
-    recoverable: bool = False
+    tells_grads: bool = False
+    tells_param: bool = False
 
 
 @dataclass(frozen=True)
-class LostGrads:
-    """Gradients of a unit that its states do not tell: 1-D, where they are in the shard, and what they are."""
+class LostValues:
+    """Gradients, or parameters, that states do not tell: 1-D, where they are in the shard, and what they are."""
 
     positions: torch.Tensor
     values: torch.Tensor
@@ -130,10 +141,11 @@ class UpdateTicket:
     computed: Future[None] = field(default_factory=Future)
     writes: list[Transfer] = field(default_factory=list)
     recovers: bool = field(init=False)
-    lost: list[LostGrads] = field(default_factory=list)
+    lost: list[LostValues] = field(default_factory=list)
+    lost_params: list[LostValues] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.recovers = self.job.recoverable
+        self.recovers = self.job.tells_grads
 
     def done(self) -> bool:
         return self.computed.done() and all(write.done() for write in self.writes)
@@ -188,6 +200,7 @@ class UpdatePipeline:
         self._expected: dict[int, None] = {}
         self._errands: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._recovers = len(slots) >= _RECOVERING_SLOTS
+        self._lost_params = 0  # of updates that may be undone
         self._wake = threading.Condition()
         self._closing = False
         self._leaving = False
@@ -310,6 +323,8 @@ class UpdatePipeline:
         """What the update has replaced is not needed any more."""
         with self._wake:
             ticket.keeps = False
+            self._lost_params -= sum(lost.values.numel() for lost in ticket.lost_params)
+            ticket.lost_params.clear()
             for index, image in ticket.job.before.items():
                 if ticket.under_way is None or ticket.under_way.index != index:  # the worker gives that back
                     self.images.give_back(image)
@@ -328,7 +343,7 @@ class UpdatePipeline:
         return True
 
     def undo(self, tickets: Sequence[UpdateTicket]) -> None:
-        """Have the states be what they were before these updates, which may not be done yet; waits for that.
+        """Have the states be what they were before these updates, which are not under way; waits for that.
 
         Only of tiles that `can_undo` has named before they were submitted. Parameters are not put back: `params_before`
         has them.
@@ -342,13 +357,30 @@ class UpdatePipeline:
         """Gradients of this dtype need not be kept for when updates by these rules are undone."""
         return self._recovers and all(can_recover(self._layout, each.rule, grad_dtype) for each in segments)
 
-    def recover(self, ticket: UpdateTicket, grad: torch.Tensor) -> None:
-        """Fill `grad`, of the whole shard, with the gradients of an update that `recovers` them and is to be undone.
+    def can_recover_param(self, segments: Sequence[Segment], grad_dtype: torch.dtype) -> bool:
+        """Nor need parameters, but for those that are lost, of which there are not many."""
+        few = self._lost_params < _MOST_LOST_PARAMS
+        return few and can_recover_param(self._layout) and self.can_recover(segments, grad_dtype)
+
+    def has_slots(self, unit: int) -> bool:
+        """What an update that is submitted now replaces of the unit's states stays in other slots."""
+        return all(map(self._states.can_undo, self._states.tiles(unit)))
+
+    def recover(self, ticket: UpdateTicket, *, grad: torch.Tensor | None, param: torch.Tensor | None) -> None:
+        """Have what there was before an update that is to be undone, and is not under way.
+
+        Args:
+            grad: of the whole shard; filled, with what the update `recovers`.
+            param: of the whole shard as well, which the update has changed as far as it has come.
 
         Raises:
             StorageError: what was before the update cannot be read.
         """
-        self._send(partial(self._recover, ticket, grad))
+        self._send(partial(self._recover, ticket, grad, param))
+
+    def stop(self, tickets: Sequence[UpdateTicket]) -> None:
+        """Have these updates go no further."""
+        self._send(partial(self._stop_all, tickets))
 
     def _send(self, errand: Callable[[], None]) -> None:
         """Have the worker do something between two tiles, and wait for it; raises what that raises."""
@@ -506,10 +538,12 @@ class UpdatePipeline:
         else:
             done.set_result(None)
 
-    def _undo_all(self, tickets: Sequence[UpdateTicket]) -> None:
+    def _stop_all(self, tickets: Sequence[UpdateTicket]) -> None:
         for ticket in tickets:
             if ticket in self._queue:
-                self._end(ticket)  # what is left of it
+                self._end(ticket)
+
+    def _undo_all(self, tickets: Sequence[UpdateTicket]) -> None:
         for ticket in tickets:
             for tile in self._tiles_of(ticket.job):
                 self._undo(ticket, tile)
@@ -523,22 +557,33 @@ class UpdatePipeline:
             tile.lease, image.fields = image.fields, tile.lease
             tile.take_back(_HOST)
 
-    def _recover(self, ticket: UpdateTicket, grad: torch.Tensor) -> None:
+    def _recover(self, ticket: UpdateTicket, grad: torch.Tensor | None, param: torch.Tensor | None) -> None:
         for tile in self._tiles_of(ticket.job):
             parts = list(_parts(ticket.job, tile))
-            if parts:
-                self._recover_tile(tile, parts, grad)
-        for lost in ticket.lost:
-            grad[lost.positions] = lost.values
+            if parts and tile not in ticket.tiles:
+                self._recover_tile(tile, parts, grad, param)
+        for values, some_lost in ((grad, ticket.lost), (param, ticket.lost_params)):
+            for lost in some_lost if values is not None else ():
+                assert values is not None
+                values[lost.positions] = lost.values
 
-    def _recover_tile(self, tile: Tile, parts: Sequence[tuple[int, int, Rule]], grad: torch.Tensor) -> None:
+    def _recover_tile(
+        self,
+        tile: Tile,
+        parts: Sequence[tuple[int, int, Rule]],
+        grad: torch.Tensor | None,
+        param: torch.Tensor | None,
+    ) -> None:
         self._ring.hold(tile)
         try:
             with self._ring.before(tile) as place:
                 before, after = self._fields_at(place, tile), self._fields(tile)
                 for start, stop, rule in parts:
                     old, new = (self._of_part(fields, tile, start, stop) for fields in (before, after))
-                    recover(self._layout, rule, old, new, grad[start:stop])
+                    if grad is not None:
+                        recover(self._layout, rule, old, new, grad[start:stop])
+                    if param is not None:
+                        recover_param(self._layout, rule, old, new, param[start:stop])
         finally:
             self._ring.let_go(tile)
 
@@ -655,20 +700,27 @@ class UpdatePipeline:
                 rule,
                 Dither(job.seed, job.first + start),
                 aside if image is not None else None,
-                recoverably=ticket.recovers,
+                recoverably=job.tells_grads or job.tells_param,
+                params=job.tells_param,
             )
-            if ticket.recovers:
+            if lost is not None:
                 self._note_lost(ticket, start, lost)
 
-    @staticmethod
-    def _note_lost(ticket: UpdateTicket, start: int, lost: Sequence[int] | None) -> None:
-        """Of the elements from `start` on these gradients are to be kept; None for all of them."""
-        if lost is None:
+    def _note_lost(self, ticket: UpdateTicket, start: int, lost: Lost) -> None:
+        """Keep what the states do not tell of the elements from `start` on."""
+        if lost.grads is None:
             ticket.recovers = False
             ticket.lost.clear()
-        elif lost:
-            positions = torch.tensor(lost, dtype=torch.int64, device="cpu") + start
-            ticket.lost.append(LostGrads(positions, ticket.job.grad[positions]))
+        elif lost.grads and ticket.recovers:
+            positions = _indices(lost.grads, start)
+            ticket.lost.append(LostValues(positions, ticket.job.grad[positions]))
+        if lost.params:
+            bits = torch.tensor(lost.param_bits, dtype=torch.uint16, device="cpu")
+            values = LostValues(_indices(lost.params, start), bits.view(ticket.job.param.dtype))
+            with self._wake:
+                if ticket.keeps:
+                    ticket.lost_params.append(values)
+                    self._lost_params += len(lost.params)
 
     def _begin_keeping(self, ticket: UpdateTicket, tile: Tile) -> Image | None:
         """Where what the update of a tile replaces goes; None where it is not needed again."""
@@ -732,6 +784,10 @@ class UpdatePipeline:
         except BaseException:  # it comes again when the tile is updated, and then there is somebody to tell
             with self._wake:
                 self._expected = {}
+
+
+def _indices(positions: Sequence[int], start: int) -> torch.Tensor:
+    return torch.tensor(positions, dtype=torch.int64, device="cpu") + start
 
 
 def _parts(job: UpdateJob, tile: Tile) -> Iterator[tuple[int, int, Rule]]:

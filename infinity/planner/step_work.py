@@ -201,7 +201,7 @@ def _ahead(plan: TrainingPlan, tiles: Sequence[TileWork]) -> int:
     sizing, needs, split = plan.sizing, plan.needs, plan.split
     if sizing.keeps_steps:
         return len(tiles)
-    slotted = sizing.has_slots and sizing.rules.params is Memory.NVME
+    slotted = sizing.has_slots and (sizing.rules.params is Memory.NVME or sizing.rules.recovers_grads)
     stored = sum(tile.is_stored for tile in tiles) if slotted else 0
     share = split.images_bytes / needs.images_bytes if needs.images_bytes else 0.0
     return min(len(tiles), stored + round(share * len(tiles)))

@@ -123,10 +123,14 @@ class Rules:
     drives: tuple[NvmeConfig, ...]
     activations_bytes: int
 
-    def with_grads_recovered(self) -> Rules:
-        """As these, where updates run ahead of the norm and tell the gradients of what lives on the drives."""
-        on_drives = self.spills_grads and self.states is Memory.NVME and self.params is Memory.NVME
-        return replace(self, recovers_grads=on_drives)
+    def with_grads_recovered(self, *, params: bool) -> Rules:
+        """As these, where updates run ahead of the norm and tell the gradients of states that live on the drives.
+
+        Args:
+            params: they tell parameters, too, which else have to have slots themselves.
+        """
+        on_drives = self.states is Memory.NVME and (params or self.params is Memory.NVME)
+        return replace(self, recovers_grads=self.spills_grads and on_drives)
 
     def with_share_there(self, share: float) -> Rules:
         """As these, where as many of the states as that turn out to be on the device."""

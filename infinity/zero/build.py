@@ -278,7 +278,7 @@ def build_runtime(
                 swap.create()
         if run is not None:
             ranks.each(lambda: _take_over(swap), "infinity.initialize(): the files")
-        _tell_of_waiting(config, params, images)
+        _tell_of_waiting(config, sizing, params, images)
         for slot in slots:
             swap.register(slot.span())
         pipeline = UpdatePipeline(sizing.layout, states, slots, counters, images)
@@ -371,12 +371,13 @@ def _hold_gradients(
     return GradStores(host, device, states.is_there)
 
 
-def _tell_of_waiting(config: Config, params: Params, images: BeforeImages | None) -> None:
+def _tell_of_waiting(config: Config, sizing: Sizing, params: Params, images: BeforeImages | None) -> None:
     """Say where no update can run ahead although the configuration has them do so."""
     if (
         config.tiering.update_schedule == "speculative"
         and not any(unit.has_slots for unit in params.units)
         and images is None
+        and not sizing.rules.recovers_grads
     ):
         _log.warning(
             'tiering.update_schedule is "speculative", but no parameters live on a drive, where updates that run '

@@ -293,7 +293,7 @@ class Executor:
             may_leave: nobody looks at its gradients until they are wanted.
         """
         needed = self._urgency(unit)[1]
-        if not self._in_flight.can_run_ahead(unit, needed):
+        if not self._in_flight.can_run_ahead(unit, segments, needed):
             return False
         self._gathering.changed(unit)
         self.views.cover(unit)

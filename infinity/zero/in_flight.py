@@ -6,16 +6,20 @@ the norm were small: on those of a unit's tiles that have another slot on the dr
 stays (slots.py), or for which there is room for a before-image (before_images.py). When the norm is known the update is
 *confirmed*, and what is left of the unit updated, or *undone*. Until then the unit keeps its gradients, or they can be
 *recovered* (see [Note: lost gradients] in csrc/adam/kernels.cpp): both slots of all its states together tell them, so
-that their memory serves other units. Whoever wants its values, or its gradients, has the update undone first.
+that their memory serves other units. They tell the parameters, too, where these are in memory and have no slots. Whoever
+wants its values, or its gradients, has the update undone first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
+
+import torch
 
 from infinity.errors import CapacityError, InfinityError
 from infinity.optim.before_images import Image
@@ -45,13 +49,18 @@ class _Ahead:
 
     Attributes:
         segments: what it does to the tiles in `tiles`.
-        in_memory: what the parameters were is in before-images, not in slots.
+        in_memory: what the parameters were is in before-images, or the states tell it; not in slots of their own.
     """
 
     segments: tuple[Segment, ...]
     tiles: frozenset[int]
     ticket: UpdateTicket
     in_memory: bool
+
+    @property
+    def images(self) -> bool:
+        """It has room for what it replaces, which others may need."""
+        return bool(self.ticket.job.before)
 
 
 class InFlight:
@@ -142,7 +151,8 @@ class InFlight:
         needed: int,
         tiles: frozenset[int] | None,
         before: Mapping[int, Image] | None = None,
-        recoverable: bool = False,
+        tells_grads: bool = False,
+        tells_param: bool = False,
     ) -> UpdateTicket:
         """Hand an update to the pipeline; with `before`, one that may be undone."""
         grad, arriving = self._grads.hand_over(unit)
@@ -162,7 +172,8 @@ class InFlight:
             needed=needed,
             tiles=tiles,
             before=before or {},
-            recoverable=recoverable,
+            tells_grads=tells_grads,
+            tells_param=tells_param,
         )
         ticket = self._pipeline.submit(job)
         ticket.computed.add_done_callback(partial(_put, self._ended, unit))
@@ -182,7 +193,7 @@ class InFlight:
         ahead = self._ahead.get(unit)
         return None if ahead is None else ahead.segments
 
-    def can_run_ahead(self, unit: int, needed: int) -> bool:
+    def can_run_ahead(self, unit: int, segments: tuple[Segment, ...], needed: int) -> bool:
         """The unit and its gradients have memory and are at rest, and something of it can be updated and be undone.
 
         What has not begun of units that are needed later makes way for it: what is left of the updates when the norm is
@@ -192,14 +203,14 @@ class InFlight:
         at_rest = not busy and self._params.residency(unit) is Residency.RESIDENT
         if not at_rest or not self._grads.can_hand_over(unit):
             return False
-        while not (can_undo := self._can_undo(unit)) and self._withdraw_one(needed):
+        while not (can_undo := self._can_undo(unit, segments)) and self._withdraw_one(needed):
             pass
         return bool(can_undo)
 
     def _withdraw_one(self, needed: int) -> bool:
         """Have an update of a unit in memory not run ahead, one that is needed later and has not begun; False if there
         is none."""
-        waiting = [unit for unit, ahead in self._ahead.items() if ahead.in_memory and unit in self._handed]
+        waiting = [unit for unit, ahead in self._ahead.items() if ahead.images and unit in self._handed]
         later = [unit for unit in waiting if self._handed[unit].ticket.job.needed > needed]
         for unit in sorted(later, key=lambda unit: self._handed[unit].ticket.job.needed, reverse=True):
             with self._handing_over:
@@ -211,11 +222,17 @@ class InFlight:
                 return True
         return False
 
-    def _can_undo(self, unit: int) -> frozenset[int]:
+    def _can_undo(self, unit: int, segments: tuple[Segment, ...]) -> frozenset[int]:
         """Indices of the tiles whose update can be undone, and that of their parameters."""
-        if self._params.units[unit].can_undo():
+        if self._params.units[unit].can_undo() or self._tells_param(unit, segments):
             return self._pipeline.can_undo(unit, param=False)
         return self._pipeline.can_undo(unit, param=True) if self._params.units[unit].can_put_back() else frozenset()
+
+    def _tells_param(self, unit: int, segments: tuple[Segment, ...]) -> bool:
+        """All of the unit's states have two slots, which tell the parameters that are in memory."""
+        each, pipeline = self._params.units[unit], self._pipeline
+        told = not each.can_undo() and each.can_put_back() and pipeline.can_recover_param(segments, self._grads.dtype)
+        return told and pipeline.has_slots(unit)
 
     def run_ahead(self, unit: int, segments: tuple[Segment, ...], needed: int, *, may_leave: bool) -> None:
         """Update what can be undone of a unit that `can_run_ahead`, and whose gradients are in memory.
@@ -225,17 +242,25 @@ class InFlight:
         """
         with self._handing_over:
             self.open_host(unit)
-            tiles, in_memory = self._can_undo(unit), not self._params.units[unit].can_undo()
-            before = self._pipeline.keep_before(unit, tiles, param=in_memory)
-            recoverable = (
+            tiles, in_memory = self._can_undo(unit, segments), not self._params.units[unit].can_undo()
+            tells_param = self._tells_param(unit, segments)
+            before = self._pipeline.keep_before(unit, tiles, param=in_memory and not tells_param)
+            tells_grads = (
                 may_leave
-                and self._grads.shares(unit)
                 and not before
+                and self._grads.shares(unit)
                 and tiles == self._pipeline.all_tiles(unit)
                 and self._pipeline.can_recover(segments, self._grads.dtype)
             )
             ticket = self._hand_over(
-                unit, segments, write=True, needed=needed, tiles=tiles, before=before, recoverable=recoverable
+                unit,
+                segments,
+                write=True,
+                needed=needed,
+                tiles=tiles,
+                before=before,
+                tells_grads=tells_grads,
+                tells_param=tells_param,
             )
             self._ahead[unit] = _Ahead(segments, tiles, ticket, in_memory)
 
@@ -273,54 +298,75 @@ class InFlight:
                 )
         with self._handing_over:
             on_drives = frozenset(unit for unit in units if not self._ahead[unit].in_memory)
+            tickets = [self._ahead[unit].ticket for unit in units]
             for unit in self._handed.keys() & units:
                 self._handed[unit].ticket.recovers = False  # its gradients are still here
+            self._pipeline.stop(tickets)
+            for unit in self._handed.keys() & units:
+                self._finish(unit)
             for unit in units:
-                if grads:
-                    self._recover(unit)
-                elif self._grads.is_elsewhere(unit):
-                    self._grads.drop(unit)
-            self._pipeline.undo([self._ahead[unit].ticket for unit in units])
-            for unit in units:
-                if unit in self._handed:
-                    self._finish(unit)
+                self._recover(unit, grads=grads, param=True)
+            self._pipeline.undo(tickets)
+            for unit, ticket in zip(units, tickets, strict=True):
                 if unit in on_drives:
                     self._params.undo(unit)
-                else:
+                elif ticket.job.before:
                     self._put_back(unit)
-                self._pipeline.forget_before(self._ahead.pop(unit).ticket)
+                self._pipeline.forget_before(ticket)
+                del self._ahead[unit]
         return on_drives
 
-    def _recover(self, unit: int) -> None:
-        """Have the unit's gradients in memory, or on their way to the drive, if the update has them that ran ahead."""
-        if not self._grads.is_elsewhere(unit):
+    def _recover(self, unit: int, *, grads: bool, param: bool) -> None:
+        """Have what the states tell of before an update that ran ahead, which it has not left anywhere.
+
+        Args:
+            grads: the unit's gradients, in memory or on their way to the drive; else they are nothing any more.
+            param: its parameters.
+        """
+        ticket = self._ahead[unit].ticket
+        param = param and ticket.job.tells_param
+        if self._grads.is_elsewhere(unit) and not grads:
+            self._grads.drop(unit)
+        grads = self._grads.is_elsewhere(unit)
+        if not grads and not param:
             return
         with self._handing_over:
-            while (buffer := self._grads.restore(unit)) is None:
-                if not self.free_gradients(unit):
-                    raise CapacityError(
-                        f"no host memory is left for the gradients of unit `{self._params.specs[unit].name}`, whose "
-                        "update is undone: raise tiering.host_memory"
-                    )
-            self._pipeline.recover(self._ahead[unit].ticket, buffer)
-            self._grads.rest(unit)
+            buffer = self._room_for_grads(unit) if grads else None
+            with self._changing(unit) if param else nullcontext() as flat:
+                self._pipeline.recover(ticket, grad=buffer, param=flat)
+            if grads:
+                self._grads.rest(unit)
+
+    def _room_for_grads(self, unit: int) -> torch.Tensor:
+        while (buffer := self._grads.restore(unit)) is None:
+            if not self.free_gradients(unit):
+                raise CapacityError(
+                    f"no host memory is left for the gradients of unit `{self._params.specs[unit].name}`, whose update "
+                    "is undone: raise tiering.host_memory"
+                )
+        return buffer
 
     def _put_back(self, unit: int) -> None:
         """Change the parameters to what they were before they were updated ahead."""
+        with self._changing(unit) as flat:
+            for start, values in self._pipeline.params_before(self._ahead[unit].ticket):
+                flat[start : start + values.numel()].copy_(values)
+
+    @contextmanager
+    def _changing(self, unit: int) -> Iterator[torch.Tensor]:
+        """The unit's flat parameters where updates change them."""
         self.open_host(unit)
         self._params.host_wait(unit)
         for move in self._params.begin_update(unit):
             move.wait(self._counters)
-        flat = self._params.host_tensor(unit)
-        for start, values in self._pipeline.params_before(self._ahead[unit].ticket):
-            flat[start : start + values.numel()].copy_(values)
+        yield self._params.host_tensor(unit)
         self._params.close_host(unit)
 
     def finish_ahead(self, unit: int) -> None:
         """Wait for an update that runs ahead: what it was made with is about to change."""
         if unit in self._handed:
             self._finish(unit)
-        self._recover(unit)
+        self._recover(unit, grads=True, param=False)
         self._ahead[unit] = replace(self._ahead[unit], segments=())
 
     def start(self, unit: int, write: bool, needed: int) -> None:

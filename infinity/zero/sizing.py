@@ -14,7 +14,7 @@ from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.kernels import Hyper
 from infinity.optim.before_images import image_bytes
-from infinity.optim.formats import SHARD_ALIGN, StateLayout, can_recover, state_layout
+from infinity.optim.formats import SHARD_ALIGN, StateLayout, can_recover, can_recover_param, state_layout
 from infinity.optim.pipeline import LEAST_SLOTS, MOST_SLOTS
 from infinity.schedule import MemoryNeeds
 from infinity.schedule.on_device import as_far_as_fits, first_there, promotion_order, spare_bytes
@@ -267,7 +267,7 @@ def size_up(
     rules = rules.with_share_there(_share_of(partition, there))
     grad_dtype = _DTYPES[config.grad_accum_dtype] if accumulates else _held_dtype(config, rules)
     if schedule is UpdateSchedule.SPECULATIVE and not accumulates and _recovers(layout, grad_dtype):
-        rules = rules.with_grads_recovered()
+        rules = rules.with_grads_recovered(params=can_recover_param(layout))
     return Sizing(
         partition=partition,
         layout=layout,

@@ -8,7 +8,18 @@ import pytest
 import torch
 
 from infinity import kernels
-from infinity.kernels import AdagradHyper, Aside, Hyper, Moment, can_recover, recover_grad, update
+from infinity.kernels import (
+    AdagradHyper,
+    Aside,
+    Hyper,
+    Lost,
+    Moment,
+    can_recover,
+    recover_grad,
+    recover_params,
+    split_master,
+    update,
+)
 from tests.kernels.data import CHUNK, HYPER, same_bits, wild
 
 NARROW = [torch.bfloat16, torch.float16]
@@ -31,7 +42,9 @@ def updated(
     after = torch.empty(numel) if aside else moment
     beside = Aside(first=Moment(after), second=Moment(torch.empty(numel))) if aside else None
     lost = update(rule, param, grad, first=Moment(moment), second=Moment(second), aside=beside, recoverably=True)
-    return after, lost
+    assert lost is not None
+    assert not lost.params
+    return after, lost.grads
 
 
 def check(rule: Hyper, first: torch.Tensor, grad: torch.Tensor, *, aside: bool = False) -> int:
@@ -41,7 +54,7 @@ def check(rule: Hyper, first: torch.Tensor, grad: torch.Tensor, *, aside: bool =
     assert lost == sorted(set(lost))
     found = torch.empty_like(grad)
     recover_grad(rule, first, after, found)
-    assert [int(place) for place in (found.view(torch.int16) != grad.view(torch.int16)).nonzero()] == lost
+    assert {int(place) for place in (found.view(torch.int16) != grad.view(torch.int16)).nonzero()} <= set(lost)
     found[lost] = grad[lost]
     assert same_bits(found, grad)
     return len(lost)
@@ -56,7 +69,7 @@ def test_what_does_not_come_back_is_named(dtype, rule, aside) -> None:
         check(rule, wild(numel, 1), wild(numel, 2, dtype), aside=aside)
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 3e-4), (torch.float16, 3e-3)], ids=str)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 3e-4), (torch.float16, 5e-3)], ids=str)
 def test_of_a_training_few_are_lost(dtype, most) -> None:
     """The moment of a hundred steps with gradients around a mean, and rows that have none for a while."""
     generator = torch.Generator().manual_seed(0)
@@ -101,6 +114,74 @@ def test_every_instruction_set_and_number_of_threads_finds_the_same(dtype) -> No
         assert same_bits(found, results[0][1])
 
 
+def split_state(numel: int) -> dict[str, torch.Tensor]:
+    param, low_bits = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
+    split_master(wild(numel, 1), param, low_bits)
+    return {"param": param, "low_bits": low_bits, "first": wild(numel, 2) * 1e-3, "second": wild(numel, 3).abs()}
+
+
+def split_updated(
+    rule: Hyper, before: dict[str, torch.Tensor], grad: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], Lost]:
+    after = {name: values.clone() for name, values in before.items()}
+    first, second = Moment(after["first"]), Moment(after["second"])
+    update_of = {"master": after["low_bits"], "first": first, "second": second}
+    lost = update(rule, after["param"], grad, **update_of, recoverably=True, params=True)
+    assert lost is not None
+    return after, lost
+
+
+def put_back(rule: Hyper, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> torch.Tensor:
+    param = after["param"].clone()
+    recover_params(rule, param, (before["low_bits"], after["low_bits"]), after["first"], after["second"])
+    return param
+
+
+@pytest.mark.parametrize("rule", RULES[:5])
+def test_parameters_that_do_not_come_back_are_named_with_their_bits(rule) -> None:
+    for numel in (1, 2, 127, 128, 129, 200, CHUNK + 300):
+        before, grad = split_state(numel), wild(numel, 4, torch.bfloat16)
+        before["param"][::13] = before["param"].flip(0)[::13]  # written from outside: low bits of another
+        after, lost = split_updated(rule, before, grad)
+        found = put_back(rule, before, after)
+        wrong = (found.view(torch.int16) != before["param"].view(torch.int16)).nonzero()
+        assert {int(place) for place in wrong} <= set(lost.params)
+        assert lost.params == sorted(set(lost.params))
+        found.view(torch.int16)[lost.params] = torch.tensor(lost.param_bits, dtype=torch.uint16).view(torch.int16)
+        assert same_bits(found, before["param"])
+
+
+def test_of_a_training_few_parameters_are_lost() -> None:
+    generator = torch.Generator().manual_seed(0)
+    numel = 2 * CHUNK + 100
+    state = split_state(numel)
+    split_master(0.02 * torch.randn(numel, generator=generator), state["param"], state["low_bits"])
+    state["first"].zero_()
+    state["second"].zero_()
+    count = 0
+    for step in range(1, 11):
+        rule = dataclasses.replace(HYPER, lr=1e-3, step=step)
+        grad = (1e-3 * torch.randn(numel, generator=generator)).bfloat16()
+        after, lost = split_updated(rule, state, grad)
+        count += len(lost.params)
+        wrong = (put_back(rule, state, after).view(torch.int16) != state["param"].view(torch.int16)).nonzero()
+        assert {int(place) for place in wrong} <= set(lost.params)
+        state = after
+    assert count < 1e-4 * 10 * numel
+
+
+def test_parameters_are_the_same_with_every_instruction_set() -> None:
+    before, grad = split_state(CHUNK + 77), torch.randn(CHUNK + 77).bfloat16()
+    results = []
+    for name in kernels.instruction_sets():
+        kernels.use_instruction_set(name)
+        after, lost = split_updated(HYPER, before, grad)
+        results.append((lost, put_back(HYPER, before, after)))
+    for lost, found in results:
+        assert lost == results[0][0]
+        assert same_bits(found, results[0][1])
+
+
 def test_what_cannot_be_recovered_is_refused() -> None:
     coupled = dataclasses.replace(HYPER, decoupled=False)
     adagrad = AdagradHyper(lr=0.1, lr_decay=0.0, eps=1e-8, weight_decay=0.0, step=1)
@@ -111,5 +192,14 @@ def test_what_cannot_be_recovered_is_refused() -> None:
     assert not can_recover(adagrad, None, torch.bfloat16)
     with pytest.raises(ValueError, match="no gradient of dtype"):
         updated(HYPER, torch.zeros(4), torch.zeros(4), aside=False)
+    with pytest.raises(ValueError, match="params of dtype"):
+        update(
+            HYPER,
+            *(torch.zeros(4), torch.zeros(4).bfloat16()),
+            first=Moment(torch.zeros(4)),
+            second=Moment(torch.zeros(4)),
+            recoverably=True,
+            params=True,
+        )
     with pytest.raises(ValueError, match="before has"):
         recover_grad(HYPER, torch.zeros(3), torch.zeros(4), torch.zeros(4).bfloat16())
