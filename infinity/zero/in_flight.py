@@ -6,8 +6,8 @@ the norm were small: on those of a unit's tiles that have another slot on the dr
 stays (slots.py), or for which there is room for a before-image (before_images.py). When the norm is known the update is
 *confirmed*, and what is left of the unit updated, or *undone*. Until then the unit keeps its gradients, or they can be
 *recovered* (see [Note: lost gradients] in csrc/adam/kernels.cpp): both slots of all its states together tell them, so
-that their memory serves other units. They tell the parameters, too, where these are in memory and have no slots. Whoever
-wants its values, or its gradients, has the update undone first.
+that their memory serves other units. They tell its parameters, too, where these are in memory and have no slots.
+Whoever wants its values, or its gradients, has the update undone first.
 """
 
 from __future__ import annotations
