@@ -34,6 +34,7 @@ from infinity.tiers import ARRIVING_UNITS, WHOLE, FlatSpec, GradHomes, Memory, S
 
 _SPILL_SLOTS = 3  # one filled, one written, one read
 _RECOVERED_SLOTS = 16  # of units that wait for their updates, too
+_LARGE_UNITS = 2  # an embedding and a head
 _GRADS_IN_FLIGHT = 3  # units whose gradients may be held at once where they are updated in backward
 # Of all gradients: those whose updates may be left for later. The drive would idle under the next forward pass, and the
 # device in backward, while the optimizer is busy with a large unit.
@@ -720,7 +721,7 @@ def place_units(shards: Shards, split: MemorySplit) -> tuple[GradHomes, list[boo
     capacity_bytes = split.grads_bytes + split.states_bytes
     if sum(grads) + sum(map(sum, tiles)) <= capacity_bytes:
         return GradHomes(tuple(range(len(grads)))), [True] * sum(map(len, tiles))
-    homes = place_gradients(grads, shards.standing, split.grads_bytes, spills=True, slots=_RECOVERED_SLOTS)
+    homes = _with_most_slots(grads, shards.standing, split.grads_bytes)
     own = set(homes.own)
     slot_bytes = max((grads[unit] for unit in homes.spilled), default=0)
     free_bytes = capacity_bytes - sum(grads[unit] for unit in own) - homes.slots * slot_bytes
@@ -751,8 +752,32 @@ def place_units(shards: Shards, split: MemorySplit) -> tuple[GradHomes, list[boo
     return GradHomes(tuple(sorted(own)), spilled, homes.slots if spilled else 0), stay
 
 
+def _with_most_slots(sizes: Sequence[int], standing: Collection[int], capacity_bytes: int) -> GradHomes:
+    """Homes of gradients that leave with their updates.
+
+    Slots are as large as the largest unit that shares them, so that a few that are larger than most have memory of their
+    own where that makes more slots.
+    """
+    by_size = sorted((unit for unit in range(len(sizes)) if unit not in standing), key=sizes.__getitem__, reverse=True)
+    choices = []
+    for apart in range(min(_LARGE_UNITS, len(by_size) - 1) + 1):
+        alone = [*standing, *by_size[:apart]]
+        if apart and sum(sizes[unit] for unit in alone) + sizes[by_size[apart]] > capacity_bytes:
+            break
+        choices.append(
+            place_gradients(sizes, alone, capacity_bytes, spills=True, slots=_RECOVERED_SLOTS, stay=False),
+        )
+    return max(choices, key=lambda homes: homes.slots)
+
+
 def place_gradients(
-    sizes: Sequence[int], standing: Collection[int], capacity_bytes: int, *, spills: bool, slots: int = _SPILL_SLOTS
+    sizes: Sequence[int],
+    standing: Collection[int],
+    capacity_bytes: int,
+    *,
+    spills: bool,
+    slots: int = _SPILL_SLOTS,
+    stay: bool = True,
 ) -> GradHomes:
     """Divide units with gradients of these sizes among the homes.
 
@@ -760,6 +785,7 @@ def place_gradients(
         standing: units whose gradients stay open while those of others come and go.
         spills: all gradients are to be held, those that do not fit on the drive.
         slots: for those, at most.
+        stay: what slots leave of the capacity has gradients of some of those, too.
     """
     if sum(sizes) <= capacity_bytes:
         return GradHomes(tuple(range(len(sizes))))
@@ -771,6 +797,7 @@ def place_gradients(
         return GradHomes((*standing, *by_size[: int(fits)]))
     largest = max(sizes[unit] for unit in others)
     slots = max(1, min(slots, spare // largest))
-    stay = stay_in_memory([sizes[unit] for unit in others], max(0, spare - slots * largest))
-    own = {*standing, *(unit for unit, stays in zip(others, stay, strict=True) if stays)}
+    left_bytes = max(0, spare - slots * largest) if stay else 0
+    stays = stay_in_memory([sizes[unit] for unit in others], left_bytes)
+    own = {*standing, *itertools.compress(others, stays)}
     return GradHomes(tuple(sorted(own)), tuple(unit for unit in others if unit not in own), slots)
