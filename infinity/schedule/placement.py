@@ -755,8 +755,8 @@ def place_units(shards: Shards, split: MemorySplit) -> tuple[GradHomes, list[boo
 def _with_most_slots(sizes: Sequence[int], standing: Collection[int], capacity_bytes: int) -> GradHomes:
     """Homes of gradients that leave with their updates.
 
-    Slots are as large as the largest unit that shares them, so that a few that are larger than most have memory of their
-    own where that makes more slots.
+    Slots are as large as the largest unit that shares them, so that a few that are larger than most have memory of
+    their own where that makes more slots.
     """
     by_size = sorted((unit for unit in range(len(sizes)) if unit not in standing), key=sizes.__getitem__, reverse=True)
     choices = []
