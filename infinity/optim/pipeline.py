@@ -37,6 +37,7 @@ from infinity.optim.formats import (
     recover_param,
     update,
 )
+from infinity.optim.remainder import Remainder
 from infinity.telemetry import Counters, Times, Waits
 from infinity.tiers.copies import Memory, Move, Transfer
 from infinity.tiers.ring import Ring
@@ -89,8 +90,9 @@ class UpdateJob:
     """
 
     unit: int
-    param: torch.Tensor
-    grad: torch.Tensor
+    # Not in tracebacks, which may be written when the memory that they look into is gone.
+    param: torch.Tensor = field(repr=False)
+    grad: torch.Tensor = field(repr=False)
     segments: tuple[Segment, ...]
     ready: tuple[Move, ...]
     write: WriteParams | None
@@ -101,14 +103,6 @@ class UpdateJob:
     before: Mapping[int, Image] = field(default_factory=dict)
     tells_grads: bool = False
     tells_param: bool = False
-
-
-@dataclass(frozen=True)
-class LostValues:
-    """Gradients, or parameters, that states do not tell: 1-D, where they are in the shard, and what they are."""
-
-    positions: torch.Tensor
-    values: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -125,7 +119,7 @@ class UpdateTicket:
         kept: tiles of which `job.before` has what was there.
         under_way: the tile that is updated now, if `job.before` has room for it.
         reached: all elements before this one have been updated.
-        recovers: what has been updated so far tells its gradients, beside what was before it, but for those in `lost`.
+        recovers: what has been updated so far tells its gradients, beside what was before it, but for `remainder`.
     """
 
     job: UpdateJob
@@ -141,8 +135,7 @@ class UpdateTicket:
     computed: Future[None] = field(default_factory=Future)
     writes: list[Transfer] = field(default_factory=list)
     recovers: bool = field(init=False)
-    lost: list[LostValues] = field(default_factory=list)
-    lost_params: list[LostValues] = field(default_factory=list)
+    remainder: Remainder = field(default_factory=Remainder)
 
     def __post_init__(self) -> None:
         self.recovers = self.job.tells_grads
@@ -323,8 +316,7 @@ class UpdatePipeline:
         """What the update has replaced is not needed any more."""
         with self._wake:
             ticket.keeps = False
-            self._lost_params -= sum(lost.values.numel() for lost in ticket.lost_params)
-            ticket.lost_params.clear()
+            self._lost_params -= ticket.remainder.forget_params()
             for index, image in ticket.job.before.items():
                 if ticket.under_way is None or ticket.under_way.index != index:  # the worker gives that back
                     self.images.give_back(image)
@@ -386,6 +378,8 @@ class UpdatePipeline:
         """Have the worker do something between two tiles, and wait for it; raises what that raises."""
         done: Future[None] = Future()
         with self._wake:
+            if self._closing:
+                raise InfinityError("the optimizer pipeline is closed")
             self._errands.append((errand, done))
             self._wake.notify()
         done.result()
@@ -562,10 +556,7 @@ class UpdatePipeline:
             parts = list(_parts(ticket.job, tile))
             if parts and tile not in ticket.tiles:
                 self._recover_tile(tile, parts, grad, param)
-        for values, some_lost in ((grad, ticket.lost), (param, ticket.lost_params)):
-            for lost in some_lost if values is not None else ():
-                assert values is not None
-                values[lost.positions] = lost.values
+        ticket.remainder.put(grad, param)
 
     def _recover_tile(
         self,
@@ -708,19 +699,16 @@ class UpdatePipeline:
 
     def _note_lost(self, ticket: UpdateTicket, start: int, lost: Lost) -> None:
         """Keep what the states do not tell of the elements from `start` on."""
+        job, remainder = ticket.job, ticket.remainder
         if lost.grads is None:
             ticket.recovers = False
-            ticket.lost.clear()
-        elif lost.grads and ticket.recovers:
-            positions = _indices(lost.grads, start)
-            ticket.lost.append(LostValues(positions, ticket.job.grad[positions]))
-        if lost.params:
-            bits = torch.tensor(lost.param_bits, dtype=torch.uint16, device="cpu")
-            values = LostValues(_indices(lost.params, start), bits.view(ticket.job.param.dtype))
-            with self._wake:
-                if ticket.keeps:
-                    ticket.lost_params.append(values)
-                    self._lost_params += len(lost.params)
+            remainder.forget_grads()
+        elif ticket.recovers:
+            remainder.keep_grads(lost.grads, start, job.grad)
+        with self._wake:
+            if ticket.keeps:
+                remainder.keep_params(lost.params, start, lost.param_bits, job.param.dtype)
+                self._lost_params += len(lost.params)
 
     def _begin_keeping(self, ticket: UpdateTicket, tile: Tile) -> Image | None:
         """Where what the update of a tile replaces goes; None where it is not needed again."""
@@ -784,10 +772,6 @@ class UpdatePipeline:
         except BaseException:  # it comes again when the tile is updated, and then there is somebody to tell
             with self._wake:
                 self._expected = {}
-
-
-def _indices(positions: Sequence[int], start: int) -> torch.Tensor:
-    return torch.tensor(positions, dtype=torch.int64, device="cpu") + start
 
 
 def _parts(job: UpdateJob, tile: Tile) -> Iterator[tuple[int, int, Rule]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import infinity
+from infinity.kernels import Lost
 from infinity.memory import StableBuffer
 from infinity.telemetry import Counters, StallCause, StepStats, Times, Waits
 from infinity.tiers import Link, SameMemory, Transfer, to_host
@@ -96,9 +97,9 @@ def slow_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fast = pipeline.update
 
-    def slow(*args) -> None:
+    def slow(*args, **options) -> Lost | None:
         time.sleep(DELAY_S)
-        fast(*args)
+        return fast(*args, **options)
 
     monkeypatch.setattr(pipeline, "update", slow)
 

@@ -50,7 +50,7 @@ config, ending = sys.argv[1:]
 if ending == "synchronize":
     atexit.register(lambda: engine.synchronize())  # runs after what initialize registers
     update = pipeline.update
-    pipeline.update = lambda *args: (time.sleep(0.01), update(*args))  # so that some are left
+    pipeline.update = lambda *args, **options: (time.sleep(0.01), update(*args, **options))[1]  # so that some are left
 model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))
 engine, *_ = infinity.initialize(model=model, config=json.loads(config))
 engine.backward(engine(torch.ones(1, 1024, dtype=torch.bfloat16)).sum())

@@ -216,3 +216,11 @@ def test_states_can_be_visited_as_soon_as_their_update_is_waited_for(tmp_path: P
         ended.wait()
         ticket.result()
         assert len(list(on.pipeline.tiles(0, writable=False))) == len(on.states.tiles(0))
+
+
+def test_an_update_that_a_traceback_shows_does_not_look_into_its_memory(tmp_path: Path) -> None:
+    """Which an engine that is closed has given back: looking there ends the process."""
+    with stage(tmp_path, resident_bytes=EVERYTHING, slots=0) as on:
+        ticket = on.submit(0, 0)
+        assert "tensor(" not in repr(ticket)
+        assert "unit=0" in repr(ticket)

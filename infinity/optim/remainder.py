@@ -1,0 +1,65 @@
+"""The few elements of an update of which its states do not tell what was before it.
+
+See [Note: lost gradients] in csrc/adam/kernels.cpp: both slots of the states tell the rest if the update is undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Where in the shard some values are, and what they are; both 1-D."""
+
+    positions: torch.Tensor
+    values: torch.Tensor
+
+
+class Remainder:
+    """Gradients and parameters of one update, by their positions in the shard."""
+
+    def __init__(self) -> None:
+        self._grads: list[_Kept] = []
+        self._params: list[_Kept] = []
+
+    @property
+    def params(self) -> int:
+        """How many parameters are kept."""
+        return sum(kept.values.numel() for kept in self._params)
+
+    def keep_grads(self, positions: Sequence[int], start: int, grad: torch.Tensor) -> None:
+        """Keep these of the shard's gradients `grad`; positions count from the element `start`."""
+        if positions:
+            places = _places(positions, start)
+            self._grads.append(_Kept(places, grad[places]))
+
+    def keep_params(self, positions: Sequence[int], start: int, bits: Sequence[int], dtype: torch.dtype) -> None:
+        """Keep parameters that had these 16 bits each; positions count from the element `start`."""
+        if positions:
+            values = torch.tensor(bits, dtype=torch.uint16, device="cpu").view(dtype)
+            self._params.append(_Kept(_places(positions, start), values))
+
+    def put(self, grad: torch.Tensor | None, param: torch.Tensor | None) -> None:
+        """Have the kept elements of a whole shard be what they were."""
+        for values, some in ((grad, self._grads), (param, self._params)):
+            if values is not None:
+                for kept in some:
+                    values[kept.positions] = kept.values
+
+    def forget_grads(self) -> None:
+        """All of them are kept elsewhere."""
+        self._grads.clear()
+
+    def forget_params(self) -> int:
+        """They are of no use any more; returns how many these were."""
+        count = self.params
+        self._params.clear()
+        return count
+
+
+def _places(positions: Sequence[int], start: int) -> torch.Tensor:
+    return torch.tensor(positions, dtype=torch.int64, device="cpu") + start
