@@ -147,7 +147,7 @@ struct Recovery {
 
 // Of the elements of an update, those that are lost: 1, else 0.
 struct Told {
-    float half_step; // of numbers of 1 in the gradients' dtype, the least that rounds to another
+    float half_step; // half of the step below 1 in the gradients' dtype: what is nearer to 1 is rounded to it
     alignas(64) uint32_t grads[kStep];
     alignas(64) uint32_t params[kStep];
     uint32_t some_grads;

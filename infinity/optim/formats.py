@@ -291,7 +291,7 @@ def update(
         aside: what gets the old parameters, and what gets the new fields, of the same elements; None where old values
             need not stay.
         recoverably: find out of which elements `recover` would not give the gradient, where it `can_recover` them.
-        params: and of which `recover_param` would not give the parameter, where it `can_recover_param`.
+        params: and of which it would not give the parameter, where it `can_recover_param`.
 
     Returns:
         What is not told by the states, if that was asked for.
@@ -316,45 +316,35 @@ def can_recover(layout: StateLayout, rule: Rule, grad_dtype: torch.dtype) -> boo
     return layout.first is not None and can_recover_flat(rule, dtypes[layout.first], grad_dtype)
 
 
-def recover(
-    layout: StateLayout,
-    rule: Rule,
-    before: Mapping[str, torch.Tensor],
-    after: Mapping[str, torch.Tensor],
-    grad: torch.Tensor,
-) -> None:
-    """Fill `grad` with the gradients of an update by `rule`, but for those that it has named.
-
-    Args:
-        before, after: the fields, for the same elements.
-    """
-    assert layout.first is not None
-    recover_grad(rule, before[layout.first], after[layout.first], grad)
-
-
 def can_recover_param(layout: StateLayout) -> bool:
     """What an update that tells its gradients leaves tells the parameters before it, too."""
     return layout.master == "low_bits"
 
 
-def recover_param(
+def recover(
     layout: StateLayout,
     rule: Rule,
     before: Mapping[str, torch.Tensor],
     after: Mapping[str, torch.Tensor],
-    param: torch.Tensor,
+    *,
+    grad: torch.Tensor | None,
+    param: torch.Tensor | None,
 ) -> None:
-    """Have `param` be what it was before an update by `rule`, but for the elements that it has named.
+    """What there was before an update by `rule`, but for the elements that it has named.
 
     Args:
         before, after: the fields, for the same elements.
-        param: as the update has left it.
+        grad: filled with its gradients, if they are wanted.
+        param: the parameters as it has left them, which become those before it, if they are wanted.
     """
-    assert layout.master is not None
     assert layout.first is not None
-    assert layout.second is not None
-    low_bits = before[layout.master], after[layout.master]
-    recover_params(rule, param, low_bits, after[layout.first], after[layout.second])
+    if grad is not None:
+        recover_grad(rule, before[layout.first], after[layout.first], grad)
+    if param is not None:
+        assert layout.master is not None
+        assert layout.second is not None
+        low_bits = before[layout.master], after[layout.master]
+        recover_params(rule, param, low_bits, after[layout.first], after[layout.second])
 
 
 def _aside(layout: StateLayout, param: torch.Tensor | None, states: Mapping[str, torch.Tensor] | None) -> Aside:

@@ -34,7 +34,6 @@ from infinity.optim.formats import (
     can_recover,
     can_recover_param,
     recover,
-    recover_param,
     update,
 )
 from infinity.optim.remainder import Remainder
@@ -571,10 +570,14 @@ class UpdatePipeline:
                 before, after = self._fields_at(place, tile), self._fields(tile)
                 for start, stop, rule in parts:
                     old, new = (self._of_part(fields, tile, start, stop) for fields in (before, after))
-                    if grad is not None:
-                        recover(self._layout, rule, old, new, grad[start:stop])
-                    if param is not None:
-                        recover_param(self._layout, rule, old, new, param[start:stop])
+                    recover(
+                        self._layout,
+                        rule,
+                        old,
+                        new,
+                        grad=None if grad is None else grad[start:stop],
+                        param=None if param is None else param[start:stop],
+                    )
         finally:
             self._ring.let_go(tile)
 

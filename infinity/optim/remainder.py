@@ -26,11 +26,6 @@ class Remainder:
         self._grads: list[_Kept] = []
         self._params: list[_Kept] = []
 
-    @property
-    def params(self) -> int:
-        """How many parameters are kept."""
-        return sum(kept.values.numel() for kept in self._params)
-
     def keep_grads(self, positions: Sequence[int], start: int, grad: torch.Tensor) -> None:
         """Keep these of the shard's gradients `grad`; positions count from the element `start`."""
         if positions:
@@ -56,7 +51,7 @@ class Remainder:
 
     def forget_params(self) -> int:
         """They are of no use any more; returns how many these were."""
-        count = self.params
+        count = sum(kept.values.numel() for kept in self._params)
         self._params.clear()
         return count
 

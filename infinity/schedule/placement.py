@@ -82,7 +82,7 @@ class Rules:
         collects_all: every rank has whole gradients of all units at once before they are reduced.
         holds_all_grads: there is room for the gradients of all units at once, as far as they are this rank's.
         spills_grads: those that are to be held but do not fit go to the drive.
-        written_through: what lives in host memory has its place on the drives, too.
+        keeps_steps: what a step has finished stays on the drives, where what lives in host memory has its place, too.
         recovers_grads: those of units all of whose states have two slots on the drives need no memory once their
             updates have run ahead of the norm.
         grads_stream: a unit's gradients leave the device while it computes on, where nothing is added to them below.
@@ -113,7 +113,7 @@ class Rules:
     collects_all: bool
     holds_all_grads: bool
     spills_grads: bool
-    written_through: bool
+    keeps_steps: bool
     recovers_grads: bool
     grads_stream: bool
     sums_there: bool
@@ -123,6 +123,11 @@ class Rules:
     params_pass_host: bool
     drives: tuple[NvmeConfig, ...]
     activations_bytes: int
+
+    @property
+    def stay_by_units(self) -> bool:
+        """States stay in memory by whole units, see `place_units`."""
+        return self.recovers_grads and not self.keeps_steps
 
     def with_grads_recovered(self, *, params: bool) -> Rules:
         """As these, where updates run ahead of the norm and tell the gradients of states that live on the drives.
@@ -237,7 +242,7 @@ def rules_of(
         collects_all=ranks > 1 and summed and not every_pass,
         holds_all_grads=summed or not updates_in_backward,
         spills_grads=on_drives and (summed or not updates_in_backward),
-        written_through=config.tiering.crash_consistent,
+        keeps_steps=config.tiering.crash_consistent,
         recovers_grads=False,
         grads_stream=streams,
         sums_there=streams and summed and (ranks == 1 or every_pass),
@@ -479,7 +484,7 @@ def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, there: boo
     def flying(units: int) -> int:
         return min(total, sum(largest_first[:units]) + open_bytes)
 
-    if rules.holds_all_grads and not (rules.recovers_grads and not there):
+    if rules.holds_all_grads and (there or not rules.recovers_grads):
         least = flying(1) if rules.spills_grads and not there else total
         return GradShare(least, least, total)
     lags = not there and (rules.states is Memory.NVME or rules.grads_stream)
@@ -568,7 +573,7 @@ def host_needs(
     stored = shards.tile_sizes if rules.states is Memory.NVME else []
     grads = grad_share(rules, shards, shards.grad_sizes)
     states_bytes = sum(shards.tile_sizes)
-    beside = sum(shards.grad_sizes) if rules.recovers_grads and not rules.written_through else 0  # see `place_units`
+    beside = sum(shards.grad_sizes) if rules.stay_by_units else 0
     # What lies on the device passes through one slot when it is looked at.
     passing = int(rules.fills or bool(shards.there))
     slots = (max(passing, min(slots[0], len(stored))), max(passing, min(slots[1], len(stored))))
@@ -622,16 +627,13 @@ class Placement:
 
 def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: MemorySplit) -> Placement:
     """Fill the table for host memory that is divided so."""
-    if rules.recovers_grads and not rules.written_through:
+    if rules.stay_by_units:
         grads, stay = place_units(shards, split)
     else:
-        grads = place_gradients(
-            shards.grad_sizes,
-            shards.standing,
-            split.grads_bytes,
-            spills=rules.spills_grads,
-            slots=_RECOVERED_SLOTS if rules.recovers_grads else _SPILL_SLOTS,
-        )
+        if rules.recovers_grads:
+            grads = _with_most_slots(shards.grad_sizes, shards.standing, split.grads_bytes)
+        else:
+            grads = place_gradients(shards.grad_sizes, shards.standing, split.grads_bytes, spills=rules.spills_grads)
         # Of states at home in host memory, the share is all.
         stay = resident_tiles(shards.below, shards.tile_numel, shards.tile_bytes, split.states_bytes)
     homes_bytes = split.homes_bytes - param_bytes(rules, specs).staging
@@ -758,34 +760,27 @@ def _with_most_slots(sizes: Sequence[int], standing: Collection[int], capacity_b
     Slots are as large as the largest unit that shares them, so that a few that are larger than most have memory of
     their own where that makes more slots.
     """
-    by_size = sorted((unit for unit in range(len(sizes)) if unit not in standing), key=sizes.__getitem__, reverse=True)
-    choices = []
-    for apart in range(min(_LARGE_UNITS, len(by_size) - 1) + 1):
-        alone = [*standing, *by_size[:apart]]
-        if apart and sum(sizes[unit] for unit in alone) + sizes[by_size[apart]] > capacity_bytes:
-            break
-        choices.append(
-            place_gradients(sizes, alone, capacity_bytes, spills=True, slots=_RECOVERED_SLOTS, stay=False),
-        )
-    return max(choices, key=lambda homes: homes.slots)
+    if sum(sizes) <= capacity_bytes:
+        return GradHomes(tuple(range(len(sizes))))
+    others = [unit for unit in range(len(sizes)) if unit not in standing and sizes[unit]]
+    by_size = sorted(others, key=sizes.__getitem__, reverse=True)
+
+    def slots_beside(alone: int) -> int:
+        """How many there are if so many of the largest have memory of their own."""
+        spare = capacity_bytes - sum(sizes[unit] for unit in (*standing, *by_size[:alone]))
+        return min(_RECOVERED_SLOTS, spare // sizes[by_size[alone]])
+
+    alone = max(range(min(_LARGE_UNITS + 1, len(by_size))), key=slots_beside)
+    own = {*standing, *by_size[:alone]}
+    return GradHomes(tuple(sorted(own)), tuple(unit for unit in others if unit not in own), max(1, slots_beside(alone)))
 
 
-def place_gradients(
-    sizes: Sequence[int],
-    standing: Collection[int],
-    capacity_bytes: int,
-    *,
-    spills: bool,
-    slots: int = _SPILL_SLOTS,
-    stay: bool = True,
-) -> GradHomes:
+def place_gradients(sizes: Sequence[int], standing: Collection[int], capacity_bytes: int, *, spills: bool) -> GradHomes:
     """Divide units with gradients of these sizes among the homes.
 
     Args:
         standing: units whose gradients stay open while those of others come and go.
         spills: all gradients are to be held, those that do not fit on the drive.
-        slots: for those, at most.
-        stay: what slots leave of the capacity has gradients of some of those, too.
     """
     if sum(sizes) <= capacity_bytes:
         return GradHomes(tuple(range(len(sizes))))
@@ -796,8 +791,7 @@ def place_gradients(
         fits = sum(sizes[unit] for unit in by_size[:3]) <= spare
         return GradHomes((*standing, *by_size[: int(fits)]))
     largest = max(sizes[unit] for unit in others)
-    slots = max(1, min(slots, spare // largest))
-    left_bytes = max(0, spare - slots * largest) if stay else 0
-    stays = stay_in_memory([sizes[unit] for unit in others], left_bytes)
-    own = {*standing, *itertools.compress(others, stays)}
+    slots = max(1, min(_SPILL_SLOTS, spare // largest))
+    stay = stay_in_memory([sizes[unit] for unit in others], max(0, spare - slots * largest))
+    own = {*standing, *(unit for unit, stays in zip(others, stay, strict=True) if stays)}
     return GradHomes(tuple(sorted(own)), tuple(unit for unit in others if unit not in own), slots)

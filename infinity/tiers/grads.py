@@ -151,6 +151,9 @@ class GradStore:
         """
         if unit in self._elsewhere:
             raise RuntimeError(f"the gradients of unit {unit} are asked for, which its update has")
+        return self._open(unit)
+
+    def _open(self, unit: int) -> torch.Tensor | None:
         host = self._hosts[unit]
         if host.state is not _WRITING:
             if host.pins or not self._bring(unit, Priority.DEMAND):
@@ -295,10 +298,9 @@ class GradStore:
 
     def restore(self, unit: int) -> torch.Tensor | None:
         """Where the unit's gradients are to be again, filled at once; None while there is no room."""
-        self._elsewhere.discard(unit)
-        buffer = self.open(unit)
-        if buffer is None:
-            self._elsewhere.add(unit)
+        buffer = self._open(unit)
+        if buffer is not None:
+            self._elsewhere.discard(unit)
         return buffer
 
     def returned(self, unit: int) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 from queue import SimpleQueue
 
@@ -43,24 +44,27 @@ class _HandedOver:
     keeps: bool
 
 
+class _OldParams(Enum):
+    """Where a unit's parameters are that an update ahead replaces."""
+
+    SLOTS = auto()  # of their own on the drives
+    STATES = auto()  # which have two slots there, and tell them
+    IMAGES = auto()  # in memory
+    NOWHERE = auto()
+
+
 @dataclass(frozen=True)
 class _Ahead:
     """An update that runs ahead, or has done so.
 
     Attributes:
         segments: what it does to the tiles in `tiles`.
-        in_memory: what the parameters were is in before-images, or the states tell it; not in slots of their own.
     """
 
     segments: tuple[Segment, ...]
     tiles: frozenset[int]
     ticket: UpdateTicket
-    in_memory: bool
-
-    @property
-    def images(self) -> bool:
-        """It has room for what it replaces, which others may need."""
-        return bool(self.ticket.job.before)
+    old_params: _OldParams
 
 
 class InFlight:
@@ -203,14 +207,16 @@ class InFlight:
         at_rest = not busy and self._params.residency(unit) is Residency.RESIDENT
         if not at_rest or not self._grads.can_hand_over(unit):
             return False
-        while not (can_undo := self._can_undo(unit, segments)) and self._withdraw_one(needed):
+        old_params = self._old_params(unit, segments)
+        while not (can_undo := self._can_undo(unit, old_params)) and self._withdraw_one(needed):
             pass
         return bool(can_undo)
 
     def _withdraw_one(self, needed: int) -> bool:
         """Have an update of a unit in memory not run ahead, one that is needed later and has not begun; False if there
         is none."""
-        waiting = [unit for unit, ahead in self._ahead.items() if ahead.images and unit in self._handed]
+        in_images = [unit for unit, ahead in self._ahead.items() if ahead.old_params is _OldParams.IMAGES]
+        waiting = [unit for unit in in_images if unit in self._handed]
         later = [unit for unit in waiting if self._handed[unit].ticket.job.needed > needed]
         for unit in sorted(later, key=lambda unit: self._handed[unit].ticket.job.needed, reverse=True):
             with self._handing_over:
@@ -222,17 +228,21 @@ class InFlight:
                 return True
         return False
 
-    def _can_undo(self, unit: int, segments: tuple[Segment, ...]) -> frozenset[int]:
-        """Indices of the tiles whose update can be undone, and that of their parameters."""
-        if self._params.units[unit].can_undo() or self._tells_param(unit, segments):
-            return self._pipeline.can_undo(unit, param=False)
-        return self._pipeline.can_undo(unit, param=True) if self._params.units[unit].can_put_back() else frozenset()
-
-    def _tells_param(self, unit: int, segments: tuple[Segment, ...]) -> bool:
-        """All of the unit's states have two slots, which tell the parameters that are in memory."""
+    def _old_params(self, unit: int, segments: tuple[Segment, ...]) -> _OldParams:
+        """Where an update that is handed over now would leave what the unit's parameters are."""
         each, pipeline = self._params.units[unit], self._pipeline
-        told = not each.can_undo() and each.can_put_back() and pipeline.can_recover_param(segments, self._grads.dtype)
-        return told and pipeline.has_slots(unit)
+        if each.can_undo():
+            return _OldParams.SLOTS
+        if not each.can_put_back():
+            return _OldParams.NOWHERE
+        told = pipeline.can_recover_param(segments, self._grads.dtype) and pipeline.has_slots(unit)
+        return _OldParams.STATES if told else _OldParams.IMAGES
+
+    def _can_undo(self, unit: int, old_params: _OldParams) -> frozenset[int]:
+        """Indices of the tiles whose update can be undone, and that of their parameters."""
+        if old_params is _OldParams.NOWHERE:
+            return frozenset()
+        return self._pipeline.can_undo(unit, param=old_params is _OldParams.IMAGES)
 
     def run_ahead(self, unit: int, segments: tuple[Segment, ...], needed: int, *, may_leave: bool) -> None:
         """Update what can be undone of a unit that `can_run_ahead`, and whose gradients are in memory.
@@ -242,9 +252,9 @@ class InFlight:
         """
         with self._handing_over:
             self.open_host(unit)
-            tiles, in_memory = self._can_undo(unit, segments), not self._params.units[unit].can_undo()
-            tells_param = self._tells_param(unit, segments)
-            before = self._pipeline.keep_before(unit, tiles, param=in_memory and not tells_param)
+            old_params = self._old_params(unit, segments)
+            tiles = self._can_undo(unit, old_params)
+            before = self._pipeline.keep_before(unit, tiles, param=old_params is _OldParams.IMAGES)
             tells_grads = (
                 may_leave
                 and not before
@@ -260,9 +270,9 @@ class InFlight:
                 tiles=tiles,
                 before=before,
                 tells_grads=tells_grads,
-                tells_param=tells_param,
+                tells_param=old_params is _OldParams.STATES,
             )
-            self._ahead[unit] = _Ahead(segments, tiles, ticket, in_memory)
+            self._ahead[unit] = _Ahead(segments, tiles, ticket, old_params)
 
     def confirm(self, unit: int) -> None:
         """What ran ahead is the unit's update; `pending` is what is left of it."""
@@ -297,7 +307,7 @@ class InFlight:
                     'its update has begun: set tiering.update_schedule to "deferred"'
                 )
         with self._handing_over:
-            on_drives = frozenset(unit for unit in units if not self._ahead[unit].in_memory)
+            old_params = {unit: self._ahead[unit].old_params for unit in units}
             tickets = [self._ahead[unit].ticket for unit in units]
             for unit in self._handed.keys() & units:
                 self._handed[unit].ticket.recovers = False  # its gradients are still here
@@ -308,13 +318,13 @@ class InFlight:
                 self._recover(unit, grads=grads, param=True)
             self._pipeline.undo(tickets)
             for unit, ticket in zip(units, tickets, strict=True):
-                if unit in on_drives:
+                if old_params[unit] is _OldParams.SLOTS:
                     self._params.undo(unit)
-                elif ticket.job.before:
+                elif old_params[unit] is _OldParams.IMAGES:
                     self._put_back(unit)
                 self._pipeline.forget_before(ticket)
                 del self._ahead[unit]
-        return on_drives
+        return frozenset(unit for unit in units if old_params[unit] is _OldParams.SLOTS)
 
     def _recover(self, unit: int, *, grads: bool, param: bool) -> None:
         """Have what the states tell of before an update that ran ahead, which it has not left anywhere.
@@ -323,8 +333,8 @@ class InFlight:
             grads: the unit's gradients, in memory or on their way to the drive; else they are nothing any more.
             param: its parameters.
         """
-        ticket = self._ahead[unit].ticket
-        param = param and ticket.job.tells_param
+        ahead = self._ahead[unit]
+        param = param and ahead.old_params is _OldParams.STATES
         if self._grads.is_elsewhere(unit) and not grads:
             self._grads.drop(unit)
         grads = self._grads.is_elsewhere(unit)
@@ -333,7 +343,7 @@ class InFlight:
         with self._handing_over:
             buffer = self._room_for_grads(unit) if grads else None
             with self._changing(unit) if param else nullcontext() as flat:
-                self._pipeline.recover(ticket, grad=buffer, param=flat)
+                self._pipeline.recover(ahead.ticket, grad=buffer, param=flat)
             if grads:
                 self._grads.rest(unit)
 

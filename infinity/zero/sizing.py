@@ -57,8 +57,6 @@ class Sizing:
         layer_major: all micro-batches of a step go through a block together.
         initial_numel: elements of the largest unit whose values are made, or exchanged, at `initialize`.
         embeddings: names of units that are one table.
-        keeps_steps: what a step has finished stays on the drives.
-        has_slots: what lives on the drives has two slots.
     """
 
     partition: Partition
@@ -73,8 +71,6 @@ class Sizing:
     layer_major: bool
     initial_numel: int
     embeddings: frozenset[str]
-    keeps_steps: bool
-    has_slots: bool
 
     @cached_property
     def shards(self) -> Shards:
@@ -147,6 +143,16 @@ class Sizing:
     def tile_bytes(self) -> int:
         """A full tile of optimizer states."""
         return self.layout.tile_bytes(self.tile_numel)
+
+    @property
+    def keeps_steps(self) -> bool:
+        """What a step has finished stays on the drives."""
+        return self.rules.keeps_steps
+
+    @property
+    def has_slots(self) -> bool:
+        """What lives on the drives has two slots."""
+        return self.keeps_steps or self.schedule is UpdateSchedule.SPECULATIVE
 
     @property
     def images_bytes(self) -> int:
@@ -281,8 +287,6 @@ def size_up(
         layer_major=accumulates and config.tiering.accumulation == "layer",
         initial_numel=max(_initial_numel(unit, made, rules) for unit in partition.units),
         embeddings=_embeddings(model),
-        keeps_steps=config.tiering.crash_consistent,
-        has_slots=config.tiering.crash_consistent or schedule is UpdateSchedule.SPECULATIVE,
     )
 
 

@@ -285,6 +285,16 @@ def test_units_that_stay_are_spread_evenly_beside_the_first_one() -> None:
     assert homes.slots == 3
 
 
+def test_a_unit_larger_than_most_has_memory_of_its_own_where_that_makes_more_slots() -> None:
+    shards = Shards([64, *[16] * 9], 16, lambda numel: 10 * numel, torch.bfloat16, ())
+    large, small, tile = 128, 32, 160
+    homes, stay = place_units(shards, MemorySplit(0, large + 5 * small, 0, 0))
+    assert (homes.own, homes.slots) == ((0,), 5), "and not two of the large one's size"
+    assert not any(stay)
+    homes, stay = place_units(shards, MemorySplit(0, large + 5 * small, tile, 0))
+    assert stay == [True] + [False] * 12, "beside gradients that have their memory anyway"
+
+
 def same(numel: int) -> int:
     return numel
 

@@ -308,13 +308,8 @@ def _stop_signal() -> Iterator[list[int]]:
 
     def note(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
-        if len(received) == 1:
-            return
-        restore()
-        earlier = before[signal.Signals(signum)]
-        if callable(earlier):
-            earlier(signum, frame)
-        else:
+        if len(received) > 1:
+            restore()
             signal.raise_signal(signum)
 
     def restore() -> None:
