@@ -213,7 +213,9 @@ def run_case(case: Case, nvme: Path, steps: int) -> dict[str, Any]:
         {"nt": ((1, FLOP_PER_S),)},
         optimizer_params_per_s=OPTIMIZER_PARAMS_PER_S,
         disk=drive,
-        beside=dict.fromkeys(itertools.permutations(parts, 2), 1.0),  # who sleeps holds nobody up
+        beside={  # who sleeps holds nobody up
+            (part, frozenset({other})): ((ROWS, 1.0),) for part, other in itertools.permutations(parts, 2)
+        },
     )
     predicted = predict_step(plan, config, work, rates)
     seconds = []

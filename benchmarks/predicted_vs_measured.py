@@ -183,7 +183,10 @@ def worker(case: Case, nvme: Path, steps: int) -> None:
             "predicted_after_s": predictions[1].seconds,
             "parts_s": {name: statistics.fmean(one.parts[name] for one in predictions) for name in middle.parts},
             "bottleneck": middle.bottleneck,
-            "beside": {" beside ".join(pair): share for pair, share in rates[0].beside.items()},
+            "beside": {
+                f"{part} beside {' and '.join(sorted(others))}": dict(points)
+                for (part, others), points in rates[0].beside.items()
+            },
             "disk": None if rates[0].disk is None else asdict(rates[0].disk),
             "optimizer_params_per_s": rates[0].optimizer_params_per_s,
             "predicted_phases_s": middle.phases,

@@ -66,7 +66,7 @@ def estimate_lines(plan: TrainingPlan, needs: Estimate) -> list[str]:
     inside = "  (on the device)" if plan.machine.discrete else ""
     lines += [
         f"  activations   {format_size(needs.activation_bytes)}{inside}",
-        f"  gradients     {format_size(needs.unit_grad_bytes)} of the unit that backward is in{inside}",
+        f"  gradients     {format_size(needs.unit_grad_bytes)} that backward has made{inside}",
         f"nvme space      {format_size(needs.nvme_bytes)}{where}",
     ]
     if plan.machine.neighbours > 1:

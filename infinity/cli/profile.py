@@ -105,11 +105,13 @@ def _table(profile: dict[str, Any]) -> str:
         gather, scatter = (ranks[f"{name}_bytes_per_s"] / 1e9 for name in ("all_gather", "reduce_scatter"))
         who = f"{ranks['count']} ranks ({ranks['backend']})"
         lines.append(f"{who}: all-gather {gather:.2f} GB/s, reduce-scatter {scatter:.2f} GB/s")
-    lines += [
-        f"{entry['part']} beside {entry['beside']:<{32 - len(entry['part'])}}{entry['share']:>8.0%}  of alone"
-        for entry in profile["contention"] or ()
-    ]
+    lines += [_contention_line(entry) for entry in profile["contention"] or ()]
     return "\n".join([*lines, f"took {profile['took_s']:.0f} s"])
+
+
+def _contention_line(entry: dict[str, Any]) -> str:
+    rows = f" ({entry['rows']} rows)" if entry["rows"] else ""
+    return f"{entry['part'] + ' beside ' + ' and '.join(entry['beside']) + rows:<40}{entry['share']:>8.0%}  of alone"
 
 
 def _drive_line(name: str, rates: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from infinity.planner.stand_in import Shape, shape_of, stand_in
 from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
 from infinity.planner.work import Work
 from infinity.schedule.placement import that_fit
+from infinity.zero.partition import PERSISTENT
 
 _LEAST_PARAMS, _MOST_PARAMS = 5e6, 1e15
 _TRIES = 14  # halvings of a factor of 2e8: within a few percent
@@ -35,7 +37,8 @@ class Estimate:
         budget_bytes: of `tiering.host_memory`, as far as it is taken.
         libraries_bytes: Python, torch and what else is loaded.
         activation_bytes: what autograd holds at most, where the model computes.
-        unit_grad_bytes: gradients of the unit that backward is in, before they are taken.
+        unit_grad_bytes: gradients that nobody has taken yet: of the unit that backward is in, and of one that several
+            modules use.
         process_bytes: what the process holds of host memory at most: budget, libraries, and where the model computes on
             the CPU activations and gradients.
         nvme_bytes: of one rank; `machine_nvme_bytes` of all on one machine.
@@ -62,22 +65,39 @@ def estimate(plan: TrainingPlan, work: Work | None, libraries_bytes: int) -> Est
     if work is not None:  # what autograd saves may move, into a part of the budget
         moves = plan.sizing.rules.activations_bytes > 0
         activations = int(work.activation_bytes - (work.saved_bytes if moves else 0))
-    grads = max(
-        unit.trainable_numel * spec.dtype.itemsize
-        for unit, spec in zip(plan.sizing.partition.units, plan.sizing.specs, strict=True)
-    )
-    computing = activations + grads
+    grads, added_up = _gradient_bytes(plan)
+    computing = max(activations + grads, added_up)
     discrete = plan.machine.discrete
     return Estimate(
         device_bytes=plan.device_used_bytes + computing if discrete else 0,
         budget_bytes=plan.host_used_bytes,
         libraries_bytes=libraries_bytes,
         activation_bytes=activations,
-        unit_grad_bytes=grads,
+        unit_grad_bytes=max(grads, added_up),
         process_bytes=plan.host_used_bytes + libraries_bytes + (0 if discrete else computing),
         nvme_bytes=plan.nvme_bytes,
         machine_nvme_bytes=plan.nvme_bytes * plan.machine.neighbours,
     )
+
+
+def _gradient_bytes(plan: TrainingPlan) -> tuple[int, int]:
+    """Gradients that backward has made and nobody has taken yet, at most: while it goes through the model, and at its
+    end.
+
+    torch keeps the gradient of a parameter that several modules have (a tied head) from the first of them to the last,
+    and adds another up in new memory.
+    """
+    partition = plan.sizing.partition
+    users = Counter(unit for point in partition.hook_points for unit in point.units)
+    most, kept, added_up = 0, 0, 0
+    for index, (unit, spec) in enumerate(zip(partition.units, plan.sizing.specs, strict=True)):
+        nbytes = unit.trainable_numel * spec.dtype.itemsize
+        if users[index] > 1 and unit.name != PERSISTENT:
+            kept += nbytes
+            added_up = max(added_up, nbytes)
+        else:
+            most = max(most, nbytes)
+    return most + kept, kept + 2 * added_up
 
 
 def filled_later(plan: TrainingPlan, needs: Estimate, headroom: float) -> list[int]:

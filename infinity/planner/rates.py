@@ -10,6 +10,7 @@ from typing import Any
 from infinity.errors import ConfigError
 from infinity.planner.work import Pass, Product
 
+Points = tuple[tuple[int, float], ...]  # what something is with so many rows, by their number
 _SHARE_MIXED = 2.0  # a byte read with a byte written, at a rate that counts both
 
 
@@ -42,11 +43,11 @@ class Rates:
         gather_bytes_per_s, reduce_bytes_per_s: that one rank receives, or sends.
         operation_s: that an operation costs beside what it computes, in Python and in torch.
         launches_ahead: it costs that before it is computed, while the device computes others.
-        beside: what is left of one part of the machine while another works, as a share of its speed alone: of
-            "compute", "optimizer" and "disk", as pairs.
+        beside: what is left of one part of the machine while others work, as a share of its speed alone: of "compute",
+            "optimizer" and "disk"; (rows of the products, share) by the part and those others.
     """
 
-    products: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    products: dict[str, Points] = field(default_factory=dict)
     memory_bytes_per_s: float | None = None
     fresh_bytes_per_s: float | None = None
     optimizer_params_per_s: float | None = None
@@ -56,7 +57,7 @@ class Rates:
     reduce_bytes_per_s: float | None = None
     operation_s: float = 0.0
     launches_ahead: bool = False
-    beside: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    beside: Mapping[tuple[str, frozenset[str]], Points] = field(default_factory=dict)
 
     def compute_s(self, work: Pass) -> float | None:
         """Of one pass on one device that has nothing else to do; None if the rates are not known."""
@@ -69,15 +70,22 @@ class Rates:
         return max(computed, launched) if self.launches_ahead else computed + launched
 
     def _product_rate(self, kind: Product) -> float:
-        """Between the two nearest numbers of rows on logarithmic scales; beyond them, the nearest."""
-        known = self.products.get(kind.layout) or next(iter(self.products.values()))
-        below = [point for point in known if point[0] <= kind.rows]
-        above = [point for point in known if point[0] > kind.rows]
-        if not below or not above:
-            return (below[-1] if below else above[0])[1]
-        (low, slow), (high, fast) = below[-1], above[0]
-        share = math.log(kind.rows / low) / math.log(high / low)
-        return float(slow ** (1 - share) * fast**share)
+        return _at(self.products.get(kind.layout) or next(iter(self.products.values())), kind.rows)
+
+    def left(self, part: str, others: frozenset[str], rows: int) -> float | None:
+        """What is left of a part while all these others work; None if that is not known of one of them.
+
+        Where it was measured two by two only, each takes its share of what the ones before it leave.
+
+        Args:
+            rows: of most products.
+        """
+        if (part, others) in self.beside:
+            return _at(self.beside[part, others], rows)
+        pairs = [(part, frozenset({other})) for other in others]
+        if any(pair not in self.beside for pair in pairs):
+            return None
+        return math.prod(_at(self.beside[pair], rows) for pair in pairs)
 
     @property
     def peak_flop_per_s(self) -> float | None:
@@ -117,8 +125,27 @@ def rates_of(profile: dict[str, Any], *, dtype: str, state_format: str, device: 
             (cost["operation_s"] for cost in profile["operations"] or () if cost["device"] == device), default=0.0
         ),
         launches_ahead=device != "cpu",
-        beside={(entry["part"], entry["beside"]): entry["share"] for entry in profile["contention"] or ()},
+        beside=_contention(profile["contention"] or ()),
     )
+
+
+def _at(points: Points, rows: int) -> float:
+    """Between the two nearest numbers of rows on logarithmic scales; beyond them, the nearest."""
+    below = [point for point in points if point[0] <= rows]
+    above = [point for point in points if point[0] > rows]
+    if not below or not above:
+        return (below[-1] if below else above[0])[1]
+    (low, slow), (high, fast) = below[-1], above[0]
+    share = math.log(rows / low) / math.log(high / low)
+    return float(slow ** (1 - share) * fast**share)
+
+
+def _contention(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str, frozenset[str]], Points]:
+    found: dict[tuple[str, frozenset[str]], list[tuple[int, float]]] = {}
+    for entry in entries:
+        pair = entry["part"], frozenset(entry["beside"])
+        found.setdefault(pair, []).append((entry["rows"] or 1, entry["share"]))
+    return {pair: tuple(sorted(points)) for pair, points in found.items()}
 
 
 def _drives(profile: dict[str, Any]) -> Duplex | None:

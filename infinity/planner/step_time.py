@@ -6,7 +6,8 @@ beside the others. All that becomes seconds of units and tiles here (`StepWork`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from infinity.config import Config
@@ -87,7 +88,7 @@ class StepTime:
 def predict_step(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> StepTime:
     """Predict a step of `plan` whose micro-batches are `work`, on machines of these rates."""
     asked, shared = step_work(plan, config, work, rates), not plan.machine.discrete
-    done = rehearse(asked, speeds_of(rates, shared=shared))
+    done = rehearse(asked, speeds_of(rates, _most_rows(work), shared=shared))
     micro = config.gradient_accumulation_steps
     return StepTime(
         done.seconds,
@@ -136,16 +137,25 @@ def _unknown(plan: TrainingPlan, rates: Rates) -> tuple[str, ...]:
     return tuple(name for name, missing in needed.items() if missing)
 
 
-def speeds_of(rates: Rates, *, shared: bool) -> Speeds:
+def _most_rows(work: Work) -> int:
+    """Rows that most of a micro-batch's products have."""
+    flops: defaultdict[int, float] = defaultdict(float)
+    for kind, amount in (*work.forward.flops.items(), *work.backward.flops.items()):
+        flops[kind.rows] += amount if kind.layout != "attention" else 0.0
+    return max(1, max(flops, key=flops.__getitem__, default=1))
+
+
+def speeds_of(rates: Rates, rows: int, *, shared: bool) -> Speeds:
     """What each lane does of what it can alone, by the lanes that have work.
 
     Args:
+        rows: of most products.
         shared: the compute device's cores are the optimizer's and the collectives', too.
     """
 
     def speeds(busy: frozenset[str]) -> dict[str, float]:
-        parts = sorted({PARTS[lane] for lane in busy})
-        shares = {part: _beside(part, parts, rates, shared=shared) for part in parts}
+        parts = frozenset(PARTS[lane] for lane in busy)
+        shares = {part: _beside(part, parts - {part}, rates, rows, shared=shared) for part in parts}
         found = {lane: shares[PARTS[lane]] for lane in busy}
         for inward, outward, part in _DUPLEX:
             duplex = rates.disk if part == "disk" else rates.link
@@ -157,17 +167,12 @@ def speeds_of(rates: Rates, *, shared: bool) -> Speeds:
     return speeds
 
 
-def _beside(part: str, busy: Sequence[str], rates: Rates, *, shared: bool) -> float:
-    """What is left of a part of the machine while others work, as measured two by two.
+def _beside(part: str, others: frozenset[str], rates: Rates, rows: int, *, shared: bool) -> float:
+    """What is left of a part of the machine while others work, as measured.
 
     Where that was not measured, those that share cores share them evenly, and others do not know of one another.
     """
-    share, rivals = 1.0, 1
-    for other in busy:
-        if other == part:
-            continue
-        if (part, other) in rates.beside:
-            share *= rates.beside[part, other]
-        elif shared and part in _ON_CORES and other in _ON_CORES:
-            rivals += 1
-    return share / rivals
+    measured = frozenset(other for other in others if rates.left(part, frozenset({other}), rows) is not None)
+    share = (rates.left(part, measured, rows) or 1.0) if measured else 1.0
+    rivals = [other for other in others - measured if shared and part in _ON_CORES and other in _ON_CORES]
+    return share / (1 + len(rivals))

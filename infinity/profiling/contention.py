@@ -1,7 +1,8 @@
-"""What the parts of a machine leave one another: matrix products, the optimizer and the drives, two at a time.
+"""What the parts of a machine leave one another: matrix products, the optimizer and the drives, two or three at a time.
 
 They share cores, caches and memory. How much that costs is known of no machine before it is measured: on one, a drive
-that moves its most takes a core of every four, on another none.
+that moves its most takes a core of every four, on another none. Products are measured with few rows and with many: with
+few they take as long as it takes to read the weights, and whoever uses the memory, too, holds them up.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import permutations
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -24,14 +25,16 @@ from infinity.optim.formats import StateLayout, init_states, state_layout, updat
 from infinity.zero.ranks import Ranks
 
 _ROUNDS = 2
-_ROWS, _WIDTH, _LAYERS = 128, 1024, 24  # of products whose weights no cache has
+_ROWS = (16, 256)
+_WIDTH, _LAYERS = 1024, 24  # whose weights no cache has
 _PAGE_BYTES = 4096
 _MOST_TIMES = 20  # so much longer a measurement may take where a part has not come to one step
 COMPUTE, OPTIMIZER, DISK = "compute", "optimizer", "disk"
-RUNS_OF_DRIVES = 3 * _ROUNDS  # alone, and beside each of the others
+RUNS_OF_DRIVES = _ROUNDS * (2 + 2 * len(_ROWS))  # alone, beside the optimizer, and beside products without it and with
 
 Found = list[dict[str, Any]]
 Move = Callable[[float], float]  # so many seconds of reads and writes; returns bytes a second
+_Beside = tuple[str, tuple[str, ...], int | None]  # a part, who works at the same time, rows of the products
 
 
 def contention(numel: int, move: Move | None, seconds: float, *, computes_here: bool) -> Found:
@@ -46,18 +49,21 @@ def contention(numel: int, move: Move | None, seconds: float, *, computes_here: 
     with ExitStack() as stack:
         optimizer = BusyOptimizer(numel)
         stack.callback(optimizer.close)
-        threads = {OPTIMIZER: optimizer.busy}
-        if computes_here:
-            threads[COMPUTE] = _products()
-        parts = [*threads] + ([DISK] if move else [])
-        shares: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+        products = {rows: _products(rows) for rows in _ROWS} if computes_here else {}
+        parts = [*([COMPUTE] if computes_here else []), OPTIMIZER, *([DISK] if move else [])]
+        shares: defaultdict[_Beside, list[float]] = defaultdict(list)
         for _ in range(_ROUNDS):
-            alone = {part: _together([part], threads, move, seconds)[part] for part in parts}
-            for one, other in ((one, other) for one, other in permutations(parts, 2) if one < other):
-                found = _together([one, other], threads, move, seconds)
-                for part, rival in ((one, other), (other, one)):
-                    if alone[part] and found[part]:  # never 0, of which no plan could be made
-                        shares[part, rival].append(found[part] / alone[part])
+            alone: dict[tuple[str, int | None], float] = {}
+            for together in (busy for size in range(1, len(parts) + 1) for busy in combinations(parts, size)):
+                for rows in products if COMPUTE in together else (None,):
+                    threads = {OPTIMIZER: optimizer.busy} | ({} if rows is None else {COMPUTE: products[rows]})
+                    for part, rate in _together(together, threads, move, seconds).items():
+                        own = part, rows if part == COMPUTE else None
+                        if len(together) == 1:
+                            alone[own] = rate
+                        elif rate and alone[own]:  # never 0, of which no plan could be made
+                            others = tuple(other for other in together if other != part)
+                            shares[part, others, rows].append(rate / alone[own])
     return _entries(shares)
 
 
@@ -68,26 +74,27 @@ def contention_of_ranks(ranks: Ranks, numel: int, seconds: float, *, computes_he
     """
     ranks.barrier()
     found = contention(numel, None, seconds, computes_here=computes_here)
-    shares: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    shares: defaultdict[_Beside, list[float]] = defaultdict(list)
     for entry in (entry for others in ranks.of_all(found) for entry in others):
-        shares[entry["part"], entry["beside"]].append(entry["share"])
+        shares[entry["part"], tuple(entry["beside"]), entry["rows"]].append(entry["share"])
     return _entries(shares)
 
 
-def _entries(shares: Mapping[tuple[str, str], list[float]]) -> Found:
+def _entries(shares: Mapping[_Beside, list[float]]) -> Found:
     return [
-        {"part": part, "beside": other, "share": min(1.0, statistics.fmean(seen))}
-        for (part, other), seen in shares.items()
+        {"part": part, "beside": list(others), "rows": rows, "share": min(1.0, statistics.fmean(seen))}
+        for (part, others, rows), seen in shares.items()
     ]
 
 
 def with_those_of_ranks(found: Found, of_ranks: Found) -> Found:
-    """What was measured on all ranks at once takes the place of what was measured on one."""
-    pairs = {(entry["part"], entry["beside"]) for entry in of_ranks}
-    return [entry for entry in found if (entry["part"], entry["beside"]) not in pairs] + of_ranks
+    """What was measured on all ranks at once takes the place of what has it in it and was measured on one."""
+    pairs = [{entry["part"], *entry["beside"]} for entry in of_ranks]
+    others = [entry for entry in found if not any(pair <= {entry["part"], *entry["beside"]} for pair in pairs)]
+    return others + of_ranks
 
 
-def _together(parts: list[str], threads: Mapping[str, Busy], move: Move | None, seconds: float) -> dict[str, float]:
+def _together(parts: Sequence[str], threads: Mapping[str, Busy], move: Move | None, seconds: float) -> dict[str, float]:
     """Rates of these parts at once, each in its own measure."""
     busy = {part: threads[part] for part in parts if part in threads}
     with ExitStack() as stack:
@@ -145,11 +152,18 @@ class Busy:
             self.steps += 1
 
 
-def _products() -> Busy:
-    """Those of a model's layers."""
-    rows = torch.ones(_ROWS, _WIDTH)
+def _products(rows: int) -> Busy:
+    """Those of a model's layers, forward and backward."""
+    inward, outward = torch.ones(rows, _WIDTH), torch.ones(rows, _WIDTH)
     layers = [torch.ones(_WIDTH, _WIDTH) for _ in range(_LAYERS)]
-    return Busy(lambda count: torch.mm(rows, layers[count % _LAYERS].t()), 2 * _ROWS * _WIDTH**2)
+
+    def step(count: int) -> None:
+        weight = layers[count % _LAYERS]
+        torch.mm(inward, weight.t())
+        torch.mm(outward, weight)
+        torch.mm(outward.t(), inward)
+
+    return Busy(step, 3 * 2 * rows * _WIDTH**2)
 
 
 class BusyOptimizer:

@@ -16,6 +16,7 @@ from infinity.profiling.contention import RUNS_OF_DRIVES, contention
 
 OPERATIONS = ("read", "write", "mixed")
 MOST_PASSES = 4  # over its file, of one measurement: what it may write
+_PASSES_BESIDE = 2  # of one beside others, of which there are more
 _BESIDE_S = 0.5
 Rates = dict[str, Any]
 
@@ -24,7 +25,7 @@ def written_bytes(paths: int, size_bytes: int) -> int:
     """Most that `drive_rates` writes: each file, then writes and mixed, alone, together and beside others."""
     per_path = size_bytes + MOST_PASSES * (size_bytes + size_bytes // 2)
     together = MOST_PASSES * (size_bytes + size_bytes // 2) if paths > 1 else 0
-    beside = RUNS_OF_DRIVES * (MOST_PASSES * size_bytes // 2)
+    beside = RUNS_OF_DRIVES * (_PASSES_BESIDE * size_bytes // 2)
     return paths * (per_path + together + beside)
 
 
@@ -64,7 +65,7 @@ def drive_rates(
                 together[f"{operation}_bytes_per_s"] = _together(sessions, operation, size_bytes, drives, seconds)
                 progress(f"all drives: {operation}")
         fastest = max(float(drive["mixed_bytes_per_s"]) for drive in drives)
-        beside_s = min(_BESIDE_S, seconds, MOST_PASSES * size_bytes / fastest)
+        beside_s = min(_BESIDE_S, seconds, _PASSES_BESIDE * size_bytes / fastest)
         beside = contention(optimizer_numel, partial(_move, sessions), beside_s, computes_here=computes_here)
         progress("drives, optimizer and products beside one another")
     return {"drives": drives, "drives_together": together, "contention": beside}
@@ -110,7 +111,7 @@ def _together(
 
 def _move(sessions: Sequence[BenchSession], seconds: float) -> float:
     """Reads and writes at once, on all drives."""
-    return _total(run_together(sessions, "mixed", seconds, MOST_PASSES))
+    return _total(run_together(sessions, "mixed", seconds, _PASSES_BESIDE))
 
 
 def _total(runs: Sequence[BenchRun]) -> float:

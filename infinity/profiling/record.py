@@ -1,10 +1,10 @@
 """The profile as a file: one JSON object whose names carry their units.
 
-    {"format": "infinity-profile", "version": 3, "taken_at_unix_s": ..., "took_s": ..., "infinity": "0.1.0",
+    {"format": "infinity-profile", "version": 4, "taken_at_unix_s": ..., "took_s": ..., "infinity": "0.1.0",
      "drives": [{"path", "filesystem", "device", "backend", "direct", "cautions": [],
                  "read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s"}],
      "drives_together": {"read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s"}; null for one drive,
-     "contention": [{"part", "beside", "share"}],
+     "contention": [{"part", "beside": [], "rows", "share"}],
      "optimizer": [{"format", "threads", "params_per_s", "bytes_per_s"}],
      "memory": [{"threads", "triad_bytes_per_s", "in_place_bytes_per_s", "fresh_bytes_per_s"}],
      "matmul": [{"device", "dtype", "rows", "flop_per_s"}],
@@ -16,12 +16,12 @@
                "all_gather_bytes_per_s", "reduce_scatter_bytes_per_s"}; null for one process}
 
 What was not measured is null. A rate is that of a median or of one long run. Drives read and write at once in
-`mixed`, whose rate is the sum of both. Contention is the share of its own speed that a part has left beside another:
-"compute" where that is the CPU's, "optimizer", and "disk" in `mixed`. A collective's rate is that of the bytes that a
-rank receives (all-gather) or sends (reduce-scatter): (count - 1) shards. Products are those of a linear layer of so
-many rows, by how their operands lie: "nn", "nt" (the second is transposed), "tn" (the first is); and "attention",
-forward and backward. Fresh memory is what the system has yet to make ready. An operation of a model's forward or
-backward pass costs `operation_s` beside what it computes.
+`mixed`, whose rate is the sum of both. Contention is the share of its own speed that a part has left beside one or more
+others: "compute" where that is the CPU's, with products of so many `rows`, "optimizer", and "disk" in `mixed`. A
+collective's rate is that of the bytes that a rank receives (all-gather) or sends (reduce-scatter): (count - 1) shards.
+Products are those of a linear layer of so many rows, by how their operands lie: "nn", "nt" (the second is transposed),
+"tn" (the first is); and "attention", forward and backward. Fresh memory is what the system has yet to make ready. An
+operation of a model's forward or backward pass costs `operation_s` beside what it computes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 
 from infinity.errors import ConfigError
 
-PROFILE_VERSION = 3
+PROFILE_VERSION = 4
 _FORMAT = "infinity-profile"
 _PARTS = (
     "drives",

@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +20,42 @@ from infinity.errors import ConfigError, StorageError
 from infinity.io import IoOptions
 from infinity.optim.formats import FORMATS
 from infinity.profiling import ProfileJob, planned_write_bytes, read_profile
-from infinity.profiling.contention import Busy, BusyOptimizer, contention
+from infinity.profiling.contention import Busy, BusyOptimizer, contention, with_those_of_ranks
 from infinity.profiling.drives import drive_rates
 from infinity.profiling.processor import matmul_rates, thread_counts, threads, timed
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 SMALL = ("--size", "8MiB", "--seconds", "0.05", "--params", "65536")
+
+
+def shares_of(found: list[dict[str, Any]]) -> dict[tuple[str, tuple[str, ...], int | None], float]:
+    return {(entry["part"], tuple(entry["beside"]), entry["rows"]): entry["share"] for entry in found}
+
+
+def all_shares(parts: Sequence[str]) -> set[tuple[str, tuple[str, ...], int | None]]:
+    """Every part beside one and beside all others, with products of few and of many rows where they take part."""
+    return {
+        (part, tuple(other for other in busy if other != part), rows)
+        for size in range(2, len(parts) + 1)
+        for busy in itertools.combinations(parts, size)
+        for part in busy
+        for rows in ((16, 256) if "compute" in busy else (None,))
+    }
+
+
+def test_what_ranks_have_measured_together_takes_the_place_of_what_has_it_in_it() -> None:
+    found = [
+        {"part": part, "beside": others, "rows": rows, "share": 0.9}
+        for part, others, rows in all_shares(("compute", "optimizer", "disk"))
+    ]
+    of_ranks = [{"part": "compute", "beside": ["optimizer"], "rows": 16, "share": 0.5}]
+    left = shares_of(with_those_of_ranks(found, of_ranks))
+    assert left.pop(("compute", ("optimizer",), 16)) == 0.5
+    assert {frozenset({part, *others}) for part, others, _ in left} == {
+        frozenset({"compute", "disk"}),
+        frozenset({"optimizer", "disk"}),
+    }
 
 
 def test_a_profile_has_every_rate(tmp_path, capsys) -> None:
@@ -40,8 +71,8 @@ def test_a_profile_has_every_rate(tmp_path, capsys) -> None:
     for rates in (*profile["drives"], profile["drives_together"]):
         assert all(rates[f"{operation}_bytes_per_s"] > 1e6 for operation in ("read", "write", "mixed"))
     parts = ["optimizer", "disk"] if torch.accelerator.is_available() else ["compute", "optimizer", "disk"]
-    shares = {(entry["part"], entry["beside"]): entry["share"] for entry in profile["contention"]}
-    assert set(shares) <= set(itertools.permutations(parts, 2))
+    shares = shares_of(profile["contention"])
+    assert set(shares) <= all_shares(parts)
     assert all(0 < share <= 1 for share in shares.values())
     assert {rates["format"] for rates in profile["optimizer"]} == set(FORMATS)
     counts = {memory["threads"] for memory in profile["memory"]}
@@ -67,7 +98,7 @@ def test_no_drive_is_touched_if_none_is_wanted(tmp_path, capsys, monkeypatch) ->
     assert main(["profile", "--without-drives", *SMALL, "--json"]) == 0
     profile = json.loads(capsys.readouterr().out)
     assert profile["drives"] is None
-    assert all("disk" not in (entry["part"], entry["beside"]) for entry in profile["contention"])
+    assert all("disk" not in (entry["part"], *entry["beside"]) for entry in profile["contention"])
 
 
 @pytest.mark.parametrize(
@@ -114,7 +145,7 @@ def test_a_profile_that_is_none_is_refused(tmp_path) -> None:
         ("{", "p.json"),
         ("[]", "is no profile"),
         ('{"format": "infinity-profile", "version": 99}', "has version 99"),
-        ('{"format": "infinity-profile", "version": 3, "drives": []}', "lacks drives_together"),
+        ('{"format": "infinity-profile", "version": 4, "drives": []}', "lacks drives_together"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=words):
@@ -143,18 +174,18 @@ def test_the_rate_of_a_product_is_that_of_its_operations() -> None:
 
 def test_parts_of_a_machine_leave_one_another_a_share() -> None:
     found = contention(4096, lambda seconds: time.sleep(seconds) or 1e9, 0.1, computes_here=True)
-    shares = {(entry["part"], entry["beside"]): entry["share"] for entry in found}
-    assert set(shares) == set(itertools.permutations(("compute", "optimizer", "disk"), 2))
+    shares = shares_of(found)
+    assert set(shares) == all_shares(("compute", "optimizer", "disk"))
     assert all(0 < share <= 1 for share in shares.values())
-    assert shares["disk", "compute"] == shares["disk", "optimizer"] == 1.0
+    assert {share for (part, *_), share in shares.items() if part == "disk"} == {1.0}
     elsewhere = contention(4096, None, 0.05, computes_here=False)
     assert elsewhere == [], "one part has nobody beside it"
 
 
 def test_a_part_slower_than_the_measurement_is_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr("infinity.profiling.contention._products", lambda: Busy(lambda _: time.sleep(0.03), 1))
+    monkeypatch.setattr("infinity.profiling.contention._products", lambda _: Busy(lambda _: time.sleep(0.03), 1))
     found = contention(4096, None, 0.002, computes_here=True)
-    assert {(entry["part"], entry["beside"]) for entry in found} == {("compute", "optimizer"), ("optimizer", "compute")}
+    assert set(shares_of(found)) == all_shares(("compute", "optimizer"))
     assert all(entry["share"] > 0 for entry in found)
 
 

@@ -8,7 +8,7 @@ import infinity
 from infinity.config import load_config
 from infinity.planner import Drive, Machine, count_work, drives_here, estimate, largest_model, plan_training, problems
 from infinity.zero.sizing import compute_dtype
-from tests.behaviour.reference import SEQ, Placement, Recipe, batches, tiny_llama, train_on
+from tests.behaviour.reference import SEQ, Placement, Recipe, batches, tiny_gpt2, tiny_llama, train_on
 
 
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
@@ -39,6 +39,29 @@ def facts(tmp_path, machine: Machine = CPU, host_memory: int = 2_000_000):
     plan = plan_training(tiny_llama(), config, machine)
     work = count_work(tiny_llama(), plan.sizing.partition, compute_dtype(config), 1, SEQ)
     return config, plan, estimate(plan, work, 100)
+
+
+def test_a_gradient_that_several_modules_add_up_is_there_three_times(tmp_path) -> None:
+    """That of the first module that backward comes to, that of the last, and their sum."""
+    config = load_config(Recipe("fp32").config(Placement("nvme", "nvme", tmp_path, "64KiB")))
+    needs = {}
+    for name, make in (("tied", tiny_gpt2), ("apart", tiny_llama)):
+        model = make()
+        plan = plan_training(model, config)
+        work = count_work(model, plan.sizing.partition, compute_dtype(config), 1, SEQ)
+        needs[name] = estimate(plan, work, 0), plan, work
+    tied, plan, work = needs["tied"]
+    units = plan.sizing.partition.units
+    embedding, block = (
+        next(unit.trainable_numel * 4 for unit in units if name in unit.name) for name in ("wte", "transformer.h.0")
+    )
+    assert tied.unit_grad_bytes == max(block + embedding, 3 * embedding)
+    assert tied.process_bytes - tied.budget_bytes == max(
+        int(work.activation_bytes) + block + embedding, 3 * embedding
+    ), "activations are gone when backward comes to the embedding"
+    apart, plan, work = needs["apart"]
+    assert apart.unit_grad_bytes == max(unit.trainable_numel * 4 for unit in plan.sizing.partition.units)
+    assert apart.process_bytes - apart.budget_bytes == int(work.activation_bytes) + apart.unit_grad_bytes
 
 
 def test_what_is_there_is_no_problem(tmp_path) -> None:

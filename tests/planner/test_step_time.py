@@ -219,7 +219,11 @@ def profile() -> dict[str, Any]:
     return {
         "drives": [drive],
         "drives_together": None,
-        "contention": [{"part": "disk", "beside": "optimizer", "share": 0.5}],
+        "contention": [
+            {"part": "disk", "beside": ["optimizer"], "rows": None, "share": 0.5},
+            {"part": "disk", "beside": ["compute", "optimizer"], "rows": 256, "share": 0.4},
+            {"part": "disk", "beside": ["compute", "optimizer"], "rows": 16, "share": 0.1},
+        ],
         "optimizer": [{"format": "split", "threads": n, "params_per_s": n * 1e8} for n in (1, 2)],
         "memory": [{"threads": n, "triad_bytes_per_s": n * 1e9, "fresh_bytes_per_s": n * 3e9} for n in (1, 2)],
         "products": [{"device": "cpu", "dtype": "bfloat16", "layout": "nt", "rows": 32, "flop_per_s": 1e10}],
@@ -232,7 +236,10 @@ def profile() -> dict[str, Any]:
 def test_rates_of_a_profile() -> None:
     rates = rates_of(profile(), dtype="bfloat16", state_format="split")
     assert rates.disk == Duplex(4e9, 2e9, 3e9)
-    assert rates.beside == {("disk", "optimizer"): 0.5}
+    assert rates.left("disk", frozenset({"optimizer"}), 1024) == 0.5
+    shares = [rates.left("disk", frozenset({"compute", "optimizer"}), rows) for rows in (1, 16, 64, 256, 1024)]
+    assert shares == [0.1, 0.1, pytest.approx(0.2), 0.4, 0.4]
+    assert rates.left("disk", frozenset({"compute"}), 64) is None
     assert rates.optimizer_params_per_s == 2e8
     assert rates.memory_bytes_per_s == 2e9
     assert rates.fresh_bytes_per_s == 6e9
@@ -251,7 +258,7 @@ def test_numbers_take_the_place_of_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_reads_and_writes_at_once_have_what_the_drive_gives_both() -> None:
-    speeds = speeds_of(Rates(disk=Duplex(inward=10.0, outward=5.0, both=8.0)), shared=False)
+    speeds = speeds_of(Rates(disk=Duplex(inward=10.0, outward=5.0, both=8.0)), 64, shared=False)
     assert speeds(frozenset({"read", "compute"})) == {"read": 1.0, "compute": 1.0}
     both = speeds(frozenset({"read", "write"}))
     assert both["read"] * 10.0 == both["write"] * 5.0 == pytest.approx(4.0)
@@ -259,9 +266,16 @@ def test_reads_and_writes_at_once_have_what_the_drive_gives_both() -> None:
 
 def test_those_on_the_same_cores_share_them_as_was_measured_or_evenly() -> None:
     cores = frozenset({"compute", "optimizer", "collectives", "read"})
-    even = speeds_of(Rates(), shared=True)(cores)
+    even = speeds_of(Rates(), 64, shared=True)(cores)
     assert even == {**dict.fromkeys(("compute", "optimizer", "collectives"), pytest.approx(1 / 3)), "read": 1.0}
-    rates = Rates(beside={("compute", "optimizer"): 0.8, ("optimizer", "compute"): 0.6, ("compute", "disk"): 0.9})
-    measured = speeds_of(rates, shared=True)(frozenset({"compute", "optimizer", "read"}))
+    pairs = {("compute", "optimizer"): 0.8, ("optimizer", "compute"): 0.6, ("compute", "disk"): 0.9}
+    beside = {(part, frozenset({other})): ((16, share / 2), (64, share)) for (part, other), share in pairs.items()}
+    busy = frozenset({"compute", "optimizer", "read"})
+    measured = speeds_of(Rates(beside=beside), 64, shared=True)(busy)
     assert measured == {"compute": pytest.approx(0.8 * 0.9), "optimizer": 0.6, "read": 1.0}
-    assert set(speeds_of(Rates(), shared=False)(cores).values()) == {1.0}
+    few_rows = speeds_of(Rates(beside=beside), 8, shared=True)(busy)
+    assert few_rows == {"compute": pytest.approx(0.4 * 0.45), "optimizer": 0.3, "read": 1.0}
+    beside["compute", frozenset({"optimizer", "disk"})] = ((16, 0.5),)
+    measured = speeds_of(Rates(beside=beside), 64, shared=True)(busy)
+    assert measured == {"compute": 0.5, "optimizer": 0.6, "read": 1.0}, "as all three were measured at once"
+    assert set(speeds_of(Rates(), 64, shared=False)(cores).values()) == {1.0}
