@@ -193,7 +193,7 @@ def config_of(regime: Regime, path: str, params: int) -> dict[str, Any]:
 def touch(engine: infinity.Engine) -> None:
     """Have the memory be there that updates ahead of the norm leave in what they replace: on a virtual machine it comes
     slowly, and would take some steps' time."""
-    arena = engine._runtime.pipeline.images.arena
+    arena = engine._runtime.pipeline.undoing.images.arena
     if free_bytes := arena.capacity_bytes - arena.used_bytes:
         with arena.lease(free_bytes) as all_of_it:
             all_of_it.tensor(torch.uint8).zero_()

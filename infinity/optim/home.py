@@ -16,7 +16,8 @@ from infinity.kernels import Dither, Hyper
 from infinity.memory import Arena
 from infinity.optim import formats
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
-from infinity.optim.pipeline import MOST_SLOTS, Segment, UpdateJob, UpdatePipeline, UpdateTicket
+from infinity.optim.jobs import Segment, UpdateJob, UpdateTicket
+from infinity.optim.pipeline import MOST_SLOTS, UpdatePipeline
 from infinity.schedule.placement import cut_into_tiles
 from infinity.telemetry import Counters
 from infinity.tiers import Memory

@@ -17,28 +17,23 @@ import threading
 import time
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from infinity.errors import InfinityError
 from infinity.io.threads import start_thread
-from infinity.kernels import Dither, Lost, Rule
+from infinity.kernels import Dither, Rule
 from infinity.memory import Lease
-from infinity.optim.before_images import BeforeImages, Image, Room, image_bytes
-from infinity.optim.formats import (
-    StateLayout,
-    can_recover,
-    can_recover_param,
-    recover,
-    update,
-)
-from infinity.optim.remainder import Remainder
-from infinity.telemetry import Counters, Times, Waits
-from infinity.tiers.copies import Memory, Move, Transfer
+from infinity.optim.before_images import BeforeImages, Image
+from infinity.optim.formats import StateLayout, update
+from infinity.optim.jobs import UpdateJob, UpdateTicket, parts_of
+from infinity.optim.tile_fields import TileFields
+from infinity.optim.undo import Undo
+from infinity.telemetry import Counters, Waits
+from infinity.tiers.copies import Memory, Transfer
 from infinity.tiers.ring import Ring
 from infinity.tiers.states import StateStore, Tile
 
@@ -47,113 +42,11 @@ from infinity.tiers.states import StateStore, Tile
 # flight bridge: on two cores 16 of 4 MiB kept a drive busy for 98% of the time, 4 of 16 MiB for 88%.
 LEAST_SLOTS, MOST_SLOTS = 4, 16
 
-_MOST_LOST_PARAMS = 1 << 20  # each takes 10 bytes, for which no budget has room
-_RECOVERING_SLOTS = 2  # one has a tile after its update, one as it was before
-
 _HOST = Memory.HOST  # a look-up in an Enum takes 0.2 us
 _LEAVE_S = 10.0  # a tile takes milliseconds; a drive that hangs must not keep the process from ending
 
 # (unit, tile, the parameters of the whole shard, the tile's fields): looks at what is about to be updated
 BeforeUpdate = Callable[[int, Tile, torch.Tensor, "dict[str, torch.Tensor]"], None]
-WriteParams = Callable[[int, int, int], "Transfer | None"]  # (unit, start, numel): starts writing them to their home
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A run of elements of a shard that one kernel call may cover."""
-
-    start: int
-    stop: int
-    rule: Rule
-
-
-@dataclass(frozen=True)
-class UpdateJob:
-    """One unit's update.
-
-    Attributes:
-        unit: index of the unit.
-        param: the shard's trainable elements in compute dtype, in host memory; updated in place.
-        grad: gradients, same length.
-        segments: what to update, and how; elements outside are left alone.
-        ready: what `param` and `grad` still wait for.
-        write: for every tile, starts writing the updated parameters to their home; None where they stay in memory.
-        seed: of this update's stochastic rounding.
-        first: position of the shard's first element in the unit; shards of several ranks round differently.
-        needed: when the unit is needed next; the lowest goes first among units that nobody waits for yet.
-        tiles: indices of those to update; None for all.
-        before: room for what is replaced, by index of the tile.
-        tells_grads: the gradients are not to be kept for when the update is undone, see [Note: lost gradients] in
-            csrc/adam/kernels.cpp.
-        tells_param: nor are the parameters.
-    """
-
-    unit: int
-    # Not in tracebacks, which may be written when the memory that they look into is gone.
-    param: torch.Tensor = field(repr=False)
-    grad: torch.Tensor = field(repr=False)
-    segments: tuple[Segment, ...]
-    ready: tuple[Move, ...]
-    write: WriteParams | None
-    seed: int = 0
-    first: int = 0
-    needed: int = 0
-    tiles: frozenset[int] | None = None
-    before: Mapping[int, Image] = field(default_factory=dict)
-    tells_grads: bool = False
-    tells_param: bool = False
-
-
-@dataclass(eq=False)
-class UpdateTicket:
-    """Progress of one job. `computed` resolves when the new values are in memory; writes may still be in flight.
-
-    Attributes:
-        tiles: those of the unit that are not updated yet, in order.
-        missing: moves that the update still has to wait for.
-        awaited: somebody waits for this update and no other.
-        chosen: the worker has chosen it, and may be at a tile of it now.
-        begun: a tile has been updated.
-        keeps: what is replaced may be needed again.
-        kept: tiles of which `job.before` has what was there.
-        under_way: the tile that is updated now, if `job.before` has room for it.
-        reached: all elements before this one have been updated.
-        recovers: what has been updated so far tells its gradients, beside what was before it, but for `remainder`.
-    """
-
-    job: UpdateJob
-    tiles: deque[Tile]
-    missing: tuple[Move, ...]
-    awaited: bool = False
-    chosen: bool = False
-    begun: bool = False
-    keeps: bool = True
-    kept: list[Tile] = field(default_factory=list)
-    under_way: Tile | None = None
-    reached: int = 0
-    computed: Future[None] = field(default_factory=Future)
-    writes: list[Transfer] = field(default_factory=list)
-    recovers: bool = field(init=False)
-    remainder: Remainder = field(default_factory=Remainder)
-
-    def __post_init__(self) -> None:
-        self.recovers = self.job.tells_grads
-
-    def done(self) -> bool:
-        return self.computed.done() and all(write.done() for write in self.writes)
-
-    def times(self) -> Times | None:
-        return None
-
-    def result(self) -> None:
-        """Block until everything is computed and written.
-
-        Raises:
-            StorageError: a read or write of this job failed.
-        """
-        self.computed.result()
-        for write in self.writes:
-            write.result()
 
 
 class UpdatePipeline:
@@ -161,7 +54,7 @@ class UpdatePipeline:
 
     Attributes:
         waits: what the worker waited for; who waits for a ticket waits for that too.
-        images: room for what updates replace that may be undone.
+        undoing: what there was before updates that may be undone.
         before_update: called by the worker for every tile of a job before any of it is updated, in their order; never
             raises. Set while no job is queued.
 
@@ -184,15 +77,13 @@ class UpdatePipeline:
         self.waits = Waits(counters.timeline)
         self.before_update: BeforeUpdate | None = None
         self._ring = Ring(states, slots, self.waits)
-        self.images = BeforeImages(0) if images is None else images
+        self._fields = TileFields(layout)
+        self.undoing = Undo(layout, states, self._fields, self._ring, len(slots), images or BeforeImages(0))
         self._queue: list[UpdateTicket] = []  # in the order of their ranks
         self._prefers_begun = True
-        self._views: dict[tuple[Lease, int], dict[str, torch.Tensor]] = {}  # of that many elements in a lease
         self._queued: Counter[int] = Counter()  # by unit
         self._expected: dict[int, None] = {}
         self._errands: deque[tuple[Callable[[], None], Future[None]]] = deque()
-        self._recovers = len(slots) >= _RECOVERING_SLOTS
-        self._lost_params = 0  # of updates that may be undone
         self._wake = threading.Condition()
         self._closing = False
         self._leaving = False
@@ -271,54 +162,8 @@ class UpdatePipeline:
         return frozenset(range(len(self._states.tiles(unit))))
 
     def can_undo(self, unit: int, *, param: bool) -> frozenset[int]:
-        """Indices of the unit's tiles of which an update that is submitted now can be undone.
-
-        None while somebody looks on `before_update`, and is to see the tiles of a unit in their order. All or none
-        where parameters are in memory: what goes up to a device goes as a unit, and would go twice.
-
-        Args:
-            param: its parameters are to be kept, too.
-        """
-        if self.before_update is not None:
-            return frozenset()
-        tiles = self._states.tiles(unit)
-        with self._wake:
-            room = self.images.room()
-            undoable = frozenset(tile.index for tile in tiles if self._can_undo(tile, room, param=param))
-        return undoable if not param or len(undoable) == len(tiles) else frozenset()
-
-    def _can_undo(self, tile: Tile, room: Room, *, param: bool) -> bool:
-        fields = not self._states.can_undo(tile)
-        if fields and not tile.is_in_memory_alone:
-            return False
-        return room.draw([*([tile.nbytes] if fields else []), *([self._param_bytes(tile)] if param else [])])
-
-    def _param_bytes(self, tile: Tile) -> int:
-        return image_bytes(self._layout, tile.numel) - tile.nbytes
-
-    def keep_before(self, unit: int, tiles: Collection[int], *, param: bool) -> dict[int, Image]:
-        """Room for what an update of these tiles replaces, which `can_undo` has named; of those that need any.
-
-        Pairs with `forget_before`.
-        """
-        images = {}
-        for tile in self._states.tiles(unit):
-            fields = not self._states.can_undo(tile)
-            if tile.index in tiles and (param or fields):
-                images[tile.index] = Image(tile.nbytes if fields else 0, self._param_bytes(tile) if param else 0)
-        with self._wake:
-            for image in images.values():
-                self.images.promise(image)
-        return images
-
-    def forget_before(self, ticket: UpdateTicket) -> None:
-        """What the update has replaced is not needed any more."""
-        with self._wake:
-            ticket.keeps = False
-            self._lost_params -= ticket.remainder.forget_params()
-            for index, image in ticket.job.before.items():
-                if ticket.under_way is None or ticket.under_way.index != index:  # the worker gives that back
-                    self.images.give_back(image)
+        """See `Undo.can_undo`: none while somebody looks on `before_update`, and is to see the tiles in their order."""
+        return self.undoing.can_undo(unit, param=param) if self.before_update is None else frozenset()
 
     def withdraw(self, ticket: UpdateTicket) -> bool:
         """Have an update that runs ahead not take place, and its room be others'; False if the worker is at it, or has
@@ -329,33 +174,20 @@ class UpdatePipeline:
             self._queue.remove(ticket)
             self._queued[ticket.job.unit] -= 1
             ticket.recovers = False
-        self.forget_before(ticket)
+        self.undoing.forget_before(ticket)
         ticket.computed.set_result(None)
         return True
 
     def undo(self, tickets: Sequence[UpdateTicket]) -> None:
         """Have the states be what they were before these updates, which are not under way; waits for that.
 
-        Only of tiles that `can_undo` has named before they were submitted. Parameters are not put back: `params_before`
-        has them.
+        Only of tiles that `can_undo` has named before they were submitted. Parameters are not put back:
+        `Undo.params_before` has them.
 
         Raises:
             StorageError: they cannot be read again.
         """
         self._send(partial(self._undo_all, tickets))
-
-    def can_recover(self, segments: Sequence[Segment], grad_dtype: torch.dtype) -> bool:
-        """Gradients of this dtype need not be kept for when updates by these rules are undone."""
-        return self._recovers and all(can_recover(self._layout, each.rule, grad_dtype) for each in segments)
-
-    def can_recover_param(self, segments: Sequence[Segment], grad_dtype: torch.dtype) -> bool:
-        """Nor need parameters, but for those that are lost, of which there are not many."""
-        few = self._lost_params < _MOST_LOST_PARAMS
-        return few and can_recover_param(self._layout) and self.can_recover(segments, grad_dtype)
-
-    def has_slots(self, unit: int) -> bool:
-        """What an update that is submitted now replaces of the unit's states stays in other slots."""
-        return all(map(self._states.can_undo, self._states.tiles(unit)))
 
     def recover(self, ticket: UpdateTicket, *, grad: torch.Tensor | None, param: torch.Tensor | None) -> None:
         """Have what there was before an update that is to be undone, and is not under way.
@@ -383,15 +215,6 @@ class UpdatePipeline:
             self._wake.notify()
         done.result()
 
-    @staticmethod
-    def params_before(ticket: UpdateTicket) -> Iterator[tuple[int, torch.Tensor]]:
-        """Where pieces of a shard's parameters begin that an update has changed, and what they were."""
-        for tile in ticket.kept:
-            before = ticket.job.before[tile.index].old_param(ticket.job.param.dtype, tile.numel)
-            for start, stop, _ in _parts(ticket.job, tile):
-                if before is not None:
-                    yield start, before[start - tile.start : stop - tile.start]
-
     def tiles(
         self, unit: int, *, writable: bool, fresh: bool = False
     ) -> Iterator[tuple[Tile, dict[str, torch.Tensor]]]:
@@ -411,7 +234,7 @@ class UpdatePipeline:
             try:
                 if writable:
                     tile.begin_write(_HOST)  # of what is held nothing moves
-                yield tile, self._fields(tile)
+                yield tile, self._fields.of(tile)
                 if writable:
                     tile.end_write(_HOST)
             finally:
@@ -464,8 +287,8 @@ class UpdatePipeline:
         self._stop()
         atexit.unregister(self._leave)
         self._ring.clear()
-        self.images.close()
-        self._views.clear()  # they hold on to the memory
+        self.undoing.close()
+        self._fields.clear()
 
     def _leave(self) -> None:
         """At exit, stop the worker after the tile that it is at; what is queued fails.
@@ -539,47 +362,11 @@ class UpdatePipeline:
     def _undo_all(self, tickets: Sequence[UpdateTicket]) -> None:
         for ticket in tickets:
             for tile in self._tiles_of(ticket.job):
-                self._undo(ticket, tile)
-
-    def _undo(self, ticket: UpdateTicket, tile: Tile) -> None:
-        """Put back what an update that may have come to a tile has replaced."""
-        image = ticket.job.before.get(tile.index)
-        if image is None or not image.fields_bytes:
-            self._ring.undo(tile)
-        elif tile in ticket.kept:
-            tile.lease, image.fields = image.fields, tile.lease
-            tile.take_back(_HOST)
+                self.undoing.undo(ticket, tile)
 
     def _recover(self, ticket: UpdateTicket, grad: torch.Tensor | None, param: torch.Tensor | None) -> None:
-        for tile in self._tiles_of(ticket.job):
-            parts = list(_parts(ticket.job, tile))
-            if parts and tile not in ticket.tiles:
-                self._recover_tile(tile, parts, grad, param)
-        ticket.remainder.put(grad, param)
-
-    def _recover_tile(
-        self,
-        tile: Tile,
-        parts: Sequence[tuple[int, int, Rule]],
-        grad: torch.Tensor | None,
-        param: torch.Tensor | None,
-    ) -> None:
-        self._ring.hold(tile)
-        try:
-            with self._ring.before(tile) as place:
-                before, after = self._fields_at(place, tile), self._fields(tile)
-                for start, stop, rule in parts:
-                    old, new = (self._of_part(fields, tile, start, stop) for fields in (before, after))
-                    recover(
-                        self._layout,
-                        rule,
-                        old,
-                        new,
-                        grad=None if grad is None else grad[start:stop],
-                        param=None if param is None else param[start:stop],
-                    )
-        finally:
-            self._ring.let_go(tile)
+        updated = [tile for tile in self._tiles_of(ticket.job) if tile not in ticket.tiles]
+        self.undoing.recover(ticket, updated, grad, param)
 
     def _next_ticket(self) -> UpdateTicket | None:
         """The one to go on with: the nearest to being updated, and of those the first in rank."""
@@ -643,7 +430,7 @@ class UpdatePipeline:
         self._ring.hold(tile)
         try:
             if self.before_update is not None:
-                self.before_update(job.unit, tile, job.param, self._fields(tile))
+                self.before_update(job.unit, tile, job.param, self._fields.of(tile))
             touched = self._compute(ticket, tile)
         finally:
             write = self._ring.let_go(tile)
@@ -655,15 +442,15 @@ class UpdatePipeline:
     def _compute(self, ticket: UpdateTicket, tile: Tile) -> bool:
         """Update what the job's segments have of a tile; False if that is nothing."""
         job = ticket.job
-        parts = list(_parts(job, tile))
+        parts = list(parts_of(job, tile))
         if not parts:
             return False
         begun_s = time.perf_counter()
-        image = self._begin_keeping(ticket, tile)
+        image = self.undoing.begin_keeping(ticket, tile)
         tile.begin_write(_HOST)  # of what is held nothing moves
         self._apply(ticket, tile, parts, image)
         if image is not None:
-            self._end_keeping(ticket, tile, image)
+            self.undoing.end_keeping(ticket, tile, image)
         tile.end_write(_HOST)
         self._counters.updated(job.unit, tile.nbytes, begun_s)
         return True
@@ -671,12 +458,12 @@ class UpdatePipeline:
     def _apply(
         self, ticket: UpdateTicket, tile: Tile, parts: Sequence[tuple[int, int, Rule]], image: Image | None
     ) -> None:
-        job, fields = ticket.job, self._fields(tile)
+        job, fields = ticket.job, self._fields.of(tile)
         old_param = new_fields = None
         if image is not None:
             old_param = image.old_param(job.param.dtype, tile.numel)
             if image.fields is not None:
-                new_fields = self._fields_at(image.fields, tile)
+                new_fields = self._fields.at(image.fields, tile)
                 if sum(stop - start for start, stop, _ in parts) < tile.numel:
                     for name, values in new_fields.items():  # what is not updated comes along
                         values.copy_(fields[name])
@@ -684,12 +471,12 @@ class UpdatePipeline:
             here = slice(start - tile.start, stop - tile.start)
             aside = (
                 None if old_param is None else old_param[here],
-                None if new_fields is None else self._of_part(new_fields, tile, start, stop),
+                None if new_fields is None else self._fields.part(new_fields, tile, start, stop),
             )
             lost = update(
                 self._layout,
                 job.param[start:stop],
-                self._of_part(fields, tile, start, stop),
+                self._fields.part(fields, tile, start, stop),
                 job.grad[start:stop],
                 rule,
                 Dither(job.seed, job.first + start),
@@ -698,60 +485,7 @@ class UpdatePipeline:
                 params=job.tells_param,
             )
             if lost is not None:
-                self._note_lost(ticket, start, lost)
-
-    def _note_lost(self, ticket: UpdateTicket, start: int, lost: Lost) -> None:
-        """Keep what the states do not tell of the elements from `start` on."""
-        job, remainder = ticket.job, ticket.remainder
-        if lost.grads is None:
-            ticket.recovers = False
-            remainder.forget_grads()
-        elif ticket.recovers:
-            remainder.keep_grads(lost.grads, start, job.grad)
-        with self._wake:
-            if ticket.keeps:
-                remainder.keep_params(lost.params, start, lost.param_bits, job.param.dtype)
-                self._lost_params += len(lost.params)
-
-    def _begin_keeping(self, ticket: UpdateTicket, tile: Tile) -> Image | None:
-        """Where what the update of a tile replaces goes; None where it is not needed again."""
-        if not ticket.job.before:
-            return None
-        with self._wake:
-            image = ticket.job.before.get(tile.index) if ticket.keeps else None
-            if image is not None:
-                self.images.take(image)
-                ticket.under_way = tile
-        return image
-
-    def _end_keeping(self, ticket: UpdateTicket, tile: Tile, image: Image) -> None:
-        """The tile's new fields are in its second place."""
-        if image.fields is not None:
-            tile.lease, image.fields = image.fields, tile.lease
-        with self._wake:
-            ticket.under_way = None
-            if ticket.keeps:
-                ticket.kept.append(tile)
-            else:
-                self.images.give_back(image)
-
-    def _of_part(self, fields: dict[str, torch.Tensor], tile: Tile, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """The fields of elements [start, stop) of the shard."""
-        if stop - start == tile.numel:
-            return fields
-        return self._layout.narrow(fields, start - tile.start, stop - tile.start)
-
-    def _fields(self, tile: Tile) -> dict[str, torch.Tensor]:
-        """The fields of a tile where it is held."""
-        assert tile.lease is not None
-        return self._fields_at(tile.lease, tile)
-
-    def _fields_at(self, place: Lease, tile: Tile) -> dict[str, torch.Tensor]:
-        key = (place, tile.numel)
-        if key not in self._views:
-            buffer = place.tensor(torch.uint8, tile.nbytes)
-            self._views[key] = self._layout.views(buffer, tile.numel)
-        return self._views[key]
+                self.undoing.note_lost(ticket, start, lost)
 
     # Reading ahead #
 
@@ -775,11 +509,3 @@ class UpdatePipeline:
         except BaseException:  # it comes again when the tile is updated, and then there is somebody to tell
             with self._wake:
                 self._expected = {}
-
-
-def _parts(job: UpdateJob, tile: Tile) -> Iterator[tuple[int, int, Rule]]:
-    """Where in the shard what the job does to a tile begins and ends, and the rule."""
-    for segment in job.segments:
-        start, stop = max(segment.start, tile.start), min(segment.stop, tile.start + tile.numel)
-        if start < stop:
-            yield start, stop, segment.rule

@@ -148,6 +148,11 @@ class Params:
         """This rank's shard where it is changed; valid from `open_host` to `close_host` once `host_wait` is over."""
         return self.units[unit].shard
 
+    @property
+    def budget(self) -> str:
+        """Key of the memory in which values are computed on."""
+        return "tiering.host_memory" if self._device is None else "tiering.device_memory"
+
     # First values #
 
     def create(self, unit: int) -> bool:

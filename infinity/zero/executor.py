@@ -27,7 +27,8 @@ import torch
 
 from infinity.errors import CapacityError, StorageError
 from infinity.io import Priority
-from infinity.optim.pipeline import Segment, UpdatePipeline
+from infinity.optim.jobs import Segment
+from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule import Cycle
 from infinity.telemetry import Counters
 from infinity.tiers import Params, Residency
@@ -243,10 +244,13 @@ class Executor:
                     self._touch(other)
                 return
         spec = self._params.specs[unit]
-        pinned = [s.name for i, s in enumerate(self._params.specs) if self._params.is_pinned(i) and s.offloaded]
+        pinned = [other for unit, other in enumerate(self._params.specs) if self._params.is_pinned(unit)]
+        others = {other.name: other.nbytes for other in pinned if other.offloaded}
+        more = spec.nbytes + sum(others.values()) - self._cycle.capacity_bytes
         raise CapacityError(
-            f"unit `{spec.name}` needs {spec.nbytes} bytes but {', '.join(pinned)} are in use together and fill the "
-            f"{self._cycle.capacity_bytes} bytes for parameters: raise tiering.host_memory (or device_memory)"
+            f"unit `{spec.name}` needs {spec.nbytes} bytes but {', '.join(others)} are in use together and fill the "
+            f"{self._cycle.capacity_bytes} bytes for parameters: raise {self._params.budget} by {max(more, spec.nbytes)} "
+            "bytes or more"
         )
 
     def forward_order(self, units: Sequence[int]) -> list[int]:

@@ -24,7 +24,8 @@ import torch
 
 from infinity.errors import CapacityError, InfinityError
 from infinity.optim.before_images import Image
-from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket
+from infinity.optim.jobs import Segment, UpdateJob, UpdateTicket
+from infinity.optim.pipeline import UpdatePipeline
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import GradStore, Move, Params, Residency
 from infinity.zero.on_device import OnDevice
@@ -235,7 +236,7 @@ class InFlight:
             return _OldParams.SLOTS
         if not each.can_put_back():
             return _OldParams.NOWHERE
-        told = pipeline.can_recover_param(segments, self._grads.dtype) and pipeline.has_slots(unit)
+        told = pipeline.undoing.can_recover_param(segments, self._grads.dtype) and pipeline.undoing.has_slots(unit)
         return _OldParams.STATES if told else _OldParams.IMAGES
 
     def _can_undo(self, unit: int, old_params: _OldParams) -> frozenset[int]:
@@ -254,13 +255,13 @@ class InFlight:
             self.open_host(unit)
             old_params = self._old_params(unit, segments)
             tiles = self._can_undo(unit, old_params)
-            before = self._pipeline.keep_before(unit, tiles, param=old_params is _OldParams.IMAGES)
+            before = self._pipeline.undoing.keep_before(unit, tiles, param=old_params is _OldParams.IMAGES)
             tells_grads = (
                 may_leave
                 and not before
                 and self._grads.shares(unit)
                 and tiles == self._pipeline.all_tiles(unit)
-                and self._pipeline.can_recover(segments, self._grads.dtype)
+                and self._pipeline.undoing.can_recover(segments, self._grads.dtype)
             )
             ticket = self._hand_over(
                 unit,
@@ -284,7 +285,7 @@ class InFlight:
                 self._grads.drop(unit)
             else:
                 handed.keeps = False
-            self._pipeline.forget_before(ahead.ticket)
+            self._pipeline.undoing.forget_before(ahead.ticket)
 
     def undo(self, units: Sequence[int], *, grads: bool = True) -> frozenset[int]:
         """The units are what they were before they were updated ahead.
@@ -322,7 +323,7 @@ class InFlight:
                     self._params.undo(unit)
                 elif old_params[unit] is _OldParams.IMAGES:
                     self._put_back(unit)
-                self._pipeline.forget_before(ticket)
+                self._pipeline.undoing.forget_before(ticket)
                 del self._ahead[unit]
         return frozenset(unit for unit in units if old_params[unit] is _OldParams.SLOTS)
 
@@ -359,7 +360,7 @@ class InFlight:
     def _put_back(self, unit: int) -> None:
         """Change the parameters to what they were before they were updated ahead."""
         with self._changing(unit) as flat:
-            for start, values in self._pipeline.params_before(self._ahead[unit].ticket):
+            for start, values in self._pipeline.undoing.params_before(self._ahead[unit].ticket):
                 flat[start : start + values.numel()].copy_(values)
 
     @contextmanager

@@ -6,7 +6,7 @@ import torch
 
 from infinity.kernels import update_on_device
 from infinity.optim.formats import StateLayout
-from infinity.optim.pipeline import Segment
+from infinity.optim.jobs import Segment
 from infinity.tiers import DeviceGrads, Fields, Params, StateStore
 
 

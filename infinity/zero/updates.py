@@ -18,7 +18,7 @@ from enum import Enum
 
 from infinity.errors import CapacityError, NonFiniteError
 from infinity.kernels import Rule
-from infinity.optim.pipeline import Segment
+from infinity.optim.jobs import Segment
 from infinity.tiers import overlap
 from infinity.zero.executor import Executor
 from infinity.zero.foresight import Foresight

@@ -19,7 +19,8 @@ from infinity.io import IoFuture, IoOptions, Priority, Span
 from infinity.kernels import Hyper
 from infinity.memory import Arena
 from infinity.optim.formats import SHARD_ALIGN, state_layout
-from infinity.optim.pipeline import Segment, UpdateJob, UpdatePipeline, UpdateTicket, WriteParams
+from infinity.optim.jobs import Segment, UpdateJob, UpdateTicket, WriteParams
+from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule.placement import resident_tiles
 from infinity.telemetry import Counters, StallCause, Times
 from infinity.tiers import Extent, Memory, Move, StateStore, SwapPath, SwapSpace, open_swap

@@ -1,0 +1,125 @@
+"""What the optimizer pipeline is asked for: the update of one unit, and how far it is."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.kernels import Rule
+from infinity.optim.before_images import Image
+from infinity.optim.remainder import Remainder
+from infinity.telemetry import Times
+from infinity.tiers.copies import Move, Transfer
+from infinity.tiers.states import Tile
+
+WriteParams = Callable[[int, int, int], "Transfer | None"]  # (unit, start, numel): starts writing them to their home
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of elements of a shard that one kernel call may cover."""
+
+    start: int
+    stop: int
+    rule: Rule
+
+
+@dataclass(frozen=True)
+class UpdateJob:
+    """One unit's update.
+
+    Attributes:
+        unit: index of the unit.
+        param: the shard's trainable elements in compute dtype, in host memory; updated in place.
+        grad: gradients, same length.
+        segments: what to update, and how; elements outside are left alone.
+        ready: what `param` and `grad` still wait for.
+        write: for every tile, starts writing the updated parameters to their home; None where they stay in memory.
+        seed: of this update's stochastic rounding.
+        first: position of the shard's first element in the unit; shards of several ranks round differently.
+        needed: when the unit is needed next; the lowest goes first among units that nobody waits for yet.
+        tiles: indices of those to update; None for all.
+        before: room for what is replaced, by index of the tile.
+        tells_grads: the gradients are not to be kept for when the update is undone, see [Note: lost gradients] in
+            csrc/adam/kernels.cpp.
+        tells_param: nor are the parameters.
+    """
+
+    unit: int
+    # Not in tracebacks, which may be written when the memory that they look into is gone.
+    param: torch.Tensor = field(repr=False)
+    grad: torch.Tensor = field(repr=False)
+    segments: tuple[Segment, ...]
+    ready: tuple[Move, ...]
+    write: WriteParams | None
+    seed: int = 0
+    first: int = 0
+    needed: int = 0
+    tiles: frozenset[int] | None = None
+    before: Mapping[int, Image] = field(default_factory=dict)
+    tells_grads: bool = False
+    tells_param: bool = False
+
+
+@dataclass(eq=False)
+class UpdateTicket:
+    """Progress of one job. `computed` resolves when the new values are in memory; writes may still be in flight.
+
+    Attributes:
+        tiles: those of the unit that are not updated yet, in order.
+        missing: moves that the update still has to wait for.
+        awaited: somebody waits for this update and no other.
+        chosen: the worker has chosen it, and may be at a tile of it now.
+        begun: a tile has been updated.
+        keeps: what is replaced may be needed again.
+        kept: tiles of which `job.before` has what was there.
+        under_way: the tile that is updated now, if `job.before` has room for it.
+        reached: all elements before this one have been updated.
+        recovers: what has been updated so far tells its gradients, beside what was before it, but for `remainder`.
+    """
+
+    job: UpdateJob
+    tiles: deque[Tile]
+    missing: tuple[Move, ...]
+    awaited: bool = False
+    chosen: bool = False
+    begun: bool = False
+    keeps: bool = True
+    kept: list[Tile] = field(default_factory=list)
+    under_way: Tile | None = None
+    reached: int = 0
+    computed: Future[None] = field(default_factory=Future)
+    writes: list[Transfer] = field(default_factory=list)
+    recovers: bool = field(init=False)
+    remainder: Remainder = field(default_factory=Remainder)
+
+    def __post_init__(self) -> None:
+        self.recovers = self.job.tells_grads
+
+    def done(self) -> bool:
+        return self.computed.done() and all(write.done() for write in self.writes)
+
+    def times(self) -> Times | None:
+        return None
+
+    def result(self) -> None:
+        """Block until everything is computed and written.
+
+        Raises:
+            StorageError: a read or write of this job failed.
+        """
+        self.computed.result()
+        for write in self.writes:
+            write.result()
+
+
+def parts_of(job: UpdateJob, tile: Tile) -> Iterator[tuple[int, int, Rule]]:
+    """Where in the shard what the job does to a tile begins and ends, and the rule."""
+    for segment in job.segments:
+        start, stop = max(segment.start, tile.start), min(segment.stop, tile.start + tile.numel)
+        if start < stop:
+            yield start, stop, segment.rule

@@ -1,0 +1,40 @@
+"""The fields of a tile of optimizer states as tensors, wherever the tile lies."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.memory import Lease
+from infinity.optim.formats import StateLayout
+from infinity.tiers.states import Tile
+
+
+class TileFields:
+    """Views of tiles, made once for each place that a tile may have."""
+
+    def __init__(self, layout: StateLayout) -> None:
+        self._layout = layout
+        self._views: dict[tuple[Lease, int], dict[str, torch.Tensor]] = {}  # of that many elements in a lease
+
+    def of(self, tile: Tile) -> dict[str, torch.Tensor]:
+        """Of a tile where it is held; 1-D, by name."""
+        assert tile.lease is not None
+        return self.at(tile.lease, tile)
+
+    def at(self, place: Lease, tile: Tile) -> dict[str, torch.Tensor]:
+        """As they would be if the tile were in `place`."""
+        key = (place, tile.numel)
+        if key not in self._views:
+            buffer = place.tensor(torch.uint8, tile.nbytes)
+            self._views[key] = self._layout.views(buffer, tile.numel)
+        return self._views[key]
+
+    def part(self, fields: dict[str, torch.Tensor], tile: Tile, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Of elements [start, stop) of the shard, which are the tile's."""
+        if stop - start == tile.numel:
+            return fields
+        return self._layout.narrow(fields, start - tile.start, stop - tile.start)
+
+    def clear(self) -> None:
+        """Let go of the memory."""
+        self._views.clear()
