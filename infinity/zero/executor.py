@@ -249,8 +249,8 @@ class Executor:
         more = spec.nbytes + sum(others.values()) - self._cycle.capacity_bytes
         raise CapacityError(
             f"unit `{spec.name}` needs {spec.nbytes} bytes but {', '.join(others)} are in use together and fill the "
-            f"{self._cycle.capacity_bytes} bytes for parameters: raise {self._params.budget} by {max(more, spec.nbytes)} "
-            "bytes or more"
+            f"{self._cycle.capacity_bytes} bytes for parameters: raise {self._params.budget} by "
+            f"{max(more, spec.nbytes)} bytes or more"
         )
 
     def forward_order(self, units: Sequence[int]) -> list[int]:

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Protocol
@@ -50,7 +50,7 @@ from infinity.zero.compiled import is_compiled, left_out
 from infinity.zero.coroutines import current_coroutine
 from infinity.zero.outside_units import normalisations
 from infinity.zero.partition import HookPoint, Partition, Unit
-from infinity.zero.reads import ParameterReads
+from infinity.zero.reads import ParameterReads, bases_made, tensors_in
 
 
 class Listener(Protocol):
@@ -180,12 +180,13 @@ class Hooks:
             if not self._running or self._running[-1].module is not module:
                 return  # an exception before `before`
             call = self._close()
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or not (call.followed or module is self._model):
                 return
+            results = [output, bases_made(output, (*args, *kwargs.values()))]
             if call.followed:
-                call.begin_with(output)
+                call.begin_with(results)
             if module is self._model:
-                self._tell_backward(output)
+                self._tell_backward(results)
 
         if self._compiled:
             before, after = left_out(before), left_out(after)
@@ -384,7 +385,7 @@ def _mark_inputs(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     values = [*args, *kwargs.values()]
     marked = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and _needs_gradient(v)]
     nested = [v for v in values if not isinstance(v, torch.Tensor)]
-    if any(_needs_gradient(tensor) for tensor in _tensors(nested)):
+    if any(_needs_gradient(tensor) for tensor in tensors_in(nested)):
         return None
     if not marked or any(values[i].layout is not torch.strided or values[i].is_nested for i in marked):
         return None
@@ -394,18 +395,6 @@ def _mark_inputs(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             tensor.register_hook(call.input_done)
             call.inputs += 1
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested tuples, lists and mappings (model outputs are mappings)."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -422,7 +411,7 @@ def _needs_gradient(tensor: torch.Tensor) -> bool:
 
 def _recorded(value: Any) -> Iterator[torch.Tensor]:
     """The tensors that autograd has made, at every level."""
-    for tensor in _tensors(value):
+    for tensor in tensors_in(value):
         for level in _levels(tensor):
             if level.requires_grad and level.grad_fn is not None:
                 yield level

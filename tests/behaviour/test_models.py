@@ -215,6 +215,27 @@ class InPlace(Chain):
         return super().forward(x * 1.0)
 
 
+class ViewsInPlace(Chain):
+    """What a block returns is a view, as of a linear layer with three dimensions, and is changed in place outside."""
+
+    class Linear(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(F.gelu(self.up(x)).unsqueeze(0))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Linear() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(x)
+            assert hidden._base is not None
+            hidden += x
+            hidden[..., 0] *= 2
+            x = hidden[0]
+        return x
+
+
 # Paths #
 
 
@@ -329,6 +350,7 @@ MODELS = [
     AttentionOfTorch,
     HiddenOutputs,
     InPlace,
+    ViewsInPlace,
     Repeated,
     MixtureOfExperts,
     SingleExperts,
@@ -346,6 +368,31 @@ MODELS = [
 def test_model_trains_as_in_plain_torch(build, clipping, tmp_path: Path) -> None:
     torch.manual_seed(0)
     assert_trains_as_plainly(build, tmp_path, settings=tightest(build(), tmp_path, gradient_clipping=clipping))
+
+
+def test_a_loop_may_change_the_output_in_place_before_its_own_backward(tmp_path: Path) -> None:
+    """The output is a view, and autograd gives it another history."""
+
+    class Viewing(ViewsInPlace):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(super().forward(x).unsqueeze(0), self.blocks[0].up.weight)
+
+    torch.manual_seed(0)
+    plain = Viewing()
+    engine, *_ = infinity.initialize(model=copy.deepcopy(plain), config=tightest(plain, tmp_path))
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAM)
+    with engine:
+        for batch in batches():
+            losses = []
+            for model in (plain, engine):
+                out = model(batch)
+                out *= 0.5
+                losses.append(out.square().mean())
+                losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.step()
+            torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
 
 
 class PenaltyInForward(Chain):
