@@ -8,8 +8,9 @@ word about its architecture anywhere. Three steps with AdamW in fp32, which chan
 within 1e-4 of the plain loop's, and weights within 3e-4, or all of a parameter together within 1% of the way that they
 have come (where a gradient is a rounding, so is the direction of Adam's step).
 
-A configuration is made tiny by the names of its values; what does not train in plain PyTorch then, or is still larger
-than 30 million parameters, is left out and counted as such. Each model trains in a process of its own, forked off one
+A configuration is made tiny by the names of its values; what does not train in plain PyTorch then, is still larger than
+30 million parameters, or differs from itself as much where its weights differ by a rounding, is left out and counted as
+such. Each model trains in a process of its own, forked off one
 that has imported everything.
 """
 
@@ -190,6 +191,24 @@ def train(task: str, name: str, kind: str, path: Path) -> Outcome:
                 outcome, params=params, told=outcome.told or (f"in {2**times} times the least" * (times > 0))
             )
     return Outcome(task, name, "refused", told[:400], params)
+
+
+def rounding_changes(task: str, config: Any, plain: nn.Module) -> bool:
+    """Plain loops from weights that differ by a rounding have other losses, as through batch norms of two samples."""
+    losses = []
+    for relative in (0.0, 2.0**-23):
+        model = copy.deepcopy(plain)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1 + relative * torch.randn_like(param).sign())
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], **ADAM)
+        for index in range(STEPS):
+            losses.append(loss_of(model, task, config, index))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    first, second = torch.stack(losses).detach().view(2, STEPS)
+    return not torch.allclose(first, second, rtol=LOSS_TOLERANCE, atol=LOSS_TOLERANCE / 10)
 
 
 def both(task: str, name: str, config: Any, plain: nn.Module, settings: dict[str, Any]) -> Outcome:
