@@ -1,4 +1,4 @@
-"""Every architecture of transformers, made tiny, beside a plain loop.
+"""Every language model of transformers, made tiny, beside a plain loop.
 
     python benchmarks/architectures.py --path DIR [--tasks causal,masked] [--only NAME] [--json FILE]
 
@@ -8,9 +8,8 @@ word about its architecture anywhere. Three steps with AdamW in fp32, which chan
 within 1e-4 of the plain loop's, and weights within 3e-4, or all of a parameter together within 1% of the way that they
 have come (where a gradient is a rounding, so is the direction of Adam's step).
 
-A configuration is made tiny by the names of its values; what does not train in plain PyTorch then, is still larger than
-30 million parameters, or differs from itself as much where its weights differ by a rounding, is left out and counted as
-such. Each model trains in a process of its own, forked off one
+A configuration is made tiny by the names of its values; what does not train in plain PyTorch then, or is still larger
+than 30 million parameters, is left out and counted as such. Each model trains in a process of its own, forked off one
 that has imported everything.
 """
 
@@ -55,7 +54,6 @@ TASKS: dict[str, dict[str, Any]] = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 }
 # What the values of a configuration are to be, by their names.
 VALUES = (
@@ -141,23 +139,15 @@ def smaller(key: str, value: int) -> int:
 # Training #
 
 
-def batch(task: str, config: Any, index: int) -> dict[str, torch.Tensor]:
+def batch(index: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(index)
-    if task == "image":
-        size = getattr(config, "image_size", 224)
-        side = size if isinstance(size, int) else size[0]
-        channels = getattr(config, "num_channels", 3)
-        return {
-            "pixel_values": torch.randn(2, channels, side, side, generator=generator),
-            "labels": torch.tensor([0, 1]),
-        }
     ids = torch.randint(5, VOCAB - 2, (2, TOKENS), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def loss_of(model: Any, task: str, config: Any, index: int) -> torch.Tensor:
+def loss_of(model: Any, index: int) -> torch.Tensor:
     torch.manual_seed(index)
-    output: torch.Tensor = model(**batch(task, config, index)).loss
+    output: torch.Tensor = model(**batch(index)).loss
     return output
 
 
@@ -171,7 +161,7 @@ def train(task: str, name: str, kind: str, path: Path) -> Outcome:
             return Outcome(task, name, "left out", "large, though its values are small", params)
         torch.manual_seed(0)
         plain: nn.Module = getattr(transformers, kind)(config).float().train()
-        loss = loss_of(plain, task, config, 0)
+        loss = loss_of(plain, 0)
         loss.backward()
         plain.zero_grad()
         if not torch.isfinite(loss):
@@ -182,7 +172,7 @@ def train(task: str, name: str, kind: str, path: Path) -> Outcome:
     settings["optimizer"] = {"type": "AdamW", "params": ADAM}
     for times in range(MOST_TIMES):
         try:
-            outcome = both(task, name, config, copy.deepcopy(plain), settings)
+            outcome = both(task, name, copy.deepcopy(plain), settings)
         except CapacityError as error:  # modules that use one another, or are used again and again
             settings["tiering"]["host_memory"] *= 2
             told = str(error)
@@ -193,25 +183,7 @@ def train(task: str, name: str, kind: str, path: Path) -> Outcome:
     return Outcome(task, name, "refused", told[:400], params)
 
 
-def rounding_changes(task: str, config: Any, plain: nn.Module) -> bool:
-    """Plain loops from weights that differ by a rounding have other losses, as through batch norms of two samples."""
-    losses = []
-    for relative in (0.0, 2.0**-23):
-        model = copy.deepcopy(plain)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(1 + relative * torch.randn_like(param).sign())
-        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], **ADAM)
-        for index in range(STEPS):
-            losses.append(loss_of(model, task, config, index))
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    first, second = torch.stack(losses).detach().view(2, STEPS)
-    return not torch.allclose(first, second, rtol=LOSS_TOLERANCE, atol=LOSS_TOLERANCE / 10)
-
-
-def both(task: str, name: str, config: Any, plain: nn.Module, settings: dict[str, Any]) -> Outcome:
+def both(task: str, name: str, plain: nn.Module, settings: dict[str, Any]) -> Outcome:
     """The loops step by step.
 
     Raises:
@@ -222,11 +194,11 @@ def both(task: str, name: str, config: Any, plain: nn.Module, settings: dict[str
     optimizer = torch.optim.AdamW([param for param in plain.parameters() if param.requires_grad], **ADAM)
     with infinity.initialize(model=model, config=settings)[0] as engine:
         for index in range(STEPS):
-            expected = loss_of(plain, task, config, index)
+            expected = loss_of(plain, index)
             expected.backward()
             optimizer.step()
             optimizer.zero_grad()
-            loss = loss_of(engine, task, config, index)
+            loss = loss_of(engine, index)
             engine.backward(loss)
             engine.step()
             if not torch.allclose(loss.detach(), expected.detach(), rtol=LOSS_TOLERANCE, atol=LOSS_TOLERANCE / 10):
