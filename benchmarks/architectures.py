@@ -95,7 +95,7 @@ class Outcome:
 def tiny(name: str) -> Any:
     """The configuration of an architecture, as small as its names tell."""
     kind = CONFIG_MAPPING[name]
-    small = {key: value for key, value in changes(kind()) if key not in PER_LAYER}
+    small = dict(changes(kind()))
     try:
         config = kind(**small)
     except Exception:  # some check what cannot all be known here
@@ -177,9 +177,8 @@ def train(task: str, name: str, kind: str, path: Path) -> Outcome:
             settings["tiering"]["host_memory"] *= 2
             told = str(error)
         else:
-            return replace(
-                outcome, params=params, told=outcome.told or (f"in {2**times} times the least" * (times > 0))
-            )
+            more = f"in {2**times} times the least" if times else ""
+            return replace(outcome, params=params, told=outcome.told or more)
     return Outcome(task, name, "refused", told[:400], params)
 
 
@@ -258,12 +257,12 @@ def main() -> None:
                 print(f"{task:8} {name:32} {one.verdict:9} {one.furthest:.0e} {one.told}", flush=True)
                 if args.json:
                     args.json.write_text(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n")
+    wrong = [one for one in outcomes if one.verdict not in ("as plain", "left out")]
     counts = Counter((one.task, one.verdict) for one in outcomes)
     print("\n| task | as plain | left out | wrong |\n|---|---|---|---|")
     for task in dict.fromkeys(one.task for one in outcomes):
-        right, out = counts[task, "as plain"], counts[task, "left out"]
-        print(f"| {task} | {right} | {out} | {sum(n for (of, _), n in counts.items() if of == task) - right - out} |")
-    wrong = [one for one in outcomes if one.verdict not in ("as plain", "left out")]
+        bad = sum(one.task == task for one in wrong)
+        print(f"| {task} | {counts[task, 'as plain']} | {counts[task, 'left out']} | {bad} |")
     for one in wrong:
         print(f"{one.task} {one.architecture}: {one.verdict}: {one.told}")
     raise SystemExit(bool(wrong))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -88,11 +87,11 @@ def _gradient_bytes(plan: TrainingPlan) -> tuple[int, int]:
     and adds another up in new memory.
     """
     partition = plan.sizing.partition
-    users = Counter(unit for point in partition.hook_points for unit in point.units)
+    shared = partition.shared
     most, kept, added_up = 0, 0, 0
-    for index, (unit, spec) in enumerate(zip(partition.units, plan.sizing.specs, strict=True)):
+    for unit, spec in zip(partition.units, plan.sizing.specs, strict=True):
         nbytes = unit.trainable_numel * spec.dtype.itemsize
-        if users[index] > 1 and unit.name != PERSISTENT:
+        if unit.index in shared and unit.name != PERSISTENT:
             kept += nbytes
             added_up = max(added_up, nbytes)
         else:

@@ -173,6 +173,5 @@ def _beside(part: str, others: frozenset[str], rates: Rates, rows: int, *, share
     Where that was not measured, those that share cores share them evenly, and others do not know of one another.
     """
     measured = frozenset(other for other in others if rates.left(part, frozenset({other}), rows) is not None)
-    share = (rates.left(part, measured, rows) or 1.0) if measured else 1.0
     rivals = [other for other in others - measured if shared and part in _ON_CORES and other in _ON_CORES]
-    return share / (1 + len(rivals))
+    return (rates.left(part, measured, rows) or 1.0) / (1 + len(rivals))

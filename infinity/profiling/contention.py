@@ -54,17 +54,23 @@ def contention(numel: int, move: Move | None, seconds: float, *, computes_here: 
         shares: defaultdict[_Beside, list[float]] = defaultdict(list)
         for _ in range(_ROUNDS):
             alone: dict[tuple[str, int | None], float] = {}
-            for together in (busy for size in range(1, len(parts) + 1) for busy in combinations(parts, size)):
-                for rows in products if COMPUTE in together else (None,):
-                    threads = {OPTIMIZER: optimizer.busy} | ({} if rows is None else {COMPUTE: products[rows]})
-                    for part, rate in _together(together, threads, move, seconds).items():
-                        own = part, rows if part == COMPUTE else None
-                        if len(together) == 1:
-                            alone[own] = rate
-                        elif rate and alone[own]:  # never 0, of which no plan could be made
-                            others = tuple(other for other in together if other != part)
-                            shares[part, others, rows].append(rate / alone[own])
+            for together, rows in _sets(parts):
+                threads = {OPTIMIZER: optimizer.busy} | ({} if rows is None else {COMPUTE: products[rows]})
+                for part, rate in _together(together, threads, move, seconds).items():
+                    own = part, rows if part == COMPUTE else None
+                    if len(together) == 1:
+                        alone[own] = rate
+                    elif rate and alone[own]:  # never 0, of which no plan could be made
+                        others = tuple(other for other in together if other != part)
+                        shares[part, others, rows].append(rate / alone[own])
     return _entries(shares)
+
+
+def _sets(parts: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int | None]]:
+    """Who works at the same time, and with how many rows products do if they are among them: each part alone first."""
+    for size in range(1, len(parts) + 1):
+        for together in combinations(parts, size):
+            yield from ((together, rows) for rows in (_ROWS if COMPUTE in together else (None,)))
 
 
 def contention_of_ranks(ranks: Ranks, numel: int, seconds: float, *, computes_here: bool) -> Found:

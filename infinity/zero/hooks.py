@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Protocol
@@ -50,7 +50,7 @@ from infinity.zero.compiled import is_compiled, left_out
 from infinity.zero.coroutines import current_coroutine
 from infinity.zero.outside_units import normalisations
 from infinity.zero.partition import HookPoint, Partition, Unit
-from infinity.zero.reads import ParameterReads, bases_made, tensors_in
+from infinity.zero.reads import ParameterReads, Used
 
 
 class Listener(Protocol):
@@ -180,22 +180,21 @@ class Hooks:
             if not self._running or self._running[-1].module is not module:
                 return  # an exception before `before`
             call = self._close()
-            if not torch.is_grad_enabled() or not (call.followed or module is self._model):
+            if not torch.is_grad_enabled():
                 return
-            results = [output, bases_made(output, (*args, *kwargs.values()))]
             if call.followed:
-                call.begin_with(results)
+                call.begin_with(output, (args, kwargs))
             if module is self._model:
-                self._tell_backward(results)
+                self._tell_backward(output, (args, kwargs))
 
         if self._compiled:
             before, after = left_out(before), left_out(after)
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
-    def _tell_backward(self, outputs: Any) -> None:
+    def _tell_backward(self, outputs: Any, inputs: Any) -> None:
         """Tell when backward begins, before it gets to any parameter, whoever has begun it."""
-        for tensor in _recorded(outputs):
+        for tensor in _recorded_with_bases(outputs, inputs):
             tensor.register_hook(self._backward_begins)
 
     def _backward_begins(self, grad: torch.Tensor) -> None:
@@ -216,7 +215,7 @@ class Hooks:
         self._listener.leave(tuple(call.units))
         return call
 
-    def _use(self, units: tuple[int, ...]) -> Callable[[Any], None]:
+    def _use(self, units: tuple[int, ...]) -> Used:
         """A torch function is about to read parameters; see [Note: uses that no output shows]."""
         if not self._running:
             return _nothing  # an interrupt came before the call was noted, see `abandon`
@@ -320,7 +319,7 @@ def watch_blocks(model: nn.Module, partition: Partition, entry: BlockEntry) -> l
     return [watch(index, name) for index, name in enumerate(partition.blocks)]
 
 
-def _nothing(result: Any) -> None:
+def _nothing(result: Any, given: Any) -> None:
     """No gradient of this result will be asked for."""
 
 
@@ -344,9 +343,9 @@ class _Call:
         self._begun = begun
         self._entered: tuple[int, ...] = ()
 
-    def begin_with(self, result: Any) -> None:
-        """The call's backward begins when one of these tensors has its gradient."""
-        for tensor in _recorded(result):
+    def begin_with(self, result: Any, given: Any) -> None:
+        """The call's backward begins when a tensor of the result of something that was given these has its gradient."""
+        for tensor in _recorded_with_bases(result, given):
             tensor.register_hook(self.begin)
 
     def begin(self, grad: torch.Tensor) -> None:
@@ -385,7 +384,7 @@ def _mark_inputs(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     values = [*args, *kwargs.values()]
     marked = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and _needs_gradient(v)]
     nested = [v for v in values if not isinstance(v, torch.Tensor)]
-    if any(_needs_gradient(tensor) for tensor in tensors_in(nested)):
+    if any(_needs_gradient(tensor) for tensor in _tensors(nested)):
         return None
     if not marked or any(values[i].layout is not torch.strided or values[i].is_nested for i in marked):
         return None
@@ -395,6 +394,18 @@ def _mark_inputs(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             tensor.register_hook(call.input_done)
             call.inputs += 1
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in nested tuples, lists and mappings (model outputs are mappings)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
 
 
 def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -411,7 +422,21 @@ def _needs_gradient(tensor: torch.Tensor) -> bool:
 
 def _recorded(value: Any) -> Iterator[torch.Tensor]:
     """The tensors that autograd has made, at every level."""
-    for tensor in tensors_in(value):
+    for tensor in _tensors(value):
         for level in _levels(tensor):
             if level.requires_grad and level.grad_fn is not None:
                 yield level
+
+
+def _recorded_with_bases(result: Any, given: Any) -> Iterator[torch.Tensor]:
+    """As `_recorded`, and what views among the results are views of, unless that was given.
+
+    A view that is changed in place later, as what a linear layer makes of three dimensions (`hidden += residual`), gets
+    another history from autograd, in which its own hooks are not and those of its base are.
+    """
+    yield from _recorded(result)
+    bases = [tensor._base for tensor in _tensors(result) if tensor._base is not None]
+    if bases:
+        known = {id(own): own for tensor in _tensors(given) for own in (tensor, tensor._base)}  # held, so that ids last
+        made = {id(base): base for base in bases if id(base) not in known}
+        yield from _recorded(list(made.values()))

@@ -26,14 +26,15 @@ _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # the getter
 _CHANGE_NO_VALUE = frozenset({"requires_grad_", "detach_", "share_memory_", "retain_grad_"})
 _RENORMING = {"embedding": 1, "embedding_bag": 1}  # with `max_norm`, they change what stands there
 
-Use = Callable[[tuple[int, ...]], Callable[[Any], None]]
+Used = Callable[[Any, Any], None]  # (result, arguments)
+Use = Callable[[tuple[int, ...]], Used]
 Change = Callable[[int, int], None]
 
 
 class ParameterReads(TorchFunctionMode):
     """While active, `use(units)` is called before any torch function that is given parameters of these units, or
-    views of them, and what it returns is called with the function's result and what that is a view of. Before a
-    function that changes a parameter in place, `change(identity of the parameter, unit)` is called.
+    views of them, and what it returns is called with the function's result and arguments. Before a function that
+    changes a parameter in place, `change(identity of the parameter, unit)` is called.
 
     One thread's nested activations count as one.
     """
@@ -85,7 +86,7 @@ class ParameterReads(TorchFunctionMode):
             return func(*args, **kwargs)
         used = self._use(tuple(units))
         result = func(*args, **kwargs)
-        used([result, bases_made(result, (*args, *kwargs.values()))])
+        used(result, (args, kwargs))
         if args and _shares_memory(func):
             self._shares[result] = self._parameter_of(args[0])
         return result
@@ -115,31 +116,6 @@ class ParameterReads(TorchFunctionMode):
                     units[unit] = None
             elif isinstance(value, (tuple, list)):
                 self._collect(value, units)
-
-
-def bases_made(result: Any, given: Iterable[Any]) -> list[torch.Tensor]:
-    """What views among the results are views of, unless that was given.
-
-    A view that is changed in place later, as what a linear layer makes of three dimensions (`hidden += residual`), gets
-    another history from autograd, in which its own hooks are not and those of its base are.
-    """
-    found = [tensor._base for tensor in tensors_in(result) if tensor._base is not None]
-    if not found:
-        return []
-    known = {id(own): own for tensor in tensors_in(given) for own in (tensor, tensor._base)}  # held, so that ids last
-    return [base for base in {id(base): base for base in found}.values() if id(base) not in known]
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested tuples, lists and mappings (model outputs are mappings)."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
 
 
 class _Depth(threading.local):
