@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from infinity.config import Config
 from infinity.planner.rates import Duplex, Rates
+from infinity.planner.traffic import written
 from infinity.planner.training_plan import TrainingPlan
 from infinity.planner.work import Pass, Work
 from infinity.schedule import Plan
@@ -220,12 +221,11 @@ class _Seconds:
         self._reads, self._writes = _ways(rates.disk)
         self._up, self._down = _ways(rates.link)
         self._passes = passes
-        rules, traffic, shards = plan.sizing.rules, plan.traffic, plan.sizing.shards
+        traffic, shards = plan.traffic, plan.sizing.shards
         self._fetched = {use.unit for use in plan.steps.steps if use.before is not None} | {
             unit for use in plan.steps.steps for action, unit in use.actions if action == "prefetch"
         }
-        # What an update changes reaches its home; where it is changed in what is computed on, if it leaves that.
-        self._written = plan.steps.evicted if rules.one_memory and not rules.gathers else range(len(plan.units))
+        self._written = written(plan.sizing, plan.steps)
         self._trained = max(1, sum(unit.trainable_numel for unit in plan.sizing.partition.units))
         self._leaving = max(1, sum(shards.grad_sizes))
         self._whole = max(1, sum(spec.nbytes for spec in plan.sizing.specs if not spec.offloaded))

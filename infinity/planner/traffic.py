@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from infinity.schedule import Plan
@@ -82,7 +82,6 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
     spills = placement.grad_homes
     sizes = [sizing.shards.grad_sizes[unit] for unit in spills.spilled]
     spilling = [] if rules.recovers_grads else sizes  # while updates run ahead
-    updated = steps.evicted if rules.one_memory and not rules.gathers else range(len(specs))
     trained = sum(unit.trainable_numel for unit in sizing.partition.units)
     reduces = micro_batches if rules.reduces_every_pass else 1
     travel = sizing.communication_dtype.itemsize
@@ -99,7 +98,7 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
         forward,
         backward,
         states=placement.stored_bytes - sum(sizes),
-        params_written=sum(specs[unit].shard_nbytes for unit in updated if stored[unit]),
+        params_written=sum(specs[unit].shard_nbytes for unit in written(sizing, steps) if stored[unit]),
         # Backward leaves the first units' gradients in the slots, the last of these written ahead; there the updates,
         # which begin with the first units, find them.
         spilled=sum(spilling) * passes - sum(spilling[: spills.slots - spilled_ahead(spills.slots)]),
@@ -111,6 +110,13 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
         averaged=_sent(2 * sum(numels) * travel // rules.sharding.count, rules.replicas),
         regathered=_sent(kept_whole, rules.sharding.count),
     )
+
+
+def written(sizing: Sizing, steps: Plan) -> Collection[int]:
+    """Units of which what an update changes is written where they live: where it is changed in what is computed on, those
+    that leave that."""
+    changed_there = sizing.rules.one_memory and not sizing.rules.gathers
+    return steps.evicted if changed_there and not sizing.writes_updates else range(len(sizing.specs))
 
 
 def _fetched(steps: Plan, forward: int) -> Iterator[Iterator[int]]:

@@ -18,7 +18,8 @@ needs it.
 
 Where every step is to stay on the drives (slots.py), each unit that is not a file's has an NVME copy beside its home:
 what an update or anybody else changes is written through to it. Where updates run ahead, units that live on the drive
-are written through, too: then what they were before is in the other slot, and nowhere else.
+are written through, too, if the optimizer's states do not tell what they were before: then that is in the other slot,
+and nowhere else.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Params:
         slotted: elements of a tile, where units that live on the drives have two slots; 0 where they have one.
 
     Attributes:
-        writes_updates: what an update changes is always written, as far as there is a place.
+        has_slots: units that live on the drives have two slots.
+        keeps_steps: what an update changes is always written.
         coming: updated units whose new values are on their way up; nothing on the device waits for them yet.
         passing: units on their way to the device through host memory, oldest first; each has pinned its HOST copy.
         units: by index.
@@ -91,8 +93,8 @@ class Params:
         written_through: bool = False,
         slotted: int = 0,
     ) -> None:
-        self._keeps_steps = written_through
-        self.writes_updates = slotted > 0
+        self.keeps_steps = written_through
+        self.has_slots = slotted > 0
         self.specs = tuple(specs)
         self.handing_over = arena.handing_over
         self.coming: dict[int, Move] = {}
@@ -412,7 +414,7 @@ class Params:
 
     def begin_ahead(self) -> None:
         """What is written from now on leaves what is on the drives in the other slots; commits see to it themselves."""
-        if not self._keeps_steps:
+        if not self.keeps_steps:
             self._swap.slots.next_epoch()
 
     def undo(self, unit: int) -> None:

@@ -131,9 +131,8 @@ class Executor:
 
     def _bring(self, unit: int) -> None:
         """Have the unit resident and up to date."""
-        if self._params.residency(unit) is Residency.STORED:
-            while not self._fetch(unit, Priority.DEMAND):
-                self._make_room(unit)
+        if self._is_stored(unit):
+            self._fetch_now(unit)
         if unit in self._in_flight.pending:
             self._in_flight.start(unit, *self._urgency(unit))
         self._in_flight.wait_computed(unit)
@@ -157,6 +156,19 @@ class Executor:
             return False
         self._fetching[unit] = None
         return True
+
+    def _fetch_now(self, unit: int) -> None:
+        """As `_fetch`, making room."""
+        while not self._fetch(unit, Priority.DEMAND):
+            self._make_room(unit)
+
+    def _end_fetch(self, unit: int) -> None:
+        self._params.fetch_wait(unit)
+        self._fetching.pop(unit, None)
+        self._touch(unit)
+
+    def _is_stored(self, unit: int) -> bool:
+        return self._params.residency(unit) is Residency.STORED
 
     # The plan #
 
@@ -239,9 +251,7 @@ class Executor:
                 if other in self._in_flight.pending:
                     self._in_flight.start(other, *self._urgency(other))
                 else:
-                    self._params.fetch_wait(other)
-                    del self._fetching[other]
-                    self._touch(other)
+                    self._end_fetch(other)
                 return
         spec = self._params.specs[unit]
         pinned = [other for unit, other in enumerate(self._params.specs) if self._params.is_pinned(unit)]
@@ -296,12 +306,12 @@ class Executor:
         Args:
             may_leave: nobody looks at its gradients until they are wanted.
         """
-        needed = self._urgency(unit)[1]
-        if not self._in_flight.can_run_ahead(unit, segments, needed):
+        write, needed = self._urgency(unit)
+        if not self._in_flight.can_run_ahead(unit, segments, write, needed):
             return False
         self._gathering.changed(unit)
         self.views.cover(unit)
-        self._in_flight.run_ahead(unit, segments, needed, may_leave=may_leave)
+        self._in_flight.run_ahead(unit, segments, write, needed, may_leave=may_leave)
         return True
 
     def confirm(self, unit: int, slots: Collection[int]) -> None:
@@ -328,9 +338,13 @@ class Executor:
             return
         for unit in ahead:
             if self._params.residency(unit) is Residency.FETCHING:  # the plan wants it next
-                self._params.fetch_wait(unit)
-                self._fetching.pop(unit, None)
-        behind = self._in_flight.undo(ahead, grads=grads)
+                self._end_fetch(unit)
+        away = [unit for unit in ahead if self._is_stored(unit) and self._in_flight.needs_memory(unit)]
+        behind = self._in_flight.undo([unit for unit in ahead if unit not in away], grads=grads)
+        for unit in away:  # one by one, since there may not be room for all of them
+            self._fetch_now(unit)
+            self._end_fetch(unit)
+            self._in_flight.undo([unit], grads=grads)
         for unit in ahead:
             self._gathering.changed(unit)
             if unit in behind and self._params.residency(unit) is Residency.RESIDENT:
@@ -359,7 +373,11 @@ class Executor:
     def _urgency(self, unit: int) -> tuple[bool, int]:
         """How an update of the unit is carried out: whether it is written home, and when the unit is needed next."""
         needed = _NOW if self._cycle.is_leaving(unit) else self._cycle.first_use(unit)
-        return self._cycle.leaves_memory(unit) or self._params.writes_updates, needed
+        return self._cycle.leaves_memory(unit) or self._is_kept_on_drive(unit), needed
+
+    def _is_kept_on_drive(self, unit: int) -> bool:
+        """What changes in the unit is written in any case: each step is to stay, or is what an update ahead needs."""
+        return self._params.keeps_steps or (self._params.has_slots and not self._in_flight.is_told(unit))
 
     def free_gradients(self, unit: int) -> bool:
         """Free memory that the unit's gradients may take: what can be on the drive, or an update has; False if none."""
@@ -412,8 +430,8 @@ class Executor:
 
     def write_changed(self) -> None:
         """Write what somebody else than an update has changed, where updates are to find it on the drives."""
-        for unit in self._params.unwritten() if self._params.writes_updates else ():
-            if unit not in self._in_flight:
+        for unit in self._params.unwritten() if self._params.has_slots else ():
+            if self._is_kept_on_drive(unit) and unit not in self._in_flight:
                 with self.resident(unit):
                     self._params.units[unit].write_home()
 

@@ -6,8 +6,8 @@ the norm were small: on those of a unit's tiles that have another slot on the dr
 stays (slots.py), or for which there is room for a before-image (before_images.py). When the norm is known the update is
 *confirmed*, and what is left of the unit updated, or *undone*. Until then the unit keeps its gradients, or they can be
 *recovered* (see [Note: lost gradients] in csrc/adam/kernels.cpp): both slots of all its states together tell them, so
-that their memory serves other units. They tell its parameters, too, where these are in memory and have no slots.
-Whoever wants its values, or its gradients, has the update undone first.
+that their memory serves other units. They tell its parameters, too, so that those that stay in memory need no slots,
+and are not written. Whoever wants its values, or its gradients, has the update undone first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from infinity.optim.before_images import Image
 from infinity.optim.jobs import Segment, UpdateJob, UpdateTicket
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import GradStore, Move, Params, Residency
+from infinity.tiers import GradStore, Memory, Move, Params, Residency
 from infinity.zero.on_device import OnDevice
 
 
@@ -101,6 +101,7 @@ class InFlight:
         self._stuck: dict[int, tuple[bool, int]] = {}  # in memory, but they have to wait for room or another update
         self._ahead: dict[int, _Ahead] = {}
         self._begun: dict[int, frozenset[int]] = {}  # tiles of pending units that have had the update already
+        self._told: set[int] = set()  # units whose states tell their parameters, as their last updates were
 
     def __contains__(self, unit: int) -> bool:
         """The unit's update is in the pipeline."""
@@ -181,6 +182,9 @@ class InFlight:
             tells_param=tells_param,
         )
         ticket = self._pipeline.submit(job)
+        self._told.discard(unit)
+        if self._pipeline.undoing.can_recover_param(segments, self._grads.dtype):
+            self._told.add(unit)
         ticket.computed.add_done_callback(partial(_put, self._ended, unit))
         written = self._params.units[unit].write_through(ticket) if write else None
         self._handed[unit] = _HandedOver(ticket, written, keeps=before is not None)
@@ -198,7 +202,16 @@ class InFlight:
         ahead = self._ahead.get(unit)
         return None if ahead is None else ahead.segments
 
-    def can_run_ahead(self, unit: int, segments: tuple[Segment, ...], needed: int) -> bool:
+    def is_told(self, unit: int) -> bool:
+        """The unit's states tell its parameters, if its next update is like the last one."""
+        return unit in self._told
+
+    def needs_memory(self, unit: int) -> bool:
+        """An update ahead is undone where the unit's values are in memory."""
+        on_drive = self._params.units[unit].home is Memory.NVME
+        return on_drive and self._ahead[unit].old_params is _OldParams.STATES
+
+    def can_run_ahead(self, unit: int, segments: tuple[Segment, ...], write: bool, needed: int) -> bool:
         """The unit and its gradients have memory and are at rest, and something of it can be updated and be undone.
 
         What has not begun of units that are needed later makes way for it: what is left of the updates when the norm is
@@ -208,7 +221,7 @@ class InFlight:
         at_rest = not busy and self._params.residency(unit) is Residency.RESIDENT
         if not at_rest or not self._grads.can_hand_over(unit):
             return False
-        old_params = self._old_params(unit, segments)
+        old_params = self._old_params(unit, segments, write)
         while not (can_undo := self._can_undo(unit, old_params)) and self._withdraw_one(needed):
             pass
         return bool(can_undo)
@@ -229,15 +242,22 @@ class InFlight:
                 return True
         return False
 
-    def _old_params(self, unit: int, segments: tuple[Segment, ...]) -> _OldParams:
-        """Where an update that is handed over now would leave what the unit's parameters are."""
-        each, pipeline = self._params.units[unit], self._pipeline
-        if each.can_undo():
+    def _old_params(self, unit: int, segments: tuple[Segment, ...], write: bool) -> _OldParams:
+        """Where an update that is handed over now would leave what the unit's parameters are.
+
+        Args:
+            write: they are better written than told: they leave memory, or are to stay on the drive.
+        """
+        each, undoing = self._params.units[unit], self._pipeline.undoing
+        can_undo, can_put_back = each.can_undo(), each.can_put_back()
+        if can_undo and write:
             return _OldParams.SLOTS
-        if not each.can_put_back():
-            return _OldParams.NOWHERE
-        told = pipeline.undoing.can_recover_param(segments, self._grads.dtype) and pipeline.undoing.has_slots(unit)
-        return _OldParams.STATES if told else _OldParams.IMAGES
+        may_be_told = can_put_back or (each.has_slots and not self._params.keeps_steps)
+        if may_be_told and undoing.can_recover_param(segments, self._grads.dtype) and undoing.has_slots(unit):
+            return _OldParams.STATES
+        if can_undo:
+            return _OldParams.SLOTS
+        return _OldParams.IMAGES if can_put_back else _OldParams.NOWHERE
 
     def _can_undo(self, unit: int, old_params: _OldParams) -> frozenset[int]:
         """Indices of the tiles whose update can be undone, and that of their parameters."""
@@ -245,15 +265,18 @@ class InFlight:
             return frozenset()
         return self._pipeline.can_undo(unit, param=old_params is _OldParams.IMAGES)
 
-    def run_ahead(self, unit: int, segments: tuple[Segment, ...], needed: int, *, may_leave: bool) -> None:
+    def run_ahead(
+        self, unit: int, segments: tuple[Segment, ...], write: bool, needed: int, *, may_leave: bool
+    ) -> None:
         """Update what can be undone of a unit that `can_run_ahead`, and whose gradients are in memory.
 
         Args:
+            write: see `try_start`; it may be written for its slots alone.
             may_leave: nobody looks at its gradients until they are wanted.
         """
         with self._handing_over:
             self.open_host(unit)
-            old_params = self._old_params(unit, segments)
+            old_params = self._old_params(unit, segments, write)
             tiles = self._can_undo(unit, old_params)
             before = self._pipeline.undoing.keep_before(unit, tiles, param=old_params is _OldParams.IMAGES)
             tells_grads = (
@@ -266,7 +289,7 @@ class InFlight:
             ticket = self._hand_over(
                 unit,
                 segments,
-                write=True,
+                write=old_params is _OldParams.SLOTS,
                 needed=needed,
                 tiles=tiles,
                 before=before,

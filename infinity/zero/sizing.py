@@ -155,6 +155,13 @@ class Sizing:
         return self.keeps_steps or self.schedule is UpdateSchedule.SPECULATIVE
 
     @property
+    def writes_updates(self) -> bool:
+        """What an update changes of units that live on the drives is always written: a step is to stay there, or an
+        update ahead of the next one would leave what it replaces nowhere else."""
+        told = _recovers(self.layout, self.grad_dtype) and can_recover_param(self.layout)
+        return self.keeps_steps or (self.has_slots and not told)
+
+    @property
     def images_bytes(self) -> int:
         """Before-images of all tiles; 0 where updates wait for the norm, or all that they change has two slots."""
         if self.schedule is not UpdateSchedule.SPECULATIVE or self.keeps_steps:

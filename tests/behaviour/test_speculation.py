@@ -18,8 +18,9 @@ import torch
 import infinity
 from infinity.errors import CapacityError, InfinityError, StorageError
 from infinity.kernels import Lost
-from infinity.optim import pipeline
+from infinity.optim import pipeline, undo
 from infinity.tiers import GradStore, StateStore
+from infinity.tiers.unit_params import UnitParams
 from infinity.zero.foresight import Foresight
 from infinity.zero.in_flight import InFlight
 from tests.behaviour.ranks import run_ranks
@@ -470,6 +471,83 @@ def test_gradients_do_not_go_to_the_drive_while_updates_run_ahead(eager, gradien
     assert gradients["left"] > 0
     assert written["speculative"] < written["deferred"]
     assert written["speculative"] < 13 * trained, "states and parameters; gradients would make it 14"
+
+
+# Parameters that stay in memory #
+
+
+@pytest.fixture
+def fetched(monkeypatch) -> list[int]:
+    """Units that were fetched for their updates to be undone."""
+    units: list[int] = []
+    needs_memory = InFlight.needs_memory
+
+    def told(self: InFlight, unit: int) -> bool:
+        needed = needs_memory(self, unit)
+        units.extend([unit] * needed)
+        return needed
+
+    monkeypatch.setattr(InFlight, "needs_memory", told)
+    return units
+
+
+def room_for_params() -> int:
+    """A budget with which all parameters stay in memory, and no states."""
+    return least_memory("gpt2", "bf16", 1) * 3 // 2
+
+
+@pytest.mark.parametrize("clipping", [NEVER, ALWAYS])
+def test_parameters_that_stay_in_memory_are_not_written(clipping, eager, monkeypatch, tmp_path) -> None:
+    written: list[str] = []
+    write = UnitParams.write
+
+    def told(self: UnitParams, start: int, numel: int) -> Any:
+        written.append(self.spec.name)
+        return write(self, start, numel)
+
+    monkeypatch.setattr(UnitParams, "write", told)
+    with engine_of(tmp_path, "speculative", clipping=clipping, host_memory=room_for_params()) as engine:
+        train(engine, steps=2)  # in the first one nobody knows that they will stay
+        engine.synchronize()
+        assert written
+        written.clear()
+        train(engine, steps=4)
+        engine.synchronize()
+        assert not written
+
+
+def leave(engine: infinity.Engine) -> None:
+    """Nothing stays in memory."""
+    executor = engine._runtime.executor
+    for unit in tuple(executor._recency):
+        executor._try_evict(unit)
+
+
+@pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_what_was_to_stay_may_leave(architecture, clipping, eager, fetched, tmp_path) -> None:
+    budget = least_memory(architecture, "bf16", 1) * 3 // 2
+    both(tmp_path, leave, architecture=architecture, clipping=clipping, host_memory=budget)
+    assert bool(fetched) == (clipping != NEVER)
+
+
+@pytest.mark.parametrize("clipping", [NEVER, SOMETIMES])
+def test_states_may_cease_to_tell_parameters(clipping, eager, seen, monkeypatch, tmp_path) -> None:
+    """More of them are lost than are kept: from then on parameters are written again, and told once more later."""
+
+    changes = {"clipping": clipping, "host_memory": room_for_params()}
+    with engine_of(tmp_path, "deferred", **changes) as engine:
+        expected = train(engine), states_of(engine)
+    with engine_of(tmp_path, "speculative", **changes) as engine:
+        most = undo._MOST_LOST_PARAMS
+        for step, ids in enumerate(DATA):
+            monkeypatch.setattr(undo, "_MOST_LOST_PARAMS", 0 if step in (2, 3) else most)
+            loss = loss_of(engine, ids)
+            engine.backward(loss)
+            engine.step()
+            assert loss.item() == expected[0][step]
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(states_of(engine), expected[1], strict=True))
+    assert "confirmed" in seen
 
 
 def test_a_drive_that_cannot_say_what_was_before_stops_the_engine(eager, monkeypatch, tmp_path) -> None:
