@@ -292,10 +292,16 @@ class Field:
         copy.state = _WRITING
         return waits
 
-    def end_write(self, memory: Memory) -> None:
-        """The change is done: this copy is the newest, and the others are old."""
+    def end_write(self, memory: Memory, *, in_order: bool = False) -> None:
+        """The change is done: this copy is the newest, and the others are old.
+
+        Args:
+            in_order: it is done behind what fills the copy, in the order of a stream; else its writer has waited for that.
+        """
         copy = self.copies[memory]
-        for move in [move for move in copy.moves if move.target is copy]:  # which the writer has waited for
+        for move in [move for move in copy.moves if move.target is copy]:
+            if not in_order and not move.done():
+                raise RuntimeError(f"{self.name} was changed in {memory.name} while it was still on its way there")
             self._over(move, _VALID)
         # In one line, and before the state: an interrupt leaves a change that is ended once more, and not one that no
         # copy has.

@@ -393,7 +393,7 @@ class Params:
     def end_device_change(self, unit: int) -> None:
         """The change is in the device's queue: what it is given from now on sees it."""
         each = self.units[unit]
-        each.field.end_write(each.there)
+        each.field.end_write(each.there, in_order=True)
         if each.home is Memory.SHARD:
             self._follow(each)
 

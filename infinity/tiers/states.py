@@ -258,7 +258,7 @@ class StateStore:
             tile.begin_write(Memory.DEVICE)
         yield self._device.fields(unit)
         for tile in self._tiles[unit]:
-            tile.end_write(Memory.DEVICE)
+            tile.end_write(Memory.DEVICE, in_order=True)
 
     def make_room_there(self, unit: int) -> None:
         """Have memory on the device for the unit's tiles.

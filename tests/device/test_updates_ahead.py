@@ -1,0 +1,19 @@
+"""What is said of updates ahead of the norm on a CPU holds beside a device, whose copies they need not have waited for."""
+
+from __future__ import annotations
+
+from tests.behaviour.test_speculation import (  # noqa: F401
+    eager,
+    fetched,
+    gradients,
+    seen,
+    slow,
+    test_at_any_budget,
+    test_parameters_that_stay_in_memory_are_not_written,
+    test_states_may_cease_to_tell_parameters,
+    test_what_comes_between_backward_and_step,
+    test_what_is_needed_later_makes_way,
+    test_what_was_to_stay_may_leave,
+    test_with_room_for_some_of_what_was_before,
+    withdrawn,
+)
