@@ -83,11 +83,13 @@ class BeforeImages:
         self._spare: defaultdict[int, deque[Lease]] = defaultdict(deque)  # the one that was used last is the last
         self._promised: Counter[int] = Counter()  # of these, by size
 
-    def room(self) -> Room:
-        """What could be promised now."""
+    def room(self, given_back: Iterable[Image] = ()) -> Room:
+        """What could be promised now, or once these, which are promised, are given back."""
         free_bytes = self.arena.capacity_bytes - self.arena.used_bytes
-        spare = {nbytes: len(places) - self._promised[nbytes] for nbytes, places in self._spare.items()}
-        return Room(free_bytes, Counter(spare))
+        spare = Counter({nbytes: len(places) - self._promised[nbytes] for nbytes, places in self._spare.items()})
+        for image in given_back:
+            spare.update(image.sizes)
+        return Room(free_bytes, spare)
 
     def promise(self, image: Image) -> None:
         """There will be places for it, for which there is `room`; pairs with `give_back`."""

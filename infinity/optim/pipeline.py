@@ -17,7 +17,7 @@ import threading
 import time
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -161,9 +161,11 @@ class UpdatePipeline:
         """Indices of the unit's tiles."""
         return frozenset(range(len(self._states.tiles(unit))))
 
-    def can_undo(self, unit: int, *, param: bool) -> frozenset[int]:
+    def can_undo(self, unit: int, *, param: bool, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
         """See `Undo.can_undo`: none while somebody looks on `before_update`, and is to see the tiles in their order."""
-        return self.undoing.can_undo(unit, param=param) if self.before_update is None else frozenset()
+        if self.before_update is not None:
+            return frozenset()
+        return self.undoing.can_undo(unit, param=param, without=[each for each in without if not each.chosen])
 
     def withdraw(self, ticket: UpdateTicket) -> bool:
         """Have an update that runs ahead not take place, and its room be others'; False if the worker is at it, or has

@@ -61,17 +61,18 @@ class Undo:
         """What an update that is submitted now replaces of the unit's states stays in other slots."""
         return all(map(self._states.can_undo, self._states.tiles(unit)))
 
-    def can_undo(self, unit: int, *, param: bool) -> frozenset[int]:
+    def can_undo(self, unit: int, *, param: bool, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
         """Indices of the unit's tiles of which an update that is submitted now can be undone.
 
         All or none where parameters are in memory: what goes up to a device goes as a unit, and would go twice.
 
         Args:
             param: its parameters are to be kept, too.
+            without: updates that have not begun, and would be withdrawn.
         """
         tiles = self._states.tiles(unit)
         with self._lock:
-            room = self.images.room()
+            room = self.images.room(image for ticket in without for image in ticket.job.before.values())
             undoable = frozenset(tile.index for tile in tiles if self._can_undo(tile, room, param=param))
         return undoable if not param or len(undoable) == len(tiles) else frozenset()
 

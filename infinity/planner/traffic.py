@@ -113,8 +113,8 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
 
 
 def written(sizing: Sizing, steps: Plan) -> Collection[int]:
-    """Units of which what an update changes is written where they live: those that leave what is computed on, where that
-    is what is changed."""
+    """Units whose updated parameters are written where they live: where they are updated in what is computed on, those
+    that leave it."""
     changed_there = sizing.rules.one_memory and not sizing.rules.gathers
     return steps.evicted if changed_there and not sizing.writes_updates else range(len(sizing.specs))
 

@@ -296,12 +296,19 @@ class Field:
         """The change is done: this copy is the newest, and the others are old.
 
         Args:
-            in_order: it is done behind what fills the copy, in the order of a stream; else its writer has waited for that.
+            in_order: it is done behind what fills the copy, in the order of a stream; else its writer has waited.
+
+        Raises:
+            RuntimeError: the copy is still being filled.
+            StorageError: what was to fill it has failed.
         """
         copy = self.copies[memory]
-        for move in [move for move in copy.moves if move.target is copy]:
-            if not in_order and not move.done():
+        fills = [move for move in copy.moves if move.target is copy]
+        for move in () if in_order else fills:
+            if not move.done():
                 raise RuntimeError(f"{self.name} was changed in {memory.name} while it was still on its way there")
+            move.transfer.result()
+        for move in fills:
             self._over(move, _VALID)
         # In one line, and before the state: an interrupt leaves a change that is ended once more, and not one that no
         # copy has.

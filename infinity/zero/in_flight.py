@@ -222,25 +222,25 @@ class InFlight:
         if not at_rest or not self._grads.can_hand_over(unit):
             return False
         old_params = self._old_params(unit, segments, write)
-        while not (can_undo := self._can_undo(unit, old_params)) and self._withdraw_one(needed):
-            pass
+        later = self._needed_later(needed)
+        if not self._can_undo(unit, old_params, without=later):
+            return False
+        while not (can_undo := self._can_undo(unit, old_params)) and later:
+            self._withdraw(later.pop())
         return bool(can_undo)
 
-    def _withdraw_one(self, needed: int) -> bool:
-        """Have an update of a unit in memory not run ahead, one that is needed later and has not begun; False if there
-        is none."""
-        in_images = [unit for unit, ahead in self._ahead.items() if ahead.old_params is _OldParams.IMAGES]
-        waiting = [unit for unit in in_images if unit in self._handed]
-        later = [unit for unit in waiting if self._handed[unit].ticket.job.needed > needed]
-        for unit in sorted(later, key=lambda unit: self._handed[unit].ticket.job.needed, reverse=True):
-            with self._handing_over:
-                withdrawn = self._pipeline.withdraw(self._handed[unit].ticket)
-                if withdrawn:
-                    del self._ahead[unit]
-                    self._finish(unit)
-            if withdrawn:
-                return True
-        return False
+    def _needed_later(self, needed: int) -> list[UpdateTicket]:
+        """Updates ahead of units in memory that are needed later, and may not have begun; the last one last."""
+        in_images = [ahead.ticket for ahead in self._ahead.values() if ahead.old_params is _OldParams.IMAGES]
+        later = [ticket for ticket in in_images if ticket.job.unit in self._handed and ticket.job.needed > needed]
+        return sorted(later, key=lambda ticket: ticket.job.needed)
+
+    def _withdraw(self, ticket: UpdateTicket) -> None:
+        """Have an update not run ahead, unless it has begun."""
+        with self._handing_over:
+            if self._pipeline.withdraw(ticket):
+                del self._ahead[ticket.job.unit]
+                self._finish(ticket.job.unit)
 
     def _old_params(self, unit: int, segments: tuple[Segment, ...], write: bool) -> _OldParams:
         """Where an update that is handed over now would leave what the unit's parameters are.
@@ -259,15 +259,13 @@ class InFlight:
             return _OldParams.SLOTS
         return _OldParams.IMAGES if can_put_back else _OldParams.NOWHERE
 
-    def _can_undo(self, unit: int, old_params: _OldParams) -> frozenset[int]:
-        """Indices of the tiles whose update can be undone, and that of their parameters."""
+    def _can_undo(self, unit: int, old_params: _OldParams, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
+        """Indices of the tiles whose update can be undone, and that of their parameters, `without` these others."""
         if old_params is _OldParams.NOWHERE:
             return frozenset()
-        return self._pipeline.can_undo(unit, param=old_params is _OldParams.IMAGES)
+        return self._pipeline.can_undo(unit, param=old_params is _OldParams.IMAGES, without=without)
 
-    def run_ahead(
-        self, unit: int, segments: tuple[Segment, ...], write: bool, needed: int, *, may_leave: bool
-    ) -> None:
+    def run_ahead(self, unit: int, segments: tuple[Segment, ...], write: bool, needed: int, *, may_leave: bool) -> None:
         """Update what can be undone of a unit that `can_run_ahead`, and whose gradients are in memory.
 
         Args:

@@ -1,4 +1,4 @@
-"""What is said of updates ahead of the norm on a CPU holds beside a device, whose copies they need not have waited for."""
+"""What is said of updates ahead of the norm on a CPU holds beside a device, whose copies arrive when they do."""
 
 from __future__ import annotations
 

@@ -264,6 +264,26 @@ class Machine:
             self.values[self.field.version] = writer.value
             self.is_lost = self.is_elsewhere = False
 
+    def leave_alone(self, pick: int) -> None:
+        """Who was to change a copy ends without: what fills it must have come by then."""
+        writer = self.writer
+        if writer is None or writer.has_changed or not self.field.version:
+            return
+        if any(transfer_of(move).writer is writer for move in self.moves):
+            return  # what it was to change is on its way
+        fills = [move for move in writer.waits if transfer_of(move).target is writer.memory]
+        try:
+            allowed = self.is_allowed(self.field.end_write, writer.memory)
+        except StorageError:
+            assert any(transfer_of(move).fails for move in fills)
+            self.fail_write(pick)
+            return
+        assert allowed == all(move.done() for move in fills)
+        if allowed:
+            self.writer = None
+            self.values[self.field.version] = self.held[writer.memory]
+            self.is_elsewhere = False
+
     def fail_write(self, pick: int) -> None:
         writer, self.writer = self.writer, None
         if writer is None:
