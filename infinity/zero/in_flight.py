@@ -502,11 +502,11 @@ class InFlight:
         self._note(unit)
 
     def _note(self, unit: int) -> None:
-        for move in self._handed[unit].ticket.job.ready:  # for which an update that did not take place has not waited
-            move.wait(self._counters)
         with self._handing_over:
             handed = self._handed.pop(unit)
             self._computed.pop(unit, None)
+            for move in handed.ticket.missing:  # for which an update that did not take place has not waited
+                move.wait(self._counters)
             if not handed.keeps:
                 self._grads.used(unit)
             elif handed.ticket.recovers:
