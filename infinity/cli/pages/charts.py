@@ -11,7 +11,7 @@ from itertools import pairwise
 _WIDTH, _HEIGHT = 560, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 14, 44
 _TICKS = 5
-_LETTER, _LINE, _MARK = 6.8, 18, 26  # of the legend: about the width of a letter, a line's height, a mark's room
+_LETTER, _LINE, _MARK = 7.0, 18, 34  # of the legend: about the width of a letter, a line's height, a mark's room
 _MOST_POINTS = 400  # of a line; more are not seen
 
 
