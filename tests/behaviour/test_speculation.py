@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -229,14 +229,20 @@ def test_with_room_for_some_of_what_was_before(share, eager, seen, tmp_path) -> 
 
 @pytest.fixture
 def slow(monkeypatch) -> None:
-    """An optimizer that backward overtakes."""
-    update = pipeline.update
+    """An optimizer that backward overtakes: it is at its first tile until backward is over, or waits for it."""
+    update, prefer = pipeline.update, pipeline.UpdatePipeline.prefer
+    over = threading.Event()
 
     def waits(*arguments: Any, **options: Any) -> Any:
-        time.sleep(0.03)
+        over.wait(0.3)
         return update(*arguments, **options)
 
+    def told(self: pipeline.UpdatePipeline, *, begun: bool) -> None:
+        over.clear() if begun else over.set()
+        prefer(self, begun=begun)
+
     monkeypatch.setattr(pipeline, "update", waits)
+    monkeypatch.setattr(pipeline.UpdatePipeline, "prefer", told)
 
 
 @pytest.fixture

@@ -230,7 +230,8 @@ def test_they_do_on_several_ranks(stage, tmp_path) -> None:
     expected = plain([batches(6)[:3], batches(6)[3:]], mean=False)
     for found in run_ranks(2, _coalesced, stage, path=tmp_path):
         for name, value in found.items():
-            torch.testing.assert_close(value, expected.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+            # The halves of a batch are summed in another order, which Adam makes more of where a gradient is almost 0.
+            torch.testing.assert_close(value, expected.get_parameter(name).detach(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("key", "value"), [("update_schedule", "backward"), ("accumulation", "layer")])
