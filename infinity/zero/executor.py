@@ -210,7 +210,7 @@ class Executor:
             action, unit = self._todo[0]
             if action == "evict" and not self._try_evict(unit):
                 return
-            if action == "prefetch" and self._params.residency(unit) is Residency.STORED:
+            if action == "prefetch" and self._is_stored(unit):
                 if not self._fetch(unit, Priority.PREFETCH):
                     return
                 self._try_update(unit)
@@ -320,7 +320,7 @@ class Executor:
         self._in_flight.confirm(unit)
         if unit not in self._in_flight:
             self._in_flight.finished.append(unit)
-        if self._params.residency(unit) is not Residency.STORED:
+        if not self._is_stored(unit):
             self._try_update(unit)
 
     def undo(self, *units: int, grads: bool = True) -> None:
@@ -430,7 +430,7 @@ class Executor:
 
     def write_changed(self) -> None:
         """Write what somebody else than an update has changed, where updates are to find it on the drives."""
-        for unit in self._params.unwritten() if self._params.has_slots else ():
+        for unit in self._params.unwritten():
             if self._is_kept_on_drive(unit) and unit not in self._in_flight:
                 with self.resident(unit):
                     self._params.units[unit].write_home()

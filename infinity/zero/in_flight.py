@@ -222,6 +222,8 @@ class InFlight:
         if not at_rest or not self._grads.can_hand_over(unit):
             return False
         old_params = self._old_params(unit, segments, write)
+        if self._can_undo(unit, old_params):
+            return True
         later = self._needed_later(needed)
         if not self._can_undo(unit, old_params, without=later):
             return False

@@ -471,8 +471,13 @@ def test_gradients_do_not_go_to_the_drive_while_updates_run_ahead(eager, gradien
     written = {}
     for schedule in ("deferred", "speculative"):
         with engine_of(tmp_path, schedule, host_memory=least_memory("gpt2", "bf16", 1)) as engine:
-            train(engine, steps=4)
-            written[schedule] = engine.stats().tier_bytes["nvme_write"]
+            train(engine, steps=2)
+            steps = []
+            for ids in DATA[2:]:
+                engine.backward(loss_of(engine, ids))
+                engine.step()
+                steps.append(engine.stats().tier_bytes["nvme_write"])
+            written[schedule] = statistics.fmean(steps)  # a tile more or less may be written in the step after its own
             trained = sum(param.numel() for param in engine.module.parameters())
     assert gradients["left"] > 0
     assert written["speculative"] < written["deferred"]
@@ -497,9 +502,9 @@ def fetched(monkeypatch) -> list[int]:
     return units
 
 
-def room_for_params() -> int:
+def room_for_params(architecture: str = "gpt2") -> int:
     """A budget with which all parameters stay in memory, and no states."""
-    return least_memory("gpt2", "bf16", 1) * 3 // 2
+    return least_memory(architecture, "bf16", 1) * 3 // 2
 
 
 @pytest.mark.parametrize("clipping", [NEVER, ALWAYS])
@@ -532,7 +537,7 @@ def leave(engine: infinity.Engine) -> None:
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 def test_what_was_to_stay_may_leave(architecture, clipping, eager, fetched, tmp_path) -> None:
-    budget = least_memory(architecture, "bf16", 1) * 3 // 2
+    budget = room_for_params(architecture)
     both(tmp_path, leave, architecture=architecture, clipping=clipping, host_memory=budget)
     assert bool(fetched) == (clipping != NEVER)
 

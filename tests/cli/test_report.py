@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 
 from infinity.cli.main import main
 from infinity.cli.pages.charts import Series, axis, chart, thinned
+from tests.cli.browser import in_chromium
 from tests.cli.test_commands import train_arguments, workspace, write_config
 from tests.cli.test_timeline import trace
 
@@ -208,17 +207,7 @@ def test_charts_keep_what_they_are_given() -> None:
 
 def test_pages_open_in_a_browser(log, tmp_path) -> None:
     """In Chromium, where it is installed: the page draws all of its curves."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.skip("chromium is not installed")
     assert main(["report", str(log)]) == 0
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    done = subprocess.run(
-        [chromium, *options, "--dump-dom", log.with_suffix(".html").as_uri()],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.stdout.count("</svg>") == 7
-    assert "compute 60%" in done.stdout
+    dom = in_chromium(log.with_suffix(".html"), tmp_path / "profile", "--dump-dom")
+    assert dom.count("</svg>") == 7
+    assert "compute 60%" in dom

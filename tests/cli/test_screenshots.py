@@ -7,14 +7,13 @@ at new ones: INFINITY_NEW_PICTURES=1 python -m pytest tests/cli/test_screenshots
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from infinity.cli.main import main
+from tests.cli.browser import in_chromium
 from tests.cli.test_report import log
 from tests.cli.test_tune import stand_in, tune
 
@@ -29,16 +28,9 @@ WIDE, NARROW = 1000, 480
 
 def drawn(page: Path, width: int, height: int, tmp_path: Path) -> np.ndarray:
     """Grey means of squares of the top of a page, in [0, 1]."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.skip("chromium is not installed")
     shot = tmp_path / "shot.png"
-    options = [
-        *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1"),
-        *("--force-color-profile=srgb", "--host-resolver-rules=MAP * ~NOTFOUND"),
-        *(f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},{height}", f"--screenshot={shot}"),
-    ]
-    subprocess.run([chromium, *options, page.as_uri()], capture_output=True, check=True, timeout=120)
+    looks = ("--hide-scrollbars", "--force-device-scale-factor=1", "--force-color-profile=srgb")
+    in_chromium(page, tmp_path / "profile", *looks, f"--window-size={width},{height}", f"--screenshot={shot}")
     grey = image.imread(shot)[:height, :width, :3].mean(axis=2)
     return grey.reshape(height // SQUARE, SQUARE, width // SQUARE, SQUARE).mean(axis=(1, 3))
 
