@@ -27,7 +27,15 @@ class Engine:
     @property
     def name(self) -> str: ...
     def submit(
-        self, write: bool, file: File, offset: int, address: int, nbytes: int, priority: int, owner: object
+        self,
+        write: bool,
+        file: File,
+        offset: int,
+        address: int,
+        nbytes: int,
+        memory_nbytes: int,
+        priority: int,
+        owner: object,
     ) -> Request: ...
     def promote(self, request: Request) -> None: ...
     def register_buffer(self, address: int, nbytes: int) -> int: ...

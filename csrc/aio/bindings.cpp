@@ -68,10 +68,14 @@ class PythonOwner final : public Owner {
 };
 
 std::shared_ptr<Request> submit(Engine& engine, bool write, std::shared_ptr<File> file, std::uint64_t offset,
-                                std::uintptr_t address, std::size_t nbytes, int priority, py::object owner) {
+                                std::uintptr_t address, std::size_t nbytes, std::size_t memory_nbytes, int priority,
+                                py::object owner) {
     PythonOwner::collect();
+    if (nbytes != 0 && memory_nbytes == 0) {
+        throw std::invalid_argument("a request without memory");
+    }
     auto request =
-        std::make_shared<Request>(write ? Op::write : Op::read, std::move(file), offset, address, nbytes,
+        std::make_shared<Request>(write ? Op::write : Op::read, std::move(file), offset, address, nbytes, memory_nbytes,
                                   static_cast<Priority>(priority), std::make_unique<PythonOwner>(std::move(owner)));
     engine.submit(request);
     return request;
@@ -169,7 +173,7 @@ void register_engines(py::module_& m) {
              py::arg("sqpoll") = false, py::arg("iopoll") = false, py::arg("faults") = py::dict())
         .def_property_readonly("name", &Engine::name)
         .def("submit", &submit, py::arg("write"), py::arg("file"), py::arg("offset"), py::arg("address"),
-             py::arg("nbytes"), py::arg("priority"), py::arg("owner"))
+             py::arg("nbytes"), py::arg("memory_nbytes"), py::arg("priority"), py::arg("owner"))
         .def("promote", &Engine::promote, py::arg("request"))
         .def("register_buffer", &Engine::register_buffer, py::arg("address"), py::arg("nbytes"),
              py::call_guard<py::gil_scoped_release>())

@@ -112,8 +112,9 @@ bool BlockQueue::take(Block& block) {
     auto& line = waiting_[chosen];
     const auto priority = static_cast<Priority>(chosen);
     const std::shared_ptr<Request> request = line.front();
-    const std::size_t nbytes = std::min(block_nbytes_, request->nbytes - request->cut_);
-    block = Block{request, priority, request->offset + request->cut_, request->address + request->cut_, nbytes};
+    const std::size_t at = request->cut_ % request->memory_nbytes;
+    const std::size_t nbytes = std::min({block_nbytes_, request->nbytes - request->cut_, request->memory_nbytes - at});
+    block = Block{request, priority, request->offset + request->cut_, request->address + at, nbytes};
     block.started = Clock::now();
     if (request->cut_ == 0) {
         request->times_.started = block.started;

@@ -52,14 +52,15 @@ class Owner {
 class Request {
   public:
     Request(Op op, std::shared_ptr<File> file, std::uint64_t offset, std::uintptr_t address, std::size_t nbytes,
-            Priority priority, std::unique_ptr<Owner> owner)
-        : op(op), offset(offset), address(address), nbytes(nbytes), priority_(priority), file_(std::move(file)),
-          owner_(std::move(owner)) {}
+            std::size_t memory_nbytes, Priority priority, std::unique_ptr<Owner> owner)
+        : op(op), offset(offset), address(address), nbytes(nbytes), memory_nbytes(memory_nbytes), priority_(priority),
+          file_(std::move(file)), owner_(std::move(owner)) {}
 
     const Op op;
     const std::uint64_t offset;
     const std::uintptr_t address;
     const std::size_t nbytes;
+    const std::size_t memory_nbytes; // at the address: `nbytes`, or less, which is then gone through again and again
 
     // Valid until the request is done.
     const std::shared_ptr<File>& file() const { return file_; }

@@ -117,13 +117,29 @@ class AiofilesEngine(IoEngine):
     def _open(self, source: Path, read_only: bool, name: Path) -> IoFile:
         return _PlainFile(source, read_only, name)
 
-    def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
-        return self._submit("read", file, offset, span)
+    def read(
+        self,
+        file: IoFile,
+        offset: int,
+        span: Span,
+        priority: Priority = Priority.PREFETCH,
+        *,
+        nbytes: int | None = None,
+    ) -> IoFuture:
+        return self._submit("read", file, offset, span, span.nbytes if nbytes is None else nbytes)
 
-    def write(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.WRITE_BACK) -> IoFuture:
-        return self._submit("write", file, offset, span)
+    def write(
+        self,
+        file: IoFile,
+        offset: int,
+        span: Span,
+        priority: Priority = Priority.WRITE_BACK,
+        *,
+        nbytes: int | None = None,
+    ) -> IoFuture:
+        return self._submit("write", file, offset, span, span.nbytes if nbytes is None else nbytes)
 
-    def _submit(self, operation: str, file: IoFile, offset: int, span: Span) -> IoFuture:
+    def _submit(self, operation: str, file: IoFile, offset: int, span: Span, nbytes: int) -> IoFuture:
         if not isinstance(file, _PlainFile):
             raise TypeError(f"{file.path} was opened by another engine")
         if file.opened is None:
@@ -133,19 +149,19 @@ class AiofilesEngine(IoEngine):
         if self._closed:
             raise InfinityError("the I/O engine is closed")
         with self._stats_lock:
-            self._asked[operation] += span.nbytes
+            self._asked[operation] += nbytes
         file.opened.hold()
         stamps = _Stamps()
-        moving = self._timed_move(operation, file.path, file.opened, offset, span, stamps)
+        moving = self._timed_move(operation, file.path, file.opened, offset, span, nbytes, stamps)
         return _PlainFuture(asyncio.run_coroutine_threadsafe(moving, self._loop), stamps)
 
     async def _timed_move(
-        self, operation: str, name: Path, file: _Descriptor, offset: int, span: Span, stamps: _Stamps
+        self, operation: str, name: Path, file: _Descriptor, offset: int, span: Span, nbytes: int, stamps: _Stamps
     ) -> int:
         async with self._slots:
             stamps.started_s = time.perf_counter()
             try:
-                moved = await self._move(operation, name, file, offset, span)
+                moved = await self._move(operation, name, file, offset, span, nbytes)
                 with self._stats_lock:
                     self._taken_s[operation][_rounded(time.perf_counter() - stamps.started_s)] += 1
                 return moved
@@ -153,14 +169,14 @@ class AiofilesEngine(IoEngine):
                 file.drop()
                 stamps.finished_s = time.perf_counter()
 
-    async def _move(self, operation: str, name: Path, file: _Descriptor, offset: int, span: Span) -> int:
+    async def _move(self, operation: str, name: Path, file: _Descriptor, offset: int, span: Span, nbytes: int) -> int:
         view = memoryview((ctypes.c_char * span.nbytes).from_address(span.address)).cast("B")
         moved = 0
         try:
             async with aiofiles.open(file.path, file.mode, buffering=0) as stream:
                 await stream.seek(offset)
-                while moved < span.nbytes:
-                    part = view[moved:]
+                while moved < nbytes:
+                    part = view[moved % span.nbytes :][: nbytes - moved]
                     count = await (stream.readinto(part) if operation == "read" else stream.write(part))
                     if not count:
                         raise OSError(errno.ENODATA, "end of file")

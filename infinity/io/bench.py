@@ -13,17 +13,19 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from types import TracebackType
 
 from infinity.errors import ConfigError, StorageError
 from infinity.io.directory import open_directory
-from infinity.io.interface import IoEngine, IoFile, IoFuture, IoOptions, IoStats, Priority, Span, create_file
+from infinity.io.interface import IoEngine, IoFile, IoFuture, IoOptions, Priority, Span, create_file
 from infinity.io.latency import NO_LATENCIES, Latencies
 from infinity.io.patterns import Move, check_operation, moves
 from infinity.io.probe import open_engine
 
 _REQUEST_BYTES = 2 << 20  # of sequential requests at least, so that the engine and not Python cuts them
+_AHEAD_S = 0.25  # of requests that wait behind those in flight, so that Python is woken seldom
 _SPARE_SHARE = 0.05  # of a drive that is left free
 _ENDLESS = 1 << 62  # passes: the clock ends it
 
@@ -73,10 +75,7 @@ def request_bytes(options: IoOptions, most_bytes: int) -> int:
 
 
 def ring_bytes(options: IoOptions) -> int:
-    """Of the memory that a session moves blocks through, if it has so much.
-
-    Little more than is in flight, as fio has it: a host copies what is in its caches up to a fifth faster.
-    """
+    """Of a session's memory: what is in flight, and a few requests that are verified."""
     in_flight = options.queue_depth * options.block_size_bytes
     request = request_bytes(options, max(_REQUEST_BYTES, in_flight))
     return max(3 * request, in_flight + request)
@@ -113,38 +112,48 @@ def bench_file(directory: Path, size_bytes: int) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class _Moment:
-    """What the clocks and counters say now."""
+class _Clocks:
+    """What they say now."""
 
     seconds: float
     cpu_s: float
     caller_s: float
     user_s: float
     system_s: float
-    stats: IoStats
-    latencies: Latencies
 
 
-def _moment(engine: IoEngine) -> _Moment:
+def _clocks() -> _Clocks:
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    stats, latencies = engine.stats(), engine.latencies()
-    cpu_s, caller_s = time.process_time(), time.thread_time()
-    return _Moment(time.perf_counter(), cpu_s, caller_s, usage.ru_utime, usage.ru_stime, stats, latencies)
+    return _Clocks(time.perf_counter(), time.process_time(), time.thread_time(), usage.ru_utime, usage.ru_stime)
 
 
-def _run_between(start: _Moment, end: _Moment, passes: int) -> BenchRun:
-    before, after = start.stats, end.stats
-    return BenchRun(
-        end.seconds - start.seconds,
-        after.bytes_read - before.bytes_read + after.bytes_written - before.bytes_written,
-        end.cpu_s - start.cpu_s,
-        passes,
-        after.blocks - before.blocks,
-        end.user_s - start.user_s,
-        end.system_s - start.system_s,
-        end.caller_s - start.caller_s,
-        end.latencies.since(start.latencies),
-    )
+class _Watch:
+    """Watches a run from its construction on; what it asks the engine for lies outside the times."""
+
+    def __init__(self, engine: IoEngine) -> None:
+        self._engine = engine
+        self._stats, self._latencies = engine.stats(), engine.latencies()
+        self._start = _clocks()
+
+    @property
+    def begin_s(self) -> float:
+        return self._start.seconds
+
+    def run(self, passes: int) -> BenchRun:
+        """What was run until now."""
+        start, end = self._start, _clocks()
+        before, after = self._stats, self._engine.stats()
+        return BenchRun(
+            end.seconds - start.seconds,
+            after.bytes_read - before.bytes_read + after.bytes_written - before.bytes_written,
+            end.cpu_s - start.cpu_s,
+            passes,
+            after.blocks - before.blocks,
+            end.user_s - start.user_s,
+            end.system_s - start.system_s,
+            end.caller_s - start.caller_s,
+            self._engine.latencies().since(self._latencies),
+        )
 
 
 class BenchSession:
@@ -174,6 +183,7 @@ class BenchSession:
         as_in_training: bool = False,
     ) -> None:
         self._block_bytes = options.block_size_bytes
+        self._in_flight_bytes = options.queue_depth * options.block_size_bytes
         self._read_class = Priority.PREFETCH if as_in_training else Priority.DEMAND
         self._write_class = Priority.WRITE_BACK if as_in_training else Priority.DEMAND
         if size_bytes < 2 * self._block_bytes or buffers.nbytes < 2 * self._block_bytes:
@@ -217,6 +227,11 @@ class BenchSession:
         stats = self._engine.stats()
         return stats.bytes_read + stats.bytes_written
 
+    @property
+    def window_bytes(self) -> int:
+        """Of the buffers, what measured blocks pass through again and again."""
+        return min(self._in_flight_bytes, self.buffers.nbytes)
+
     def moves(self, operation: str) -> Sequence[Move]:
         """What one pass does, in order."""
         return moves(operation, self._size_bytes, self._block_bytes, self._request_bytes)
@@ -244,36 +259,58 @@ class BenchSession:
         requests = self.moves(operation)
         self.unfinished = None
         done = 0
-        start = _moment(self._engine)
+        watch = _Watch(self._engine)
         try:
-            while done < passes or time.perf_counter() - start.seconds < runtime_s:
+            while done < passes or time.perf_counter() - watch.begin_s < runtime_s:
                 self._perform(requests, until_s)
                 done += 1
                 if done == most_passes or time.perf_counter() >= until_s:
                     break
         except BaseException:
-            self.unfinished = _run_between(start, _moment(self._engine), done + 1)
+            self.unfinished = watch.run(done + 1)
             raise
-        return _run_between(start, _moment(self._engine), done)
+        return watch.run(done)
 
     def _perform(self, requests: Sequence[Move], until_s: float) -> None:
-        """Run the requests with a few in flight, so that the engine's queue never runs dry."""
-        in_flight: deque[IoFuture] = deque()
-        slot_bytes = requests[0].nbytes  # the first is the longest
-        most = self.buffers.nbytes // slot_bytes
-        for number, request in enumerate(requests):
-            while len(in_flight) >= most:
-                in_flight.popleft().result()
+        """Run the requests with some ahead, so that the engine's queue never runs dry and Python seldom wakes."""
+        under_way: deque[IoFuture] = deque()
+        request_bytes = requests[0].nbytes  # the first is the longest
+        least = 2 * math.ceil(self._in_flight_bytes / request_bytes)
+        most, moved_bytes, begin_s = least, 0, time.perf_counter()
+        for request, span in zip(requests, cycle(self._spans(request_bytes))):
+            if len(under_way) >= most:
+                moved_bytes += _finish(under_way, len(under_way) // 2)
+                bytes_per_s = moved_bytes / (time.perf_counter() - begin_s)
+                most = max(least, int(_AHEAD_S * bytes_per_s / request_bytes))
             if time.perf_counter() >= until_s:
                 break
-            at = self.buffers.address + number % most * slot_bytes
-            span = Span(at, request.nbytes, self.buffers.owner)
-            if request.operation == "read":
-                in_flight.append(self._engine.read(self._file, request.offset, span, self._read_class))
-            else:
-                in_flight.append(self._engine.write(self._file, request.offset, span, self._write_class))
-        for future in in_flight:
-            future.result()
+            begin, turn = (
+                (self._engine.read, self._read_class)
+                if request.operation == "read"
+                else (self._engine.write, self._write_class)
+            )
+            part = Span(span.address, min(span.nbytes, request.nbytes), span.owner)
+            under_way.append(begin(self._file, request.offset, part, turn, nbytes=request.nbytes))
+        _finish(under_way, len(under_way))
+
+    def _spans(self, request_bytes: int) -> Sequence[Span]:
+        """Memory for requests in turn: as much as is in flight, as fio has it, or less where there is less.
+
+        A host copies what is in its caches up to a fifth faster. A block that is overtaken by all others shares its
+        memory with a later one for a while: nobody looks at what is read here.
+        """
+        memory = self.buffers
+        if request_bytes >= self.window_bytes:
+            return [Span(memory.address, self.window_bytes, memory.owner)]
+        count = min(math.ceil(self._in_flight_bytes / request_bytes), memory.nbytes // request_bytes)
+        return [Span(memory.address + i * request_bytes, request_bytes, memory.owner) for i in range(count)]
+
+
+def _finish(under_way: deque[IoFuture], count: int) -> int:
+    """Wait for the oldest requests, and first for the last of them: one sleep. Returns the bytes that they moved."""
+    if count:
+        under_way[count - 1].result()
+    return sum(under_way.popleft().result() for _ in range(count))
 
 
 def run_together(

@@ -171,8 +171,20 @@ class IoEngine(ABC):
         """Open an existing file that is known as `name`; raises OSError."""
 
     @abstractmethod
-    def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
+    def read(
+        self,
+        file: IoFile,
+        offset: int,
+        span: Span,
+        priority: Priority = Priority.PREFETCH,
+        *,
+        nbytes: int | None = None,
+    ) -> IoFuture:
         """Start filling `span` from `offset`.
+
+        Args:
+            nbytes: more than the span has; it is then gone through again and again, and what it holds in the end is
+                of no use. For measurements, of a drive and not of memory.
 
         Raises:
             StorageError: the request is not aligned as the file asks for.
@@ -180,8 +192,16 @@ class IoEngine(ABC):
         """
 
     @abstractmethod
-    def write(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.WRITE_BACK) -> IoFuture:
-        """Start writing `span` at `offset`; raises as `read` does."""
+    def write(
+        self,
+        file: IoFile,
+        offset: int,
+        span: Span,
+        priority: Priority = Priority.WRITE_BACK,
+        *,
+        nbytes: int | None = None,
+    ) -> IoFuture:
+        """Start writing `span` at `offset`, again and again if `nbytes` is more; raises as `read` does."""
 
     def register(self, span: Span) -> bool:
         """Have the kernel keep `span` pinned, which spares work per request; False if it will not.
@@ -203,13 +223,14 @@ class IoEngine(ABC):
         """Finish everything that was submitted, then stop."""
 
 
-def check_aligned(file: IoFile, offset: int, span: Span) -> None:
+def check_aligned(file: IoFile, offset: int, span: Span, nbytes: int) -> None:
     """Refuse what direct I/O would refuse, by name.
 
     Raises:
         StorageError: EINVAL, saying which of offset, size and address is off.
     """
-    for name, value in (("offset", offset), ("size", span.nbytes), ("buffer address", span.address)):
+    places = ("offset", offset), ("size", nbytes), ("buffer address", span.address), ("buffer size", span.nbytes)
+    for name, value in places:
         if value % file.alignment:
             raise StorageError(
                 errno.EINVAL,

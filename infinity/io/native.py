@@ -108,21 +108,37 @@ class NativeEngine(IoEngine):
             _log.warning("%s: no direct I/O on this filesystem; reads and writes go through the page cache", name)
         return file
 
-    def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
-        return self._submit(False, file, offset, span, priority)
+    def read(
+        self,
+        file: IoFile,
+        offset: int,
+        span: Span,
+        priority: Priority = Priority.PREFETCH,
+        *,
+        nbytes: int | None = None,
+    ) -> IoFuture:
+        return self._submit(False, file, offset, span, priority, span.nbytes if nbytes is None else nbytes)
 
-    def write(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.WRITE_BACK) -> IoFuture:
-        return self._submit(True, file, offset, span, priority)
+    def write(
+        self,
+        file: IoFile,
+        offset: int,
+        span: Span,
+        priority: Priority = Priority.WRITE_BACK,
+        *,
+        nbytes: int | None = None,
+    ) -> IoFuture:
+        return self._submit(True, file, offset, span, priority, span.nbytes if nbytes is None else nbytes)
 
-    def _submit(self, write: bool, file: IoFile, offset: int, span: Span, priority: Priority) -> IoFuture:
+    def _submit(self, write: bool, file: IoFile, offset: int, span: Span, priority: Priority, nbytes: int) -> IoFuture:
         if not isinstance(file, _NativeFile):
             raise TypeError(f"{file.path} was opened by another engine")
-        check_aligned(file, offset, span)
+        check_aligned(file, offset, span, nbytes)
         asker = threading.get_ident(), write
-        self._asked_bytes[asker] = self._asked_bytes.get(asker, 0) + span.nbytes
+        self._asked_bytes[asker] = self._asked_bytes.get(asker, 0) + nbytes
         try:
             request = self._engine.submit(
-                write, file.opened(), offset, span.address, span.nbytes, int(priority), span.owner
+                write, file.opened(), offset, span.address, nbytes, span.nbytes, int(priority), span.owner
             )
         except RuntimeError as error:  # closed, or forked
             raise InfinityError(str(error)) from error

@@ -145,14 +145,14 @@ class _Liar:
         self._engine = session.engine
         self._spoil = spoil
 
-    def write(self, *request):
-        return self._engine.write(*request)
+    def write(self, *request, **more):
+        return self._engine.write(*request, **more)
 
-    def read(self, *request):
+    def read(self, *request, **more):
         if self._spoil is not None:
             self._spoil()
             self._spoil = None
-        return self._engine.read(*request)
+        return self._engine.read(*request, **more)
 
 
 def _swap_pages(path: Path) -> None:
@@ -367,9 +367,9 @@ def test_requests_take_their_turns_as_in_training_where_they_are_to(tmp_path, mo
             for name in ("read", "write"):
                 begin = getattr(session.engine, name)
 
-                def noted(file, offset, span, priority, begin=begin, seen=seen):  # type: ignore[no-untyped-def]
+                def noted(file, offset, span, priority, begin=begin, seen=seen, **more):  # type: ignore[no-untyped-def]
                     seen.add(priority)
-                    return begin(file, offset, span, priority)
+                    return begin(file, offset, span, priority, **more)
 
                 monkeypatch.setattr(session.engine, name, noted)
             session.run("mixed")

@@ -103,6 +103,27 @@ def test_requests_know_when_they_ran(engine, arena, tmp_path) -> None:
     file.close()
 
 
+@pytest.mark.parametrize("window", [5 * 4096, 640 << 10])  # shorter than a block; no multiple of one
+def test_memory_is_gone_through_again_where_a_request_is_longer(window, engine, arena, tmp_path) -> None:
+    """What is written says where every byte came from."""
+    rest = 3 * 4096
+    size = 7 * window + rest
+    file = engine.open(tmp_path / "f", create=True, size_bytes=size)
+    with random_lease(arena, window) as lease:
+        content = bytes(lease.tensor(torch.uint8).numpy())
+        assert engine.write(file, 0, lease.span(), nbytes=size).result() == size
+        written = (tmp_path / "f").read_bytes()
+        assert written == content * 7 + content[:rest]
+        lease.tensor(torch.uint8).zero_()
+        assert engine.read(file, 4096, lease.span(), nbytes=window).result() == window
+        assert bytes(lease.tensor(torch.uint8).numpy()) == written[4096 : 4096 + window]
+        assert engine.read(file, 0, lease.span(), nbytes=size).result() == size
+    stats = engine.stats()
+    assert stats.bytes_written == stats.writes_asked_bytes == size
+    assert stats.bytes_read == stats.reads_asked_bytes == size + window
+    file.close()
+
+
 def test_a_created_file_is_private_and_must_not_exist(engine, tmp_path) -> None:
     path = tmp_path / "f"
     engine.open(path, create=True).close()

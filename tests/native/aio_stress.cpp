@@ -60,14 +60,14 @@ std::string make_file(const std::string& directory, const std::string& name) {
 
 std::shared_ptr<Request> request(Op op, std::shared_ptr<File> file, std::uint64_t offset, std::uintptr_t address,
                                  std::size_t nbytes, int priority) {
-    return std::make_shared<Request>(op, std::move(file), offset, address, nbytes, static_cast<Priority>(priority),
-                                     std::make_unique<CountedOwner>());
+    return std::make_shared<Request>(op, std::move(file), offset, address, nbytes, nbytes,
+                                     static_cast<Priority>(priority), std::make_unique<CountedOwner>());
 }
 
 void read_and_forget(Engine& engine, const std::string& path) {
     auto owner = std::make_unique<BufferOwner>();
     const std::uintptr_t address = owner->buffer.address();
-    engine.submit(std::make_shared<Request>(Op::read, std::make_shared<File>(path, true), 0, address, kPage,
+    engine.submit(std::make_shared<Request>(Op::read, std::make_shared<File>(path, true), 0, address, kPage, kPage,
                                             Priority::prefetch, std::move(owner)));
 }
 

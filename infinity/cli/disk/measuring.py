@@ -148,7 +148,7 @@ class _Measurement:
             "direct": self._session.direct,
             "registered_buffers": self._session.registered,
             "huge_page_bytes": huge_page_bytes(self._session.buffers),
-            "buffer_bytes": self._session.buffers.nbytes,
+            "buffer_bytes": self._session.window_bytes,
             "warnings": cautions(drive, direct=self._session.direct),
             **run_facts(runs),
         }
