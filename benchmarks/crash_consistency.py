@@ -11,7 +11,7 @@ keeping every step costs less than 5% of a step, and twice the space.
 half at a random system call that makes something durable (flush, rename, removal), before or after it. They are forked
 from one that has imported everything. Losses and, at the end of a run, weights are held against an uninterrupted run.
 
-`cost`: two engines of the same model in one process, with the key and without, take blocks of steps in turn; a block
+`cost`: two engines of the same model (GPT-2 of 355M parameters) in one process, with the key and without, take blocks of steps in turn; a block
 ends when all is written (and committed).
 """
 
@@ -273,7 +273,8 @@ def kills(args: argparse.Namespace) -> dict[str, Any]:
 
 def large_engine(args: argparse.Namespace, path: Path, host_memory: str, *, keeps: bool) -> infinity.Engine:
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=args.layers, n_embd=768, n_head=12, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    width = {"n_embd": args.width, "n_head": args.width // 64}
+    config = GPT2Config(n_layer=args.layers, **width, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     return infinity.initialize(
         model=GPT2LMHeadModel(config),
         config={
@@ -352,10 +353,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=1, help="rounds that do not count")
     parser.add_argument("--block", type=int, default=3, help="steps in a block")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--seq", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--clip", type=float, default=0.0)
-    parser.add_argument("--host-memory", nargs="+", default=["512MiB", "4GiB"])
+    parser.add_argument("--host-memory", nargs="+", default=["360MiB", "1GiB", "6GiB"])
     args = parser.parse_args()
     args.path.mkdir(parents=True, exist_ok=True)
     facts = {"kills": kills, "cost": cost}[args.what](args)
