@@ -6,10 +6,12 @@ The claim: a checkpoint of states that are in memory reaches the drive at more t
 drive takes plain direct writes, and sooner than torch.save and fsync put the same tensors there. The floor is those
 direct writes, measured in the same run.
 
-    python benchmarks/checkpoint.py --dir DIR --ranks 1 2 4 --other-python OTHER/.venv/bin/python --rounds 3
+    python benchmarks/checkpoint.py --dir DIR --ranks 1 2 4 --rounds 3 [--other-python OTHER/.venv/bin/python]
+        [--deepspeed-python PYTHON_WITH_DEEPSPEED]
 
 The claim: several ranks together are no slower than one, since each writes and reads its own part. Every number of
-ranks is run in turn, and beside it another version's, if one is given. The floor is direct writes by as many threads.
+ranks is run in turn, and beside it another version's and DeepSpeed's, if they are given. The floor is direct writes by
+as many threads. DeepSpeed returns from a save before the drive has it: its files are flushed then, for a second figure.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import infinity
 from infinity.cli.training.models import build_model
 
 BLOCK = 4 << 20
-WORKER = Path(__file__).parent / "peers" / "saved_by_ranks.py"
+PEERS = Path(__file__).parent / "peers"
 
 
 def make_engine(model_name: str, home: str, state_format: str, swap: Path) -> infinity.Engine:
@@ -87,12 +89,12 @@ def drop_cache(path: Path) -> None:
         os.close(descriptor)
 
 
-def save_by_ranks(python: str, ranks: int, directory: Path, model: str) -> dict[str, Any]:
+def save_by_ranks(python: str, worker: str, ranks: int, directory: Path, model: str) -> dict[str, Any]:
     """What the worker says of one group of processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [python, str(WORKER), "--dir", str(directory), "--model", model]
+    command = [python, str(PEERS / worker), "--dir", str(directory), "--model", model]
     shared = os.environ | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
@@ -102,21 +104,26 @@ def save_by_ranks(python: str, ranks: int, directory: Path, model: str) -> dict[
         for r in range(ranks)
     ]
     said = [process.communicate()[0] for process in processes]
-    return json.loads(said[0])  # type: ignore[no-any-return]
+    return json.loads(said[0].splitlines()[-1])  # type: ignore[no-any-return]
 
 
 def compare_ranks(args: argparse.Namespace) -> None:
-    """Every number of ranks in turn, of this version and the other one."""
-    pythons = {"here": sys.executable} | ({"other": args.other_python} if args.other_python else {})
+    """Every number of ranks in turn, of this version and the others."""
+    systems = {"here": (sys.executable, "saved_by_ranks.py")}
+    if args.other_python:
+        systems["other"] = args.other_python, "saved_by_ranks.py"
+    if args.deepspeed_python:
+        systems["deepspeed"] = args.deepspeed_python, "deepspeed_saved_by_ranks.py"
     times: dict[tuple[str, int, str], list[float]] = {}
     nbytes = 0
     for turn in range(args.rounds):
         for ranks in args.ranks:
-            for name in sorted(pythons, reverse=bool(turn % 2)):
-                said = save_by_ranks(pythons[name], ranks, args.dir / "saved", args.model)
+            for name in sorted(systems, reverse=bool(turn % 2)):
+                said = save_by_ranks(*systems[name], ranks, args.dir / "saved", args.model)
                 nbytes = said["bytes"]
-                times.setdefault((name, ranks, "save"), []).extend(said["save_s"])
-                times.setdefault((name, ranks, "load"), []).extend(said["load_s"])
+                for verb in ("save", "save_and_flush", "load"):
+                    if seconds := said.get(f"{verb}_s"):
+                        times.setdefault((name, ranks, verb), []).extend(seconds)
                 print(f"round {turn + 1}: {name}, {ranks} ranks, {said}", flush=True)
             times.setdefault(("direct writes", ranks, "save"), []).append(
                 timed(partial(direct_writes_by, args.dir, nbytes, ranks))
@@ -126,7 +133,7 @@ def compare_ranks(args: argparse.Namespace) -> None:
         for (name, ranks, verb), seconds in times.items()
     ]
     for row in rows:
-        print(f"{row['name']:<14} {row['ranks']} ranks {row['verb']}  {rate(nbytes, row['seconds'])}")
+        print(f"{row['name']:<14} {row['ranks']} ranks {row['verb']:<15} {rate(nbytes, row['seconds'])}")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
@@ -153,6 +160,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--ranks", type=int, nargs="+", help="compare numbers of ranks instead")
     parser.add_argument("--other-python", help="an interpreter whose infinity is another version, for --ranks")
+    parser.add_argument("--deepspeed-python", help="an interpreter that has DeepSpeed, for --ranks")
     args = parser.parse_args()
     if args.ranks:
         args.dir.mkdir(parents=True)
