@@ -11,8 +11,8 @@ keeping every step costs less than 5% of a step, and twice the space.
 half at a random system call that makes something durable (flush, rename, removal), before or after it. They are forked
 from one that has imported everything. Losses and, at the end of a run, weights are held against an uninterrupted run.
 
-`cost`: two engines of the same model (GPT-2 of 355M parameters) in one process, with the key and without, take blocks of steps in turn; a block
-ends when all is written (and committed).
+`cost`: two engines of the same model (GPT-2 of 355M parameters) in one process, with the key and without, take blocks
+of steps in turn; a block ends when all is written (and committed).
 """
 
 from __future__ import annotations
