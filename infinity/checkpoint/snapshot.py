@@ -10,7 +10,6 @@ be written past the engine; their bytes are summed up at the beginning, and comp
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from infinity.checkpoint.blocks import Staging, submit
 from infinity.checkpoint.frozen import FrozenShards
 from infinity.checkpoint.shards import Shard, WrittenPart, trained_numel, units_to_write
+from infinity.checkpoint.sums import crc32
 from infinity.errors import CheckpointError
 from infinity.tiers import Residency
 from infinity.tiers.states import Tile
@@ -161,4 +161,4 @@ class Snapshot:
 
 
 def _sum(flat: torch.Tensor) -> int:
-    return zlib.crc32(flat.detach().contiguous().view(torch.uint8).numpy().data)
+    return crc32(flat.detach().contiguous().view(torch.uint8).numpy().data)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from infinity.checkpoint.sums import BLOCK_BYTES, BlockSums
+from infinity.checkpoint.sums import BLOCK_BYTES, BlockSums, crc32
 from infinity.checkpoint.tensors import DTYPES, RangeReader, TensorEntry, read_header, shown
 from infinity.errors import CheckpointError
 
@@ -93,14 +92,14 @@ class StoredReader:
 
     Args:
         checked: they have been read once and were right, so one that is wrong now has changed. They are read for the
-            last time.
+            last time. Others are for `check` alone.
     """
 
     def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor], *, checked: bool = True) -> None:
         self._directory = directory
         self._tensors = tensors
         self._checked = checked
-        self._files = RangeReader(directory, once=checked)
+        self._files = RangeReader(directory, once=checked, passing=not checked)
 
     def read(self, key: str, start: int, numel: int) -> torch.Tensor:
         """Elements `[start, start + numel)` of a tensor, flat.
@@ -114,6 +113,15 @@ class StoredReader:
             return slices[0]
         return torch.cat(slices) if slices else torch.empty(0, dtype=tensor.torch_dtype)
 
+    def check(self, key: str, start: int, numel: int) -> int:
+        """Read elements `[start, start + numel)` of a tensor, and let them go; returns the bytes that they are.
+
+        Raises:
+            CheckpointError: as `read`.
+        """
+        tensor = self._tensors[key]
+        return sum(self._read(key, tensor, *found).nbytes for found in tensor.overlapping(start, start + numel))
+
     def _read(self, key: str, tensor: StoredTensor, part: TensorPart, low: int, high: int) -> torch.Tensor:
         """Elements `[low, high)` of a part."""
         dtype, block = tensor.torch_dtype, part.block_bytes
@@ -121,11 +129,11 @@ class StoredReader:
         first = begin // block
         from_byte, to_byte = first * block, min(-(-end // block) * block, part.numel * dtype.itemsize)
         data = self._files.read(part.file, part.start + from_byte, to_byte - from_byte, key)
-        with memoryview(data) as view:
-            for index, start in enumerate(range(0, len(data), block), start=first):
-                if zlib.crc32(view[start : start + block]) != part.sums[index]:
-                    raise self._wrong(key, part, index)
-        return torch.frombuffer(data, dtype=dtype, count=high - low, offset=begin - from_byte)
+        view = data.numpy().data
+        for index, start in enumerate(range(0, len(view), block), start=first):
+            if crc32(view[start : start + block]) != part.sums[index]:
+                raise self._wrong(key, part, index)
+        return data[begin - from_byte : end - from_byte].view(dtype)
 
     def _wrong(self, key: str, part: TensorPart, block: int) -> CheckpointError:
         where = f"tensor {shown(key)} differs near byte {part.start + block * part.block_bytes}"
@@ -205,8 +213,7 @@ def check_slices(
             for key, start, numel in wanted:
                 step = _CHECK_BYTES // tensors[key].torch_dtype.itemsize
                 for first in range(start, start + numel, step):
-                    read = reader.read(key, first, min(step, start + numel - first))
-                    progress(read.nbytes)
+                    progress(reader.check(key, first, min(step, start + numel - first)))
 
     _in_threads(check, by_file.values(), threads)
 
@@ -240,12 +247,12 @@ def _with_usual_sums(
     directory: Path, key: str, tensor: StoredTensor, part: TensorPart, progress: Progress
 ) -> TensorPart:
     """Check a part that has one sum, and give it the sums of its blocks."""
-    files, sums, crc = RangeReader(directory, once=False), BlockSums(), 0
+    files, sums, crc = RangeReader(directory, once=False, passing=True), BlockSums(), 0
     nbytes = part.numel * tensor.torch_dtype.itemsize
     try:
         for start in range(0, nbytes, _CHECK_BYTES):
-            data = memoryview(files.read(part.file, part.start + start, min(_CHECK_BYTES, nbytes - start), key))
-            crc = zlib.crc32(data, crc)
+            data = files.read(part.file, part.start + start, min(_CHECK_BYTES, nbytes - start), key).numpy().data
+            crc = crc32(data, crc)
             sums.add(data)
             progress(len(data))
     finally:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import base64
 import sys
-import zlib
 from array import array
+
+try:
+    from zlib_ng.zlib_ng import crc32  # the same sums as zlib's, six times as fast
+except ImportError:
+    from zlib import crc32
+
+__all__ = ["BLOCK_BYTES", "BlockSums", "crc32", "decode", "encode"]
 
 BLOCK_BYTES = 512 << 10
 
@@ -25,7 +31,7 @@ class BlockSums:
                 self.sums.append(0)
                 self._room = BLOCK_BYTES
             taken = min(self._room, len(data) - done)
-            self.sums[-1] = zlib.crc32(data[done : done + taken], self.sums[-1])
+            self.sums[-1] = crc32(data[done : done + taken], self.sums[-1])
             self._room -= taken
             done += taken
 

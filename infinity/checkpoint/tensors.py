@@ -205,7 +205,7 @@ class TensorReader:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         first = entry.start + start * dtype.itemsize
-        return torch.frombuffer(self._files.read(entry.file, first, numel * dtype.itemsize, key), dtype=dtype)
+        return self._files.read(entry.file, first, numel * dtype.itemsize, key).view(dtype)
 
     def close(self) -> None:
         self._files.close()
@@ -222,31 +222,41 @@ class RangeReader:
 
     Args:
         once: they will not be read again soon, and need not stay in the page cache.
+        passing: what is read is of use until the next range is, whose memory it has.
     """
 
-    def __init__(self, directory: Path, *, once: bool = True) -> None:
+    def __init__(self, directory: Path, *, once: bool = True, passing: bool = False) -> None:
         self._directory = directory
         self._once = once
+        self._passing = passing
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._path: Path | None = None
         self._file: BinaryIO | None = None
 
-    def read(self, name: str, start: int, nbytes: int, key: str) -> bytearray:
-        """The bytes from `start` on, which belong to tensor `key`.
+    def read(self, name: str, start: int, nbytes: int, key: str) -> torch.Tensor:
+        """The bytes (uint8) from `start` on, which belong to tensor `key`.
 
         Raises:
             CheckpointError: the file cannot be read, or ends before them.
         """
         path = self._directory / name
-        data = bytearray(nbytes)
+        data = self._room(nbytes)
         try:
             file = self._open(path)
             file.seek(start)
-            length = file.readinto(data)  # type: ignore[attr-defined]
+            length = file.readinto(data.numpy().data)  # type: ignore[attr-defined]
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         if length != nbytes:
             raise CheckpointError(f"{path} ended while tensor {key} was read")
         return data
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        if not self._passing:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        if self._memory.numel() < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        return self._memory[:nbytes]
 
     def _open(self, path: Path) -> BinaryIO:
         if self._file is None or path != self._path:
