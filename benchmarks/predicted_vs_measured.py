@@ -167,7 +167,7 @@ def worker(case: Case, nvme: Path, steps: int) -> None:
     peak_rss = status_bytes("VmHWM")
     rates.append(measured_rates(case, plan, nvme, ranks))
     predictions = [predict_step(plan, config, work, one) for one in rates]
-    needed = estimate(plan, work, before_bytes)
+    needed = estimate(plan, work, before_bytes, predictions[0])
     if ranks.rank == 0:
         middle = predictions[0]
         result = {

@@ -16,7 +16,7 @@ from infinity.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-    from infinity.planner import Drive, Estimate, Machine, Rates, TrainingPlan, Work
+    from infinity.planner import Drive, Estimate, Machine, Rates, StepTime, TrainingPlan, Work
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _TOKENS = 1024
@@ -108,12 +108,14 @@ class Draft:
 
     Attributes:
         work: of one micro-batch.
+        step: as predicted from the rates that are known.
         problems: why it cannot train there, in words.
     """
 
     asked: Asked
     plan: TrainingPlan
     work: Work
+    step: StepTime
     needs: Estimate
     problems: list[str]
 
@@ -126,12 +128,13 @@ def lay_out(args: argparse.Namespace, command: str) -> Draft:
         CapacityError: a budget is too small.
     """
     asked = read_arguments(args, command)
-    from infinity.planner import estimate, plan_training, problems  # noqa: PLC0415  (torch takes seconds)
+    from infinity.planner import estimate, plan_training, predict_step, problems  # noqa: PLC0415
 
     plan = plan_training(asked.model, asked.config, asked.machine)
     work = asked.work(plan)
-    needs = estimate(plan, work, libraries_bytes())
-    return Draft(asked, plan, work, needs, list(problems(plan, needs, asked.drives, asked.host_bytes)))
+    step = predict_step(plan, asked.config, work, asked.rates)
+    needs = estimate(plan, work, libraries_bytes(), step)
+    return Draft(asked, plan, work, step, needs, list(problems(plan, needs, asked.drives, asked.host_bytes)))
 
 
 def libraries_bytes() -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from infinity.config import Config, format_size
 from infinity.errors import CapacityError
 from infinity.planner.stand_in import Shape, shape_of, stand_in
+from infinity.planner.step_time import StepTime
 from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
 from infinity.planner.work import Work
 from infinity.schedule.placement import that_fit
@@ -33,7 +34,7 @@ class Estimate:
 
     Attributes:
         device_bytes: on a device with memory of its own: states, `activation_bytes`, and the gradients of one unit.
-        budget_bytes: of `tiering.host_memory`, as far as it is taken.
+        budget_bytes: of `tiering.host_memory`, as far as it is taken; at most `granted_bytes`.
         libraries_bytes: Python, torch and what else is loaded.
         activation_bytes: what autograd holds at most, where the model computes.
         unit_grad_bytes: gradients that nobody has taken yet: of the unit that backward is in, and of one that several
@@ -45,6 +46,7 @@ class Estimate:
 
     device_bytes: int
     budget_bytes: int
+    granted_bytes: int
     libraries_bytes: int
     activation_bytes: int
     unit_grad_bytes: int
@@ -53,12 +55,14 @@ class Estimate:
     machine_nvme_bytes: int
 
 
-def estimate(plan: TrainingPlan, work: Work | None, libraries_bytes: int) -> Estimate:
+def estimate(plan: TrainingPlan, work: Work | None, libraries_bytes: int, step: StepTime | None = None) -> Estimate:
     """Add up what a plan takes of each memory.
 
     Args:
         work: of a micro-batch; None leaves activations out.
         libraries_bytes: what a process takes before it trains.
+        step: as predicted, which says how long gradients wait for their updates; they may take all that they are
+            granted if there is none, or something in it is not known.
     """
     activations = 0
     if work is not None:  # what autograd saves may move, into a part of the budget
@@ -67,16 +71,30 @@ def estimate(plan: TrainingPlan, work: Work | None, libraries_bytes: int) -> Est
     grads, added_up = _gradient_bytes(plan)
     computing = max(activations + grads, added_up)
     discrete = plan.machine.discrete
+    budget_bytes = plan.host_used_bytes - _never_taken_bytes(plan, step)
     return Estimate(
         device_bytes=plan.device_used_bytes + computing if discrete else 0,
-        budget_bytes=plan.host_used_bytes,
+        budget_bytes=budget_bytes,
+        granted_bytes=plan.host_used_bytes,
         libraries_bytes=libraries_bytes,
         activation_bytes=activations,
         unit_grad_bytes=max(grads, added_up),
-        process_bytes=plan.host_used_bytes + libraries_bytes + (0 if discrete else computing),
+        process_bytes=budget_bytes + libraries_bytes + (0 if discrete else computing),
         nvme_bytes=plan.nvme_bytes,
         machine_nvme_bytes=plan.nvme_bytes * plan.machine.neighbours,
     )
+
+
+def _never_taken_bytes(plan: TrainingPlan, step: StepTime | None) -> int:
+    """What the budget grants to parameters of whole units, and to gradients that wait, and they do not take."""
+    params = 0 if plan.machine.discrete else max(0, plan.params_bytes - plan.steps.most_bytes)
+    homes, sizes = plan.placement.grad_homes, plan.sizing.shards.grad_sizes
+    shared = plan.split.grads_bytes - sum(sizes[unit] for unit in homes.own)
+    if homes.spilled:
+        return params + shared - homes.slots * max(sizes[unit] for unit in homes.spilled)
+    if step is None or step.unknown:
+        return params
+    return params + max(0, shared - step.leased_grads_bytes)
 
 
 def _gradient_bytes(plan: TrainingPlan) -> tuple[int, int]:
@@ -141,7 +159,7 @@ def problems(plan: TrainingPlan, needs: Estimate, drives: list[Drive], host_byte
             f"free. Free {format_size(needs.machine_nvme_bytes - free)}, add a path to tiering.nvme, raise "
             "tiering.host_memory so that less is stored, or take a smaller state_format"
         )
-    total = needs.process_bytes * plan.machine.neighbours
+    total = (needs.process_bytes + needs.granted_bytes - needs.budget_bytes) * plan.machine.neighbours
     if total > host_bytes:
         yield (
             f"host memory is too small: the processes of a machine take {format_size(total)} with the budget of "

@@ -44,12 +44,14 @@ class Rehearsal:
         phases_s: forward, backward, and what follows where a step waits for its updates.
         waits_s: of the compute thread, by the part of the machine that it waited for.
         busy_s: for which each part had something to do.
+        leased_bytes: most that gradients had beside memory of units' own, and slots.
     """
 
     seconds: float
     phases_s: dict[str, float]
     waits_s: dict[str, float]
     busy_s: dict[str, float]
+    leased_bytes: int
 
 
 def rehearse(work: StepWork, speeds: Speeds) -> Rehearsal:
@@ -105,6 +107,7 @@ class _Stage:
             {name: seconds / _MEASURED for name, seconds in self._phases_s.items()},
             dict(waits_s),
             mean(machine.busy_s, self._before[1]),
+            self._grads.most_leased_bytes,
         )
 
     def compute_thread(self) -> Process:

@@ -17,6 +17,7 @@ class Grads:
         self._units = work.units
         self._machine = machine
         self._free_bytes = work.grads_bytes
+        self._leased_bytes = self.most_leased_bytes = 0  # beside memory of units' own, and slots
         self._free_slots = self._slots = work.spill_slots
         self._here: set[int] = set()
         self._resting: dict[int, None] = {}  # in slots, complete, oldest first
@@ -40,9 +41,16 @@ class Grads:
         elif work.grad_bytes > self._free_bytes:
             return False
         else:
-            self._free_bytes -= work.grad_bytes
+            self._lease(unit)
         self._here.add(unit)
         return True
+
+    def _lease(self, unit: int) -> None:
+        work = self._units[unit]
+        self._free_bytes -= work.grad_bytes
+        if not work.own_grads:
+            self._leased_bytes += work.grad_bytes
+            self.most_leased_bytes = max(self.most_leased_bytes, self._leased_bytes)
 
     def oldest_leaving(self) -> Task | None:
         """After it there is room for one more that spills."""
@@ -51,7 +59,7 @@ class Grads:
     def overflow(self, unit: int) -> None:
         """Take memory that is not there: the engine finds a way that takes no longer."""
         self._here.add(unit)
-        self._free_bytes -= self._units[unit].grad_bytes
+        self._lease(unit)
         self._free_slots -= bool(self._units[unit].spill_s)
 
     def come(self, unit: int) -> None:
@@ -89,6 +97,7 @@ class Grads:
             self._resting.pop(unit, None)
             self._leaving.pop(unit, None)
             self._free_bytes += work.grad_bytes
+            self._leased_bytes -= 0 if work.own_grads else work.grad_bytes
             self._free_slots += bool(work.spill_s)
 
     def _take_written(self) -> bool:

@@ -37,6 +37,7 @@ class StepTime:
         flops: of one rank's device.
         shared: the compute device's cores are the optimizer's, too.
         write_bytes: to the drives of one machine.
+        leased_grads_bytes: most that gradients have of memory that units share.
     """
 
     seconds: float
@@ -49,6 +50,7 @@ class StepTime:
     flops: float
     shared: bool
     write_bytes: int
+    leased_grads_bytes: int
 
     @property
     def tokens_per_s(self) -> float:
@@ -101,6 +103,7 @@ def predict_step(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -
         (work.forward.total_flops + work.backward.total_flops) * micro,
         shared,
         plan.write_bytes * plan.machine.neighbours,
+        done.leased_bytes,
     )
 
 

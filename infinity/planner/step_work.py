@@ -53,6 +53,7 @@ class UnitWork:
         read_s, up_s: fetching them from the drives, and to the device.
         gather_s: making it whole from the shards of several ranks, for a use.
         grad_bytes: of its gradients in the memory where they wait; 0 where they spill.
+        own_grads: that memory is the unit's own.
         spill_s: of a unit whose gradients spill: writing them, or reading them.
         take_s: its gradients of a pass on their way to where they wait, by the compute thread itself.
         reduce_s, down_s: its gradients of a pass on their way to other ranks, and from the device.
@@ -67,6 +68,7 @@ class UnitWork:
     up_s: float = 0.0
     gather_s: float = 0.0
     grad_bytes: int = 0
+    own_grads: bool = False
     spill_s: float = 0.0
     take_s: float = 0.0
     reduce_s: float = 0.0
@@ -226,6 +228,7 @@ class _Seconds:
             unit for use in plan.steps.steps for action, unit in use.actions if action == "prefetch"
         }
         self._written = written(plan.sizing, plan.steps)
+        self._own_grads = set(plan.placement.grad_homes.own)
         self._trained = max(1, sum(unit.trainable_numel for unit in plan.sizing.partition.units))
         self._leaving = max(1, sum(shards.grad_sizes))
         self._whole = max(1, sum(spec.nbytes for spec in plan.sizing.specs if not spec.offloaded))
@@ -244,6 +247,7 @@ class _Seconds:
             up_s=_over(shard, self._up) if moves and not spec.beside and plan.machine.discrete else 0.0,
             gather_s=_over(spec.nbytes * others, rates.gather_bytes_per_s) if moves else 0.0,
             grad_bytes=0 if spills else grads,
+            own_grads=unit in self._own_grads,
             take_s=self._take(trained),
             spill_s=(self._read(grads) + self._write(grads)) / 2 if spills else 0.0,
             reduce_s=_over(self._reduced * trained / self._trained, rates.reduce_bytes_per_s),

@@ -72,7 +72,7 @@ class TrainingPlan:
         needs: the least and the most that host memory can usefully hold.
         host_bytes: the budget, given or chosen.
         split: what the budget grants.
-        host_used_bytes: what of the budget is taken.
+        host_used_bytes: what of the budget may be taken.
         device_used_bytes: on a device with memory of its own: parameters that are computed on, and gradients between
             ranks; 0 without one.
         nvme_bytes: space that will be reserved on the drives.

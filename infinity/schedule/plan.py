@@ -47,6 +47,7 @@ class Plan:
         resident: units that are in memory, or on their way, before the first use of the cycle.
         evicted: units that leave memory at some point of the cycle; what changes in them must reach their home.
         fetched_bytes: bytes fetched in one cycle.
+        most_bytes: units that are in memory, or on their way, at once; units have sizes, so that some room is left.
         is_steady: the cycle ends with what it began with, so that repeating it repeats its traffic.
     """
 
@@ -54,6 +55,7 @@ class Plan:
     resident: frozenset[int]
     evicted: frozenset[int]
     fetched_bytes: int
+    most_bytes: int
     is_steady: bool
 
 
@@ -79,7 +81,7 @@ class _Replacement:
         self._next_use = NextUse(uses)
         self._sizes = sizes
         self._ahead = Ahead(capacity_bytes, ahead_bytes, max((sizes[unit] for unit in uses), default=0))
-        self._capacity_bytes = self._free_bytes = capacity_bytes
+        self._capacity_bytes = self._free_bytes = self._least_free_bytes = capacity_bytes
         self._last_use: dict[int, int] = {}
         self._last_start = 0  # fetches keep their order
         # Residents with their next uses, farthest ahead first. One that was used since has another entry; the old one,
@@ -108,6 +110,11 @@ class _Replacement:
             held.add(following)
             ahead_bytes += self._sizes[following]
 
+    @property
+    def most_bytes(self) -> int:
+        """That were in memory at once."""
+        return self._capacity_bytes - self._least_free_bytes
+
     def _push(self, unit: int, time: int) -> None:
         heappush(self._by_need, (-self._next_use.after(unit, time), unit))
 
@@ -121,6 +128,7 @@ class _Replacement:
         self.resident.difference_update(victims)
         self.resident.add(unit)
         self._free_bytes -= self._sizes[unit]
+        self._least_free_bytes = min(self._least_free_bytes, self._free_bytes)
         self._last_start = start
         self.fetches.append(_Fetch(unit, tuple(victims), start, needed, on_the_spot))
 
@@ -164,7 +172,7 @@ def make_plan(uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int, ah
     if largest > capacity_bytes:
         raise ValueError(f"capacity of {capacity_bytes} bytes cannot hold a unit of {largest} bytes")
     if not uses:
-        return Plan((), frozenset(), frozenset(), 0, is_steady=True)
+        return Plan((), frozenset(), frozenset(), 0, 0, is_steady=True)
     replacement = _Replacement(uses, sizes, capacity_bytes, ahead_bytes)
     length = len(uses)
     seen: list[frozenset[int]] = []
@@ -175,10 +183,10 @@ def make_plan(uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int, ah
     cycle = len(seen)  # the first cycle whose start is known to repeat
     for position in range(2 * length):  # a fetch for the cycle after may start in this one
         replacement.use(cycle * length + position)
-    return _second_pass(uses, sizes, replacement.fetches, cycle * length)
+    return _second_pass(uses, sizes, replacement, cycle * length)
 
 
-def _second_pass(uses: Sequence[int], sizes: Sequence[int], fetches: Sequence[_Fetch], origin: int) -> Plan:
+def _second_pass(uses: Sequence[int], sizes: Sequence[int], replacement: _Replacement, origin: int) -> Plan:
     """Distribute the fetches that start within one cycle, which begins at time `origin`, over its uses."""
     length = len(uses)
     resident: set[int] = set()
@@ -187,7 +195,7 @@ def _second_pass(uses: Sequence[int], sizes: Sequence[int], fetches: Sequence[_F
     evicted: set[int] = set()
     fetched_bytes = 0
     start: frozenset[int] | None = None
-    for fetch in fetches:
+    for fetch in replacement.fetches:
         if fetch.start >= origin and start is None:
             start = frozenset(resident)
         if fetch.start >= origin + length:
@@ -205,4 +213,6 @@ def _second_pass(uses: Sequence[int], sizes: Sequence[int], fetches: Sequence[_F
             actions[position] += [("evict", victim) for victim in fetch.victims] + [("prefetch", fetch.unit)]
     start = frozenset(resident) if start is None else start
     steps = tuple(PlanStep(unit, before.get(position), tuple(actions[position])) for position, unit in enumerate(uses))
-    return Plan(steps, start, frozenset(evicted), fetched_bytes, frozenset(resident) == start)
+    return Plan(
+        steps, start, frozenset(evicted), fetched_bytes, replacement.most_bytes, is_steady=frozenset(resident) == start
+    )

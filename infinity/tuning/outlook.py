@@ -143,8 +143,8 @@ class Outlook:
         config = load_config(self.values_of(setting))
         plan = plan_training(self._model, config, self._machine)
         work = self._work(plan, config)
-        needs = estimate(plan, work, self._bounds.libraries_bytes)
         step = predict_step(plan, config, work, self._rates_of(setting))
+        needs = estimate(plan, work, self._bounds.libraries_bytes, step)
         return Prediction(
             step_s=step.seconds,
             refused="; ".join(self._problems(plan, needs, config)),
