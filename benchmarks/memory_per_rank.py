@@ -121,10 +121,10 @@ def count(engine: infinity.Engine) -> tuple[int, int, int, int]:
     units = range(len(runtime.partition.units))
     staying = sum(storage_bytes(runtime.params.tensor(unit)) for unit in units if not offloaded(runtime, unit))
     gathered = runtime.host.parts["parameters"].used_bytes if any(offloaded(runtime, unit) for unit in units) else 0
-    homes = lease_bytes(getattr(runtime.params, "_homes", ()))
+    homes = lease_bytes(each.lease for each in runtime.params.units)
     own = lease_bytes(runtime.grads.host._own.values())
     lent = lease_bytes(runtime.grads.host._leases.values())
-    tiles = [tile.home for unit in units for tile in runtime.pipeline._states.tiles(unit)]
+    tiles = [tile.lease for unit in units for tile in runtime.pipeline._states.tiles(unit)]
     states = lease_bytes(tiles)
     source = engine._step.gradients._source
     collected = sum(storage_bytes(c.flat) for c in source.collected.values())
@@ -141,8 +141,8 @@ def storage_bytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-def lease_bytes(homes: Iterable[Any]) -> int:
-    return sum(home.nbytes for home in homes if isinstance(home, Lease))
+def lease_bytes(leases: Iterable[Any]) -> int:
+    return sum(lease.nbytes for lease in leases if isinstance(lease, Lease))
 
 
 def status_bytes(key: str) -> int:
