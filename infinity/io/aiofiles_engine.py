@@ -117,29 +117,7 @@ class AiofilesEngine(IoEngine):
     def _open(self, source: Path, read_only: bool, name: Path) -> IoFile:
         return _PlainFile(source, read_only, name)
 
-    def read(
-        self,
-        file: IoFile,
-        offset: int,
-        span: Span,
-        priority: Priority = Priority.PREFETCH,
-        *,
-        nbytes: int | None = None,
-    ) -> IoFuture:
-        return self._submit("read", file, offset, span, span.nbytes if nbytes is None else nbytes)
-
-    def write(
-        self,
-        file: IoFile,
-        offset: int,
-        span: Span,
-        priority: Priority = Priority.WRITE_BACK,
-        *,
-        nbytes: int | None = None,
-    ) -> IoFuture:
-        return self._submit("write", file, offset, span, span.nbytes if nbytes is None else nbytes)
-
-    def _submit(self, operation: str, file: IoFile, offset: int, span: Span, nbytes: int) -> IoFuture:
+    def _submit(self, write: bool, file: IoFile, offset: int, span: Span, priority: Priority, nbytes: int) -> IoFuture:
         if not isinstance(file, _PlainFile):
             raise TypeError(f"{file.path} was opened by another engine")
         if file.opened is None:
@@ -148,6 +126,7 @@ class AiofilesEngine(IoEngine):
             raise InfinityError("this I/O engine belongs to the parent process; open one in the child")
         if self._closed:
             raise InfinityError("the I/O engine is closed")
+        operation = "write" if write else "read"
         with self._stats_lock:
             self._asked[operation] += nbytes
         file.opened.hold()

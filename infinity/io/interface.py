@@ -170,7 +170,6 @@ class IoEngine(ABC):
     def _open(self, source: Path, read_only: bool, name: Path) -> IoFile:
         """Open an existing file that is known as `name`; raises OSError."""
 
-    @abstractmethod
     def read(
         self,
         file: IoFile,
@@ -190,8 +189,8 @@ class IoEngine(ABC):
             StorageError: the request is not aligned as the file asks for.
             InfinityError: the engine is closed, or belongs to the parent process.
         """
+        return self._submit(False, file, offset, span, priority, span.nbytes if nbytes is None else nbytes)
 
-    @abstractmethod
     def write(
         self,
         file: IoFile,
@@ -202,6 +201,11 @@ class IoEngine(ABC):
         nbytes: int | None = None,
     ) -> IoFuture:
         """Start writing `span` at `offset`, again and again if `nbytes` is more; raises as `read` does."""
+        return self._submit(True, file, offset, span, priority, span.nbytes if nbytes is None else nbytes)
+
+    def _submit(self, write: bool, file: IoFile, offset: int, span: Span, priority: Priority, nbytes: int) -> IoFuture:
+        """What both do, in engines that do not have them do something of their own."""
+        raise NotImplementedError
 
     def register(self, span: Span) -> bool:
         """Have the kernel keep `span` pinned, which spares work per request; False if it will not.

@@ -108,28 +108,6 @@ class NativeEngine(IoEngine):
             _log.warning("%s: no direct I/O on this filesystem; reads and writes go through the page cache", name)
         return file
 
-    def read(
-        self,
-        file: IoFile,
-        offset: int,
-        span: Span,
-        priority: Priority = Priority.PREFETCH,
-        *,
-        nbytes: int | None = None,
-    ) -> IoFuture:
-        return self._submit(False, file, offset, span, priority, span.nbytes if nbytes is None else nbytes)
-
-    def write(
-        self,
-        file: IoFile,
-        offset: int,
-        span: Span,
-        priority: Priority = Priority.WRITE_BACK,
-        *,
-        nbytes: int | None = None,
-    ) -> IoFuture:
-        return self._submit(True, file, offset, span, priority, span.nbytes if nbytes is None else nbytes)
-
     def _submit(self, write: bool, file: IoFile, offset: int, span: Span, priority: Priority, nbytes: int) -> IoFuture:
         if not isinstance(file, _NativeFile):
             raise TypeError(f"{file.path} was opened by another engine")
