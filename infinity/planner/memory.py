@@ -86,8 +86,12 @@ def estimate(plan: TrainingPlan, work: Work | None, libraries_bytes: int, step: 
 
 
 def _never_taken_bytes(plan: TrainingPlan, step: StepTime | None) -> int:
-    """What the budget grants to parameters of whole units, and to gradients that wait, and they do not take."""
-    params = 0 if plan.machine.discrete else max(0, plan.params_bytes - plan.steps.most_bytes)
+    """What the budget grants to parameters of whole units, and to gradients that wait, and they do not take.
+
+    Units that are gathered from several ranks' shards are so ahead of the plan, in all that there is.
+    """
+    gathered = any(spec.sharding.count > 1 for spec in plan.sizing.specs)
+    params = 0 if plan.machine.discrete or gathered else max(0, plan.params_bytes - plan.steps.most_bytes)
     homes, sizes = plan.placement.grad_homes, plan.sizing.shards.grad_sizes
     shared = plan.split.grads_bytes - sum(sizes[unit] for unit in homes.own)
     if homes.spilled:
