@@ -6,7 +6,19 @@ import pytest
 
 import infinity
 from infinity.config import load_config
-from infinity.planner import Drive, Machine, count_work, drives_here, estimate, largest_model, plan_training, problems
+from infinity.planner import (
+    Drive,
+    Duplex,
+    Machine,
+    Rates,
+    count_work,
+    drives_here,
+    estimate,
+    largest_model,
+    plan_training,
+    predict_step,
+    problems,
+)
 from infinity.zero.sizing import compute_dtype
 from tests.behaviour.reference import SEQ, Placement, Recipe, batches, tiny_gpt2, tiny_llama, train_on
 
@@ -32,6 +44,21 @@ def test_the_tiers_hold_what_was_estimated(params, optimizer, host_memory, clipp
 
 
 CPU = Machine()
+
+
+def test_gradients_that_never_wait_take_no_more_than_one_unit_has(tmp_path) -> None:
+    """How many wait follows from the rates; what is asked for is what they may take, whatever the rates."""
+    config, plan, least_known = facts(tmp_path, host_memory=500_000)
+    work = count_work(tiny_llama(), plan.sizing.partition, compute_dtype(config), 1, SEQ)
+    products = {"nn": ((1, 1e6),)}
+    taken = {}
+    for name, disk_rate in (("fast", 1e12), ("slow", 1e3)):
+        rates = Rates(products=products, disk=Duplex(disk_rate, disk_rate, disk_rate), optimizer_params_per_s=1e12)
+        step = predict_step(plan, config, work, rates)
+        needs = estimate(plan, work, 100, step)
+        assert needs.granted_bytes == least_known.granted_bytes
+        taken[name] = needs.budget_bytes
+    assert taken["fast"] < taken["slow"] <= least_known.budget_bytes
 
 
 def facts(tmp_path, machine: Machine = CPU, host_memory: int = 2_000_000):

@@ -152,7 +152,16 @@ def test_no_plan_exceeds_its_budget_and_every_fetch_precedes_its_use(problem) ->
     uses, sizes, capacity = problem
     plan = make_plan(uses, sizes, capacity)
     assert [step.unit for step in plan.steps] == uses
-    assert replay(plan, sizes, capacity) == plan.fetched_bytes
+    assert plan.most_bytes <= capacity
+    assert replay(plan, sizes, plan.most_bytes) == plan.fetched_bytes
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems() | passes())
+def test_what_a_plan_leaves_free_is_of_no_use_to_it(problem) -> None:
+    uses, sizes, capacity = problem
+    plan = make_plan(uses, sizes, capacity)
+    assert make_plan(uses, sizes, max(plan.most_bytes, max(sizes))).fetched_bytes == plan.fetched_bytes
 
 
 @settings(max_examples=300, deadline=None)
