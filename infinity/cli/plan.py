@@ -45,9 +45,10 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None and args.sweep is None:
         raise ConfigError("--plot draws a sweep: give --sweep tokens, host-memory or drives, too")
     draft = lay_out(args, "plan")
-    from infinity.planner import Sweep, filled_later  # noqa: PLC0415  (torch takes seconds)
+    from infinity.planner import Sweep, filled_later, predict_step  # noqa: PLC0415  (torch takes seconds)
 
-    asked, plan, step, needs = draft.asked, draft.plan, draft.step, draft.needs
+    asked, plan, needs = draft.asked, draft.plan, draft.needs
+    step = draft.step or predict_step(plan, asked.config, draft.work, asked.rates)
     later = filled_later(plan, needs, asked.config.tiering.device_headroom)
     sweep = Sweep(asked.model, asked.config, asked.machine, asked.rates, asked.seq_len, asked.checkpointing)
     points = sweep.over(args.sweep) if args.sweep else []

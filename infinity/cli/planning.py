@@ -108,14 +108,14 @@ class Draft:
 
     Attributes:
         work: of one micro-batch.
-        step: as predicted from the rates that are known.
+        step: as predicted; None where no rate is known.
         problems: why it cannot train there, in words.
     """
 
     asked: Asked
     plan: TrainingPlan
     work: Work
-    step: StepTime
+    step: StepTime | None
     needs: Estimate
     problems: list[str]
 
@@ -128,11 +128,11 @@ def lay_out(args: argparse.Namespace, command: str) -> Draft:
         CapacityError: a budget is too small.
     """
     asked = read_arguments(args, command)
-    from infinity.planner import estimate, plan_training, predict_step, problems  # noqa: PLC0415
+    from infinity.planner import Rates, estimate, plan_training, predict_step, problems  # noqa: PLC0415
 
     plan = plan_training(asked.model, asked.config, asked.machine)
     work = asked.work(plan)
-    step = predict_step(plan, asked.config, work, asked.rates)
+    step = predict_step(plan, asked.config, work, asked.rates) if asked.rates != Rates() else None
     needs = estimate(plan, work, libraries_bytes(), step)
     return Draft(asked, plan, work, step, needs, list(problems(plan, needs, asked.drives, asked.host_bytes)))
 
