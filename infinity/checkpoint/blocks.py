@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 Result = TypeVar("Result")
 
 ALIGN_BYTES = 4096
@@ -51,7 +53,7 @@ class Staging:
         buffer, busy = self._buffers.popleft()
         if busy is not None:
             wait([busy])  # whose outcome its file looks at
-        buffer[: len(data)] = data
+        np.frombuffer(buffer, np.uint8, len(data))[:] = np.frombuffer(data, np.uint8)  # others may run meanwhile
         future = submit(self._threads, partial(file.write_block, buffer, len(data), offset))
         self._buffers.append((buffer, future))
         return future
