@@ -1,29 +1,34 @@
 """Files written around the page cache: copying into it takes several times as long as the drive, and a checkpoint is
 more than it should hold.
 
-Whole blocks go by direct I/O, through aligned memory. The edges of a range go through the cache, and so does
-everything where a filesystem has no direct I/O. No page is written both ways.
+Whole blocks go through the I/O engine by direct I/O, from aligned memory. The edges of a range go through the cache,
+and so does everything where a filesystem has no direct I/O. No page is written both ways.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import TypeVar
 
 import numpy as np
 
+from infinity.errors import InfinityError, StorageError
+from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, Priority, Span, open_engine
+
 Result = TypeVar("Result")
 
 ALIGN_BYTES = 4096
-_BLOCK_BYTES = 4 << 20
-_BUFFERS = 3  # one filled, two written
+_BUFFER_BYTES = 4 << 20
+_BUFFERS = 4  # one filled, the others written
+_OPTIONS = IoOptions(block_size_bytes=1 << 20, queue_depth=16, threads=4)
 
 
 def submit(threads: ThreadPoolExecutor, action: Callable[[], Result]) -> Future[Result]:
@@ -40,27 +45,44 @@ def submit(threads: ThreadPoolExecutor, action: Callable[[], Result]) -> Future[
 
 
 class Staging:
-    """Aligned memory on the way to files, and the threads that write it; a context manager."""
+    """Aligned memory on the way to files, and the engine that writes it; a context manager."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_BUFFERS - 1)
-        self._buffers: deque[tuple[mmap.mmap, Future[None] | None]] = deque(
-            (mmap.mmap(-1, _BLOCK_BYTES), None) for _ in range(_BUFFERS)
+        self._buffers: deque[tuple[mmap.mmap, _Write | None]] = deque(
+            (mmap.mmap(-1, _BUFFER_BYTES), None) for _ in range(_BUFFERS)
         )
+        self._engine = _engine()
 
-    def write(self, file: OutputFile, data: memoryview, offset: int) -> Future[None]:
-        """Start writing at most a block; `data` may be reused at once."""
-        buffer, busy = self._buffers.popleft()
-        if busy is not None:
-            wait([busy])  # whose outcome its file looks at
+    def open(self, path: Path) -> IoFile | None:
+        """For direct writes; None where there are none."""
+        if self._engine is None:
+            return None
+        file = self._engine.open(path)
+        if file.direct and ALIGN_BYTES % file.alignment == 0:
+            return file
+        file.close()
+        return None
+
+    def write(self, file: OutputFile, target: IoFile, data: memoryview, offset: int) -> _Write:
+        """Start writing at most a buffer; `data` may be reused at once."""
+        assert self._engine is not None
+        buffer, before = self._buffers.popleft()
+        if before is not None:
+            before.settle()
         np.frombuffer(buffer, np.uint8, len(data))[:] = np.frombuffer(data, np.uint8)  # others may run meanwhile
-        future = submit(self._threads, partial(file.write_block, buffer, len(data), offset))
-        self._buffers.append((buffer, future))
-        return future
+        span = Span(_address(buffer), len(data), buffer)
+        write = _Write(file, buffer, span.nbytes, offset, self._engine.write(target, offset, span, Priority.DEMAND))
+        self._buffers.append((buffer, write))
+        return write
 
     def close(self) -> None:
         """Wait for what is being written, and give the memory back."""
-        self._threads.shutdown()
+        for _, write in self._buffers:
+            if write is not None:
+                write.settle()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None  # whose descriptors go with it
         for buffer, _ in self._buffers:
             buffer.close()
         self._buffers.clear()
@@ -72,6 +94,60 @@ class Staging:
         self.close()
 
 
+def _engine() -> IoEngine | None:
+    """None where the process gets none: then everything goes through the cache."""
+    try:
+        return open_engine(_OPTIONS)
+    except InfinityError:
+        return None
+
+
+def _address(buffer: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+class _Write:
+    """A range on its way from a buffer, which has to stay as it is until this has settled."""
+
+    def __init__(self, file: OutputFile, buffer: mmap.mmap, nbytes: int, offset: int, future: IoFuture) -> None:
+        self._file = file
+        self._buffer = buffer
+        self._nbytes = nbytes
+        self._offset = offset
+        self._future: IoFuture | None = future
+        self._lock = Lock()
+        self._error: BaseException | None = None
+
+    def settle(self) -> None:
+        """Wait until it is over, well or not; what direct I/O refuses goes through the cache."""
+        with self._lock:
+            if self._future is None:
+                return
+            try:
+                self._future.result()
+            except StorageError as error:
+                self._error = error if error.errno != errno.EINVAL else self._write_cached()
+            self._future = None
+
+    def _write_cached(self) -> OSError | None:
+        try:
+            with memoryview(self._buffer) as view, view[: self._nbytes] as data:
+                self._file.write_cached(data, self._offset)
+        except OSError as error:
+            return error
+        return None
+
+    def result(self) -> None:
+        """Wait until it is over.
+
+        Raises:
+            OSError: writing failed.
+        """
+        self.settle()
+        if self._error is not None:
+            raise self._error
+
+
 class OutputFile:
     """A new file of known size, reserved up front, written in ranges.
 
@@ -81,15 +157,15 @@ class OutputFile:
 
     def __init__(self, path: Path, nbytes: int, staging: Staging) -> None:
         self._staging = staging
-        self._pending: list[Future[None]] = []
+        self._pending: list[_Write] = []
         self._edges: list[tuple[bytes, int]] = []  # for the end: a write through the cache waits for direct ones
         self._cached = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        self._direct: int | None = None
+        self._direct: IoFile | None = None
         self._closed = False
         try:
             if nbytes:
                 os.posix_fallocate(self._cached, 0, nbytes)
-            self._direct = _open_direct(path)
+                self._direct = staging.open(path)
         except BaseException:
             path.unlink(missing_ok=True)  # a reservation that failed may have taken all the space there was
             self.close()
@@ -100,25 +176,19 @@ class OutputFile:
         head = min(-offset % ALIGN_BYTES, len(data))
         tail = head + (len(data) - head) // ALIGN_BYTES * ALIGN_BYTES
         if self._direct is None or head == tail:
-            _write_all(self._cached, data, offset)
+            self.write_cached(data, offset)
             return
-        for start in range(head, tail, _BLOCK_BYTES):
-            part = data[start : min(start + _BLOCK_BYTES, tail)]
-            self._pending.append(self._staging.write(self, part, offset + start))
+        for start in range(head, tail, _BUFFER_BYTES):
+            part = data[start : min(start + _BUFFER_BYTES, tail)]
+            self._pending.append(self._staging.write(self, self._direct, part, offset + start))
         self._edges.append((bytes(data[:head]), offset))
         self._edges.append((bytes(data[tail:]), offset + tail))
 
-    def write_block(self, buffer: mmap.mmap, nbytes: int, offset: int) -> None:
-        """Write aligned memory; what direct I/O refuses goes through the cache."""
-        with memoryview(buffer) as view, view[:nbytes] as data:
-            done = 0
-            if self._direct is not None:
-                try:
-                    done = os.pwrite(self._direct, data, offset)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-            _write_all(self._cached, data[done:], offset + done)
+    def write_cached(self, data: memoryview, offset: int) -> None:
+        """Write a range through the page cache."""
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._cached, data[done:], offset + done)
 
     def finish(self) -> None:
         """Wait for the ranges and flush them to the drive; the file is closed.
@@ -130,7 +200,7 @@ class OutputFile:
             for pending in self._pending:
                 pending.result()
             for data, offset in self._edges:
-                _write_all(self._cached, memoryview(data), offset)
+                self.write_cached(memoryview(data), offset)
             os.fsync(self._cached)
             os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)  # leave RAM to training
         finally:
@@ -141,23 +211,10 @@ class OutputFile:
         if self._closed:
             return
         self._closed = True
-        wait(self._pending)
+        for pending in self._pending:
+            pending.settle()
+        self._pending.clear()
         os.close(self._cached)
         if self._direct is not None:
-            os.close(self._direct)
-
-
-def _open_direct(path: Path) -> int | None:
-    """A descriptor for direct writes; None where the filesystem has none."""
-    try:
-        return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.ENOTSUP):
-            return None
-        raise
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)
+            self._direct.close()
+            self._direct = None
