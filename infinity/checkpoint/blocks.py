@@ -55,7 +55,7 @@ class Staging:
 
     def open(self, path: Path) -> IoFile | None:
         """For direct writes; None where there are none."""
-        if self._engine is None:
+        if self._engine is None or not _takes_direct_io(path):
             return None
         file = self._engine.open(path)
         if file.direct and ALIGN_BYTES % file.alignment == 0:
@@ -218,3 +218,14 @@ class OutputFile:
         if self._direct is not None:
             self._direct.close()
             self._direct = None
+
+
+def _takes_direct_io(path: Path) -> bool:
+    """Asked here, since an engine warns of files that do not, and these are no worse for it."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC))
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOTSUP):
+            return False
+        raise
+    return True

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from pathlib import Path
 
 import pytest
 
+from infinity.checkpoint import blocks
 from infinity.checkpoint.blocks import ALIGN_BYTES, OutputFile, Staging
+from infinity.errors import InfinityError
+from infinity.io import IoOptions
+from infinity.io.native import NativeEngine
 
 
 @pytest.fixture(params=["drive", "memory"])
@@ -85,3 +90,48 @@ def test_an_abandoned_file_leaves_no_descriptor(tmp_path) -> None:
         file.close()
         file.close()
     assert descriptors() == before
+
+
+@pytest.mark.parametrize("backend", ["io_uring", "threads"])
+def test_what_direct_io_refuses_goes_through_the_cache(backend, tmp_path, monkeypatch) -> None:
+    content = random.Random(1).randbytes((24 << 20) + 5)
+    with Staging() as staging:
+        _fail(staging, backend, errno.EINVAL, monkeypatch)
+        file = OutputFile(tmp_path / "file", len(content), staging)
+        file.write(memoryview(content), 0)
+        file.finish()
+    assert (tmp_path / "file").read_bytes() == content
+
+
+@pytest.mark.parametrize("backend", ["io_uring", "threads"])
+def test_a_write_that_fails_is_told_at_the_end_of_its_file_alone(backend, tmp_path, monkeypatch) -> None:
+    content = random.Random(1).randbytes(24 << 20)
+    with Staging() as staging:
+        _fail(staging, backend, errno.EIO, monkeypatch)
+        files = [OutputFile(tmp_path / name, len(content), staging) for name in ("broken", "whole")]
+        for file in files:
+            file.write(memoryview(content), 0)
+        with pytest.raises(OSError, match="Input/output error"):
+            files[0].finish()
+        files[1].finish()
+    assert (tmp_path / "whole").read_bytes() == content
+
+
+def _fail(staging: Staging, backend: str, error: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One write of the first file that is begun ends so."""
+    staging._engine.close()
+    engine = NativeEngine(backend, IoOptions(queue_depth=4, threads=2), {"error": error, "error_at": 3})
+    monkeypatch.setattr(staging, "_engine", engine)
+
+
+def test_without_an_engine_everything_goes_through_the_cache(tmp_path, monkeypatch) -> None:
+    def refuse(options: IoOptions) -> None:
+        raise InfinityError("no thread")
+
+    monkeypatch.setattr(blocks, "open_engine", refuse)
+    content = random.Random(2).randbytes((5 << 20) + 3)
+    with Staging() as staging:
+        file = OutputFile(tmp_path / "file", len(content), staging)
+        file.write(memoryview(content), 0)
+        file.finish()
+    assert (tmp_path / "file").read_bytes() == content
