@@ -51,6 +51,7 @@ def test_computing_alone() -> None:
         {"forward": pytest.approx(4.0), "backward": pytest.approx(8.0), "update": 0.0},
         {},
         {"compute": pytest.approx(COMPUTING), "optimizer": 0.0, "disk": 0.0, "link": 0.0, "collectives": 0.0},
+        leased_bytes=0,
     )
 
 
