@@ -84,6 +84,9 @@ class _Stage:
         self._position = 0  # in the plan
         # Updates
         self._pending: dict[int, _Tiles] = {}  # they wait for their units
+        self._turn = 0
+        self._asked: dict[int, int] = {}  # whose turn it is among these
+        self._staying = {unit for unit, one in enumerate(work.units) if not one.nbytes}
         self._handed: dict[int, Ticket] = {}
         self._ahead: set[int] = set()
         self._finals: list[int] = []
@@ -287,7 +290,8 @@ class _Stage:
     def _settle(self) -> None:
         for unit in [unit for unit, ticket in self._handed.items() if ticket.done]:
             self._note(unit)
-        for unit in [unit for unit in self._pending if unit in self._resident or not self._units[unit].nbytes]:
+        here = self._pending.keys() & (self._resident | self._staying)
+        for unit in sorted(here, key=self._asked.__getitem__):
             if not self._try_update(unit):
                 break
         self._work_off()
@@ -330,6 +334,7 @@ class _Stage:
 
     def _update(self, unit: int, tiles: _Tiles) -> None:
         self._pending[unit] = tiles
+        self._asked[unit] = self._turn = self._turn + 1
         if unit in self._resident or not self._units[unit].nbytes:
             self._try_update(unit)
 
