@@ -7,9 +7,7 @@ and so does everything where a filesystem has no direct I/O. No page is written 
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 from collections import deque
 from collections.abc import Callable
@@ -19,9 +17,11 @@ from threading import Lock
 from typing import TypeVar
 
 import numpy as np
+import torch
 
 from infinity.errors import InfinityError, StorageError
-from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, Priority, Span, open_engine
+from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, Priority, open_engine
+from infinity.memory import Arena, Lease
 
 Result = TypeVar("Result")
 
@@ -48,8 +48,9 @@ class Staging:
     """Aligned memory on the way to files, and the engine that writes it; a context manager."""
 
     def __init__(self) -> None:
-        self._buffers: deque[tuple[mmap.mmap, _Write | None]] = deque(
-            (mmap.mmap(-1, _BUFFER_BYTES), None) for _ in range(_BUFFERS)
+        self._arena = Arena(_BUFFERS * _BUFFER_BYTES)
+        self._buffers: deque[tuple[Lease, _Write | None]] = deque(
+            (self._arena.lease(_BUFFER_BYTES), None) for _ in range(_BUFFERS)
         )
         self._engine = _engine()
 
@@ -69,9 +70,10 @@ class Staging:
         buffer, before = self._buffers.popleft()
         if before is not None:
             before.settle()
-        np.frombuffer(buffer, np.uint8, len(data))[:] = np.frombuffer(data, np.uint8)  # others may run meanwhile
-        span = Span(_address(buffer), len(data), buffer)
-        write = _Write(file, buffer, span.nbytes, offset, self._engine.write(target, offset, span, Priority.DEMAND))
+        staged = buffer.tensor(torch.uint8, len(data)).numpy()
+        staged[:] = np.frombuffer(data, np.uint8)  # others may run meanwhile
+        future = self._engine.write(target, offset, buffer.span(0, len(data)), Priority.DEMAND)
+        write = _Write(file, staged.data, offset, future)
         self._buffers.append((buffer, write))
         return write
 
@@ -84,8 +86,9 @@ class Staging:
             self._engine.close()
             self._engine = None  # whose descriptors go with it
         for buffer, _ in self._buffers:
-            buffer.close()
+            buffer.release()
         self._buffers.clear()
+        self._arena.close()
 
     def __enter__(self) -> Staging:
         return self
@@ -102,17 +105,12 @@ def _engine() -> IoEngine | None:
         return None
 
 
-def _address(buffer: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-
-
 class _Write:
     """A range on its way from a buffer, which has to stay as it is until this has settled."""
 
-    def __init__(self, file: OutputFile, buffer: mmap.mmap, nbytes: int, offset: int, future: IoFuture) -> None:
+    def __init__(self, file: OutputFile, data: memoryview, offset: int, future: IoFuture) -> None:
         self._file = file
-        self._buffer = buffer
-        self._nbytes = nbytes
+        self._data = data
         self._offset = offset
         self._future: IoFuture | None = future
         self._lock = Lock()
@@ -131,8 +129,7 @@ class _Write:
 
     def _write_cached(self) -> OSError | None:
         try:
-            with memoryview(self._buffer) as view, view[: self._nbytes] as data:
-                self._file.write_cached(data, self._offset)
+            self._file.write_cached(self._data, self._offset)
         except OSError as error:
             return error
         return None
