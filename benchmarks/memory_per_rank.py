@@ -35,6 +35,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import infinity
+from benchmarks.process_status import status_bytes
 from infinity.cli.training.models import build_model
 from infinity.memory import Lease
 from tests.behaviour.ranks import run_ranks
@@ -143,14 +144,6 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 def lease_bytes(leases: Iterable[Any]) -> int:
     return sum(lease.nbytes for lease in leases if isinstance(lease, Lease))
-
-
-def status_bytes(key: str) -> int:
-    """A line of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
 
 
 # Under a budget #

@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import infinity
+from benchmarks.process_status import status_bytes
 from infinity.config import load_config
 from infinity.errors import InfinityError
 from infinity.planner import Machine, count_work, estimate, plan_training
@@ -191,14 +192,6 @@ def estimated(case: Case, swap: str, before_bytes: int) -> dict[str, int]:
     work = count_work(tiny_gpt2(), plan.sizing.partition, compute_dtype(config), micro_batch, SEQ)
     needs = estimate(plan, work, before_bytes)
     return {"host": needs.budget_bytes, "nvme": needs.nvme_bytes, "process": needs.process_bytes}
-
-
-def status_bytes(key: str) -> int:
-    """A line of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
 
 
 def train_all(cases: Sequence[Case], swap: str) -> list[Curve | str]:

@@ -33,6 +33,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import infinity
 from benchmarks.predictions import errors_line, plot_errors
+from benchmarks.process_status import status_bytes
 from infinity import kernels
 from infinity.config import load_config
 from infinity.io import IoOptions
@@ -261,14 +262,6 @@ def measured_rates(case: Case, plan: TrainingPlan, nvme: Path, ranks: Ranks) -> 
         fresh_bytes_per_s=speed * rates.fresh_bytes_per_s,
         optimizer_params_per_s=speed * rates.optimizer_params_per_s,
     )
-
-
-def status_bytes(key: str) -> int:
-    """A line of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
 
 
 # All cases #
