@@ -290,7 +290,7 @@ class _Stage:
     def _settle(self) -> None:
         for unit in [unit for unit, ticket in self._handed.items() if ticket.done]:
             self._note(unit)
-        here = self._pending.keys() & (self._resident | self._staying)
+        here = self._pending.keys() & self._resident | self._pending.keys() & self._staying
         for unit in sorted(here, key=self._asked.__getitem__):
             if not self._try_update(unit):
                 break
