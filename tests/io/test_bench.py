@@ -124,6 +124,31 @@ def test_what_is_stamped_agrees_with_the_clock(tmp_path) -> None:
     assert 0.4 * run.seconds < busy_s <= run.seconds * 1.02
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("block", "depth"), [(128 << 10, 1), (128 << 10, 3), (MIB, 4)])
+def test_blocks_pass_through_as_much_memory_as_is_in_flight(operation, block, depth, tmp_path, monkeypatch) -> None:
+    """As fio's do; requests are longer than that where they would be many."""
+    options = IoOptions(block, depth, 1)
+    seen: list[tuple[int, int]] = []
+    with (
+        random_memory(ring_bytes(options)) as buffers,
+        bench_file(tmp_path, 16 * MIB) as path,
+        BenchSession(path, 16 * MIB, "auto", options, buffers) as session,
+    ):
+        for name in ("read", "write"):
+            begin = getattr(session.engine, name)
+
+            def noted(file, offset, span, priority, *, nbytes, begin=begin):  # type: ignore[no-untyped-def]
+                seen.append((span.address - buffers.address, span.nbytes))
+                return begin(file, offset, span, priority, nbytes=nbytes)
+
+            monkeypatch.setattr(session.engine, name, noted)
+        assert session.run(operation).nbytes == sum(move.nbytes for move in session.moves(operation))
+    request = 2 * MIB if depth * block > 2 * MIB and not operation.startswith("rand") else 0
+    assert max(start + nbytes for start, nbytes in seen) <= depth * block + request
+    assert len({start for start, _ in seen}) <= depth
+
+
 # Verifying #
 
 
