@@ -229,7 +229,7 @@ class RangeReader:
         self._directory = directory
         self._once = once
         self._passing = passing
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._path: Path | None = None
         self._file: BinaryIO | None = None
 
@@ -253,9 +253,9 @@ class RangeReader:
 
     def _room(self, nbytes: int) -> torch.Tensor:
         if not self._passing:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if self._memory.numel() < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._memory[:nbytes]
 
     def _open(self, path: Path) -> BinaryIO:
