@@ -110,7 +110,7 @@ def moments_of(
     if source.moment_fields == target.moment_fields and begin == start:
         return states
     moments = {key: values[start - begin :] for key, values in read_moments(source, states).items()}
-    converted = {f.name: torch.empty(f.length(stop - start), dtype=f.dtype) for f in target.moment_fields}
+    converted = {f.name: torch.empty(f.length(stop - start), dtype=f.dtype, device="cpu") for f in target.moment_fields}
     write_moments(target, moments, converted, Dither(zlib.crc32(name.encode()), start))
     return converted
 

@@ -110,7 +110,7 @@ class _Content:
             self._stored[f"model.{name}"] = f"{MASTER.name}.{name}"
             for field in manifest.layout.moment_fields:
                 self._stored[f"optim.state.{name}.{field.name}"] = f"{field.name}.{name}"
-            self._values[f"optim.state.{name}.{_STEP}"] = torch.tensor(float(manifest.steps.get(name, 0)))
+            self._values[f"optim.state.{name}.{_STEP}"] = torch.tensor(float(manifest.steps.get(name, 0)), device="cpu")
 
     def state_dict(self) -> dict[str, Any]:
         """By key; values that lie in files are on the meta device."""
@@ -285,7 +285,7 @@ class _Incoming:
         self._path = path
         self._reader = _Reader(path)
         self._metadata = self._reader.content.state_dict_metadata
-        self._held: tuple[str, torch.Tensor] = ("", torch.empty(0))
+        self._held: tuple[str, torch.Tensor] = ("", torch.empty(0, device="cpu"))
 
     def tensor(self, key: str) -> torch.Tensor:
         """A tensor, whole.

@@ -358,7 +358,7 @@ class _Sliced:
             low, high = max(start - index * self.numel, 0), min(stop - index * self.numel, self.numel)
             if low < high:
                 found.append(values.read(low, high))
-        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
+        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, device="cpu")
 
 
 # Frozen parameters #

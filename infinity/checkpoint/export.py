@@ -155,7 +155,7 @@ def _pickle(path: Path) -> None:
     """Make a safetensors file one of `torch.save`. Its bytes stay on the drive meanwhile."""
     tensors: dict[str, torch.Tensor] = {}
     for key, entry in read_header(path).items():
-        tensors[key] = torch.empty(entry.shape, dtype=entry.torch_dtype)
+        tensors[key] = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
         if entry.nbytes:
             stored = np.memmap(path, np.uint8, "c", entry.start, (entry.nbytes,))
             tensors[key] = torch.from_numpy(stored).view(entry.torch_dtype).view(entry.shape)

@@ -52,7 +52,7 @@ class Pieces:
             if low < high:
                 found.append(tensor[low:high])
             first += tensor.numel()
-        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
+        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, device="cpu")
 
 
 class Zeros:
@@ -60,7 +60,7 @@ class Zeros:
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """See `Values`."""
-        return torch.zeros(stop - start)
+        return torch.zeros(stop - start, device="cpu")
 
 
 @dataclass(frozen=True)

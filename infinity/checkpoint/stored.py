@@ -111,7 +111,7 @@ class StoredReader:
         slices = [self._read(key, tensor, *found) for found in tensor.overlapping(start, start + numel)]
         if len(slices) == 1:
             return slices[0]
-        return torch.cat(slices) if slices else torch.empty(0, dtype=tensor.torch_dtype)
+        return torch.cat(slices) if slices else torch.empty(0, dtype=tensor.torch_dtype, device="cpu")
 
     def check(self, key: str, start: int, numel: int) -> int:
         """Read elements `[start, start + numel)` of a tensor, and let them go; returns the bytes that they are.

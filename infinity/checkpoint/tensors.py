@@ -203,7 +203,7 @@ class TensorReader:
         entry = self._tensors[key]
         dtype = entry.torch_dtype
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         first = entry.start + start * dtype.itemsize
         return self._files.read(entry.file, first, numel * dtype.itemsize, key).view(dtype)
 

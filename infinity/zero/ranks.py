@@ -53,7 +53,7 @@ class Path:
         """Bytes whose greatest over the ranks (`Ranks.any_of`) are these again if all have come the same way, and on no
         rank else."""
         number = self._number.to_bytes(4, "big")
-        return torch.tensor([*number, *(255 - byte for byte in number)], dtype=torch.uint8)
+        return torch.tensor([*number, *(255 - byte for byte in number)], dtype=torch.uint8, device="cpu")
 
 
 class Pending:
@@ -237,14 +237,14 @@ class Ranks:
 
     def ask(self, flag: bool) -> Vote:
         """Start to find out whether it is so on some rank."""
-        flags = torch.tensor([flag], dtype=torch.uint8)
+        flags = torch.tensor([flag], dtype=torch.uint8, device="cpu")
         return Vote(flags, self.any_of(flags) if self.size > 1 else None)
 
     def sum(self, value: float) -> float:
         """Sum over the ranks in float64; the same bits on all of them."""
         if self.size == 1:
             return value
-        total = torch.tensor([value], dtype=torch.float64)
+        total = torch.tensor([value], dtype=torch.float64, device="cpu")
         self._combine(total, dist.ReduceOp.SUM, "the sum of the squared gradients").wait()
         return float(total.item())
 
@@ -252,7 +252,7 @@ class Ranks:
         """The smallest of all ranks' values."""
         if self.size == 1:
             return value
-        least = torch.tensor([value], dtype=torch.int64)
+        least = torch.tensor([value], dtype=torch.int64, device="cpu")
         self._combine(least, dist.ReduceOp.MIN, "an agreement").wait()
         return int(least.item())
 

@@ -228,7 +228,7 @@ class Reduction:
 
     def _no_flags(self) -> torch.Tensor:
         """Of all units' slots, bytes: this rank has reduced a gradient of it in this pass; at the end, some has."""
-        return torch.zeros(self._first[-1], dtype=torch.uint8)
+        return torch.zeros(self._first[-1], dtype=torch.uint8, device="cpu")
 
     # Collecting #
 
@@ -318,7 +318,7 @@ class Reduction:
     def _left(self) -> list[int]:
         """Units of which some rank has gradients that no module has reduced."""
         count = len(self._units)
-        left = torch.zeros(count, dtype=torch.uint8)
+        left = torch.zeros(count, dtype=torch.uint8, device="cpu")
         left[list(self.collected)] = 1
         if self._last:
             left[list(self._partial_sums.held)] = 1
@@ -403,7 +403,7 @@ class Reduction:
         if self.tells_late:
             self._note(unit, slots)
             return None, ()
-        present = torch.zeros(2, len(self._units[unit].slots), dtype=torch.uint8)
+        present = torch.zeros(2, len(self._units[unit].slots), dtype=torch.uint8, device="cpu")
         present[0, list(slots)] = 1
         present[1, list(of_pass)] = 1
         return present, (self.groups.all.any_of(present),)
