@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -20,6 +19,7 @@ from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.setup import ConfigSource
 from infinity.setup import initialize as set_up
 from infinity.tiers import Link
+from infinity.zero.ending import leave_at_exit
 from infinity.zero.initial_values import WeightSource
 from infinity.zero.meta import InitFunction
 from infinity.zero.ranks import join_ranks
@@ -192,12 +192,7 @@ def init_distributed(
     join_ranks(timeout_s=timeout.total_seconds())
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        atexit.register(_leave, os.getpid())
-
-
-def _leave(owner_pid: int) -> None:
-    if os.getpid() == owner_pid and dist.is_initialized():
-        dist.destroy_process_group()
+        leave_at_exit()
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -5,9 +5,7 @@ Everything here is called by all ranks in the same order. With one rank nothing 
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 import threading
 import weakref
 import zlib
@@ -22,6 +20,7 @@ import torch.distributed as dist
 
 from infinity.errors import CheckpointError, InfinityError, RankError
 from infinity.tiers import Piece, accelerator
+from infinity.zero.ending import abandon, leave_at_exit
 from infinity.zero.launch import launch_of, local_size
 from infinity.zero.meeting import Meeting, meeting_of
 from infinity.zero.processes import Process, this_process
@@ -83,7 +82,7 @@ class Pending:
                 self._work.wait(timedelta(seconds=self._ranks.timeout_s))
             except RuntimeError:
                 if not self._work.is_completed():
-                    _abandoned.append(os.getpid())
+                    abandon()
                 raise
 
 
@@ -425,20 +424,6 @@ ALONE = Ranks()
 # Parts of each process group, by their ranks: torch keeps a group's connections for as long as the process lives.
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
-# Processes that have given up a collective whose group waits for longer, which keeps them from ending until it is over.
-_abandoned: list[int] = []
-
-
-def _end() -> None:
-    """The last of what is done at exit: torch would wait for the thread of the collective, half an hour by default."""
-    if os.getpid() in _abandoned:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-atexit.register(_end)  # what is registered later runs before it
-
 
 def world_size(group: Any = None) -> int:
     """How many ranks `join_ranks` will find.
@@ -478,7 +463,7 @@ def join_ranks(group: Any = None, timeout_s: float = 300.0) -> Ranks:
                     world_size=launch.size,
                     timeout=timedelta(seconds=timeout_s),
                 )
-            atexit.register(_leave_ranks, os.getpid())
+            leave_at_exit()
     return Ranks.of_group(group, timeout_s)
 
 
@@ -490,8 +475,3 @@ def is_first_process() -> bool:
 def ranks_on_this_machine(ranks: Ranks = ALONE) -> int:
     """How many processes share this machine's memory: those of `ranks`, or as many as the launcher says."""
     return max(ranks.neighbours, local_size(os.environ))
-
-
-def _leave_ranks(owner_pid: int) -> None:
-    if os.getpid() == owner_pid and dist.is_initialized():  # a forked child shares the connections, and no thread
-        dist.destroy_process_group()

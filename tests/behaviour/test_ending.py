@@ -1,0 +1,46 @@
+"""Processes of several ranks end as they should, however late torch's threads are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# Gloo's threads get the one core only while the main thread sleeps, which it does not once a collective is over.
+LATE_THREADS = """
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from infinity.zero import ending
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+for thread in Path("/proc/self/task").iterdir():
+    if (thread / "comm").read_text().strip() == "pt_gloo_runloop":
+        os.sched_setaffinity(int(thread.name), os.sched_getaffinity(0))
+        os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
+
+late = held = 0
+for _ in range(20):
+    tensor = torch.ones(4)
+    alone = sys.getrefcount(tensor)
+    dist.all_reduce(tensor)
+    late += sys.getrefcount(tensor) > alone
+    ending._let_threads_finish()
+    held += sys.getrefcount(tensor) > alone
+print(late > 0, held)
+"""
+
+
+def test_threads_let_go_of_the_last_collective_before_the_interpreter_ends() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LATE_THREADS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.split() == ["True", "0"], (done.stdout, done.stderr)
