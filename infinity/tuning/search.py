@@ -5,7 +5,8 @@ Other work on the machine makes the same step take half as long again, for minut
 run of the holder from just before, never with one of long ago, and wins if it was faster by more than a little in the
 median of two to five such pairs: the more runs of one setting differ among themselves, the more are needed. One pair is
 enough where it takes less than half, or longer by more than twice what they differ; its process is ended as soon as
-even its fastest step says so. Where the holder has won its place from another than the given configuration, it is
+even its fastest step says so. As long as few settings have run more than once, so that nobody knows what they differ
+by, it is taken to be much. Where the holder has won its place from another than the given configuration, it is
 compared with that one, too, before it is handed out.
 """
 
@@ -22,6 +23,8 @@ from infinity.tuning.space import Choices, Setting
 
 GAIN = 0.97  # of the holder's step: less of a difference is none
 CLOSE, NOISE = 0.05, 0.3  # the least and the most that runs of one setting are taken to differ by
+UNKNOWN = 0.15  # the least where fewer than so many settings have run more than once
+_KNOWN_BY = 3
 DECISIVE = 0.5  # one pair is enough
 CANNOT_WIN = 0.1  # beyond that: even the fastest step is so much slower than the holder's median
 HOPELESS = 1.5  # of the holder's step, by the plan, which is wrong by a fifth
@@ -223,13 +226,14 @@ class Search:
         return 1.0 if before == after else after / before
 
     def _noise(self) -> float:
-        """How much longer one run takes than another of the same setting, from `CLOSE` to `NOISE`."""
+        """How much longer one run takes than another of the same setting."""
         spreads = []
         for setting in {run.setting for run in self._record.runs}:
             seen = [run.median_s for run in self._record.runs_of(setting) if not run.stopped][-_SPREAD_OVER:]
             if len(seen) > 1:
                 spreads.append(max(seen) / min(seen) - 1)
-        return min(NOISE, max(CLOSE, statistics.median(spreads) if spreads else 0.0))
+        least = CLOSE if len(spreads) >= _KNOWN_BY else UNKNOWN
+        return min(NOISE, max(least, statistics.median(spreads) if spreads else 0.0))
 
     def _spent_s(self) -> float:
         return self._clock() - self._began_s

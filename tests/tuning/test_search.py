@@ -182,6 +182,22 @@ def test_noise_between_pairs_does_not_make_a_winner(outlook) -> None:
     assert outcome.best == outlook.given
 
 
+def test_one_slow_run_does_not_make_a_loser(outlook) -> None:
+    """All but the given one is faster, and takes longer in its first run: nobody knows yet how much runs differ."""
+    now_s, seen = 0.0, set()
+
+    def measure(setting, stop_above_s, within_s) -> Run:
+        nonlocal now_s
+        now_s += 10
+        step_s = 1.0 if setting == outlook.given else 0.8 if setting in seen else 1.2
+        seen.add(setting)
+        return Run(setting, (step_s,) * 4, took_s=10.0)
+
+    choices = choices_of(outlook.config, Limits(), aio=[GOOD])
+    outcome = Search(outlook, choices, Record({}), measure, 100.0, clock=lambda: now_s).run()
+    assert outcome.best != outlook.given
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_within_five_percent_of_an_exhaustive_search(seed, outlook) -> None:
     choices = choices_of(outlook.config, NO_LIMITS, aio=[GOOD], keep=["batch"])
