@@ -145,19 +145,18 @@ struct Recovery {
     const float m_weight, inverse_weight, inverse_scale, inverse_factor;
 };
 
-// Of the elements of an update, those that are lost: 1, else 0.
+// Of the elements of an update, what is lost of each.
 struct Told {
-    float half_step; // half of the step below 1 in the gradients' dtype: what is nearer to 1 is rounded to it
-    alignas(64) uint32_t grads[kStep];
-    alignas(64) uint32_t params[kStep];
-    uint32_t some_grads;
-    uint32_t some_params;
+    uint32_t
+        half_step; // between neighbours in the gradients' dtype, in units of fp32: what is nearer is rounded to one
+    alignas(64) uint32_t lost[kStep]; // kGrad, kParam, both or neither
+    uint32_t some;                    // all of these
 };
+constexpr uint32_t kGrad = 1, kParam = 2;
 
-// Whether `found` is not rounded to `given`, or may be not.
-inline uint32_t is_lost(float found, float given, float half_step) {
-    const bool near = fabsf(found - given) < fabsf(given) * half_step;
-    return !(near | (bits_of(found) == bits_of(given)));
+// Whether `found` is not rounded to `given`, or may be not; as integers, floats are in order, and neighbours one apart.
+inline uint32_t is_lost(float found, float given, uint32_t half_step) {
+    return bits_of(found) - bits_of(given) + (half_step - 1) >= 2 * half_step - 1;
 }
 
 inline uint32_t is_lost_master(uint32_t about, uint32_t given) {
@@ -193,16 +192,29 @@ void recover_params(uint16_t* __restrict param, const int16_t* __restrict low_be
     }
 }
 
+constexpr size_t kFew = 16; // looked through one by one where any of them is lost
+
 // At most kStep elements from index `begin` on, whose parameters are not stored yet.
 void note_lost(const UpdateArgs& args, size_t begin, size_t n, const Told& told, Lost& lost) {
-    for (size_t i = 0; told.some_grads && i < n; ++i)
-        if (told.grads[i] && lost.count++ < lost.room)
-            lost.positions[lost.count - 1] = static_cast<uint32_t>(begin + i);
-    for (size_t i = 0; lost.param_positions && told.some_params && i < n; ++i)
-        if (told.params[i]) {
-            lost.param_positions[lost.param_count] = static_cast<uint32_t>(begin + i);
-            lost.param_bits[lost.param_count++] = static_cast<const uint16_t*>(args.param)[begin + i];
+    const uint32_t asked = lost.param_positions ? kGrad | kParam : kGrad;
+    if (!(told.some & asked))
+        return;
+    for (size_t i = 0, stop; i < n; i = stop) {
+        stop = n - i < kFew ? n : i + kFew;
+        uint32_t some = 0;
+        for (size_t j = i; j < stop; ++j)
+            some |= told.lost[j];
+        if (!(some & asked))
+            continue;
+        for (size_t j = i; j < stop; ++j) {
+            if (told.lost[j] & kGrad && lost.count++ < lost.room)
+                lost.positions[lost.count - 1] = static_cast<uint32_t>(begin + j);
+            if (told.lost[j] & asked & kParam) {
+                lost.param_positions[lost.param_count] = static_cast<uint32_t>(begin + j);
+                lost.param_bits[lost.param_count++] = static_cast<const uint16_t*>(args.param)[begin + j];
+            }
         }
+    }
 }
 
 // --- the rules ------------------------------------------------------------------------------------------------------
@@ -218,7 +230,8 @@ void adam_loop(float* __restrict param, float* __restrict exp_avg, float* __rest
                const float* __restrict grad, size_t n, const Scalars& scalars, Told* __restrict told) {
     const Scalars s = scalars;
     const Recovery recovery(s);
-    uint32_t some_grads = 0, some_params = 0;
+    const uint32_t half_step = tells ? told->half_step : 0;
+    uint32_t some = 0;
     for (size_t i = 0; i < n; ++i) {
         const float p_old = param[i];
         float p = p_old;
@@ -236,16 +249,14 @@ void adam_loop(float* __restrict param, float* __restrict exp_avg, float* __rest
         p += moved;
         param[i] = p;
         if (tells) {
-            told->grads[i] = is_lost(recovery.grad(m_old, m), grad[i], told->half_step);
-            told->params[i] = is_lost_master(recovery.about_master(p, moved), bits_of(p_old));
-            some_grads |= told->grads[i];
-            some_params |= told->params[i];
+            const uint32_t lost = is_lost(recovery.grad(m_old, m), grad[i], half_step) * kGrad +
+                                  is_lost_master(recovery.about_master(p, moved), bits_of(p_old)) * kParam;
+            told->lost[i] = lost;
+            some |= lost;
         }
     }
-    if (tells) {
-        told->some_grads = some_grads;
-        told->some_params = some_params;
-    }
+    if (tells)
+        told->some = some;
 }
 
 template <bool coupled>
@@ -506,7 +517,7 @@ template <RuleLoop rule> void compute(const UpdateArgs& args, size_t begin, size
 
 template <RuleLoop rule> void update_by(const UpdateArgs& args, size_t begin, size_t end, Lost* lost = nullptr) {
     Scratch scratch;
-    scratch.told.half_step = args.grad_dtype == Dtype::bf16 ? 0x1p-9f : 0x1p-12f;
+    scratch.told.half_step = args.grad_dtype == Dtype::bf16 ? 0x8000u : 0x1000u;
     const MomentKind kind = args.moment_kind;
     for (size_t i = begin, stop; i < end; i = stop) {
         stop = block_end(i, end);
