@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infinity.telemetry.tasks import read_task
+
 PERIOD_S = 1.0
 SILENT_S = 15.0  # without a word: the interpreter is held up, or the process stopped
 _KEPT_S = 120.0  # the file of a process that has gone, so that somebody may find out
@@ -156,11 +158,10 @@ def _this_process() -> dict[str, Any]:
 def _started(pid: int) -> int | None:
     """When a process was started, in ticks since the machine was; None if there is none."""
     try:
-        about = Path(f"/proc/{pid}/stat").read_text()
+        task = read_task(Path(f"/proc/{pid}"))
     except OSError:
         return None
-    state, *fields = about.rpartition(")")[2].split()  # the name before it may have anything in it
-    return None if state in "ZX" else int(fields[18])
+    return None if task.state in "ZX" else task.started
 
 
 def _namespace() -> int:

@@ -11,9 +11,12 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
+
+from infinity.telemetry.tasks import read_task
 
 _GLOO = "pt_gloo_runloop"  # name of the threads of a group in host memory
 _POLL_S = 0.001
@@ -63,11 +66,9 @@ def _let_threads_finish() -> None:
 
 
 def _states_of_threads() -> Iterator[str]:
-    """Of gloo's threads, one letter each; S for one that waits for something to do. None where there is no /proc."""
-    for thread in Path("/proc/self/task").glob("*/stat"):
-        try:
-            name, _, rest = thread.read_text().partition("(")[2].rpartition(")")
-        except OSError:  # it has ended
-            continue
-        if name == _GLOO:
-            yield rest.split()[0]
+    """Of gloo's threads; S for one that waits for something to do. None where there is no /proc."""
+    for directory in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it has ended
+            task = read_task(directory)
+            if task.name == _GLOO:
+                yield task.state

@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.telemetry.tasks import read_task
+
 
 @dataclass(frozen=True)
 class Process:
@@ -31,19 +33,19 @@ class Process:
         if (self.machine, self.namespace) != (here.machine, here.namespace):
             return False
         try:
-            state, started = _state(self.pid)
+            task = read_task(Path(f"/proc/{self.pid}"))
         except FileNotFoundError:
             return True
         except (OSError, ValueError, IndexError):
             return False
-        return state in "ZX" or started != self.started
+        return task.state in "ZX" or str(task.started) != self.started
 
 
 def this_process() -> Process:
     namespace = started = ""
     with suppress(OSError, ValueError, IndexError):
         namespace = os.readlink("/proc/self/ns/pid")  # noqa: PTH115  (its target is no path)
-        started = _state(os.getpid())[1]
+        started = str(read_task(Path("/proc/self")).started)
     return Process(_machine(), namespace, os.getpid(), started)
 
 
@@ -51,9 +53,3 @@ def _machine() -> str:
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
-
-
-def _state(pid: int) -> tuple[str, str]:
-    """A process's state, one letter, and when it was started."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], fields[19]
