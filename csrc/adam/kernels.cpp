@@ -147,8 +147,7 @@ struct Recovery {
 
 // Of the elements of an update, what is lost of each.
 struct Told {
-    uint32_t
-        half_step; // between neighbours in the gradients' dtype, in units of fp32: what is nearer is rounded to one
+    uint32_t half_step;               // of the gradients' dtype, in steps of fp32: what is nearer is rounded
     alignas(64) uint32_t lost[kStep]; // kGrad, kParam, both or neither
     uint32_t some;                    // all of these
 };
@@ -156,7 +155,8 @@ constexpr uint32_t kGrad = 1, kParam = 2;
 
 // Whether `found` is not rounded to `given`, or may be not; as integers, floats are in order, and neighbours one apart.
 inline uint32_t is_lost(float found, float given, uint32_t half_step) {
-    return bits_of(found) - bits_of(given) + (half_step - 1) >= 2 * half_step - 1;
+    const bool near = bits_of(found) - bits_of(given) + (half_step - 1) < 2 * half_step - 1;
+    return !near | is_nan(bits_of(given)); // whose other bits are not those that rounding leaves
 }
 
 inline uint32_t is_lost_master(uint32_t about, uint32_t given) {
@@ -192,27 +192,14 @@ void recover_params(uint16_t* __restrict param, const int16_t* __restrict low_be
     }
 }
 
-constexpr size_t kFew = 16; // looked through one by one where any of them is lost
-
 // At most kStep elements from index `begin` on, whose parameters are not stored yet.
 void note_lost(const UpdateArgs& args, size_t begin, size_t n, const Told& told, Lost& lost) {
-    const uint32_t asked = lost.param_positions ? kGrad | kParam : kGrad;
-    if (!(told.some & asked))
-        return;
-    for (size_t i = 0, stop; i < n; i = stop) {
-        stop = n - i < kFew ? n : i + kFew;
-        uint32_t some = 0;
-        for (size_t j = i; j < stop; ++j)
-            some |= told.lost[j];
-        if (!(some & asked))
-            continue;
-        for (size_t j = i; j < stop; ++j) {
-            if (told.lost[j] & kGrad && lost.count++ < lost.room)
-                lost.positions[lost.count - 1] = static_cast<uint32_t>(begin + j);
-            if (told.lost[j] & asked & kParam) {
-                lost.param_positions[lost.param_count] = static_cast<uint32_t>(begin + j);
-                lost.param_bits[lost.param_count++] = static_cast<const uint16_t*>(args.param)[begin + j];
-            }
+    for (size_t i = 0; told.some && i < n; ++i) {
+        if (told.lost[i] & kGrad && lost.count++ < lost.room)
+            lost.positions[lost.count - 1] = static_cast<uint32_t>(begin + i);
+        if (told.lost[i] & kParam && lost.param_positions) {
+            lost.param_positions[lost.param_count] = static_cast<uint32_t>(begin + i);
+            lost.param_bits[lost.param_count++] = static_cast<const uint16_t*>(args.param)[begin + i];
         }
     }
 }

@@ -98,6 +98,17 @@ def test_gradients_that_are_not_finite() -> None:
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_gradients_and_moments_that_are_no_numbers_of_any_kind(dtype) -> None:
+    """What else is in a NaN is another matter in a gradient of 16 bits, in a moment and after rounding."""
+    first = torch.tensor([0x7FC00000 + low for low in (0, 1, 0x1001, 0x7FFF, 0x8000, 0xFFFF)], dtype=torch.int32)
+    high = 0x7FC0 if dtype == torch.bfloat16 else 0x7E00
+    for low in (0, 1, 2, 0x20):
+        grad = torch.full((6,), high + low, dtype=torch.int16).view(dtype)
+        check(HYPER, first.view(torch.float32), grad)
+        check(HYPER, torch.ones(6), grad)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_every_instruction_set_and_number_of_threads_finds_the_same(dtype) -> None:
     first, grad = wild(2 * CHUNK + 77, 1) * 1e-3, torch.randn(2 * CHUNK + 77).to(dtype)
     results = []
