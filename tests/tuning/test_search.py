@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -205,6 +207,18 @@ def test_within_five_percent_of_an_exhaustive_search(seed, outlook) -> None:
     assert found.over_best <= 1.05
     assert found.over_given <= 1.0
     assert found.measured < found.settings
+
+
+def test_the_benchmark_simulates_searches() -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, root / "benchmarks" / "tune.py", "--simulate", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines()[2:]]
+    assert len(rows) == 4
+    for _, within, worst, kept, ran, settings in rows:
+        assert (within.strip() == "100%") is (float(worst) <= 1.05)
+        assert kept.strip() == "100%"
+        assert 1 < int(ran) < int(settings)
 
 
 def test_what_fails_in_its_second_run_does_not_win(outlook) -> None:
