@@ -36,6 +36,8 @@ inline size_t block_end(size_t begin, size_t end) {
     return end - begin < kBlock ? end : begin + kBlock;
 }
 
+#include "recovery.h"
+
 // --- past the caches ------------------------------------------------------------------------------------------------
 
 // Copies to memory that is not read soon: its lines are not read before they are written.
@@ -112,57 +114,7 @@ const float* load(const void* base, Dtype dtype, size_t begin, size_t n, float* 
     return scratch;
 }
 
-// --- what was before an update, from what is there after it ---------------------------------------------------------
-
-// [Note: lost gradients]
-// The first moment before and after an update tells the gradient to about 2^-20 of the moment, which is enough for the
-// 8 or 11 digits of a gradient that is not a thousand times smaller. One of 0 leaves a moment that nothing else leaves,
-// but for gradients too small to change it. Parameters after an update, less what it has added by the moments after it,
-// are those before it to a few units in the last place; of these the low bits are known, so that the high ones follow.
-// Neither need be right: an update can tell of which elements it is not, and those are few.
-struct Recovery {
-    explicit Recovery(const Scalars& s)
-        : s(s), from_avg(s.m_weight < 0.5f), m_weight(from_avg ? s.m_weight : s.m_weight - 1.0f),
-          inverse_weight(1.0f / s.m_weight), inverse_scale(1.0f / s.grad_scale), inverse_factor(1.0f / s.param_factor) {
-    }
-
-    float moment(float before, float g) const {
-        return (from_avg ? before : g) + m_weight * (g - before); // torch's lerp starts from the nearer end
-    }
-
-    float moved(float first, float second) const { return s.step_size * first / (sqrtf(second) * s.inv_bias2 + s.eps); }
-
-    float grad(float before, float after) const {
-        const float g = (before + (after - before) * inverse_weight) * inverse_scale;
-        return after == moment(before, 0.0f) ? 0.0f : g;
-    }
-
-    // The bits of the master before an update, to a few units.
-    uint32_t about_master(float after, float moved) const { return bits_of((after - moved) * inverse_factor); }
-
-    const Scalars s;
-    const bool from_avg;
-    const float m_weight, inverse_weight, inverse_scale, inverse_factor;
-};
-
-// Of the elements of an update, what is lost of each.
-struct Told {
-    uint32_t half_step;               // of the gradients' dtype, in steps of fp32: what is nearer is rounded
-    alignas(64) uint32_t lost[kStep]; // kGrad, kParam, both or neither
-    uint32_t some;                    // all of these
-};
-constexpr uint32_t kGrad = 1, kParam = 2;
-
-// Whether `found` is not rounded to `given`, or may be not; as integers, floats are in order, and neighbours one apart.
-inline uint32_t is_lost(float found, float given, uint32_t half_step) {
-    const bool near = bits_of(found) - bits_of(given) + (half_step - 1) < 2 * half_step - 1;
-    return !near | is_nan(bits_of(given)); // whose other bits are not those that rounding leaves
-}
-
-inline uint32_t is_lost_master(uint32_t about, uint32_t given) {
-    const bool near = given - about + 0x8000u < 0x10000u;
-    return !near | is_nan(given); // of which the low bits may be anything
-}
+// --- what was before an update, from what is there after it; see recovery.h -----------------------------------------
 
 void recover_into(float* __restrict grad, const float* __restrict before, const float* __restrict after, size_t n,
                   const Scalars& scalars) {
@@ -186,39 +138,27 @@ void recover_params(uint16_t* __restrict param, const int16_t* __restrict low_be
     const Recovery recovery(scalars);
     for (size_t i = 0; i < n; ++i) {
         const float after = join_master(param[i], low_after[i]);
-        const uint32_t about = recovery.about_master(after, recovery.moved(first[i], second[i]));
+        const uint32_t about = recovery.about_master(after, first[i], second[i]);
         const uint32_t off = static_cast<uint32_t>(low_before[i]) - about;
         param[i] = split_hi(about + static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(off))));
     }
 }
 
-// At most kStep elements from index `begin` on, whose parameters are not stored yet.
-void note_lost(const UpdateArgs& args, size_t begin, size_t n, const Told& told, Lost& lost) {
-    for (size_t i = 0; told.some && i < n; ++i) {
-        if (told.lost[i] & kGrad && lost.count++ < lost.room)
-            lost.positions[lost.count - 1] = static_cast<uint32_t>(begin + i);
-        if (told.lost[i] & kParam && lost.param_positions) {
-            lost.param_positions[lost.param_count] = static_cast<uint32_t>(begin + i);
-            lost.param_bits[lost.param_count++] = static_cast<const uint16_t*>(args.param)[begin + i];
-        }
-    }
-}
-
 // --- the rules ------------------------------------------------------------------------------------------------------
 
-// In torch's order of operations. A rule without one of the moments is given null for it; `told` is null, too, but
+// In torch's order of operations. A rule without one of the moments is given null for it; `doubt` is null, too, but
 // where a rule can tell.
 using RuleLoop = void (*)(float* param, float* first, float* second, const float* grad, size_t n, const Scalars&,
-                          Told* told);
+                          Doubt* doubt);
 
 // Coupled decay is a template argument, so that an infinite weight times a zero `l2` cannot poison the moments.
 template <bool coupled, bool tells>
 void adam_loop(float* __restrict param, float* __restrict exp_avg, float* __restrict exp_avg_sq,
-               const float* __restrict grad, size_t n, const Scalars& scalars, Told* __restrict told) {
+               const float* __restrict grad, size_t n, const Scalars& scalars, Doubt* __restrict doubt) {
     const Scalars s = scalars;
     const Recovery recovery(s);
-    const uint32_t half_step = tells ? told->half_step : 0;
-    uint32_t some = 0;
+    Extremes extremes;
+    const float share = tells ? doubt->share : 0.0f;
     for (size_t i = 0; i < n; ++i) {
         const float p_old = param[i];
         float p = p_old;
@@ -229,31 +169,29 @@ void adam_loop(float* __restrict param, float* __restrict exp_avg, float* __rest
             p *= s.param_factor;
         const float m_old = exp_avg[i];
         const float m = recovery.moment(m_old, g);
-        const float v = exp_avg_sq[i] * s.v_factor + s.v_weight * g * g;
+        const float squared = s.v_weight * g * g;
+        const float v = exp_avg_sq[i] * s.v_factor + squared;
         exp_avg[i] = m;
         exp_avg_sq[i] = v;
         const float moved = recovery.moved(m, v);
-        p += moved;
-        param[i] = p;
+        param[i] = p + moved;
         if (tells) {
-            const uint32_t lost = is_lost(recovery.grad(m_old, m), grad[i], half_step) * kGrad +
-                                  is_lost_master(recovery.about_master(p, moved), bits_of(p_old)) * kParam;
-            told->lost[i] = lost;
-            some |= lost;
+            doubt->before[i] = m_old;
+            extremes.add(squared - m_old * m_old * share, p_old, moved);
         }
     }
     if (tells)
-        told->some = some;
+        doubt->note(extremes);
 }
 
 template <bool coupled>
 void adam(float* param, float* exp_avg, float* exp_avg_sq, const float* grad, size_t n, const Scalars& scalars,
-          Told* told) {
-    (told ? adam_loop<coupled, true> : adam_loop<coupled, false>)(param, exp_avg, exp_avg_sq, grad, n, scalars, told);
+          Doubt* doubt) {
+    (doubt ? adam_loop<coupled, true> : adam_loop<coupled, false>)(param, exp_avg, exp_avg_sq, grad, n, scalars, doubt);
 }
 
 void adagrad(float* __restrict param, float*, float* __restrict sum, const float* __restrict grad, size_t n,
-             const Scalars& scalars, Told*) {
+             const Scalars& scalars, Doubt*) {
     const Scalars s = scalars;
     for (size_t i = 0; i < n; ++i) {
         const float g = grad[i] * s.grad_scale + param[i] * s.l2;
@@ -264,7 +202,7 @@ void adagrad(float* __restrict param, float*, float* __restrict sum, const float
 
 // Chen et al., arXiv 2302.06675, algorithm 2
 void lion(float* __restrict param, float* __restrict exp_avg, float*, const float* __restrict grad, size_t n,
-          const Scalars& scalars, Told*) {
+          const Scalars& scalars, Doubt*) {
     const Scalars s = scalars;
     for (size_t i = 0; i < n; ++i) {
         const float g = grad[i] * s.grad_scale;
@@ -276,7 +214,7 @@ void lion(float* __restrict param, float* __restrict exp_avg, float*, const floa
 }
 
 void sgd(float* __restrict param, float* __restrict momentum, float*, const float* __restrict grad, size_t n,
-         const Scalars& scalars, Told*) {
+         const Scalars& scalars, Doubt*) {
     const Scalars s = scalars;
     const bool nesterov = s.blend != 0.0f;
     for (size_t i = 0; i < n; ++i) {
@@ -464,17 +402,51 @@ void draw(uint64_t seed, uint64_t index, uint32_t* out, size_t n) {
 
 // --- the update -----------------------------------------------------------------------------------------------------
 
+// What the rule has worked on, as fp32: at most kStep elements from index `begin` on, of which nothing is stored yet.
+struct Worked {
+    size_t begin, n;
+    const float *grad, *param, *first, *second;
+};
+
+void note_lost_grads(const UpdateArgs& args, const Worked& on, const float* __restrict before, Lost& lost) {
+    const Recovery recovery(args.scalars);
+    const uint32_t half = half_step(args.grad_dtype);
+    alignas(64) uint32_t is[kStep];
+    uint32_t some = 0;
+    for (size_t i = 0; i < on.n; ++i)
+        some |= is[i] = is_lost(recovery.grad(before[i], on.first[i]), on.grad[i], half);
+    for (size_t i = 0; some && i < on.n; ++i)
+        if (is[i] && lost.count++ < lost.room)
+            lost.positions[lost.count - 1] = static_cast<uint32_t>(on.begin + i);
+}
+
+void note_lost_params(const UpdateArgs& args, const Worked& on, Lost& lost) {
+    const Recovery recovery(args.scalars);
+    const uint16_t* param = static_cast<const uint16_t*>(args.param) + on.begin;
+    const int16_t* low_bits = static_cast<const int16_t*>(args.master) + on.begin;
+    alignas(64) uint32_t is[kStep];
+    uint32_t some = 0;
+    for (size_t i = 0; i < on.n; ++i)
+        some |= is[i] = is_lost_master(recovery.about_master(on.param[i], on.first[i], on.second[i]),
+                                       bits_of(join_master(param[i], low_bits[i])));
+    for (size_t i = 0; some && i < on.n; ++i)
+        if (is[i]) {
+            lost.param_positions[lost.param_count] = static_cast<uint32_t>(on.begin + i);
+            lost.param_bits[lost.param_count++] = param[i];
+        }
+}
+
 struct Scratch {
     alignas(64) float grad[kStep];
     alignas(64) float param[kStep];
     alignas(64) float first[kBlock];
     alignas(64) float second[kBlock];
     alignas(64) uint32_t random[kBlock];
-    Told told;
 };
 
 // One block, but for the storing of its moments, whose scale needs all of it.
-template <RuleLoop rule> void compute(const UpdateArgs& args, size_t begin, size_t n, Scratch& scratch, Lost* lost) {
+template <RuleLoop rule>
+void compute(const UpdateArgs& args, size_t begin, size_t n, Scratch& scratch, Doubt& doubt, Lost* lost) {
     const MomentKind kind = args.moment_kind;
     const bool is_f32 = kind == MomentKind::f32;
     for (size_t at = 0; at < n; at += kStep) {
@@ -489,9 +461,12 @@ template <RuleLoop rule> void compute(const UpdateArgs& args, size_t begin, size
             first = to_scratch(scratch.first + at, first, length);
         if (is_f32 && args.aside.second.values)
             second = to_scratch(scratch.second + at, second, length);
-        rule(param, first, second, grad, length, args.scalars, lost ? &scratch.told : nullptr);
-        if (lost)
-            note_lost(args, i, length, scratch.told, *lost);
+        rule(param, first, second, grad, length, args.scalars, lost ? &doubt : nullptr);
+        const Worked on{i, length, grad, param, first, second};
+        if (lost && doubt.grads)
+            note_lost_grads(args, on, doubt.before, *lost);
+        if (lost && doubt.params && lost->param_positions)
+            note_lost_params(args, on, *lost);
         store_params(args, i, length, param);
         if (is_f32 && args.aside.first.values)
             stream(static_cast<float*>(args.aside.first.values) + i, first, length * sizeof(float));
@@ -504,12 +479,12 @@ template <RuleLoop rule> void compute(const UpdateArgs& args, size_t begin, size
 
 template <RuleLoop rule> void update_by(const UpdateArgs& args, size_t begin, size_t end, Lost* lost = nullptr) {
     Scratch scratch;
-    scratch.told.half_step = args.grad_dtype == Dtype::bf16 ? 0x8000u : 0x1000u;
+    Doubt doubt(args.scalars, args.grad_dtype);
     const MomentKind kind = args.moment_kind;
     for (size_t i = begin, stop; i < end; i = stop) {
         stop = block_end(i, end);
         const size_t n = stop - i;
-        compute<rule>(args, i, n, scratch, lost);
+        compute<rule>(args, i, n, scratch, doubt, lost);
         if (kind != MomentKind::f32 && args.first.values)
             store_moment_of(args, true, i, n, scratch.first, scratch.random);
         if (kind != MomentKind::f32 && args.second.values)

@@ -86,6 +86,98 @@ def test_of_a_training_few_are_lost(dtype, most) -> None:
     assert 0 < lost < most * 30 * numel
 
 
+def just_large_enough(first: torch.Tensor, weight: float, dtype: torch.dtype, factor: float) -> torch.Tensor:
+    """Gradients that are `factor` times the least beside which no moment is in doubt, of either sign."""
+    steps = 2.0**-15 if dtype == torch.bfloat16 else 2.0**-12
+    least = first.abs().double() * 1.25 * (6 + 1 / weight) * steps
+    signs = torch.sign(torch.randn(first.numel(), generator=torch.Generator().manual_seed(5)))
+    return (signs * least * factor).to(dtype)
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5, 0.6, 0.9, 0.95, 0.999])
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_gradients_that_are_just_large_enough_come_back(dtype, beta1) -> None:
+    """Of whole blocks that are not tried out, see [Note: doubt]; and of such that just are."""
+    rule = dataclasses.replace(HYPER, beta1=beta1, grad_scale=1.0)
+    for seed in range(8):
+        scale = 1e-3 * (1 + torch.rand(256, generator=torch.Generator().manual_seed(seed)))
+        for factor in (0.1, 0.2, 0.3, 0.5, 0.7, 0.97, 1.005, 1.02, 1.5, 4.0):
+            check(rule, scale, just_large_enough(scale, 1 - beta1, dtype, factor))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"grad_scale": 2.0**-130},
+        {"grad_scale": 2.0**90},
+        {"beta1": 1 - 2.0**-14},
+        {"beta1": 1.5},
+        {"beta2": 1 - 2.0**-45},
+        {"lr": 40.0, "weight_decay": 0.02},
+        {"lr": 50.0, "weight_decay": 0.02},  # nothing is left of the parameters
+        {"lr": 400.0, "weight_decay": 0.02},
+        {"lr": -40.0, "weight_decay": 0.02},
+    ],
+    ids=str,
+)
+def test_rules_of_unusual_size(change) -> None:
+    """Nothing is taken for granted then."""
+    rule, numel = dataclasses.replace(HYPER, **change), 256
+    one = 1 + torch.rand(numel, generator=torch.Generator().manual_seed(2))
+    param, low_bits = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
+    split_master(1e-3 * one, param, low_bits)
+    for power in (-120, -100, -80, -60, 0, 60, 80, 100, 120):
+        grad = (one.flip(0) * 2.0**power).bfloat16()
+        for of_grad in (2.0**-20, 1.0, 2.0**6):
+            first = one * 2.0**power * rule.grad_scale * of_grad
+            check(rule, first, grad)
+            state = {"param": param, "low_bits": low_bits, "first": first, "second": (first * first) + 1e4}
+            check_params(rule, state, grad)
+
+
+def test_parameters_that_are_nearly_nothing_or_zero_of_either_sign() -> None:
+    """Beside moments that are zeros, too: whether what comes out is above or below zero tells nothing."""
+    rule = dataclasses.replace(HYPER, lr=1.0, weight_decay=0.4)
+    for bits in (0, 1, 2, 3):
+        for sign in (0, -(2**31)):
+            master = torch.full((256,), bits + sign, dtype=torch.int32).view(torch.float32)
+            param, low_bits = torch.empty(256, dtype=torch.bfloat16), torch.empty(256, dtype=torch.int16)
+            split_master(master, param, low_bits)
+            for zero in (0.0, -0.0):
+                first = torch.full((256,), zero)
+                state = {"param": param, "low_bits": low_bits, "first": first, "second": torch.ones(256)}
+                check_params(rule, state, first.bfloat16())
+
+
+@pytest.mark.parametrize("power", [-148, -126, -100, -50, 50, 100, 125])
+def test_numbers_of_any_size(power) -> None:
+    """Moments, gradients and parameters of one size each, so that whole blocks might be taken for safe."""
+    numel, size = 256, 2.0**power
+    generator = torch.Generator().manual_seed(power)
+    one = 1 + torch.rand(numel, generator=generator)
+    for other in (-148, -100, 0, 100, 125):
+        rule = dataclasses.replace(HYPER, grad_scale=1.0)
+        check(rule, one * size, (one * 2.0**other).bfloat16())
+        param, low_bits = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
+        split_master(one.flip(0) * size, param, low_bits)
+        state = {"param": param, "low_bits": low_bits, "first": one * 2.0**other, "second": one * 1e-30}
+        for lr in (1e-10, 1e-3, 1e3):
+            check_params(dataclasses.replace(rule, lr=lr, weight_decay=0.0), state, one.bfloat16())
+            check_params(dataclasses.replace(rule, lr=lr, weight_decay=0.0), state, torch.zeros(numel).bfloat16())
+
+
+def test_parameters_that_an_update_moves_as_far_as_it_may() -> None:
+    numel = 8 * CHUNK
+    param, low_bits = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
+    generator = torch.Generator().manual_seed(1)
+    split_master(1e-3 * (1 + 1e-3 * torch.rand(numel, generator=generator)), param, low_bits)
+    state = {"param": param, "low_bits": low_bits, "first": torch.full((numel,), 1e-3), "second": torch.ones(numel)}
+    grad = torch.full((numel,), 1e-3).bfloat16()
+    for way in (0.5, 0.99, 1.01, 8.0, 30.0, 60.0):  # of 2^12 parameters
+        rule = dataclasses.replace(HYPER, lr=way * 2**12, weight_decay=0.0, step=10**6)
+        check_params(rule, state, grad)
+
+
 def test_of_gradients_that_vanish_beside_the_moment_not_all_are_named() -> None:
     first, grad = torch.ones(CHUNK + 1), torch.full((CHUNK + 1,), 1e-12).bfloat16()
     assert updated(HYPER, first, grad, aside=False)[1] is None
@@ -148,18 +240,23 @@ def put_back(rule: Hyper, before: dict[str, torch.Tensor], after: dict[str, torc
     return param
 
 
+def check_params(rule: Hyper, before: dict[str, torch.Tensor], grad: torch.Tensor) -> None:
+    """All but what is said to be lost comes back."""
+    after, lost = split_updated(rule, before, grad)
+    found = put_back(rule, before, after)
+    wrong = (found.view(torch.int16) != before["param"].view(torch.int16)).nonzero()
+    assert {int(place) for place in wrong} <= set(lost.params)
+    assert lost.params == sorted(set(lost.params))
+    found.view(torch.int16)[lost.params] = torch.tensor(lost.param_bits, dtype=torch.uint16).view(torch.int16)
+    assert same_bits(found, before["param"])
+
+
 @pytest.mark.parametrize("rule", RULES[:5])
 def test_parameters_that_do_not_come_back_are_named_with_their_bits(rule) -> None:
     for numel in (1, 2, 127, 128, 129, 200, CHUNK + 300):
         before, grad = split_state(numel), wild(numel, 4, torch.bfloat16)
         before["param"][::13] = before["param"].flip(0)[::13]  # written from outside: low bits of another
-        after, lost = split_updated(rule, before, grad)
-        found = put_back(rule, before, after)
-        wrong = (found.view(torch.int16) != before["param"].view(torch.int16)).nonzero()
-        assert {int(place) for place in wrong} <= set(lost.params)
-        assert lost.params == sorted(set(lost.params))
-        found.view(torch.int16)[lost.params] = torch.tensor(lost.param_bits, dtype=torch.uint16).view(torch.int16)
-        assert same_bits(found, before["param"])
+        check_params(rule, before, grad)
 
 
 def test_of_a_training_few_parameters_are_lost() -> None:
