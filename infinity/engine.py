@@ -383,11 +383,14 @@ class Engine(Accessors):
         return self.train(False)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of the newest values in compute dtype in host memory, one unit at a time, on all ranks together.
+        """Copies of the newest values in compute dtype in host memory, in the model's order, on all ranks together.
 
-        Where a parameter has a gradient, its copy has what stands in for one: every use of it raises.
+        At most a unit is read ahead. Where a parameter has a gradient, its copy has what stands in for one: every use
+        of it raises.
         """
-        for name, values in newest_values(self._runtime, partial(self.settle, "engine.named_parameters()")):
+        for name, values in newest_values(
+            self._runtime, self.module, partial(self.settle, "engine.named_parameters()")
+        ):
             if isinstance(self.module.get_parameter(name).grad, StandIn):
                 values.grad = StandIn(values)
             yield name, values
@@ -505,8 +508,8 @@ class Engine(Accessors):
         configuration.
 
         Args:
-            save_filename: write this one file, and nothing beside it: safetensors if it ends in `.safetensors`, the
-                state dict as `torch.save` writes it if it ends in `.bin` (which takes twice the space meanwhile).
+            save_filename: write this one file, and nothing beside it: safetensors if it ends in `.safetensors`, else
+                the state dict as `torch.save` writes it (which takes twice the space meanwhile).
                 `model.safetensors` comes with its configuration.
             exclude_frozen_parameters: leave them out.
             max_shard_size: size at which a new file begins.
@@ -606,15 +609,24 @@ class Engine(Accessors):
         finally:
             self._close()
 
-    def destroy(self) -> None:
-        """`close()`, after which the model has its newest values in memory, if that holds them. All ranks call it."""
+    def destroy(self, *, strict: bool = False) -> None:
+        """`close()`, after which the model has its newest values in memory, if that holds them. All ranks call it.
+
+        Args:
+            strict: go on with the engine rather than leave the model without values.
+
+        Raises:
+            InfinityError: with `strict`, memory does not hold the values, or a step is under way.
+        """
         places, values = self._guards.places(self.module), {}
         try:
             self._step.check_boundary("engine.destroy()")
             self.begin_gathering("engine.destroy()", stores=False)
             check_room(self._runtime, places, ("engine.destroy()", "save the model first, and call close()"))
-            values = dict(newest_values(self._runtime, self.synchronize))
+            values = dict(newest_values(self._runtime, self.module, self.synchronize))
         except InfinityError as error:  # also of an engine that has failed or is closed
+            if strict:
+                raise
             _log.warning("the model is left without values: %s", error)
         self.close()
         for place in places:

@@ -33,7 +33,6 @@ from infinity.zero.ranks import Ranks
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 _UNFINISHED = ".tmp-export"
-_SUFFIXES = (".safetensors", ".bin")
 
 
 def export_16bit(
@@ -64,8 +63,8 @@ def export_16bit(
             "save_16bit_model writes whole parameters, and this model is divided by tensor parallelism: use "
             "save_checkpoint, which writes the parts"
         )
-    if file_name is not None and (not is_file_name(file_name) or Path(file_name).suffix not in _SUFFIXES):
-        raise ConfigError(f"save_filename {file_name!r} must be a plain file name that ends in .safetensors or .bin")
+    if file_name is not None and (not is_file_name(file_name) or Path(file_name).suffix == ".json"):
+        raise ConfigError(f"save_filename {file_name!r} must be the plain name of a file with weights")
     try:
         shard_bytes = parse_size(max_shard_size) if file_name is None else None
     except ValueError as error:
@@ -145,7 +144,7 @@ def _write_single(directory: Path, name: str, values: Iterable[tuple[str, torch.
     """Write the tensors into one file of this name."""
     with _unfinished(directory) as unfinished:
         _write_shards(unfinished, {name: specs}, values)
-        if Path(name).suffix == ".bin":
+        if Path(name).suffix != ".safetensors":
             _pickle(unfinished / name)
         (unfinished / name).replace(directory / name)
         sync_directory(directory)

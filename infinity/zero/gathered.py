@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from types import TracebackType
 from typing import Protocol
 
@@ -87,7 +88,10 @@ def check_unowned(model: nn.Module) -> None:
         if reference is None or owner is None or reference() is not param:
             continue
         if owner() is not None:
-            raise ConfigError(f"parameter `{name}` belongs to another engine: close that one, and build the model anew")
+            raise ConfigError(
+                f"parameter `{name}` belongs to another engine: call its destroy(), which gives the model its values, "
+                "or close() it and build the model anew"
+            )
         raise ConfigError(
             f"parameter `{name}` has no values: the engine that had them is gone without close(). Build the model "
             "anew, or load what was saved, before initialize"
@@ -126,20 +130,27 @@ def unit_values(
     return copies
 
 
-def newest_values(runtime: Runtime, synchronize: Callable[[], None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of all parameters in host memory, one unit at a time. Nothing is held in memory between two of them, so
-    that an iteration may be left half way."""
+def newest_values(
+    runtime: Runtime, model: nn.Module, synchronize: Callable[[], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of all parameters in host memory, in the model's order and at most a unit at a time.
+
+    Nothing is held in memory between two of them, so that an iteration may be left half way.
+    """
     runtime.together("engine.named_parameters()")
-    for unit in runtime.partition.units:
+    places = {slot.name: (unit, index) for unit in runtime.partition.units for index, slot in enumerate(unit.slots)}
+    order = [places[name] for name, _ in model.named_parameters() if name in places]
+    for number, neighbours in groupby(order, key=lambda place: place[0].index):
+        unit, indices = runtime.partition.units[number], [index for _, index in neighbours]
         synchronize()
-        values = unit_values(runtime, unit, range(len(unit.slots)), _CPU)
-        for index in range(len(unit.slots)):
+        values = unit_values(runtime, unit, indices, _CPU)
+        for at, index in enumerate(indices):
             lent = runtime.executor.views.lent_values(unit.index, index)
             if lent is not None:
-                values[index] = lent.to(_CPU, copy=True)
+                values[at] = lent.to(_CPU, copy=True)
         values.reverse()
-        for slot in unit.slots:
-            yield slot.name, values.pop()
+        for index in indices:
+            yield unit.slots[index].name, values.pop()
 
 
 class Loan:
