@@ -51,6 +51,7 @@ def initialize(
     process_group: Any | None = None,
     trains: bool | None = True,
     engine_class: type[Engine] = Engine,
+    rounds_masters: bool = False,
 ) -> tuple[Engine, TieredOptimizer | None, Any | None, Any | None]:
     """Place a model's states in the tiers and return what a training loop needs.
 
@@ -80,6 +81,7 @@ def initialize(
         trains: False for an engine that evaluates and generates, without optimizer states; None to train if there is an
             optimizer, given or in the configuration.
         engine_class: of the engine.
+        rounds_masters: the master weights begin as what the compute dtype has of the model's values, as DeepSpeed's do.
 
     Returns:
         (engine, optimizer or None, dataloader or None, lr_scheduler or None)
@@ -118,6 +120,7 @@ def initialize(
         process_group=process_group,
         trains=trains,
         engine_class=engine_class,
+        rounds_masters=rounds_masters,
     )
 
 

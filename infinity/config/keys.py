@@ -72,7 +72,6 @@ NO_EFFECT: dict[str, str] = {
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": _GATHERED,
     "zero_optimization.stage3_module_granularity_threshold": "a transformer block is a unit",
     "zero_optimization.module_granularity_threshold": "a transformer block is a unit",
-    "zero_optimization.leaf_module": "a transformer block is already a unit",
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": _COLLECTIVES,
     "zero_optimization.use_all_reduce_for_fetch_params": _COLLECTIVES,
     "zero_optimization.stage3_allgather_sequential": _COLLECTIVES,

@@ -13,6 +13,7 @@ from infinity.config.resolved import (
     CommunicationConfig,
     Config,
     Fp16Config,
+    LeafModules,
     MonitorConfig,
     NvmeConfig,
     OffloadConfig,
@@ -74,6 +75,7 @@ def resolve(root: RootSection, world_size: int) -> Config:
             param_persistence_threshold=zero.param_persistence_threshold,
             prefetch_numel=None if zero.prefetch_bucket_size is None else int(zero.prefetch_bucket_size),
             shard_size=_shard_size(root),
+            leaf_modules=LeafModules(zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes),
         ),
         tiering=_tiering(root.tiering, root.activation_checkpointing, zero.offload_param, zero.offload_optimizer),
         aio=AioConfig(

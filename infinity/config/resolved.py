@@ -56,6 +56,15 @@ class OffloadConfig:
 
 
 @dataclass(frozen=True)
+class LeafModules:
+    """Modules that are gathered whole: by classes, by their names in the model, and by ends of such names."""
+
+    classes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    name_suffixes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ZeroConfig:
     """Stage and placement.
 
@@ -63,6 +72,7 @@ class ZeroConfig:
         param_persistence_threshold: parameters of at most this many elements outside of blocks stay resident.
         prefetch_numel: elements of units that ranks gather ahead of their use, beyond the next one; None for a default.
         shard_size: neighbouring ranks that divide the states among them, as the others do; None for all ranks.
+        leaf_modules: what is gathered whole, beside what `set_z3_leaf_modules` has named.
     """
 
     stage: int
@@ -71,6 +81,7 @@ class ZeroConfig:
     param_persistence_threshold: int
     prefetch_numel: int | None = None
     shard_size: int | None = None
+    leaf_modules: LeafModules = LeafModules()
 
     def sharing(self, ranks: int) -> int:
         """Of so many ranks, those that divide the states among them.

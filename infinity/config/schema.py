@@ -27,6 +27,13 @@ def _number(value: Any) -> Any:
     return value
 
 
+def _names(value: Any) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("give a name, or a list of names")
+    return tuple(names)
+
+
 def _count(value: Any) -> Any:
     """JSON files write 5e8 for counts, which JSON reads as a float."""
     return int(value) if isinstance(value, float) and value.is_integer() else _number(value)
@@ -67,6 +74,7 @@ def _name(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Bool = Annotated[bool, BeforeValidator(boolean)]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Count = Annotated[int, BeforeValidator(_count), Field(lt=1 << 63)]
@@ -125,6 +133,12 @@ class OffloadOptimizerSection(OffloadSection):
     ratio: Annotated[Number, Field(ge=0, le=1)] | None = None
 
 
+class LeafModuleSection(Section):
+    classes: Names = ()
+    names: Names = ()
+    name_suffixes: Names = ()
+
+
 class ZeroSection(Section):
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_count)] = 0
     offload_param: OffloadSection = OffloadSection()
@@ -136,6 +150,7 @@ class ZeroSection(Section):
     )
     mics_shard_size: Annotated[Count, AfterValidator(_all_or_some)] = ALL_RANKS
     zero_hpz_partition_size: Annotated[Count, Field(ge=1)] = 1
+    leaf_module: LeafModuleSection = LeafModuleSection()
 
 
 class AioSection(Section):

@@ -24,9 +24,14 @@ from infinity.zero.partition import Partition, Unit
 from infinity.zero.ranks import Ranks
 
 
-def materialize(runtime: Runtime, values: InitialValues) -> None:
-    """Write every unit's parameters and fresh optimizer states to their tiers."""
+def materialize(runtime: Runtime, values: InitialValues, *, rounds: bool) -> None:
+    """Write every unit's parameters and fresh optimizer states to their tiers.
+
+    Args:
+        rounds: masters begin as what the compute dtype has of the model's values.
+    """
     partition, layout = runtime.partition, runtime.layout
+    fill = partial(_fill_unit, runtime.pipeline, layout, partition, rounds=rounds)
     alike = values.stored_alike(runtime.ranks)
     for unit in partition.units:
         if unit.runs:
@@ -35,12 +40,12 @@ def materialize(runtime: Runtime, values: InitialValues) -> None:
             continue
         if all(slot.name in alike for slot in unit.slots):
             with runtime.executor.created(unit.index) as flat:
-                _fill_unit(partition, unit, flat, values.read_slice, runtime.pipeline, layout)
+                fill(unit, flat, values.read_slice)
             values.placed(unit)
             continue
         with runtime.executor.created(unit.index) as flat:
             initial = _from_rank_0(values, unit, runtime.ranks)
-            _fill_unit(partition, unit, flat, partial(_slice_of, initial), runtime.pipeline, layout)
+            fill(unit, flat, partial(_slice_of, initial))
         frozen = [slot.name for slot in unit.slots if not slot.trainable]
         values.placed(unit, {name for name in frozen if not _holds(layout.param_dtype, initial[name])})
 
@@ -76,12 +81,14 @@ def _slice_of(initial: Mapping[str, torch.Tensor], name: str, elements: slice) -
 
 
 def _fill_unit(
+    pipeline: UpdatePipeline,
+    layout: StateLayout,
     partition: Partition,
     unit: Unit,
     flat: torch.Tensor,
     initial: Callable[[str, slice], torch.Tensor],
-    pipeline: UpdatePipeline,
-    layout: StateLayout,
+    *,
+    rounds: bool,
 ) -> None:
     for part in partition.parts(unit):
         if not part.slot.trainable:
@@ -91,6 +98,8 @@ def _fill_unit(
         master = torch.zeros(tile.numel, dtype=torch.float32, device="cpu")
         for part in partition.parts(unit, start, stop):
             master[part.start - start : part.stop - start].copy_(initial(part.slot.name, part.param))
+        if rounds:
+            master.copy_(master.to(layout.param_dtype))
         init_states(layout, master, flat[start:stop], fields)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -193,6 +193,7 @@ def make_partition(
     watched: bool = False,
     in_files: InFiles = InFiles(),
     limit_numel: int | None = None,
+    leaves: Set[nn.Module] = frozenset(),
 ) -> Partition:
     """Partition a model's floating-point parameters.
 
@@ -204,6 +205,7 @@ def make_partition(
         watched: hooks follow every use, also of units that stay.
         in_files: what stays where it is.
         limit_numel: blocks of more elements are cut into units of their parts.
+        leaves: modules that are gathered whole.
 
     Raises:
         ConfigError: the model has no floating-point parameters, or one cannot stay in its file.
@@ -215,7 +217,7 @@ def make_partition(
     members: dict[str, list[str]] = {}  # unit name -> its parameters
     unit_of: dict[str, str] = {}  # parameter -> unit name
     uses: list[tuple[str, list[str]]] = []  # module -> the parameters that its forward uses
-    modules = list(unit_modules(model, limit_numel))
+    modules = list(unit_modules(model, limit_numel, leaves))
     for part in modules:
         used = list(dict.fromkeys(names[id(p)] for p in part.parameters() if id(p) in names))
         for name in used:

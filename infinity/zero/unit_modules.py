@@ -5,12 +5,13 @@ A block is one unit as long as it is no larger than a limit. Of a larger one, th
 their own, each gathered for its own forward and backward alone, and cut in the same way if it is still too large; what
 is left (norms, parameters of the block itself) stays the block's unit, which is there while the block runs, and is kept
 to a small share of the limit if the modules allow it. One module's own parameters are never divided: for those there is
-`TiledLinear`. Nothing about the numbers follows from where a block is cut.
+`TiledLinear`. Nothing about the numbers follows from where a block is cut. A leaf (leaf_modules.py) is never cut, and
+is one unit outside of blocks, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from torch import nn
@@ -50,11 +51,14 @@ class UnitModule:
             stack.extend(child for child in reversed(list(module.children())) if child not in self.apart)
 
 
-def unit_modules(model: nn.Module, limit_numel: int | None = None) -> Iterator[UnitModule]:
+def unit_modules(
+    model: nn.Module, limit_numel: int | None = None, leaves: Set[nn.Module] = frozenset()
+) -> Iterator[UnitModule]:
     """In definition order.
 
     Args:
         limit_numel: blocks of more elements are cut, see [Note: blocks that are cut]; None for no limit.
+        leaves: modules that are called, and gathered whole.
     """
     indivisible = frozenset(getattr(model, "_no_split_modules", None) or ())
     if not any(type(module).__name__ in indivisible for module in model.modules()):
@@ -66,7 +70,10 @@ def unit_modules(model: nn.Module, limit_numel: int | None = None) -> Iterator[U
         is_block |= isinstance(module, Tile)
         container = isinstance(module, _CONTAINERS)
         if is_block and not container and any(True for _ in module.parameters()):
-            yield from _of_block(name, module, limit_numel)
+            yield from _of_block(name, module, limit_numel, leaves)
+            continue
+        if module in leaves:
+            yield from _of_block(name, module, None, leaves, is_block=False)
             continue
         yield UnitModule(name, module)
         prefix = f"{name}." if name else ""
@@ -74,20 +81,22 @@ def unit_modules(model: nn.Module, limit_numel: int | None = None) -> Iterator[U
         stack.extend(reversed(children))
 
 
-def _of_block(name: str, block: nn.Module, limit_numel: int | None) -> Iterator[UnitModule]:
+def _of_block(
+    name: str, block: nn.Module, limit_numel: int | None, leaves: Set[nn.Module], *, is_block: bool = True
+) -> Iterator[UnitModule]:
     """A block, and what is apart of it."""
-    apart = frozenset(_apart(block, limit_numel))
-    yield UnitModule(name, block, is_block=True, whole=True, apart=apart)
+    apart = frozenset(_apart(block, limit_numel, leaves))
+    yield UnitModule(name, block, is_block=is_block, whole=True, apart=apart)
     for part_name, part in block.named_modules(prefix=name):
         if part is not block and part in apart:
             yield UnitModule(part_name, part, is_block=isinstance(part, Tile), whole=True, apart=apart)
 
 
-def _apart(module: nn.Module, limit_numel: int | None) -> Iterator[nn.Module]:
+def _apart(module: nn.Module, limit_numel: int | None, leaves: Set[nn.Module]) -> Iterator[nn.Module]:
     """Modules in the subtree that are to be units of their own."""
     tiles: set[nn.Module] = {part for part in module.modules() if part is not module and isinstance(part, Tile)}
     yield from tiles
-    if limit_numel is None or _numel(module, tiles) <= limit_numel:
+    if limit_numel is None or module in leaves or _numel(module, tiles) <= limit_numel:
         return
     rest = _numel(module, tiles)
     candidates = [part for part in _parts(module) if part not in tiles]
@@ -97,7 +106,7 @@ def _apart(module: nn.Module, limit_numel: int | None) -> Iterator[nn.Module]:
             return
         rest -= numel
         yield part
-        yield from _apart(part, limit_numel)
+        yield from _apart(part, limit_numel, leaves)
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

@@ -222,10 +222,10 @@ def stop_at_unit(monkeypatch: pytest.MonkeyPatch, unit: int) -> None:
 
     fill, calls = module._fill_unit, iter(range(1000))
 
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: Any, **options: Any) -> None:
         if next(calls) == unit:
             raise Stopped
-        fill(*args)
+        fill(*args, **options)
 
     monkeypatch.setattr(module, "_fill_unit", interrupted)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
-from infinity.integrations.dialect import activation_checkpointing, comm, data, leaf_modules
+from infinity.integrations.dialect import activation_checkpointing, comm, data, values
 from infinity.integrations.dialect.accelerator import get_accelerator
 from infinity.integrations.dialect.config import DeepSpeedConfig
 from infinity.integrations.dialect.engine import DeepSpeedEngine, initialize
@@ -22,6 +22,7 @@ from infinity.integrations.dialect.parameters import (
     ZeroParamStatus,
     unwrap_model_for_generation,
 )
+from infinity.zero import leaf_modules
 from tests.behaviour.reference import batches, tiny_llama
 from tests.doors.small_models import CONFIG, WIDTH
 
@@ -131,8 +132,49 @@ def test_a_model_that_was_looked_at_is_trained(stage) -> None:
         assert torch.equal(engine(x), seen)
         engine.backward(engine(x).square().mean())
         engine.step()
-        with pytest.raises(infinity.ConfigError, match="belongs to another engine"):
+        with pytest.raises(infinity.ConfigError, match=r"belongs to another engine: call its destroy\(\)"):
+            infinity.initialize(model, config | {"optimizer": CONFIG["optimizer"]})
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_master_weights_begin_as_the_16_bit_weights(stage, precision) -> None:
+    """As DeepSpeed's do; those of `infinity.initialize` are what the model comes with."""
+    config = CONFIG | {"zero_optimization": {"stage": stage}, precision: {"enabled": True}}
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    for begin, rounds in ((initialize, True), (infinity.initialize, False)):
+        model = Borrows(gathers=False)
+        own = {name: param.detach().clone() for name, param in model.named_parameters()}
+        with begin(model=model, config=config)[0] as engine:
+            for name, param in engine.module.named_parameters():
+                master = values.safe_get_full_fp32_param(param)
+                assert torch.equal(master, own[name].to(dtype).float() if rounds else own[name])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_that_was_trained_is_given_to_another_engine(stage, caplog, monkeypatch) -> None:
+    """As where a cell of a notebook runs again: the newest values go on, and nothing is lost if they cannot."""
+    config = CONFIG | {"zero_optimization": {"stage": stage}}
+    model, x = Borrows(gathers=False), torch.randn(4, WIDTH)
+    first = initialize(model=model, config=config)[0]
+    first.backward(first(x).square().mean())
+    with pytest.raises(infinity.InfinityError, match="in the middle of a step"):
+        initialize(model=model, config=config)
+    first.step()
+    with torch.no_grad():
+        seen = first(x)
+    with monkeypatch.context() as patch:
+        patch.setattr("infinity.zero.gathered.free_bytes", lambda device: 0)
+        with pytest.raises(infinity.CapacityError, match="save the model first"):
             initialize(model=model, config=config)
+    with torch.no_grad():
+        assert torch.equal(first(x), seen)
+    second = initialize(model=model, config=config)[0]
+    assert "with its optimizer states, is ended" in caplog.text
+    with second, torch.no_grad():
+        assert torch.equal(second(x), seen)
+        with pytest.raises(infinity.InfinityError, match="closed"):
+            first(x)
 
 
 def test_a_model_generates_while_its_parameters_are_gathered(tmp_path) -> None:
@@ -184,7 +226,7 @@ def test_init_and_its_arguments() -> None:
     assert ZeroParamStatus.AVAILABLE != ZeroParamStatus.NOT_AVAILABLE
 
 
-def test_leaf_modules_are_noted() -> None:
+def test_leaf_modules() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     assert leaf_modules.set_z3_leaf_modules(model, [nn.Linear]) == [model[0], model[2]]
     assert leaf_modules.set_z3_leaf_modules(model, ["ReLU"]) == [model[1]]

@@ -195,6 +195,15 @@ def test_versions_of_torch_and_memory_in_words(caplog) -> None:
     assert "GiB in host memory" in record.message
 
 
+def test_levels_of_the_log_by_name(caplog) -> None:
+    with caplog.at_level("INFO", logger="deepspeed"):
+        logs.set_log_level_from_string("Error")
+        logs.logger.warning("quiet")
+        assert not caplog.records
+        with pytest.raises(ValueError, match="'loud' is no log level: choose one of debug, info, warning"):
+            logs.set_log_level_from_string("loud")
+
+
 def test_an_engine_tells_what_its_sections_say() -> None:
     model = nn.Linear(2, 2)
     section = {"stage": 1, "sub_group_size": 1e6, "stage3_max_live_parameters": 7, "cpu_offload": True}

@@ -21,7 +21,6 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError
 from infinity.integrations.dialect.comm import check_initialized, get_world_group
 from infinity.integrations.dialect.deepspeeds_settings import check_setting
-from infinity.integrations.dialect.leaf_modules import apply_leaf_module_section, get_z3_leaf_modules
 from infinity.integrations.dialect.logs import log_dist, logger
 from infinity.integrations.dialect.misuse import AssertedConfigError, AssertedError
 from infinity.integrations.dialect.optimizers import DeepSpeedZeroOptimizer_Stage3, NamedOptimizer, optimizer_class
@@ -33,6 +32,7 @@ from infinity.optim.adamw import AdamW
 from infinity.optim.kinds import KINDS
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.zero.gathered import owner_of
+from infinity.zero.leaf_modules import get_z3_leaf_modules
 
 _UNSYNCHRONISED = SimpleNamespace(
     enabled=True, synchronized=False
@@ -319,15 +319,20 @@ def _without_optimizer(config: Any) -> Any:
 
 
 def _take_back(model: nn.Module | None) -> None:
-    """End the model's engine if that only evaluates, as TRL's to look at a model that is trained next."""
+    """End the engine that the model has: a script that goes on with another one has given this up.
+
+    Raises:
+        InfinityError: it trains, and memory does not hold the values, or a step is under way.
+    """
     param = None if model is None else next(model.parameters(), None)
     found = None if param is None else owner_of(param)
     if found is None:
         return
     engine = found[0]
-    if isinstance(engine, DeepSpeedEngine) and engine.module is model and not engine._trains:
-        logger.warning("the model's engine, which has no optimizer, is ended: the model has another one from now on")
-        engine.destroy()
+    if isinstance(engine, DeepSpeedEngine) and engine.module is model:
+        lost = "with its optimizer states" if engine._trains else "which has no optimizer"
+        engine.destroy(strict=engine._trains)
+        logger.warning(f"the model's engine, {lost}, is ended: the model has another one from now on")
 
 
 _TAKEN_OVER: tuple[type, ...] = (AdamW, *(cls for kind in KINDS for cls in kind.torch_classes))
@@ -397,12 +402,12 @@ def initialize(
         config_params if optimizer is None else _without_optimizer(config_params),
         trains=None,
         engine_class=DeepSpeedEngine,
+        rounds_masters=True,
     )
     assert isinstance(engine, DeepSpeedEngine)
     log_dist(f"DeepSpeed info: in its place is infinity {__version__}")  # so its logs begin, which tools look for
     engine._training_dataloader = dataloader
     engine._trains = tiered is not None
-    apply_leaf_module_section(engine.module, (engine.config.get("zero_optimization") or {}).get("leaf_module"))
     if engine.zero_optimization_partition_weights():
         mark(engine)
         assert isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3)

@@ -13,6 +13,7 @@ from infinity.errors import ConfigError
 from infinity.integrations.dialect.comm import get_rank
 
 logger = logging.getLogger("deepspeed")
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _told: set[tuple[Any, ...]] = set()
 
 
@@ -35,6 +36,17 @@ def warning_once(*args: Any, **kwargs: Any) -> None:
     if args not in _told:
         _told.add(args)
         logger.warning(*args, **kwargs)
+
+
+def set_log_level_from_string(name: str, custom_logger: logging.Logger | None = None) -> None:
+    """Have the logger, DeepSpeed's by default, tell what is of this level ("debug", ..., "critical") and above.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    if name.upper() not in _LEVELS:
+        raise ValueError(f"{name!r} is no log level: choose one of {', '.join(_LEVELS).lower()}")
+    (custom_logger or logger).setLevel(name.upper())
 
 
 def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] | None = None) -> None:

@@ -53,6 +53,8 @@ REFUSED = {
     "LossScaler": _SCALE,
     "MiCS_Optimizer": "zero_optimization.mics_shard_size says how many ranks divide the states",
     "QuantizerBuilder": "nothing that is sent is quantized",
+    "SuperOffloadOptimizer_Stage3": "zero_optimization.offload_optimizer says where states are; updates overlap anyway",
+    "TiledLinearReturnBias": "use TiledLinear, whose bias is added",
     "TransformerBuilder": _LAYERS,
     "UtilsBuilder": "use torch._utils._flatten_dense_tensors",
     "zero3_linear_wrap": _LAYERS,

@@ -11,11 +11,21 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from infinity.integrations.dialect.config_model import DeepSpeedConfigModel
 
 _Count = Annotated[int, Field(ge=0)]
+_Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+
+# What DeepSpeed gathers whole by default: blocks of experts.
+DEFAULT_LEAF_MODULE_CLASSES = [
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+]
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -77,6 +87,14 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
         return self.pipeline_read or self.pipeline_write
 
 
+class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
+    """The section `leaf_module`: classes by their full names, and modules by their own; one name may stand alone."""
+
+    classes: _Names = Field(default_factory=DEFAULT_LEAF_MODULE_CLASSES.copy)
+    names: _Names = Field(default_factory=DEFAULT_LEAF_MODULE_NAMES.copy)
+    name_suffixes: _Names = Field(default_factory=DEFAULT_LEAF_MODULE_NAME_SUFFIXES.copy)
+
+
 def _deprecated(new: str, to_new: Any = None) -> Any:
     facts: dict[str, Any] = {"deprecated": True, "new_param": new, "new_param_fn": to_new}
     return Field(None, json_schema_extra=facts)
@@ -136,6 +154,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     save_muon_momentum_buffer_in_memory: bool = False
     mics_shard_size: int = -1
     mics_hierarchical_params_gather: bool = False
+    leaf_module: DeepSpeedZeroLeafModuleConfig = Field(default_factory=DeepSpeedZeroLeafModuleConfig)
 
     @model_validator(mode="before")
     @classmethod

@@ -1,14 +1,5 @@
 from infinity.integrations.dialect.data import RepeatingLoader
-from infinity.integrations.dialect.leaf_modules import (
-    get_z3_leaf_modules,
-    set_z3_leaf_module,
-    set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-    unset_z3_leaf_modules,
-    z3_leaf_module,
-)
-from infinity.integrations.dialect.logs import log_dist, logger
+from infinity.integrations.dialect.logs import log_dist, logger, set_log_level_from_string
 from infinity.integrations.dialect.refused import refused_class
 from infinity.integrations.dialect.values import (
     safe_get_full_fp32_param,
@@ -24,6 +15,15 @@ from infinity.integrations.dialect.values import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
+)
+from infinity.zero.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
 )
 
 from . import groups
@@ -52,6 +52,7 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "set_log_level_from_string",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",

@@ -1,4 +1,4 @@
-from infinity.integrations.dialect.leaf_modules import (
+from infinity.zero.leaf_modules import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,

@@ -1,3 +1,6 @@
+from infinity.integrations.dialect.refused import refused_class
 from infinity.zero.tiling import TiledLinear
 
-__all__ = ["TiledLinear"]
+__all__ = ["TiledLinear", "TiledLinearReturnBias"]
+
+TiledLinearReturnBias = refused_class("TiledLinearReturnBias")

@@ -1,14 +1,21 @@
-"""Leaf modules: those whose parameters are gathered together. Here a transformer block is one, with all in it."""
+"""Leaf modules: those that are gathered whole, as experts of which ranks use different ones.
+
+Each is one unit, or part of one, however large it is. A list of modules is never called, so the module that has it is
+gathered whole in its place. The functions and their arguments are DeepSpeed's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import logging
+from collections.abc import Iterable
 from weakref import WeakSet
 
 from torch import nn
 
-from infinity.integrations.dialect.logs import logger
+from infinity.config import LeafModules
+
+_log = logging.getLogger(__name__)
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 _leaves: WeakSet[nn.Module] = WeakSet()
 
@@ -16,7 +23,7 @@ _leaves: WeakSet[nn.Module] = WeakSet()
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Note that these modules are leaves, which changes nothing: blocks are gathered whole in any case.
+    """Have the modules of these classes be leaves, from the next `initialize` on.
 
     Args:
         leaf_module_classes: classes, or their names with or without their modules'.
@@ -38,7 +45,7 @@ def unset_z3_leaf_modules(
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Note that one module is a leaf, or is none."""
+    """Have one module be a leaf, or be none."""
     (_leaves.add if flag else _leaves.discard)(model)
 
 
@@ -84,21 +91,27 @@ def set_z3_leaf_modules_by_suffix(
     return _mark([module for members in found.values() for module in members], flag), missing
 
 
-def apply_leaf_module_section(model: nn.Module, section: Mapping[str, Any] | None) -> list[nn.Module]:
-    """Note the leaves that a configuration names in `zero_optimization.leaf_module`, as far as the model has them."""
-    if not isinstance(section, Mapping):
-        return []
-
-    def named(key: str) -> list[Any]:
-        value = section.get(key) or []
-        return [value] if isinstance(value, str) else list(value)
-
-    found = _find(model, named("classes"), False, add=True)
-    by_name, unknown = set_z3_leaf_modules_by_name(model, named("names"), raise_if_not_found=False)
-    by_suffix, unmatched = set_z3_leaf_modules_by_suffix(model, named("name_suffixes"), raise_if_not_found=False)
+def apply_leaf_modules(model: nn.Module, named: LeafModules) -> list[nn.Module]:
+    """Have those be leaves that a configuration names, as far as the model has them."""
+    found = _find(model, list(named.classes), False, add=True)
+    by_name, unknown = set_z3_leaf_modules_by_name(model, named.names, raise_if_not_found=False)
+    by_suffix, unmatched = set_z3_leaf_modules_by_suffix(model, named.name_suffixes, raise_if_not_found=False)
     if unknown or unmatched:
-        logger.warning("zero_optimization.leaf_module names modules that the model has not: %s", unknown + unmatched)
+        _log.warning("zero_optimization.leaf_module names modules that the model has not: %s", unknown + unmatched)
     return _mark([*found, *by_name, *by_suffix], True)
+
+
+def called_leaves(model: nn.Module) -> frozenset[nn.Module]:
+    """The leaves in a model, and for lists of modules those that have them."""
+    found = set()
+    stack = [(model, model)]
+    while stack:
+        module, caller = stack.pop()
+        called = caller if isinstance(module, _LISTS) else module
+        if module in _leaves:
+            found.add(called)
+        stack.extend((child, called) for child in module.children())
+    return frozenset(found)
 
 
 def _mark(modules: Iterable[nn.Module], flag: bool) -> list[nn.Module]:
