@@ -14,7 +14,7 @@ _DONE = set(json.loads(os.environ["SUITE_DONE"]))
 
 def pytest_configure(config: Any) -> None:
     # The tests start their ranks from a fork server: one that has torch imported saves seconds for each.
-    set_forkserver_preload(["torch", "numpy", "pytest", "deepspeed", "unit.common"])
+    set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest", "deepspeed", "unit.common"])
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
