@@ -136,6 +136,17 @@ def test_a_model_that_was_looked_at_is_trained(stage) -> None:
             infinity.initialize(model, config | {"optimizer": CONFIG["optimizer"]})
 
 
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_backward_gives_the_loss_as_it_was_divided(precision) -> None:
+    config = CONFIG | {"gradient_accumulation_steps": 3} | precision
+    with initialize(model=Borrows(gathers=False), config=config)[0] as engine:
+        for scale_wrt_gas in (True, False, True):
+            loss = engine(torch.ones(4, WIDTH, dtype=torch.bfloat16 if precision else None)).square().mean()
+            said = engine.backward(loss, scale_wrt_gas=scale_wrt_gas)
+            assert said.item() == pytest.approx(loss.item() / (3 if scale_wrt_gas else 1), rel=1e-6)
+            engine.step()
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_master_weights_begin_as_the_16_bit_weights(stage, precision) -> None:
