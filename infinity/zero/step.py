@@ -547,9 +547,14 @@ class Step:
             self.gradients.drop_all()
             self._stand_ins.wipe()
             self.losses.forget_sum()
-            steps = self._config.gradient_accumulation_steps
-            micro_steps = self.counts.micro_steps
-            self.counts = replace(self.counts, micro_steps=micro_steps - micro_steps % steps)
+            earlier = self.counts.micro_steps % self._config.gradient_accumulation_steps
+            self.counts = replace(self.counts, micro_steps=self.counts.micro_steps - earlier)
+            if earlier:
+                _log.warning(
+                    "a backward pass failed, and the gradients of the step's earlier micro-batches (%d) are dropped "
+                    "with its own: the step begins again, so run all of them again",
+                    earlier,
+                )
             self._go(Phase.IDLE)
         else:
             self.hooks.abandon()

@@ -163,17 +163,17 @@ def _by_loss(engine: infinity.Engine, ids: torch.Tensor) -> None:
     loss_of(engine, ids).backward()
 
 
+def _fail(*_: Any) -> None:
+    raise ValueError("on purpose")
+
+
 @pytest.mark.parametrize("go_back", [_by_engine, _by_loss])
 def test_a_backward_that_fails_is_no_micro_batch(place, go_back, tmp_path) -> None:
     ids, config = batches(1)[0], recipe(place, tmp_path)
     config["tiering"]["update_schedule"] = "deferred"
     with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
-
-        def fail(*_: Any) -> None:
-            raise ValueError("on purpose")
-
         before = dict(engine.named_parameters())
-        handle = engine.module.transformer.h[2].register_full_backward_hook(fail)
+        handle = engine.module.transformer.h[2].register_full_backward_hook(_fail)
         with pytest.raises(ValueError, match="on purpose"):
             go_back(engine, ids)
         handle.remove()
@@ -184,6 +184,31 @@ def test_a_backward_that_fails_is_no_micro_batch(place, go_back, tmp_path) -> No
         go_back(engine, ids)
         engine.step()
         assert engine.global_steps == 1
+
+
+@pytest.mark.parametrize("go_back", [_by_engine, _by_loss])
+def test_a_backward_that_fails_takes_earlier_micro_batches_along_and_says_so(go_back, tmp_path, caplog) -> None:
+    def train(fails: bool) -> dict[str, torch.Tensor]:
+        config = recipe("deferred", tmp_path) | {"gradient_accumulation_steps": 2}
+        first, second = batches(2)
+        with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
+            if fails:
+                go_back(engine, first)
+                engine.step()
+                assert "failed" not in caplog.text
+                handle = engine.module.transformer.h[2].register_full_backward_hook(_fail)
+                with pytest.raises(ValueError, match="on purpose"):
+                    go_back(engine, second)
+                handle.remove()
+            for ids in (first, second):
+                go_back(engine, ids)
+                engine.step()
+            assert ("the step's earlier micro-batches (1) are dropped" in caplog.text) == fails
+            assert engine.global_steps == 1
+            return dict(engine.named_parameters())
+
+    expected, found = train(False), train(True)
+    assert all(torch.equal(found[name], values) for name, values in expected.items())
 
 
 def test_a_step_whose_backward_failed_may_be_left_out(place, tmp_path) -> None:
