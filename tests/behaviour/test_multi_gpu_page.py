@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infinity.config import load_config
 from infinity.zero.budgets import host_capacity
+from infinity.zero.leaf_modules import get_z3_leaf_modules
+from tests.behaviour.test_leaf_modules import Mixture
 from tests.behaviour.test_pipelining import needs_scale_grads
 from tests.integrations.processes import ROOT, output, ranks, run
 from tests.schedule.test_budget import NEEDS
@@ -39,6 +42,14 @@ def test_the_training_script_runs_on_two_ranks(tmp_path) -> None:
     assert not list((tmp_path / "swap").iterdir())
 
 
+def test_experts_are_named_before_the_engine_is_made() -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3}}
+    names: dict[str, Any] = {"model": Mixture(), "config": config}
+    exec(EXAMPLES[1], names)
+    with names["engine"] as engine:
+        assert get_z3_leaf_modules(engine.module) == [engine.module.moe]
+
+
 MLP = """
 import torch
 from torch import nn
@@ -65,14 +76,14 @@ def make_stage(index):
 
 
 def test_the_tensor_parallel_script_runs_on_four_ranks(tmp_path) -> None:
-    output(ranks(4, written(tmp_path, MLP + EXAMPLES[1]), where=tmp_path))
+    output(ranks(4, written(tmp_path, MLP + EXAMPLES[2]), where=tmp_path))
     for part in range(2):
         assert (tmp_path / f"checkpoints/part-{part}-of-2/latest").read_text() == "global_step3"
 
 
 @needs_scale_grads
 def test_the_pipeline_script_runs_on_two_ranks(tmp_path) -> None:
-    output(ranks(2, written(tmp_path, MLP + EXAMPLES[2]), where=tmp_path))
+    output(ranks(2, written(tmp_path, MLP + EXAMPLES[3]), where=tmp_path))
     for stage in range(2):
         assert (tmp_path / f"checkpoints/stage-{stage}/latest").read_text() == "global_step3"
 
