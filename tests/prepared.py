@@ -34,6 +34,10 @@ from typing import IO, Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
 _MODULES = ("infinity.setup", "tests.behaviour.reference", "transformers.trainer", "accelerate", "peft", "pytest")
+_WITHOUT_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's, which `datasets` brings
+}
 _FILES = 3  # standard input, output and errors
 
 
@@ -167,8 +171,7 @@ def _prepared(path: str) -> socket.socket:
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
-                env=os.environ
-                | {"PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)])), "OMP_NUM_THREADS": "1"},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))} | _WITHOUT_THREADS,
             )
         atexit.register(process.wait)
         atexit.register(ours.close)  # before it: the other side ends with its socket
