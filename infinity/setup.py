@@ -39,6 +39,7 @@ from infinity.zero.build import Runtime, build_runtime
 from infinity.zero.compiled import unwrapped
 from infinity.zero.gathered import check_unowned
 from infinity.zero.initial_values import InitialValues, WeightSource, is_placeholder
+from infinity.zero.leaf_modules import apply_leaf_modules
 from infinity.zero.materialize import materialize, resident_first, stored_values
 from infinity.zero.meta import InitFunction
 from infinity.zero.model_parts import has_numbers, local_part, model_parts
@@ -111,6 +112,7 @@ def initialize(
     tiered, groups, facts = _agreed_optimizer(
         model, resolved, ranks, model_parameters, optimizer, engine_class.optimizer_class(resolved), trains=trains
     )
+    apply_leaf_modules(model, resolved.zero.leaf_modules)
     values = InitialValues(model, init_function, weights, keep=ranks.size > 1)
     outside = OutsideUnits(model)
     runtime: Runtime | None = None

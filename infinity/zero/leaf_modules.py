@@ -7,7 +7,7 @@ gathered whole in its place. The functions and their arguments are DeepSpeed's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from weakref import WeakSet
 
 from torch import nn
@@ -67,12 +67,7 @@ def set_z3_leaf_modules_by_name(
     Raises:
         ValueError: there is such a name.
     """
-    modules = dict(model.named_modules())
-    wanted = list(module_names)
-    missing = [name for name in wanted if name not in modules]
-    if missing and raise_if_not_found:
-        raise ValueError(f"No modules named {missing} found in model {model}")
-    return _mark([modules[name] for name in wanted if name in modules], flag), missing
+    return _mark_found(model, _by_name(model, module_names), "named", flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -83,35 +78,62 @@ def set_z3_leaf_modules_by_suffix(
     Raises:
         ValueError: there is such an end.
     """
-    modules = dict(model.named_modules())
-    found = {end: [modules[name] for name in modules if name.endswith(end)] for end in module_name_suffixes}
-    missing = [end for end in found if not found[end]]
-    if missing and raise_if_not_found:
-        raise ValueError(f"No modules matching suffixes {missing} found in model {model}")
-    return _mark([module for members in found.values() for module in members], flag), missing
+    return _mark_found(model, _by_suffix(model, module_name_suffixes), "matching suffixes", flag, raise_if_not_found)
 
 
-def apply_leaf_modules(model: nn.Module, named: LeafModules) -> list[nn.Module]:
+def apply_leaf_modules(model: nn.Module, named: LeafModules) -> None:
     """Have those be leaves that a configuration names, as far as the model has them."""
-    found = _find(model, list(named.classes), False, add=True)
-    by_name, unknown = set_z3_leaf_modules_by_name(model, named.names, raise_if_not_found=False)
-    by_suffix, unmatched = set_z3_leaf_modules_by_suffix(model, named.name_suffixes, raise_if_not_found=False)
-    if unknown or unmatched:
-        _log.warning("zero_optimization.leaf_module names modules that the model has not: %s", unknown + unmatched)
-    return _mark([*found, *by_name, *by_suffix], True)
+    found = _named(model, named)
+    _mark((module for _, members in found for module in members), True)
+    unknown = [name for name, members in found if not members and name not in named.classes]
+    if unknown:
+        _log.warning("zero_optimization.leaf_module names modules that the model has not: %s", unknown)
 
 
-def called_leaves(model: nn.Module) -> frozenset[nn.Module]:
-    """The leaves in a model, and for lists of modules those that have them."""
+def called_leaves(model: nn.Module, named: LeafModules) -> frozenset[nn.Module]:
+    """The leaves in a model, also those that are only named; for lists of modules those that have them."""
+    leaves = {module for _, members in _named(model, named) for module in members}
     found = set()
     stack = [(model, model)]
     while stack:
         module, caller = stack.pop()
         called = caller if isinstance(module, _LISTS) else module
-        if module in _leaves:
+        if module in _leaves or module in leaves:
             found.add(called)
         stack.extend((child, called) for child in module.children())
     return frozenset(found)
+
+
+_Found = list[tuple[str, list[nn.Module]]]  # the modules of each name
+
+
+def _named(model: nn.Module, named: LeafModules) -> _Found:
+    classes = [(kind, _of_classes(model, [kind])) for kind in named.classes]
+    return [*classes, *_by_name(model, named.names), *_by_suffix(model, named.name_suffixes)]
+
+
+def _by_name(model: nn.Module, names: Iterable[str]) -> _Found:
+    modules = dict(model.named_modules())
+    return [(name, [modules[name]] if name in modules else []) for name in names]
+
+
+def _by_suffix(model: nn.Module, ends: Iterable[str]) -> _Found:
+    modules = dict(model.named_modules())
+    return [(end, [modules[name] for name in modules if name.endswith(end)]) for end in dict.fromkeys(ends)]
+
+
+def _of_classes(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+    return [module for module in model.modules() if any(_is_a(module, kind) for kind in classes)]
+
+
+def _mark_found(
+    model: nn.Module, found: _Found, named: str, flag: bool, raise_if_not_found: bool
+) -> tuple[list[nn.Module], list[str]]:
+    """The modules, marked, and the names of none."""
+    missing = [name for name, members in found if not members]
+    if missing and raise_if_not_found:
+        raise ValueError(f"No modules {named} {missing} found in model {model}")
+    return _mark((module for _, members in found for module in members), flag), missing
 
 
 def _mark(modules: Iterable[nn.Module], flag: bool) -> list[nn.Module]:
@@ -127,7 +149,7 @@ def _find(
 ) -> list[nn.Module]:
     if not all(isinstance(kind, (type, str)) for kind in classes):
         raise TypeError("leaf_module_classes must be classes, or names of classes")
-    found = [module for module in model.modules() if any(_is_a(module, kind) for kind in classes)]
+    found = _of_classes(model, classes)
     if not found and raise_if_not_found:
         raise ValueError(f"No modules of type {classes} found in model {model}")
     return _mark(found, add)

@@ -33,7 +33,7 @@ from infinity.schedule.placement import (
     rules_of,
 )
 from infinity.tiers import FlatSpec, Memory, StoredTensor
-from infinity.zero.leaf_modules import apply_leaf_modules, called_leaves
+from infinity.zero.leaf_modules import called_leaves
 from infinity.zero.partition import IN_FILES, PERSISTENT, Alignment, InFiles, Partition, Unit, make_partition
 from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.updates import UpdateSchedule
@@ -262,7 +262,6 @@ def size_up(
     problem = rules.in_place_problem()
     if in_files and problem:
         raise ConfigError(problem)
-    apply_leaf_modules(model, config.zero.leaf_modules)
     partition = make_partition(
         model,
         groups,
@@ -273,7 +272,7 @@ def size_up(
         watched=rules.reduces,
         in_files=InFiles(in_files or {}, dtype),
         limit_numel=_limit_numel(config, dtype),
-        leaves=called_leaves(model),
+        leaves=called_leaves(model, config.zero.leaf_modules),
     )
     accumulates = config.accumulates
     budget_bytes = min(device_bytes, config.tiering.device_memory_bytes or device_bytes)

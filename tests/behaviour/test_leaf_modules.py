@@ -24,6 +24,7 @@ from infinity.zero.partition import Alignment, make_partition
 from tests.behaviour.ranks import run_ranks
 
 WIDTH, LR = 8, 1e-2
+NOTHING = LeafModules()
 
 
 class Experts(nn.Module):
@@ -53,7 +54,7 @@ class Mixture(nn.Module):
         return self.last(self.moe(self.first(x), used)).square().mean()
 
 
-def units_of(model: nn.Module, limit_numel: int | None = None) -> dict[str, set[str]]:
+def units_of(model: nn.Module, limit_numel: int | None = None, named: LeafModules = NOTHING) -> dict[str, set[str]]:
     groups = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
     partition = make_partition(
         model,
@@ -62,7 +63,7 @@ def units_of(model: nn.Module, limit_numel: int | None = None) -> dict[str, set[
         persistence_threshold=0,
         offloaded=True,
         limit_numel=limit_numel,
-        leaves=called_leaves(model),
+        leaves=called_leaves(model, named),
     )
     return {unit.name: {slot.name for slot in unit.slots} for unit in partition.units}
 
@@ -78,9 +79,12 @@ def test_a_leaf_outside_of_blocks_is_one_unit(named) -> None:
     """Also where the list is named that it calls its experts from."""
     model = Mixture()
     assert "moe.experts.3" in units_of(model), "experts are blocks of their own"
-    assert len(apply_leaf_modules(model, named)) == 1
-    units = units_of(model)
-    assert units == {"first": under(model, "first"), "moe": under(model, "moe"), "last": under(model, "last")}
+    expected = {"first": under(model, "first"), "moe": under(model, "moe"), "last": under(model, "last")}
+    assert units_of(model, named=named) == expected
+    assert not get_z3_leaf_modules(model), "a plan alone marks nothing"
+    apply_leaf_modules(model, named)
+    assert len(get_z3_leaf_modules(model)) == 1
+    assert units_of(model) == expected
 
 
 def test_a_leaf_is_not_cut() -> None:
