@@ -139,7 +139,8 @@ def newest_values(
     """
     runtime.together("engine.named_parameters()")
     places = {slot.name: (unit, index) for unit in runtime.partition.units for index, slot in enumerate(unit.slots)}
-    order = [places[name] for name, _ in model.named_parameters() if name in places]
+    rank = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+    order = [places[name] for name in sorted(places, key=lambda name: rank.get(name, len(rank)))]
     for number, neighbours in groupby(order, key=lambda place: place[0].index):
         unit, indices = runtime.partition.units[number], [index for _, index in neighbours]
         synchronize()
