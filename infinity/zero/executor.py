@@ -549,7 +549,7 @@ class Executor:
 
     def take_back(self, unit: int, slot: int) -> None:
         """The model's parameter, which was lent, is what its unit is again."""
-        self.views.lent[unit].discard(slot)
+        self.views.lent[unit].pop(slot, None)
         self.refresh(unit)
 
     @contextmanager

@@ -201,6 +201,12 @@ class Loan:
             values = place.param.data.detach().reshape(-1).cpu()
             self.runtime.ranks.broadcast(values, source)
             _write_back(values, self.runtime, place.unit, place.slot)
+            self.runtime.executor.views.keeps(place.unit.index, place.index)
+
+    def changed(self) -> Iterator[str]:
+        """Those of its own that were written to, by name, and not stored."""
+        views = self.runtime.executor.views
+        yield from (place.slot.name for place in self._lent if views.changed(place.unit.index, place.index))
 
     def end(self) -> None:
         """The parameters are the engine's again."""
@@ -253,7 +259,9 @@ class GatheredParameters:
         enabled: False to do nothing.
 
     Raises:
-        InfinityError: between a forward pass and its backward, when the values must stay as they are.
+        InfinityError: between a forward pass and its backward, when the values must stay as they are; at the end, a
+            parameter was changed without a `modifier_rank` (but through its `.data`, as adapters are merged for an
+            export, and that is dropped).
         CapacityError: memory does not hold all of them at once, which no budget counts.
     """
 
@@ -288,11 +296,19 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        lost = None
         try:
             if self._modifier_rank is not None:
                 self._write(self._modifier_rank, failed=kind is not None)
+            elif kind is None:
+                lost = next((name for loan in self._loans for name in loan.changed()), None)
         finally:
             self._end()
+        if lost is not None:
+            raise InfinityError(
+                f"in-place modification of `{lost}` in GatheredParameters without modifier_rank: its change is lost. "
+                "Give modifier_rank=0, whose values every rank gets"
+            )
 
     def _write(self, source: int, *, failed: bool) -> None:
         """Store the values of one rank, unless the context has failed on some rank."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -56,6 +57,11 @@ class TiledLinear(nn.Module):
         combine_out_splits: concatenate the parts of the output; else `forward` returns them in a list.
         init_linear: take the values of this layer.
 
+    Attributes:
+        linears: the tiles by part of the output, and in that by part of the input; the last one of each row has the
+            part of the bias.
+        in_parts, out_parts: where the parts of the inputs and of the outputs begin, and the last one ends.
+
     Raises:
         ConfigError: a number of parts that does not fit, or `init_linear` is of another shape.
     """
@@ -81,10 +87,11 @@ class TiledLinear(nn.Module):
         self.combine_out_splits = combine_out_splits
         self.in_sizes = _sizes("in", in_features, in_splits)
         self.out_sizes = _sizes("out", out_features, out_splits)
-        self.tiles = nn.ModuleList(
+        self.in_parts, self.out_parts = ([0, *accumulate(sizes)] for sizes in (self.in_sizes, self.out_sizes))
+        last = len(self.in_sizes) - 1
+        self.linears = nn.ModuleList(
             nn.ModuleList(
-                # the bias belongs to the first product of each sum
-                Tile(columns, rows, bias and part == 0, in_features, device, dtype)
+                Tile(columns, rows, bias and part == last, in_features, device, dtype)
                 for part, columns in enumerate(self.in_sizes)
             )
             for rows in self.out_sizes
@@ -102,7 +109,7 @@ class TiledLinear(nn.Module):
 
     def _rows(self) -> list[list[Tile]]:
         """The tiles by part of the output, and in that by part of the input."""
-        return [list(cast("Iterable[Tile]", row)) for row in self.tiles]
+        return [list(cast("Iterable[Tile]", row)) for row in self.linears]
 
     def _split(self, x: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if isinstance(x, torch.Tensor):
@@ -124,7 +131,7 @@ class TiledLinear(nn.Module):
         Raises:
             ConfigError: it has another shape, one of the two has no bias, or one is not in memory.
         """
-        ours = (self.out_features, self.in_features, self._rows()[0][0].bias is not None)
+        ours = (self.out_features, self.in_features, self._rows()[0][-1].bias is not None)
         theirs = (other.out_features, other.in_features, other.bias is not None)
         if ours != theirs:
             raise ConfigError(
@@ -141,7 +148,7 @@ class TiledLinear(nn.Module):
                 tile.weight.copy_(weight)
         if other.bias is not None:
             for row, bias in zip(self._rows(), other.bias.split(self.out_sizes), strict=True):
-                row[0].bias.copy_(bias)
+                row[-1].bias.copy_(bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"

@@ -32,6 +32,11 @@ def _plainly() -> Iterator[None]:
         yield
 
 
+def _version(param: nn.Parameter) -> int:
+    """Changes with every operation that writes to it; one that was made in inference mode counts none."""
+    return 0 if param.is_inference() else param._version
+
+
 class ParameterViews:
     """Points the model's parameters at values, see [Note: what a parameter shows] in executor.py.
 
@@ -42,7 +47,7 @@ class ParameterViews:
         writable: while values are shown they may be written to, see [Note: parameters that lie elsewhere].
 
     Attributes:
-        lent: slots of each unit.
+        lent: slots of each unit, and the version of each parameter whose values the tiers have.
         detached: the units' memory is about to go, so that no parameter may lie in it any more.
     """
 
@@ -56,7 +61,7 @@ class ParameterViews:
         self._shown: list[bool | None] = [None] * len(partition.units)  # None: neither values nor NaN of ours
         # Where each was put; None where nobody knows: somebody else has put it there, or is about to.
         self._lies: list[list[torch.Tensor | None]] = [[None] * len(unit.slots) for unit in partition.units]
-        self.lent: list[set[int]] = [set() for _ in partition.units]
+        self.lent: list[dict[int, int]] = [{} for _ in partition.units]
         self.detached = False
 
     def forget(self, unit: int) -> None:
@@ -109,7 +114,8 @@ class ParameterViews:
         """
         old = range(len(self._parameters[unit])) if slots is None else sorted(slots)
         self._cover(unit, old)
-        torch.autograd.graph.increment_version([self._parameters[unit][index] for index in old])
+        changed = [self._parameters[unit][index] for index in old if index not in self.lent[unit]]
+        torch.autograd.graph.increment_version(changed)
 
     @_plainly()
     def cover(self, unit: int) -> None:
@@ -129,8 +135,17 @@ class ParameterViews:
     @_plainly()
     def lend(self, unit: int, slot: int, values: torch.Tensor) -> None:
         """The model's parameter lies in `values` until it is taken back, wherever its unit goes meanwhile."""
-        self.lent[unit].add(slot)
+        self.lent[unit].setdefault(slot, 0)
         set_local_part(self._parameters[unit][slot], values)
+        self.keeps(unit, slot)
+
+    def keeps(self, unit: int, slot: int) -> None:
+        """The tiers have what the lent parameter has now."""
+        self.lent[unit][slot] = _version(self._parameters[unit][slot])
+
+    def changed(self, unit: int, slot: int) -> bool:
+        """An operation has written to the lent parameter since then; one on its `.data` is not noticed."""
+        return _version(self._parameters[unit][slot]) != self.lent[unit][slot]
 
     @_plainly()
     def show(self, unit: int) -> None:

@@ -86,7 +86,8 @@ def test_changes_to_frozen_parameters_are_kept(device, tmp_path) -> None:
 def test_without_a_modifier_or_after_an_exception_nothing_is_written(tmp_path) -> None:
     with engine_for("bf16", "nvme", tmp_path) as engine:
         known = dict(engine.named_parameters())
-        with GatheredParameters(engine.module), torch.no_grad():
+        refused = pytest.raises(InfinityError, match="without modifier_rank: its change is lost")
+        with refused, GatheredParameters(engine.module), torch.no_grad():
             for param in engine.module.parameters():
                 param.zero_()
         with pytest.raises(ZeroDivisionError), GatheredParameters(engine.module, 0), torch.no_grad():

@@ -35,7 +35,7 @@ class Wide(Chain):
 
 def untiled(weights: dict[str, torch.Tensor], layer: str, like: TiledLinear) -> torch.Tensor:
     rows = [
-        torch.cat([weights[f"{layer}.tiles.{i}.{j}.weight"] for j in range(len(like.in_sizes))], dim=1)
+        torch.cat([weights[f"{layer}.linears.{i}.{j}.weight"] for j in range(len(like.in_sizes))], dim=1)
         for i in range(len(like.out_sizes))
     ]
     return torch.cat(rows)

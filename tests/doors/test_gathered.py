@@ -78,6 +78,25 @@ def test_an_inner_context_leaves_the_changes_of_the_outer_one(tmp_path) -> None:
         assert bool((dict(engine.named_parameters())["lm_head.weight"] == 0.5).all())
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_change_that_no_rank_is_named_for_is_told(placement, tmp_path) -> None:
+    with engine_in(placement, tmp_path) as engine:
+        before = dict(engine.named_parameters())
+        weight = engine.module.lm_head.weight
+        with (
+            pytest.raises(InfinityError, match=r"`lm_head\.weight` in GatheredParameters without modifier_rank.*Give"),
+            GatheredParameters(engine.module),
+            torch.no_grad(),
+        ):
+            weight.mul_(2)
+        assert same(dict(engine.named_parameters()), before)
+        with pytest.raises(ZeroDivisionError), GatheredParameters(weight), torch.no_grad():
+            weight.mul_(2).fill_(1 / 0)
+        with GatheredParameters(engine.module), torch.no_grad(), GatheredParameters(weight, 0):
+            weight.mul_(2)
+        train_on(engine, DATA[:1])
+
+
 def test_training_inside_is_refused_by_name(tmp_path) -> None:
     with engine_in("moves", tmp_path) as engine:
         refused = pytest.raises(InfinityError, match=r"`model\.norm\.weight` is gathered: leave GatheredParameters")

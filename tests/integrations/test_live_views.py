@@ -14,7 +14,11 @@ import infinity
 from infinity.integrations.dialect.engine import initialize
 from infinity.integrations.dialect.live_views import LiveView, part_of_built
 from infinity.integrations.dialect.parameters import Init
-from infinity.integrations.dialect.values import safe_get_full_fp32_param, safe_get_full_grad
+from infinity.integrations.dialect.values import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+)
 from tests.doors.small_models import CONFIG, WIDTH, Heads
 
 pytestmark = pytest.mark.usefixtures("ends_process_group")
@@ -127,17 +131,32 @@ def test_the_parameters_of_a_group_are_there_flat(stage) -> None:
             view.zero_()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_base_optimizer_tells_its_steps_and_has_no_states(stage) -> None:
-    with engine_at(stage) as engine:
-        base = engine.optimizer.optimizer
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_states_are_told_by_parameter_and_by_flat_tensor(stage) -> None:
+    with engine_at(stage, **SIXTEEN_BITS) as engine:
+        optimizer = engine.optimizer
+        names = ("fp32_groups_flat", *["single_partition_of_fp32_groups"] * 2, "fp32_partitioned_groups_flat")
+        (masters,) = getattr(optimizer, names[stage])
+        assert masters not in optimizer.state, "there are none before the first step"
         for _ in range(2):
             backward(engine)
             engine.step()
-        for param in engine.module.parameters():
-            assert base.state[param] == {"step": 2}
-            assert param not in base.state
-        assert base.state_dict()["state"] == {}
+        of_flat = optimizer.state[masters]
+        assert (masters in optimizer.state, of_flat["step"], len(optimizer.state)) == (True, 2, 0)
+        for name in ("exp_avg", "exp_avg_sq"):
+            values = [safe_get_full_optimizer_state(param, name) for param in engine.module.parameters()]
+            assert torch.equal(of_flat[name], flat(values))
+            for state in (optimizer.state, optimizer.optimizer.state):
+                for param, value in zip(engine.module.parameters(), values, strict=True):
+                    assert torch.equal(state[param][name], value)
+        backward(engine)
+        engine.step()
+        assert torch.equal(of_flat["exp_avg"], optimizer.state[masters]["exp_avg"]), "the newest, whenever it was asked"
+        with pytest.raises(infinity.InfinityError, match=r"\['exp_avg'\]: its values are in the tiers"):
+            of_flat["exp_avg"].zero_()
+        assert optimizer.state[torch.zeros(2)] == {"step": 3}
+        assert optimizer.optimizer.state_dict()["state"] == {}
+        assert pickle.loads(pickle.dumps(optimizer.state)) == {}
 
 
 def test_an_optimizer_tells_where_in_a_step_it_is() -> None:

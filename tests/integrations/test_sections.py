@@ -15,7 +15,7 @@ from infinity.errors import ConfigError
 from infinity.integrations.dialect import logs
 from infinity.integrations.dialect import tuning_arguments as tuning
 from infinity.integrations.dialect.accelerator import Accelerator
-from infinity.integrations.dialect.builders import AsyncIOBuilder, FusedLambBuilder, compatible_ops
+from infinity.integrations.dialect.builders import AsyncIOBuilder, CPUAdamBuilder, FusedLambBuilder, compatible_ops
 from infinity.integrations.dialect.config_model import DeepSpeedConfigModel
 from infinity.integrations.dialect.engine import DeepSpeedEngine, initialize
 from infinity.integrations.dialect.experts import (
@@ -167,6 +167,15 @@ def test_what_is_not_there_can_be_asked_for_and_not_made() -> None:
     there = compatible_ops()
     assert there[AsyncIOBuilder.NAME]
     assert not there[FusedLambBuilder.NAME]
+
+
+def test_an_op_that_is_there_can_be_built_beforehand() -> None:
+    builder = CPUAdamBuilder()
+    assert builder.is_compatible()
+    op = builder.load()
+    assert not hasattr(op, "__wrapped__")
+    with pytest.raises(ConfigError, match=r"CPUAdamBuilder\(\)\.load\(\)\.create_adam is not supported: use"):
+        op.create_adam(0)
 
 
 def test_groups_without_experts_are_left_as_they_are() -> None:

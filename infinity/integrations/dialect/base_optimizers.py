@@ -1,13 +1,13 @@
 """The optimizer under an engine's own, as `engine.optimizer.optimizer` names it in DeepSpeed.
 
 It says which optimizer trains, and with which hyper-parameters: its groups are the engine's. It updates nothing, and
-has no states but the number of steps.
+its states are read from the tiers as they are asked for.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,19 +17,26 @@ from infinity.optim import named
 from infinity.optim.optimizer import check_no_states
 
 
-class StepsOnly(defaultdict[torch.Tensor, Any]):
-    """States that are elsewhere: it has nothing in it, and tells of any parameter how many steps there were.
+class LiveStates(defaultdict[torch.Tensor, Any]):
+    """States that are elsewhere: it has nothing in it, and reads what a parameter has when it is asked.
 
     Args:
-        steps: counts them.
+        steps: counts the updates so far.
+        moments: of a parameter, or of a flat tensor of masters, by name.
     """
 
-    def __init__(self, steps: Callable[[], int]) -> None:
+    def __init__(self, steps: Callable[[], int], moments: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]) -> None:
         super().__init__()
-        self._steps = steps
+        self._steps, self._moments = steps, moments
 
-    def __missing__(self, param: torch.Tensor) -> dict[str, int]:
-        return {"step": self._steps()}
+    def __missing__(self, of: torch.Tensor) -> dict[str, Any]:
+        return {"step": self._steps(), **self._moments(of)}
+
+    def __contains__(self, of: object) -> bool:
+        return isinstance(of, torch.Tensor) and self._steps() > 0 and bool(self._moments(of))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy has no engine, and no states
+        return defaultdict, (dict,)
 
 
 def base_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:

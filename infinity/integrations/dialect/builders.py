@@ -2,15 +2,59 @@
 
 from __future__ import annotations
 
-from infinity.integrations.dialect.refused import refused_class
+from typing import NoReturn
 
-AsyncIOBuilder = refused_class("AsyncIOBuilder", NAME="async_io")
-CPUAdagradBuilder = refused_class("CPUAdagradBuilder", NAME="cpu_adagrad")
-CPUAdamBuilder = refused_class("CPUAdamBuilder", NAME="cpu_adam")
-CPULionBuilder = refused_class("CPULionBuilder", NAME="cpu_lion")
-FusedAdamBuilder = refused_class("FusedAdamBuilder", NAME="fused_adam")
+from infinity.errors import ConfigError
+from infinity.integrations.dialect.refused import REFUSED, refused_class
+
+
+class _Op:
+    """What `load()` gives: nothing had to be built, and what DeepSpeed's op has in it is not there."""
+
+    def __init__(self, builder: str) -> None:
+        self._builder = builder
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python itself asks
+            raise AttributeError(name)
+        raise ConfigError(f"deepspeed.{self._builder}().load().{name} is not supported: {REFUSED[self._builder]}")
+
+
+class OpBuilder:
+    """Of an op whose work is done by what came with the package.
+
+    Scripts load it to have the op built before they train: here that is done already.
+
+    Attributes:
+        NAME: the op.
+    """
+
+    NAME = ""
+
+    def absolute_name(self) -> str:
+        """As `NAME`."""
+        return self.NAME
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """It is there."""
+        return True
+
+    def load(self, verbose: bool = True) -> _Op:
+        """An object whose attributes are refused, by what to use instead."""
+        return _Op(type(self).__name__)
+
+
+def _there(name: str, op: str) -> type[OpBuilder]:
+    return type(name, (OpBuilder,), {"NAME": op, "__doc__": f"Of `{op}`: nothing is to be built."})
+
+
+AsyncIOBuilder = _there("AsyncIOBuilder", "async_io")
+CPUAdagradBuilder = _there("CPUAdagradBuilder", "cpu_adagrad")
+CPUAdamBuilder = _there("CPUAdamBuilder", "cpu_adam")
+CPULionBuilder = _there("CPULionBuilder", "cpu_lion")
+FusedAdamBuilder = _there("FusedAdamBuilder", "fused_adam")
 FusedLambBuilder = refused_class("FusedLambBuilder", NAME="fused_lamb")
-FusedLionBuilder = refused_class("FusedLionBuilder", NAME="fused_lion")
+FusedLionBuilder = _there("FusedLionBuilder", "fused_lion")
 InferenceBuilder = refused_class("InferenceBuilder", NAME="transformer_inference")
 QuantizerBuilder = refused_class("QuantizerBuilder", NAME="quantizer")
 TransformerBuilder = refused_class("TransformerBuilder", NAME="transformer")

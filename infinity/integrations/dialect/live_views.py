@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,14 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from infinity.errors import CapacityError, InfinityError
-from infinity.integrations.dialect.values import local_values, safe_get_local_fp32_param, safe_get_local_grad
+from infinity.integrations.dialect.values import (
+    local_values,
+    moment_names,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+)
 from infinity.memory import free_bytes
 from infinity.zero.gathered import GatheredParameters, owner_of
 from infinity.zero.partition import Partition
@@ -34,16 +42,26 @@ class LiveView(torch.Tensor):
 
     Args:
         name: what it is, for messages.
-        numel, dtype, device: of the values, flat.
+        shape, dtype, device: of the values; a number is the length of a flat tensor.
         read: gives them; all ranks call it together where parameters are divided.
+
+    Attributes:
+        parameters: whose masters it has, one behind the other, so that their moments are found by it.
     """
 
+    parameters: tuple[nn.Parameter, ...] = ()
+
     @staticmethod
-    def __new__(cls, name: str, numel: int, dtype: torch.dtype, device: torch.device, read: Read) -> LiveView:
-        made: LiveView = torch.Tensor._make_wrapper_subclass(cls, (numel,), dtype=dtype, device=device)
+    def __new__(
+        cls, name: str, shape: int | torch.Size, dtype: torch.dtype, device: torch.device, read: Read
+    ) -> LiveView:
+        size = (shape,) if isinstance(shape, int) else shape
+        made: LiveView = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
         return made
 
-    def __init__(self, name: str, numel: int, dtype: torch.dtype, device: torch.device, read: Read) -> None:
+    def __init__(
+        self, name: str, shape: int | torch.Size, dtype: torch.dtype, device: torch.device, read: Read
+    ) -> None:
         super().__init__()
         self._what = name
         self._read = read
@@ -167,7 +185,37 @@ def flat_values(name: str, params: Iterable[nn.Parameter]) -> LiveView:
 
 def flat_masters(name: str, params: Iterable[nn.Parameter]) -> LiveView:
     """This rank's parts of the float32 masters of these parameters, one behind the other."""
-    return _flat(name, params, lambda param, numel: safe_get_local_fp32_param(param))
+    view = _flat(name, given := tuple(params), lambda param, numel: safe_get_local_fp32_param(param))
+    view.parameters = given
+    return view
+
+
+def moments(of: torch.Tensor) -> dict[str, LiveView]:
+    """The moments of a parameter, in its shape, or of a flat tensor of masters, to look at, by name; none of others."""
+    if isinstance(of, LiveView):
+        return {
+            name: _flat(f"optimizer.state[...][{name!r}]", of.parameters, partial(_local_moment, name))
+            for name in moment_names(of.parameters)
+        }
+    if not isinstance(of, nn.Parameter):
+        return {}
+    return {name: _moment(of, name) for name in moment_names([of])}
+
+
+def _local_moment(name: str, param: nn.Parameter, numel: int) -> torch.Tensor | None:
+    return safe_get_local_optimizer_state(param, name)
+
+
+def _moment(param: nn.Parameter, name: str) -> LiveView:
+    what = f"optimizer.state[...][{name!r}]"
+
+    def read() -> torch.Tensor:
+        values = safe_get_full_optimizer_state(param, name)
+        if values is None:
+            raise InfinityError(f"{what}: the engine that had these values is closed")
+        return values
+
+    return LiveView(what, param.shape, torch.float32, param.device, read)
 
 
 def flat_gradients(name: str, params: Iterable[nn.Parameter]) -> LiveView:

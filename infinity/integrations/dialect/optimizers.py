@@ -12,9 +12,9 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine import Engine
 from infinity.errors import ConfigError
-from infinity.integrations.dialect.base_optimizers import StepsOnly, base_optimizer
+from infinity.integrations.dialect.base_optimizers import LiveStates, base_optimizer
 from infinity.integrations.dialect.deepspeeds_settings import check_setting
-from infinity.integrations.dialect.live_views import LiveView, flat_gradients, flat_masters, flat_values
+from infinity.integrations.dialect.live_views import LiveView, flat_gradients, flat_masters, flat_values, moments
 from infinity.integrations.dialect.misuse import AssertedConfigError
 from infinity.integrations.dialect.values import safe_get_full_grad, safe_get_local_grad
 from infinity.optim.kinds import ADAM, OptimizerKind
@@ -24,9 +24,19 @@ from infinity.zero.gathered import owner_of
 
 
 class NamedOptimizer(TieredOptimizer):
-    """The optimizer of an engine with what DeepSpeed's have at every stage. Engines make it, and nobody else."""
+    """The optimizer of an engine with what DeepSpeed's have at every stage. Engines make it, and nobody else.
+
+    Attributes:
+        state: of a parameter, or of a flat tensor of this optimizer's such as one of `single_partition_of_fp32_groups`:
+            how many steps it has had, as "step", and its moments by name, to look at; see [Note: live views].
+    """
 
     _base: torch.optim.Optimizer | None = None
+
+    def __init__(self, params: ParamsOrGroups, defaults: Mapping[str, Any], kind: OptimizerKind = ADAM) -> None:
+        super().__init__(params, defaults, kind)
+        reference = weakref.ref(self)
+        self.state = LiveStates(lambda: _steps_of(reference()), moments)
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_setting(type(self), "optimizer", name)
@@ -41,15 +51,14 @@ class NamedOptimizer(TieredOptimizer):
     def optimizer(self) -> torch.optim.Optimizer:
         """The one that was given to `initialize`, or one of the class that DeepSpeed makes for the configuration.
 
-        It has the same parameter groups, so that its learning rates are in force, and no states: those are the tiers'.
-        The one that is made here tells how many steps a parameter has had, as `state[param]["step"]`.
+        It has the same parameter groups, so that its learning rates are in force. The states of the one that is made
+        here are this one's.
         """
         engine = self._engine()
         if self._base is None and engine is not None:
             self._base = base_optimizer(engine.config, self.param_groups)
             if self._base is not None:
-                reference = weakref.ref(self)
-                self._base.state = StepsOnly(lambda: _steps_of(reference()))
+                self._base.state = self.state
         return self if self._base is None else self._base
 
     @property

@@ -175,9 +175,20 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 # Optimizer states #
 
 
-def _moment_name(found: _Found, key: str) -> str:
+def moment_names(params: Iterable[nn.Parameter]) -> list[str]:
+    """Which moments these parameters have, where one of them is trained."""
+    found = [found for param in params if (found := _find(param, "optimizer.state", stores=False)) is not None]
+    trained = [one for one in found if one.place.slot.trainable]
+    return _names(trained[0]) if trained else []
+
+
+def _names(found: _Found) -> list[str]:
     layout = found.runtime.layout
-    names = [name for name in (layout.first, layout.second) if name is not None]
+    return [name for name in (layout.first, layout.second) if name is not None]
+
+
+def _moment_name(found: _Found, key: str) -> str:
+    names = _names(found)
     if key not in names:
         raise ConfigError(f"the optimizer has no state {key!r} for each element; it has {', '.join(names)}")
     return key
