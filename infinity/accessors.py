@@ -148,11 +148,11 @@ class Accessors:
 
     def torch_autocast_enabled(self) -> bool:
         """The model's forward runs under `torch.autocast`."""
-        return self.config.autocast
+        return self.config.autocast is not None
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
         """In what it computes then."""
-        return torch.bfloat16 if self.config.autocast else None
+        return None if self.config.autocast is None else _DTYPES[self.config.autocast]
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """In which the model computes, and in which the gradients of micro-batches are summed."""

@@ -149,10 +149,11 @@ class Engine(Accessors):
             return self.module(*args, **kwargs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if not self.config.autocast:
+        dtype = self.torch_autocast_dtype()
+        if dtype is None:
             return nullcontext()
         # Without its cache, which would keep a copy of every weight until the forward pass is over.
-        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+        return torch.autocast(self.device.type, dtype, cache_enabled=False)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run backward on `loss` divided by the gradient accumulation steps.

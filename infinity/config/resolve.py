@@ -51,6 +51,7 @@ def resolve(root: RootSection, world_size: int) -> Config:
     micro, accumulation, total = _batch_sizes(root, world_size)
     optimizer = OptimizerConfig(**_without_auto("optimizer", root.optimizer)) if root.optimizer else None
     precision = _precision(root)
+    autocast = _autocast(root, precision)
     zero = root.zero_optimization
     _check_placement(zero)
     if not root.managed_gradient_accumulation:
@@ -65,7 +66,7 @@ def resolve(root: RootSection, world_size: int) -> Config:
         grad_accum_dtype=_grad_accum_dtype(
             root.data_types, precision, accumulates=accumulation > 1 or not root.managed_gradient_accumulation
         ),
-        fp16=_fp16(root.fp16) if precision == "fp16" else None,
+        fp16=_fp16(root.fp16) if "fp16" in (precision, autocast) else None,
         optimizer=optimizer,
         scheduler=_scheduler(root.scheduler, optimizer) if root.scheduler else None,
         zero=ZeroConfig(
@@ -91,7 +92,7 @@ def resolve(root: RootSection, world_size: int) -> Config:
         managed_accumulation=root.managed_gradient_accumulation,
         drops_last=root.dataloader_drop_last,
         sums_ranks=root.gradient_allreduce_op == "sum",
-        autocast=_autocast(root, precision),
+        autocast=autocast,
     )
 
 
@@ -212,26 +213,28 @@ def _without_auto(name: str, section: BaseModel) -> dict[str, Any]:
     return {"type": values["type"], "params": params}
 
 
-def _autocast(root: RootSection, precision: Precision) -> bool:
-    """Whether the forward pass runs under `torch.autocast`.
+_AUTOCAST: dict[str, Precision] = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
+
+
+def _autocast(root: RootSection, precision: Precision) -> Precision | None:
+    """In which dtype the forward pass runs under `torch.autocast`.
 
     Raises:
-        ConfigError: in another dtype than bfloat16, with parameters that are not float32, or layer-major.
+        ConfigError: in another dtype than 16 bits, with parameters that are not float32, or layer-major.
     """
     section = root.torch_autocast
     if not section.enabled:
-        return False
-    if section.dtype.removeprefix("torch.") not in ("bfloat16", "bf16"):
-        raise ConfigError(
-            f"torch_autocast.dtype is {section.dtype}, which is not supported: choose bfloat16; it needs no loss scale"
-        )
+        return None
+    dtype = _AUTOCAST.get(section.dtype.removeprefix("torch."))
+    if dtype is None:
+        raise ConfigError(f"torch_autocast.dtype is {section.dtype}; choose bfloat16 or float16")
     if precision != "fp32":
         raise ConfigError(
             f"torch_autocast and {precision} are enabled: autocast is for parameters in 32 bits; switch one of them off"
         )
     if root.tiering.accumulation == "layer":
         raise ConfigError('torch_autocast with tiering.accumulation "layer" is not supported: set it to "micro_batch"')
-    return True
+    return dtype
 
 
 def _check_unmanaged(tiering: TieringSection) -> None:

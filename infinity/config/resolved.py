@@ -203,8 +203,8 @@ class Config:
         managed_accumulation: steps are counted by micro-batches; else each call of `step()` ends one.
         drops_last: the loader that `initialize` makes of a dataset leaves out a last micro-batch that is not full.
         sums_ranks: gradients are the sum over the ranks, not the mean.
-        autocast: the model's forward runs under `torch.autocast` in bfloat16.
-        fp16: None unless `precision` is fp16.
+        autocast: in which the model's forward runs under `torch.autocast`; None where it does not.
+        fp16: how the loss is scaled; None unless `precision` or `autocast` is fp16.
         source: the file's content as it was given; `config[key]` and `config.get(key)` read it.
     """
 
@@ -226,7 +226,7 @@ class Config:
     managed_accumulation: bool = True
     sums_ranks: bool = False
     drops_last: bool = False
-    autocast: bool = False
+    autocast: Precision | None = None
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property

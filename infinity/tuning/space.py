@@ -208,7 +208,7 @@ def _placements(config: Config, *, discrete: bool) -> list[Placement]:
 
 def _waits(config: Config) -> bool:
     """Updates wait for the norm, or run ahead of it; of these ways `auto` knows the best."""
-    return config.gradient_clipping > 0 or config.precision == "fp16" or not config.managed_accumulation
+    return config.gradient_clipping > 0 or config.fp16 is not None or not config.managed_accumulation
 
 
 def _schedules(config: Config) -> list[str]:

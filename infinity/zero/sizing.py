@@ -201,16 +201,16 @@ def choose_schedule(config: Config, ranks: int = 1, *, discrete: bool = False) -
     """
     asked = config.tiering.update_schedule
     if asked == "auto":
-        waits = not config.managed_accumulation or config.gradient_clipping > 0 or config.precision == "fp16"
+        waits = not config.managed_accumulation or config.gradient_clipping > 0 or config.fp16 is not None
         if not waits:
             return UpdateSchedule.BACKWARD
         ahead = may_run_ahead(config, ranks, discrete=discrete)
         return UpdateSchedule.SPECULATIVE if ahead else UpdateSchedule.DEFERRED
     schedule = UpdateSchedule(asked)
-    if schedule is UpdateSchedule.BACKWARD and config.precision == "fp16":
+    if schedule is UpdateSchedule.BACKWARD and config.fp16 is not None:
         raise ConfigError(
-            "tiering.update_schedule is backward but fp16 is enabled: whether a step is skipped is known only after "
-            "backward. Use deferred (or auto)"
+            "tiering.update_schedule is backward but the loss is scaled for fp16: whether a step is skipped is known "
+            "only after backward. Use deferred (or auto)"
         )
     if schedule is UpdateSchedule.BACKWARD and config.gradient_clipping > 0:
         raise ConfigError(

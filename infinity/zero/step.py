@@ -499,7 +499,7 @@ class Step:
         config = self._config
         samples = self.counts.global_steps * config.train_batch_size
         told: dict[str, float] = {"Train/Samples/lr": float(self._optimizer.param_groups[0]["lr"])}
-        if config.precision == "fp16":
+        if config.fp16 is not None:
             told["Train/Samples/loss_scale"] = self.losses.loss_scale.value
         if config.monitors.phases:
             names = {"update": "step"}

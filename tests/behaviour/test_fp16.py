@@ -175,7 +175,7 @@ def test_the_scale_and_the_masters_survive_a_checkpoint(tmp_path) -> None:
 
 
 def test_updates_under_backward_are_refused() -> None:
-    with pytest.raises(ConfigError, match="backward but fp16 is enabled"):
+    with pytest.raises(ConfigError, match="backward but the loss is scaled for fp16"):
         infinity.initialize(model=tiny_gpt2(), config=config(Placement(schedule="backward")))
 
 

@@ -244,31 +244,36 @@ def test_what_must_know_a_steps_end_needs_managed_ones(key, value) -> None:
 # Precision #
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("placement", ["cpu", "nvme"])
-def test_autocast_is_torchs(placement, tmp_path) -> None:
+def test_autocast_is_torchs(placement, dtype, tmp_path) -> None:
     offload = {"device": placement, "nvme_path": str(tmp_path)}
     zero = {"stage": 3, "offload_param": offload, "offload_optimizer": offload}
-    autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]}
+    autocast = {"enabled": True, "dtype": str(dtype), "lower_precision_safe_modules": ["torch.nn.Linear"]}
     model, data = model_of(), batches(4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    scaler = torch.amp.GradScaler("cpu", 2.0**16, enabled=dtype is torch.float16)
     losses = []
     for x in data:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", dtype):
             out = model(x)
         loss = out.float().square().mean()
-        loss.backward()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         losses.append(loss.item())
     config = fp32(zero_optimization=zero, torch_autocast=autocast)
     engine, *_ = deepspeed.initialize(model=model_of(), config=config)
     with engine:
         assert engine.torch_autocast_enabled()
-        assert engine.torch_autocast_dtype() is torch.bfloat16
+        assert engine.torch_autocast_dtype() is dtype
+        assert engine.dynamic_loss_scale() is (dtype is torch.float16)
         for x, expected in zip(data, losses, strict=True):
             out = engine(x)
-            assert out.dtype is torch.bfloat16
+            assert out.dtype is dtype
             loss = out.float().square().mean()
             assert loss.item() == pytest.approx(expected, rel=1e-6)
             engine.backward(loss)
@@ -276,10 +281,23 @@ def test_autocast_is_torchs(placement, tmp_path) -> None:
         assert_same(engine, model)
 
 
+def test_a_step_that_overflows_under_autocast_in_fp16_is_left_out() -> None:
+    autocast = {"enabled": True, "dtype": "float16"}
+    engine, *_ = deepspeed.initialize(model=model_of(), config=fp32(gradient_clipping=0, torch_autocast=autocast))
+    with engine:
+        before = dict(engine.named_parameters())
+        engine.backward(engine(batches(1)[0]).float().mean() * 1e30)
+        engine.step()
+        assert engine.skipped_steps == 1
+        assert all(torch.equal(value, before[name]) for name, value in engine.named_parameters())
+        with pytest.raises(deepspeed.InfinityError, match="Loss scaling is required"):
+            engine(batches(1)[0]).float().mean().backward()
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, r"dtype is float16, .* choose bfloat16"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float32"}}, "dtype is float32; choose bfloat16 or float16"),
         ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}}, "torch_autocast and bf16 are enabled"),
         ({"torch_autocast": {"enabled": True}, "tiering": {"accumulation": "layer"}}, "torch_autocast with tiering"),
     ],

@@ -74,7 +74,7 @@ class DeepSpeedConfig:
         self.monitor_config = resolved.monitors
         self.gradient_clipping = resolved.gradient_clipping
         self.dataloader_drop_last = resolved.drops_last
-        self.torch_autocast_enabled = resolved.autocast
+        self.torch_autocast_enabled = resolved.autocast is not None
         self._describe_precision(self._param_dict)
         self._describe_zero(self._param_dict.get("zero_optimization") or {})
         self._describe_optimizer()

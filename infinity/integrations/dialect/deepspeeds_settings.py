@@ -39,7 +39,7 @@ _OTHERWISE = {
     "scale_wrt_gas": "give it to engine.backward or engine.scale",
     "sequence_parallel_size": "divide sequences in the model",
     "single_partition_of_fp32_groups": _BY_PARAMETER,
-    "torch_autocast_z0_gradscaler": "set fp16.enabled in the configuration",
+    "torch_autocast_z0_gradscaler": "set torch_autocast.dtype to float16 in the configuration",
     "update_interval": "zenflow is not supported",
 }
 _WITHOUT_EFFECT = frozenset(
