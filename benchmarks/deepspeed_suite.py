@@ -7,6 +7,9 @@ The claim: scripts for DeepSpeed find what they call, and it does what its name 
 test counts as passed, failed or skipped, with the first cause of what failed, and there is no floor: it counts, and
 does not time. The tests run unchanged, on the CPU with gloo, on as many processes as they ask for up to `--ranks`.
 
+Most take the best of bf16, fp16 and float32 that is there; some are of fp16 alone, and have inputs of that best one:
+they need `--without-bf16`, which has the accelerator say that it has none.
+
 Beside the tests themselves they need what DeepSpeed does, such as `hjson`; without it those that import it fail.
 """
 
@@ -68,13 +71,15 @@ def test_files(tests: Path, only: str) -> list[Path]:
     return [file for file in files if only in str(file) and not set(LEFT_OUT) & set(parts[file])]
 
 
-def run_file(tests: Path, file: Path, ranks: int, limit_s: int) -> Iterator[dict[str, Any]]:
+def run_file(
+    tests: Path, file: Path, ranks: int, limit_s: int, *, without_bf16: bool = False
+) -> Iterator[dict[str, Any]]:
     """What became of each test of a file. A run ends at a test that hangs; another one goes on behind it."""
     done: set[str] = set()
     for _ in range(MOST_RUNS):
         log = Path(tempfile.mkstemp(suffix=".jsonl")[1])
         try:
-            output, finished = _pytest(tests, file, ranks, limit_s, log, done)
+            output, finished = _pytest(tests, file, ranks, limit_s, log, done, without_bf16=without_bf16)
             lines = [json.loads(line) for line in log.read_text().splitlines()]
         finally:
             log.unlink()
@@ -92,7 +97,9 @@ def run_file(tests: Path, file: Path, ranks: int, limit_s: int) -> Iterator[dict
             return
 
 
-def _pytest(tests: Path, file: Path, ranks: int, limit_s: int, log: Path, done: set[str]) -> tuple[str, bool]:
+def _pytest(
+    tests: Path, file: Path, ranks: int, limit_s: int, log: Path, done: set[str], *, without_bf16: bool
+) -> tuple[str, bool]:
     """What a run has printed, and whether it came to its end."""
     path = os.pathsep.join(map(str, (FOLDER, HERE.parent, HERE, tests)))
     environment = os.environ | {
@@ -103,6 +110,7 @@ def _pytest(tests: Path, file: Path, ranks: int, limit_s: int, log: Path, done: 
         "DS_TEST_USE_INSTALLED_DEEPSPEED": "1",
         "SUITE_LOG": str(log),
         "SUITE_DONE": json.dumps(sorted(done)),
+        "SUITE_WITHOUT_BF16": str(int(without_bf16)),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", PLUGIN, "-p", "no:cacheprovider", "-o", "addopts="]
     command += ["--rootdir", str(tests), "--tb=short", "-W", "ignore", str(file)]
@@ -169,12 +177,13 @@ def main() -> int:
     parser.add_argument("--only", default="", help="files whose path has this")
     parser.add_argument("--ranks", type=int, default=2, help="tests that need more processes are skipped")
     parser.add_argument("--limit", type=int, default=60, help="seconds after which a test hangs")
+    parser.add_argument("--without-bf16", action="store_true", help="as on a device that has fp16 alone")
     parser.add_argument("--verbose", action="store_true", help="print each test that failed, with its cause")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     results = []
     for file in test_files(args.tests.absolute(), args.only):
-        found = list(run_file(args.tests.absolute(), file, args.ranks, args.limit))
+        found = list(run_file(args.tests.absolute(), file, args.ranks, args.limit, without_bf16=args.without_bf16))
         results += found
         counts = Counter(result["outcome"] for result in found)
         print(file.relative_to(args.tests.absolute()), dict(counts), file=sys.stderr, flush=True)

@@ -8,13 +8,21 @@ from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from infinity.integrations.dialect.accelerator import Accelerator
+
 _LOG = Path(os.environ["SUITE_LOG"])
 _DONE = set(json.loads(os.environ["SUITE_DONE"]))
+
+if os.environ["SUITE_WITHOUT_BF16"] == "1":
+    Accelerator.is_bf16_supported = lambda self: False  # type: ignore[method-assign]
+    Accelerator.supported_dtypes = lambda self: [torch.float32, torch.float16]  # type: ignore[method-assign]
 
 
 def pytest_configure(config: Any) -> None:
     # The tests start their ranks from a fork server: one that has torch imported saves seconds for each.
-    set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest", "deepspeed", "unit.common"])
+    set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest", "deepspeed", __name__, "unit.common"])
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
