@@ -205,7 +205,7 @@ def test_a_model_generates_while_its_parameters_are_gathered(tmp_path) -> None:
 
 
 def test_init_and_its_arguments() -> None:
-    with Init(config_dict_or_path=CONFIG, remote_device="cpu", pin_memory=True, dtype=torch.bfloat16):
+    with Init(config_dict_or_path=CONFIG, remote_device="cpu", pin_memory=True):
         model = Borrows(gathers=False)
     assert dist.is_initialized()
     assert torch.equal(model.head.weight, Borrows(gathers=False).head.weight)
@@ -223,6 +223,28 @@ def test_init_and_its_arguments() -> None:
     assert copied.ds_status is ZeroParamStatus.NOT_AVAILABLE
     with pytest.raises(infinity.ConfigError, match=r"zero.Init: `data_parallel_group` is not supported"):
         Init(data_parallel_group=object())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype"),
+    [
+        ({"config_dict_or_path": CONFIG | {"bf16": {"enabled": True}}}, torch.bfloat16),
+        ({"config": CONFIG | {"fp16": {"enabled": True}}}, torch.float16),
+        ({"config_dict_or_path": CONFIG, "dtype": torch.bfloat16}, torch.bfloat16),
+        ({"config_dict_or_path": CONFIG}, torch.float32),
+        ({}, torch.float32),
+    ],
+)
+def test_init_makes_parameters_of_the_precision_that_they_train_in(arguments, dtype) -> None:
+    elsewhere = nn.Parameter(torch.zeros(2, dtype=torch.float8_e4m3fn), requires_grad=False)
+    with Init(**arguments):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(600, 600, dtype=torch.float32))
+        model.stored = elsewhere
+    assert {param.dtype for param in model.parameters() if param is not elsewhere} == {dtype}
+    assert {buffer.dtype for buffer in model.buffers() if buffer.is_floating_point()} == {torch.float32}
+    assert elsewhere.dtype is torch.float8_e4m3fn
+    assert 0 < model[2].weight.abs().max() <= 600**-0.5
+    assert nn.Linear(2, 2).weight.dtype is torch.float32, "outside all is as ever"
     assert not hasattr(Borrows(gathers=False).head.weight, "ds_id")
     with Init(enabled=False):
         assert not hasattr(nn.Linear(2, 2).weight, "ds_id")

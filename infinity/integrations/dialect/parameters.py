@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from infinity.config import Config, load_config
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.front import init_distributed
@@ -25,8 +26,10 @@ from infinity.integrations.dialect.live_views import part_numel, part_of_built, 
 from infinity.zero.gathered import GatheredParameters as Gathered
 from infinity.zero.gathered import has_values, owner_of
 from infinity.zero.init import Init as InFiles
-from infinity.zero.ranks import join_ranks
+from infinity.zero.ranks import join_ranks, world_size
+from infinity.zero.sizing import compute_dtype
 
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
 _ids = count()
 _looked_at: Counter[int] = (
     Counter()
@@ -139,7 +142,8 @@ class Init(InFiles):
 
     Parameters have their values until `initialize` moves them, and the attributes that DeepSpeed's have: their
     `ds_status` is that of DeepSpeed's, so that scripts gather them, and `ds_tensor` is this rank's part of rank 0's
-    values, to look at, which all ranks read together.
+    values, to look at, which all ranks read together. They are of the configuration's precision, or of `dtype`, from
+    the moment when their module takes them, so that what is drawn for them is drawn in it; buffers keep their own.
 
     Raises:
         ConfigError: parameters are to be divided among some ranks only.
@@ -165,11 +169,16 @@ class Init(InFiles):
                 raise ConfigError(f"zero.Init: `{name}` is not supported; leave it out, or use infinity.initialize")
         if enabled:
             init_distributed()
+        source = config if config is not None else config_dict_or_path
+        known = source if source is None or isinstance(source, Config) else load_config(source, world_size=world_size())
+        self._dtype = dtype if dtype is not None or known is None else compute_dtype(known)
         # A module that is there already keeps its values until `initialize` moves them.
-        super().__init__(config if config is not None else config_dict_or_path, enabled=enabled)
+        super().__init__(known, enabled=enabled)
         self._built: dict[int, weakref.ref[nn.Module]] = {}  # by identity
 
     def __enter__(self) -> None:
+        if self._enabled:
+            self._undo.callback(register_module_parameter_registration_hook(self._cast).remove)
         super().__enter__()
         if self._enabled:
             self._undo.callback(register_module_parameter_registration_hook(self._take).remove)
@@ -185,6 +194,10 @@ class Init(InFiles):
                 if param.numel() > 0:
                     param.ds_tensor = part_of_built(param)  # type: ignore[attr-defined]
         self._built.clear()
+
+    def _cast(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if self._dtype is not None and type(param) is nn.Parameter and param.dtype in _CAST and owner_of(param) is None:
+            param.data = param.detach().to(self._dtype)
 
     def _take(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         self._built[id(module)] = weakref.ref(module)  # and not the parameter, which `skip_init` exchanges later
