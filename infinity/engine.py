@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from infinity.accessors import Accessors
 from infinity.checkpoint import Options, Parts, Session
@@ -145,6 +146,8 @@ class Engine(Accessors):
         training = torch.is_grad_enabled()
         if training:
             self._guards.check()
+        if self.config.casts_inputs:
+            args, kwargs = tree_map_only(torch.Tensor, _half, (args, kwargs))
         with self._step.forward(training=training), self._autocast():
             return self.module(*args, **kwargs)
 
@@ -639,6 +642,10 @@ class Engine(Accessors):
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         self._end(failed=kind is not None)
+
+
+def _half(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.half() if tensor.is_floating_point() else tensor
 
 
 def _close(

@@ -150,7 +150,6 @@ REFUSED: dict[str, str] = {
     "zero_optimization.zero_quantized_gradients": "quantised collectives are not supported",
     "zero_optimization.offload_optimizer.super_offload": "updates already overlap; see tiering.update_schedule",
     "zero_optimization.zeropp_loco_param": "quantised collectives are not supported",
-    "fp16.auto_cast": "inputs are passed to the model as they are; cast them in the training loop",
     "bf16.check_grad_overflow": "a step whose gradients are not finite is always skipped",
     "fp16.fp16_master_weights_and_grads": "masters are exact; see tiering.state_format",
     "bf16.bf16_master_weights_and_grads": "masters are exact; see tiering.state_format",

@@ -93,6 +93,7 @@ def resolve(root: RootSection, world_size: int) -> Config:
         drops_last=root.dataloader_drop_last,
         sums_ranks=root.gradient_allreduce_op == "sum",
         autocast=autocast,
+        casts_inputs=root.fp16.auto_cast and precision == "fp16",
     )
 
 
@@ -278,7 +279,7 @@ def _fp16(section: Fp16Section) -> Fp16Config:
             f"fp16.min_loss_scale is {section.min_loss_scale:g}, above the scale to begin with, {initial:g} (2 to the "
             f"power of fp16.initial_scale_power, {section.initial_scale_power}); lower it or raise the power"
         )
-    return Fp16Config(**section.model_dump(exclude={"enabled"}))
+    return Fp16Config(**section.model_dump(exclude={"enabled", "auto_cast"}))
 
 
 def default_tile_bytes(drives: int) -> int:

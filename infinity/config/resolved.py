@@ -204,6 +204,7 @@ class Config:
         drops_last: the loader that `initialize` makes of a dataset leaves out a last micro-batch that is not full.
         sums_ranks: gradients are the sum over the ranks, not the mean.
         autocast: in which the model's forward runs under `torch.autocast`; None where it does not.
+        casts_inputs: inputs of the model's forward that are floating-point numbers become fp16, as its parameters are.
         fp16: how the loss is scaled; None unless `precision` or `autocast` is fp16.
         source: the file's content as it was given; `config[key]` and `config.get(key)` read it.
     """
@@ -227,6 +228,7 @@ class Config:
     sums_ranks: bool = False
     drops_last: bool = False
     autocast: Precision | None = None
+    casts_inputs: bool = False
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property

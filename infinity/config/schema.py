@@ -109,6 +109,7 @@ class Fp16Section(Section):
     hysteresis: Count = Field(2, ge=1)
     min_loss_scale: Number = Field(1.0, gt=0)
     consecutive_hysteresis: Bool = False
+    auto_cast: Bool = False
 
 
 class Bf16Section(Section):

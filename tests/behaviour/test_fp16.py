@@ -139,6 +139,36 @@ def test_runs_that_skip_steps_follow_torchs_grad_scaler(power, window, accumulat
     assert sum(ours.losses[-5:]) < 0.95 * sum(ours.losses[:5])
 
 
+class Mixed(nn.Module):
+    """Takes numbers in several ways, and says what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, x: torch.Tensor, rest: dict[str, Any], *, scale: float) -> tuple[torch.Tensor, list[Any]]:
+        first, index = rest["both"]
+        return self.body[0](x + first)[index] * scale, [x.dtype, first.dtype, index.dtype, rest["name"]]
+
+
+def test_inputs_are_cast_where_that_is_asked_for(tmp_path) -> None:
+    x, index = torch.randn(4, 8, requires_grad=True), torch.tensor([1, 2])
+    rest = {"both": (torch.randn(4, 8), index), "name": "as it is"}
+    values = config(Placement("none", "none", tmp_path), auto_cast=True)
+    with infinity.initialize(model=Mixed(), config=values)[0] as engine:
+        out, given = engine(x, rest, scale=0.5)
+        assert given == [torch.float16, torch.float16, torch.int64, "as it is"]
+        engine.backward(out.float().square().mean())
+        assert x.grad.dtype is torch.float32
+        assert x.grad.any()
+        engine.step()
+    with (
+        infinity.initialize(model=Mixed(), config=config(Placement("none", "none", tmp_path)))[0] as engine,
+        pytest.raises(RuntimeError, match="dtype"),
+    ):
+        engine(x, rest, scale=0.5)
+
+
 def test_a_scale_that_can_fall_no_more_is_an_error() -> None:
     class Overflowing(nn.Module):
         def __init__(self) -> None:

@@ -69,7 +69,6 @@ _OFF = (
     "eigenvalue_enabled",
     "elasticity_enabled",
     "flops_profiler_enabled",
-    "fp16_auto_cast",
     "fp16_master_weights_and_gradients",
     "load_universal_checkpoint",
     "optimizer_legacy_fusion",
@@ -96,6 +95,10 @@ class SectionFacts:
     def managed_gradient_accumulation(self) -> bool:
         """Steps are counted by micro-batches."""
         return self.config.managed_accumulation
+
+    def fp16_auto_cast(self) -> bool:
+        """Inputs are cast to fp16."""
+        return self.config.casts_inputs
 
     def dataloader_drop_last(self) -> bool:
         """A last micro-batch that is not full is left out."""
