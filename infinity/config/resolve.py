@@ -52,8 +52,8 @@ def resolve(root: RootSection, world_size: int) -> Config:
     optimizer = OptimizerConfig(**_without_auto("optimizer", root.optimizer)) if root.optimizer else None
     precision = _precision(root)
     autocast = _autocast(root, precision)
-    zero = root.zero_optimization
-    _check_placement(zero)
+    zero = _offloaded(root.zero_optimization)
+    _check_ratio(zero)
     if not root.managed_gradient_accumulation:
         _check_unmanaged(root.tiering)
     return Config(
@@ -112,18 +112,22 @@ def _grad_accum_dtype(section: DataTypesSection, precision: Precision, *, accumu
     return section.grad_accum_dtype
 
 
-def _check_placement(zero: ZeroSection) -> None:
-    """What a stage keeps whole on every rank cannot have its home in a lower tier."""
-    if zero.stage < 3 and zero.offload_param.device != "none":
-        raise ConfigError(
-            f"zero_optimization.stage is {zero.stage} but offload_param.device is {zero.offload_param.device}: "
-            "parameters are offloaded by stage 3 only; set stage to 3, or offload_param.device to none"
-        )
-    if zero.stage < 1 and zero.offload_optimizer.device != "none":
-        raise ConfigError(
-            f"zero_optimization.stage is 0 but offload_optimizer.device is {zero.offload_optimizer.device}: "
-            "optimizer states are offloaded by stages 1 to 3; set stage to 1 or more, or the device to none"
-        )
+def _offloaded(zero: ZeroSection) -> ZeroSection:
+    """With those sections switched off that the stage is below: as in DeepSpeed, they do nothing."""
+    off = {}
+    for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
+        section = getattr(zero, name)
+        if zero.stage < least and section.device != "none":
+            _log.warning(
+                "zero_optimization.%s.device is %s, which does nothing at stage %d: what it names stays on the device. "
+                "Set zero_optimization.stage to %d to offload it",
+                *(name, section.device, zero.stage, least),
+            )
+            off[name] = type(section)()
+    return zero.model_copy(update=off)
+
+
+def _check_ratio(zero: ZeroSection) -> None:
     ratio = zero.offload_optimizer.ratio
     if zero.offload_optimizer.device == "none" and ratio is not None and ratio < 1:
         raise ConfigError(

@@ -245,7 +245,7 @@ def test_bad_arguments_are_one_clear_line(arguments, message, workspace, capsys)
         ({"zero_optimisation": {}}, "did you mean `zero_optimization`"),
         ({"tiering": {"nvme": [{"path": "/dev/null/below"}]}}, "cannot use this nvme path"),
         ({"tiering": {"nvme": [{"path": "."}], "host_memory": "10KiB"}}, "needs at least"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offloaded by stage 3 only"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"ratio": 0.5}}}, "which offloads nothing"),
     ],
 )
 def test_bad_configurations_are_one_clear_line(changes, message, workspace, capsys) -> None:
