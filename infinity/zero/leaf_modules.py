@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from weakref import WeakSet
 
 from torch import nn
 
@@ -16,8 +15,7 @@ from infinity.config import LeafModules
 
 _log = logging.getLogger(__name__)
 _LISTS = (nn.ModuleList, nn.ModuleDict)
-
-_leaves: WeakSet[nn.Module] = WeakSet()
+_MARK = "_z3_leaf"  # an attribute of the module, which its copies have; DeepSpeed's name, which accelerate's users read
 
 
 def set_z3_leaf_modules(
@@ -46,17 +44,17 @@ def unset_z3_leaf_modules(
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Have one module be a leaf, or be none."""
-    (_leaves.add if flag else _leaves.discard)(model)
+    setattr(model, _MARK, flag)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """The leaves in a model."""
-    return [module for module in model.modules() if module in _leaves]
+    return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
     """The module is a leaf."""
-    return model in _leaves
+    return bool(getattr(model, _MARK, False))
 
 
 def set_z3_leaf_modules_by_name(
@@ -98,7 +96,7 @@ def called_leaves(model: nn.Module, named: LeafModules) -> frozenset[nn.Module]:
     while stack:
         module, caller = stack.pop()
         called = caller if isinstance(module, _LISTS) else module
-        if module in _leaves or module in leaves:
+        if z3_leaf_module(module) or module in leaves:
             found.add(called)
         stack.extend((child, called) for child in module.children())
     return frozenset(found)

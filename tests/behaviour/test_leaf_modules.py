@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,16 @@ def test_a_leaf_outside_of_blocks_is_one_unit(named) -> None:
     apply_leaf_modules(model, named)
     assert len(get_z3_leaf_modules(model)) == 1
     assert units_of(model) == expected
+
+
+def test_a_copy_of_a_leaf_is_one() -> None:
+    model = nn.Sequential(Experts(), Experts())
+    set_z3_leaf_module(model[0], True)
+    copied = copy.deepcopy(model)
+    assert get_z3_leaf_modules(copied) == [copied[0]]
+    assert copied.state_dict().keys() == model.state_dict().keys()
+    set_z3_leaf_module(copied[0], False)
+    assert get_z3_leaf_modules(model) == [model[0]]
 
 
 def test_a_leaf_is_not_cut() -> None:
