@@ -105,6 +105,7 @@ def initialize(
         RankError: another rank has failed.
     """
     resolved, ranks, model = _meet(model, config, optimizer, process_group)
+    resolved = engine_class.configured(resolved)
     parts = model_parts(model, ranks)
     link = link or _default_link(device)
     if trains is None:

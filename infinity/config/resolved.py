@@ -204,6 +204,7 @@ class Config:
         drops_last: the loader that `initialize` makes of a dataset leaves out a last micro-batch that is not full.
         sums_ranks: gradients are the sum over the ranks, not the mean.
         autocast: in which the model's forward runs under `torch.autocast`; None where it does not.
+        keeps_gradients: those of a step wait for `step()`, whatever else needs them.
         casts_inputs: inputs of the model's forward that are floating-point numbers become fp16, as its parameters are.
         fp16: how the loss is scaled; None unless `precision` or `autocast` is fp16.
         source: the file's content as it was given; `config[key]` and `config.get(key)` read it.
@@ -229,7 +230,15 @@ class Config:
     drops_last: bool = False
     autocast: Precision | None = None
     casts_inputs: bool = False
+    keeps_gradients: bool = False
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def waits(self) -> bool:
+        """Nothing may be updated before `step()`: only then is the norm known, or that the step ends."""
+        return (
+            self.keeps_gradients or self.gradient_clipping > 0 or self.fp16 is not None or not self.managed_accumulation
+        )
 
     @property
     def accumulates(self) -> bool:

@@ -125,7 +125,7 @@ def setting_of(config: Config, limits: Limits = Limits()) -> Setting:
     """
     tiering, aio, zero = config.tiering, config.aio, config.zero
     stated = _section(config, "tiering")
-    names = zero.stage == 3 and not _waits(config)
+    names = zero.stage == 3 and not config.waits
     return Setting(
         placement=(zero.offload_param.device, zero.offload_optimizer.device),
         state_format=_EXACT[config.precision] if tiering.state_format == "auto" else tiering.state_format,
@@ -206,15 +206,11 @@ def _placements(config: Config, *, discrete: bool) -> list[Placement]:
     return list(product(params, states))
 
 
-def _waits(config: Config) -> bool:
-    """Updates wait for the norm, or run ahead of it; of these ways `auto` knows the best."""
-    return config.gradient_clipping > 0 or config.fp16 is not None or not config.managed_accumulation
-
-
 def _schedules(config: Config) -> list[str]:
     """At stages 0 to 2 `auto` shows the newest parameters when `step()` returns, which named schedules do not."""
     waiting = "auto" if config.tiering.update_schedule == "auto" else "deferred"
-    overlapping = [waiting] if _waits(config) else ["backward", "deferred"]
+    # Where they wait, `auto` knows whether to run ahead of the norm is better.
+    overlapping = [waiting] if config.waits else ["backward", "deferred"]
     if config.zero.stage == 3 or config.tiering.update_schedule in overlapping:
         return overlapping
     return ["auto"]

@@ -201,8 +201,7 @@ def choose_schedule(config: Config, ranks: int = 1, *, discrete: bool = False) -
     """
     asked = config.tiering.update_schedule
     if asked == "auto":
-        waits = not config.managed_accumulation or config.gradient_clipping > 0 or config.fp16 is not None
-        if not waits:
+        if not config.waits:
             return UpdateSchedule.BACKWARD
         ahead = may_run_ahead(config, ranks, discrete=discrete)
         return UpdateSchedule.SPECULATIVE if ahead else UpdateSchedule.DEFERRED

@@ -84,6 +84,34 @@ def test_gradients_are_those_of_the_step_and_nothing_after_it() -> None:
         assert not buffer.any()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_without_clipping_gradients_stay_until_the_step_where_nothing_is_offloaded(stage) -> None:
+    with engine_at(stage, gradient_clipping=0) as engine:
+        params = list(engine.module.parameters())
+        before = [safe_get_full_fp32_param(param) for param in params]
+        backward(engine)
+        grads = [safe_get_full_grad(param) for param in params]
+        assert all(
+            torch.equal(safe_get_full_fp32_param(param), value) for param, value in zip(params, before, strict=True)
+        )
+        plain = Heads()
+        plain.load_state_dict({name: value for (name, _), value in zip(plain.named_parameters(), before, strict=True)})
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+        plain(x).square().mean().backward()
+        for grad, param in zip(grads, plain.parameters(), strict=True):
+            torch.testing.assert_close(grad, param.grad)
+        engine.step()
+        assert not any(
+            torch.equal(safe_get_full_fp32_param(param), value) for param, value in zip(params, before, strict=True)
+        )
+    states = {"zero_optimization": {"stage": max(stage, 1), "offload_optimizer": {"device": "cpu"}}}
+    with engine_at(stage, gradient_clipping=0, **states) as engine:
+        backward(engine)
+        with pytest.raises(infinity.InfinityError, match='set the schedule to "deferred"'):
+            safe_get_full_grad(engine.module.mix.weight)
+        engine.step()
+
+
 def test_a_parameters_part_is_its_newest_values() -> None:
     with engine_at(3, **SIXTEEN_BITS) as engine:
         param = engine.module.mix.weight

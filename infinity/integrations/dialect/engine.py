@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,12 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
     def __setattr__(self, name: str, value: Any) -> None:
         check_setting(type(self), "engine", name)
         super().__setattr__(name, value)
+
+    @classmethod
+    def configured(cls, config: Config) -> Config:
+        """Where nothing is offloaded, gradients stay until `step()`: scripts read and change them there."""
+        offloads = config.zero.offload_optimizer.device != "none"
+        return config if offloads else replace(config, keeps_gradients=True)
 
     @classmethod
     def optimizer_class(cls, config: Config) -> type[TieredOptimizer]:
