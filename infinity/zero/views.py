@@ -32,7 +32,7 @@ def _plainly() -> Iterator[None]:
         yield
 
 
-def _version(param: nn.Parameter) -> int:
+def version_of(param: nn.Parameter) -> int:
     """Changes with every operation that writes to it; one that was made in inference mode counts none."""
     return 0 if param.is_inference() else param._version
 
@@ -141,11 +141,11 @@ class ParameterViews:
 
     def keeps(self, unit: int, slot: int) -> None:
         """The tiers have what the lent parameter has now."""
-        self.lent[unit][slot] = _version(self._parameters[unit][slot])
+        self.lent[unit][slot] = version_of(self._parameters[unit][slot])
 
     def changed(self, unit: int, slot: int) -> bool:
         """An operation has written to the lent parameter since then; one on its `.data` is not noticed."""
-        return _version(self._parameters[unit][slot]) != self.lent[unit][slot]
+        return version_of(self._parameters[unit][slot]) != self.lent[unit][slot]
 
     @_plainly()
     def show(self, unit: int) -> None:

@@ -218,6 +218,13 @@ def test_init_and_its_arguments() -> None:
         assert bias.ds_status == ZeroParamStatus.AVAILABLE
     assert bias.ds_status == ZeroParamStatus.NOT_AVAILABLE
     assert not bias.any()
+    with GatheredParameters(bias), GatheredParameters(bias, modifier_rank=0), torch.no_grad():
+        bias.fill_(0.0)
+    refused = pytest.raises(RuntimeError, match=r"in-place modification of a parameter of zero\.Init")
+    with refused, GatheredParameters(model.parameters()), torch.no_grad():
+        bias.add_(0.0)
+    with pytest.raises(ZeroDivisionError), GatheredParameters(bias), torch.no_grad():
+        bias.add_(0.0).fill_(1 / 0)
     copied = pickle.loads(pickle.dumps(bias))  # as a process that is spawned gets it
     assert torch.equal(copied, bias)
     assert copied.ds_status is ZeroParamStatus.NOT_AVAILABLE

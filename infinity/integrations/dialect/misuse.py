@@ -1,4 +1,4 @@
-"""What DeepSpeed asserts: scripts that expect its AssertionError get one, with words."""
+"""What DeepSpeed asserts or checks: scripts that expect its AssertionError or RuntimeError get one, with words."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from infinity.errors import ConfigError, InfinityError
 
 class AssertedConfigError(ConfigError, AssertionError):
     """A wrong argument where DeepSpeed has an `assert`."""
+
+
+class ModifiedError(InfinityError, RuntimeError):
+    """A change where DeepSpeed's checks have a RuntimeError against it."""
 
 
 class AssertedError(InfinityError, AssertionError):

@@ -6,9 +6,9 @@ This is the one place that hangs attributes on a model's parameters: libraries a
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 from types import TracebackType
@@ -23,17 +23,27 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.front import init_distributed
 from infinity.integrations.dialect.live_views import part_numel, part_of_built, part_of_values
+from infinity.integrations.dialect.misuse import ModifiedError
 from infinity.zero.gathered import GatheredParameters as Gathered
 from infinity.zero.gathered import has_values, owner_of
 from infinity.zero.init import Init as InFiles
 from infinity.zero.ranks import join_ranks, world_size
 from infinity.zero.sizing import compute_dtype
+from infinity.zero.views import version_of
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 _ids = count()
-_looked_at: Counter[int] = (
-    Counter()
-)  # parameters that no engine has, by identity, in how many GatheredParameters each is
+
+
+@dataclass
+class _Look:
+    """Of a parameter that no engine has, in GatheredParameters: its version when it was as it is to stay."""
+
+    version: int
+    contexts: int = 0
+
+
+_looked_at: dict[int, _Look] = {}  # by identity
 
 
 class ZeroParamStatus(Enum):
@@ -207,7 +217,8 @@ class GatheredParameters(Gathered):
     """`infinity.zero.GatheredParameters` with DeepSpeed's arguments; `fwd_module` changes nothing.
 
     Parameters of `zero.Init` that no engine has yet are there on every rank. `initialize` takes rank 0's values, so
-    those that another rank changes, as `modifier_rank`, are sent to all ranks at the end.
+    those that another rank changes, as `modifier_rank`, are sent to all ranks at the end; changes without a
+    `modifier_rank` are refused at the end, as those of an engine's parameters are.
 
     Inside a model's forward, where what an operation reads is brought for it, looking needs nothing more; nor does it
     inside its backward, in a function with a backward of its own.
@@ -228,17 +239,30 @@ class GatheredParameters(Gathered):
     def __enter__(self) -> None:
         super().__enter__()
         self._in_init = [param for param in self._params if hasattr(param, "ds_id") and owner_of(param) is None]
-        _looked_at.update(map(id, self._in_init))
+        for param in self._in_init:
+            _looked_at.setdefault(id(param), _Look(version_of(param))).contexts += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _looked_at.subtract(map(id, self._in_init))
-        for key in [id(param) for param in self._in_init if not _looked_at[id(param)]]:
-            del _looked_at[key]
+        changed = False
+        for param in self._in_init:
+            look = _looked_at[id(param)]
+            look.contexts -= 1
+            if self._modifier_rank is not None:
+                look.version = version_of(param)
+            elif not look.contexts:
+                changed |= look.version != version_of(param)
+            if not look.contexts:
+                del _looked_at[id(param)]
         try:
             if self._in_init and self._modifier_rank:
                 self._send(self._modifier_rank, failed=kind is not None)
+            if changed and kind is None:
+                raise ModifiedError(
+                    "in-place modification of a parameter of zero.Init in GatheredParameters without modifier_rank: it "
+                    "would count on rank 0 alone. Give modifier_rank=0, whose values every rank gets"
+                )
         finally:
             self._in_init = []
             super().__exit__(kind, error, trace)
