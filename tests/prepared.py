@@ -49,7 +49,7 @@ def run(
     *,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    timeout: float = 120,
+    timeout: float = 240,
     check: bool = False,
     clears: bool = False,
 ) -> subprocess.CompletedProcess[str]:
