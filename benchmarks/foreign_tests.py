@@ -33,6 +33,7 @@ class Suite:
         plugins: of pytest, by module, beside the one that writes outcomes down.
         paths: of modules, before this folder and `root`.
         environment: beside this process's own.
+        options: of pytest.
         limit_s: after which a test hangs.
     """
 
@@ -40,6 +41,7 @@ class Suite:
     plugins: tuple[str, ...] = ()
     paths: tuple[Path, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
     limit_s: int = 60
 
 
@@ -79,6 +81,7 @@ def _pytest(suite: Suite, file: Path, log: Path, done: set[str]) -> tuple[str, b
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts="]
     command += [part for plugin in ("stand_ins.outcomes", *suite.plugins) for part in ("-p", plugin)]
+    command += suite.options
     command += ["--rootdir", str(suite.root), "--tb=short", "-W", "ignore", str(file)]
     with tempfile.TemporaryFile("w+") as printed:
         # In a session of its own, whose processes end with it: a test that hangs may leave some that wait for ever.
