@@ -52,13 +52,24 @@ def construct_in_files(directory: Path | None) -> Iterator[None]:
         _made[id(param)] = weakref.ref(param, partial(_forget, id(param)))
         if _can_move(param):
             with torch.no_grad():
-                param.data = _in_file(param.detach(), directory, f"{type(module).__name__}.{name}")
+                param.data = _in_file(param.detach(), directory, f"{type(module).__name__}.{name}", param.dtype)
 
     handle = register_module_parameter_registration_hook(settle)
     try:
         yield
     finally:
         handle.remove()
+
+
+@torch.no_grad()
+def convert(param: nn.Parameter, dtype: torch.dtype, directory: Path | None, name: str) -> None:
+    """Have the parameter's values in another dtype; large ones lie in a file of that size again.
+
+    Raises:
+        StorageError: there is no room for it.
+    """
+    values = param.detach()
+    param.data = _in_file(values, directory, name, dtype) if _can_move(param) else values.to(dtype)
 
 
 def _forget(key: int, _: object) -> None:
@@ -76,8 +87,8 @@ def _can_move(param: nn.Parameter) -> bool:
     return users is not None and bool(users(storage._cdata) <= 2)  # the parameter, and `storage`
 
 
-def _in_file(values: torch.Tensor, directory: Path | None, name: str) -> torch.Tensor:
-    nbytes = values.numel() * values.itemsize
+def _in_file(values: torch.Tensor, directory: Path | None, name: str, dtype: torch.dtype) -> torch.Tensor:
+    nbytes = values.numel() * dtype.itemsize
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is an error here, not a signal at a later write
@@ -91,4 +102,4 @@ def _in_file(values: torch.Tensor, directory: Path | None, name: str) -> torch.T
             str(directory or tempfile.gettempdir()),
             0,
         ) from error
-    return mapped.view(values.dtype).view(values.shape).copy_(values)
+    return mapped.view(dtype).view(values.shape).copy_(values)

@@ -250,7 +250,12 @@ def test_init_makes_parameters_of_the_precision_that_they_train_in(arguments, dt
     assert {param.dtype for param in model.parameters() if param is not elsewhere} == {dtype}
     assert {buffer.dtype for buffer in model.buffers() if buffer.is_floating_point()} == {torch.float32}
     assert elsewhere.dtype is torch.float8_e4m3fn
-    assert 0 < model[2].weight.abs().max() <= 600**-0.5
+    torch.manual_seed(0)
+    with Init(**arguments):
+        wide = nn.Linear(600, 600)
+    torch.manual_seed(0)
+    assert torch.equal(wide.weight, nn.Linear(600, 600).weight.to(dtype)), "what it has in memory"
+    assert wide.weight.untyped_storage().nbytes() == 600 * 600 * dtype.itemsize
     assert nn.Linear(2, 2).weight.dtype is torch.float32, "outside all is as ever"
     assert not hasattr(Borrows(gathers=False).head.weight, "ds_id")
     with Init(enabled=False):

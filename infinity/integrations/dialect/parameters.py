@@ -24,6 +24,7 @@ from infinity.errors import ConfigError
 from infinity.front import init_distributed
 from infinity.integrations.dialect.live_views import part_numel, part_of_built, part_of_values
 from infinity.integrations.dialect.misuse import ModifiedError
+from infinity.zero.file_backed import convert
 from infinity.zero.gathered import GatheredParameters as Gathered
 from infinity.zero.gathered import has_values, owner_of
 from infinity.zero.init import Init as InFiles
@@ -152,8 +153,8 @@ class Init(InFiles):
 
     Parameters have their values until `initialize` moves them, and the attributes that DeepSpeed's have: their
     `ds_status` is that of DeepSpeed's, so that scripts gather them, and `ds_tensor` is this rank's part of rank 0's
-    values, to look at, which all ranks read together. They are of the configuration's precision, or of `dtype`, from
-    the moment when their module takes them, so that what is drawn for them is drawn in it; buffers keep their own.
+    values, to look at, which all ranks read together. When the context is left they are of the configuration's
+    precision, or of `dtype`; buffers keep their own.
 
     Raises:
         ConfigError: parameters are to be divided among some ranks only.
@@ -187,8 +188,6 @@ class Init(InFiles):
         self._built: dict[int, weakref.ref[nn.Module]] = {}  # by identity
 
     def __enter__(self) -> None:
-        if self._enabled:
-            self._undo.callback(register_module_parameter_registration_hook(self._cast).remove)
         super().__enter__()
         if self._enabled:
             self._undo.callback(register_module_parameter_registration_hook(self._take).remove)
@@ -198,16 +197,18 @@ class Init(InFiles):
     ) -> None:
         super().__exit__(kind, error, trace)
         built = [module for reference in self._built.values() if (module := reference()) is not None]
-        for param in (param for module in built for param in module.parameters(recurse=False)):
-            if type(param) is nn.Parameter and not hasattr(param, "ds_id"):
-                _mark(param)  # now that it has its shape
-                if param.numel() > 0:
-                    param.ds_tensor = part_of_built(param)  # type: ignore[attr-defined]
+        for module in built:
+            for name, param in module.named_parameters(recurse=False):
+                if type(param) is nn.Parameter and not hasattr(param, "ds_id"):  # now that it has its shape
+                    self._settle(param, f"{type(module).__name__}.{name}")
         self._built.clear()
 
-    def _cast(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if self._dtype is not None and type(param) is nn.Parameter and param.dtype in _CAST and owner_of(param) is None:
-            param.data = param.detach().to(self._dtype)
+    def _settle(self, param: nn.Parameter, name: str) -> None:
+        if self._dtype not in (None, param.dtype) and param.dtype in _CAST and owner_of(param) is None:
+            convert(param, self._dtype, self._directory, name)
+        _mark(param)
+        if param.numel() > 0:
+            param.ds_tensor = part_of_built(param)  # type: ignore[attr-defined]
 
     def _take(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         self._built[id(module)] = weakref.ref(module)  # and not the parameter, which `skip_init` exchanges later
