@@ -21,12 +21,17 @@ if TYPE_CHECKING:
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _TOKENS = 1024
 _MOST = 1 << 20  # layers, and width: beyond it nothing is meant
-_EVERYTHING_ON_NVME: Mapping[str, Any] = {
-    "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {}},
-    "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
-    "tiering": {"nvme": [{"path": "."}]},
-}
+
+
+def _everything_on_nvme(stage: int) -> Mapping[str, Any]:
+    """A configuration that has on a drive whatever the stage lets go there."""
+    offloaded = [name for name, least in (("offload_optimizer", 1), ("offload_param", 3)) if stage >= least]
+    return {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {}},
+        "zero_optimization": {"stage": stage, **{name: {"device": "nvme"} for name in offloaded}},
+        "tiering": {"nvme": [{"path": "."}]},
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -203,7 +208,7 @@ def _values(args: argparse.Namespace) -> Mapping[str, Any]:
         **batches,
     }
     changes = {key: value for key, value in given.items() if value is not None}
-    values = dict(with_values(args.config or _EVERYTHING_ON_NVME, changes))
+    values = dict(with_values(args.config or _everything_on_nvme(3 if args.stage is None else args.stage), changes))
     if args.config is None:
         values.setdefault("train_micro_batch_size_per_gpu", 1)
     if any(value is not None for value in batches.values()):

@@ -42,6 +42,16 @@ def test_ranks_and_devices(capsys) -> None:
     assert facts["largest_params"] > facts["params"]
 
 
+def test_what_a_stage_lets_go_is_on_nvme(caplog, capsys) -> None:
+    stored = []
+    for stage in ("0", "1", "2", "3"):
+        memory = ["--host-memory", "2GiB", "--device-memory", "80GiB"]
+        assert main(["estimate", "--params", "8x2048", "--stage", stage, *memory, "--json"]) == 0
+        stored.append(json.loads(capsys.readouterr().out)["nvme_bytes"])
+    assert 0 == stored[0] < stored[1] == stored[2] < stored[3]
+    assert "does nothing at stage" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -50,7 +60,6 @@ def test_ranks_and_devices(capsys) -> None:
         (["--params", "-5"], "no number of parameters"),
         (["--params", "1e9", "--ranks", "0"], "--ranks is 0"),
         (["--model", "gpt2", "--seq-len", "2048"], "takes at most 1024 tokens"),
-        (["--params", "1e9", "--stage", "2"], "stage"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(options, words, capsys) -> None:
