@@ -15,12 +15,11 @@ Beside the tests themselves they need what DeepSpeed does, such as `hjson`; with
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
-from foreign_tests import Suite, run, table
+from foreign_tests import Suite, parser_of, run, table
 
 # What is no part of training with ZeRO on one machine: other devices, inference, other kinds of parallelism.
 LEFT_OUT = (
@@ -58,14 +57,9 @@ def test_files(tests: Path, only: str) -> list[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__, limit_s=60)
     parser.add_argument("--tests", type=Path, required=True, help="the folder `tests` of a checkout of DeepSpeed")
-    parser.add_argument("--only", default="", help="files whose path has this")
-    parser.add_argument("--ranks", type=int, default=2, help="tests that need more processes are skipped")
-    parser.add_argument("--limit", type=int, default=60, help="seconds after which a test hangs")
     parser.add_argument("--without-bf16", action="store_true", help="as on a device that has fp16 alone")
-    parser.add_argument("--verbose", action="store_true", help="print each test that failed, with its cause")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     environment = {
         "LOCAL_SIZE": str(args.ranks),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -138,6 +139,17 @@ def table(results: list[dict[str, Any]]) -> str:
     lines += ["", "| tests | | first cause |", "|---|---|---|"]
     lines += [f"| {count} | {outcome} | {why.replace('|', '/')} |" for (outcome, why), count in causes.most_common()]
     return "\n".join(lines)
+
+
+def parser_of(doc: str | None, *, limit_s: int) -> argparse.ArgumentParser:
+    """What every such suite takes, by its module's docstring."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--only", default="", help="files whose path has this")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of a test at most")
+    parser.add_argument("--limit", type=int, default=limit_s, help="seconds after which a test hangs")
+    parser.add_argument("--verbose", action="store_true", help="print each test that failed, with its cause")
+    parser.add_argument("--json", action="store_true")
+    return parser
 
 
 def run(suite: Suite, files: list[Path], *, verbose: bool) -> list[dict[str, Any]]:

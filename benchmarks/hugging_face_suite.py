@@ -15,7 +15,6 @@ checkout with models of the Hub, is left out. They need `parameterized` and `dat
 
 from __future__ import annotations
 
-import argparse
 import json
 import string
 import sys
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from foreign_tests import HERE, Suite, run, table
+from foreign_tests import HERE, Suite, parser_of, run, table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GPT2Config,
@@ -97,13 +96,8 @@ def working_directory(checkout: Path) -> Iterator[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__, limit_s=240)
     parser.add_argument("--checkout", type=Path, required=True, help="of transformers or of accelerate")
-    parser.add_argument("--only", default="", help="files whose path has this")
-    parser.add_argument("--ranks", type=int, default=2, help="processes of the tests that take several")
-    parser.add_argument("--limit", type=int, default=240, help="seconds after which a test hangs")
-    parser.add_argument("--verbose", action="store_true", help="print each test that failed, with its cause")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with working_directory(args.checkout) as place:
         files = [file for pattern in FILES for file in sorted(place.glob(pattern)) if args.only in str(file)]

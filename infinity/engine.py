@@ -96,11 +96,6 @@ class Engine(Accessors):
             raise AttributeError(f"neither the engine nor its {type(self.module).__name__} has {name!r}") from None
 
     @classmethod
-    def configured(cls, config: Config) -> Config:
-        """What an engine of this class makes of a configuration."""
-        return config
-
-    @classmethod
     def optimizer_class(cls, config: Config) -> type[TieredOptimizer]:
         """Of what `initialize` returns beside an engine of this class."""
         return TieredOptimizer

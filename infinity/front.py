@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from infinity.config import Config
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
@@ -51,7 +52,7 @@ def initialize(
     process_group: Any | None = None,
     trains: bool | None = True,
     engine_class: type[Engine] = Engine,
-    rounds_masters: bool = False,
+    adapt: Callable[[Config], Config] | None = None,
 ) -> tuple[Engine, TieredOptimizer | None, Any | None, Any | None]:
     """Place a model's states in the tiers and return what a training loop needs.
 
@@ -81,7 +82,7 @@ def initialize(
         trains: False for an engine that evaluates and generates, without optimizer states; None to train if there is an
             optimizer, given or in the configuration.
         engine_class: of the engine.
-        rounds_masters: the master weights begin as what the compute dtype has of the model's values, as DeepSpeed's do.
+        adapt: makes of the configuration, once it is read, the one that is in force.
 
     Returns:
         (engine, optimizer or None, dataloader or None, lr_scheduler or None)
@@ -120,7 +121,7 @@ def initialize(
         process_group=process_group,
         trains=trains,
         engine_class=engine_class,
-        rounds_masters=rounds_masters,
+        adapt=adapt,
     )
 
 

@@ -69,7 +69,7 @@ def initialize(
     process_group: Any | None = None,
     trains: bool | None = True,
     engine_class: type[Engine] = Engine,
-    rounds_masters: bool = False,
+    adapt: Callable[[Config], Config] | None = None,
 ) -> tuple[Engine, TieredOptimizer | None, Any | None, Any | None]:
     """Place a model's states in the tiers and return what a training loop needs.
 
@@ -93,7 +93,7 @@ def initialize(
         trains: False for an engine that evaluates and generates, without optimizer states; None to train if there is an
             optimizer, given or in the configuration.
         engine_class: of the engine.
-        rounds_masters: the master weights begin as what the compute dtype has of the model's values, as DeepSpeed's do.
+        adapt: makes of the configuration, once it is read, the one that is in force.
 
     Returns:
         (engine, optimizer or None, dataloader or None, lr_scheduler or None)
@@ -105,7 +105,7 @@ def initialize(
         RankError: another rank has failed.
     """
     resolved, ranks, model = _meet(model, config, optimizer, process_group)
-    resolved = engine_class.configured(resolved)
+    resolved = resolved if adapt is None else adapt(resolved)
     parts = model_parts(model, ranks)
     link = link or _default_link(device)
     if trains is None:
@@ -135,7 +135,7 @@ def initialize(
             facts,
         )
         with runtime.counters.aside("initialize"):
-            materialize(runtime, values, rounds=rounds_masters)
+            materialize(runtime, values, rounds=resolved.rounds_masters)
         ranks.each(runtime.monitor.open, "infinity.initialize(): the monitors", ConfigError)
         scheduler = _scheduler(resolved, tiered, lr_scheduler, optimizer) if trains else None
         engine = engine_class(model, resolved, runtime, tiered, scheduler)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from infinity.cli.arguments import size_argument
 from infinity.cli.packages import needed_packages
 from infinity.config import Config, load_config, with_values
+from infinity.config.schema import OFFLOADED_FROM
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _MOST = 1 << 20  # layers, and width: beyond it nothing is meant
 
 def _everything_on_nvme(stage: int) -> Mapping[str, Any]:
     """A configuration that has on a drive whatever the stage lets go there."""
-    offloaded = [name for name, least in (("offload_optimizer", 1), ("offload_param", 3)) if stage >= least]
+    offloaded = [name for name, least in OFFLOADED_FROM.items() if stage >= least]
     return {
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {}},

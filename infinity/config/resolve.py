@@ -26,6 +26,7 @@ from infinity.config.resolved import (
 )
 from infinity.config.schema import (
     ALL_RANKS,
+    OFFLOADED_FROM,
     ActivationSection,
     DataTypesSection,
     Fp16Section,
@@ -115,7 +116,7 @@ def _grad_accum_dtype(section: DataTypesSection, precision: Precision, *, accumu
 def _offloaded(zero: ZeroSection) -> ZeroSection:
     """With those sections switched off that the stage is below: as in DeepSpeed, they do nothing."""
     off = {}
-    for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
+    for name, least in OFFLOADED_FROM.items():
         section = getattr(zero, name)
         if zero.stage < least and section.device != "none":
             _log.warning(

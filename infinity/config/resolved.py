@@ -205,6 +205,7 @@ class Config:
         sums_ranks: gradients are the sum over the ranks, not the mean.
         autocast: in which the model's forward runs under `torch.autocast`; None where it does not.
         keeps_gradients: those of a step wait for `step()`, whatever else needs them.
+        rounds_masters: the master weights begin as what the compute dtype has of the model's values.
         casts_inputs: inputs of the model's forward that are floating-point numbers become fp16, as its parameters are.
         fp16: how the loss is scaled; None unless `precision` or `autocast` is fp16.
         source: the file's content as it was given; `config[key]` and `config.get(key)` read it.
@@ -231,6 +232,7 @@ class Config:
     autocast: Precision | None = None
     casts_inputs: bool = False
     keeps_gradients: bool = False
+    rounds_masters: bool = False
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property

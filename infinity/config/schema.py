@@ -7,6 +7,7 @@ field is honoured; what changes nothing here, or is refused, is listed in keys.p
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -138,6 +139,10 @@ class LeafModuleSection(Section):
     classes: Names = ()
     names: Names = ()
     name_suffixes: Names = ()
+
+
+# The first stage at which what a section names may leave the device.
+OFFLOADED_FROM: Mapping[str, int] = {"offload_param": 3, "offload_optimizer": 1}
 
 
 class ZeroSection(Section):

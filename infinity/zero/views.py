@@ -135,9 +135,8 @@ class ParameterViews:
     @_plainly()
     def lend(self, unit: int, slot: int, values: torch.Tensor) -> None:
         """The model's parameter lies in `values` until it is taken back, wherever its unit goes meanwhile."""
-        self.lent[unit].setdefault(slot, 0)
-        set_local_part(self._parameters[unit][slot], values)
         self.keeps(unit, slot)
+        set_local_part(self._parameters[unit][slot], values)
 
     def keeps(self, unit: int, slot: int) -> None:
         """The tiers have what the lent parameter has now."""

@@ -230,6 +230,9 @@ def test_init_and_its_arguments() -> None:
     assert copied.ds_status is ZeroParamStatus.NOT_AVAILABLE
     with pytest.raises(infinity.ConfigError, match=r"zero.Init: `data_parallel_group` is not supported"):
         Init(data_parallel_group=object())
+    assert not hasattr(Borrows(gathers=False).head.weight, "ds_id")
+    with Init(enabled=False):
+        assert not hasattr(nn.Linear(2, 2).weight, "ds_id")
 
 
 @pytest.mark.parametrize(
@@ -257,9 +260,6 @@ def test_init_makes_parameters_of_the_precision_that_they_train_in(arguments, dt
     assert torch.equal(wide.weight, nn.Linear(600, 600).weight.to(dtype)), "what it has in memory"
     assert wide.weight.untyped_storage().nbytes() == 600 * 600 * dtype.itemsize
     assert nn.Linear(2, 2).weight.dtype is torch.float32, "outside all is as ever"
-    assert not hasattr(Borrows(gathers=False).head.weight, "ds_id")
-    with Init(enabled=False):
-        assert not hasattr(nn.Linear(2, 2).weight, "ds_id")
     with Init(), Init():
         nested = nn.Linear(2, 2)
     number = nested.weight.ds_id

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import skip_init
 
 import infinity
-from infinity.integrations.dialect.engine import initialize
+from infinity.integrations.dialect.engine import DeepSpeedEngine, initialize
 from infinity.integrations.dialect.live_views import LiveView, part_of_built
 from infinity.integrations.dialect.parameters import Init
 from infinity.integrations.dialect.values import (
@@ -106,6 +106,15 @@ def test_without_clipping_gradients_stay_until_the_step_where_nothing_is_offload
         )
     states = {"zero_optimization": {"stage": max(stage, 1), "offload_optimizer": {"device": "cpu"}}}
     with engine_at(stage, gradient_clipping=0, **states) as engine:
+        backward(engine)
+        with pytest.raises(infinity.InfinityError, match='set the schedule to "deferred"'):
+            safe_get_full_grad(engine.module.mix.weight)
+        engine.step()
+
+
+def test_lightnings_engine_updates_during_backward_without_clipping() -> None:
+    config = CONFIG | {"gradient_clipping": 0, "zero_optimization": {"stage": 3}}
+    with infinity.front.initialize(model=Heads(), config=config, engine_class=DeepSpeedEngine)[0] as engine:
         backward(engine)
         with pytest.raises(infinity.InfinityError, match='set the schedule to "deferred"'):
             safe_get_full_grad(engine.module.mix.weight)

@@ -69,12 +69,6 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
         super().__setattr__(name, value)
 
     @classmethod
-    def configured(cls, config: Config) -> Config:
-        """Where nothing is offloaded, gradients stay until `step()`: scripts read and change them there."""
-        offloads = config.zero.offload_optimizer.device != "none"
-        return config if offloads else replace(config, keeps_gradients=True)
-
-    @classmethod
     def optimizer_class(cls, config: Config) -> type[TieredOptimizer]:
         return optimizer_class(config)
 
@@ -362,6 +356,12 @@ def get_state_devices(engine: Engine, state: Any) -> set[torch.device]:
     return {engine.device}
 
 
+def _as_in_deepspeed(config: Config) -> Config:
+    """Masters begin as DeepSpeed's do. Where nothing is offloaded, gradients stay until `step()`: scripts read and
+    change them there."""
+    return replace(config, rounds_masters=True, keeps_gradients=config.zero.offload_optimizer.device == "none")
+
+
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -415,7 +415,7 @@ def initialize(
         config_params if optimizer is None else _without_optimizer(config_params),
         trains=None,
         engine_class=DeepSpeedEngine,
-        rounds_masters=True,
+        adapt=_as_in_deepspeed,
     )
     assert isinstance(engine, DeepSpeedEngine)
     log_dist(f"DeepSpeed info: in its place is infinity {__version__}")  # so its logs begin, which tools look for

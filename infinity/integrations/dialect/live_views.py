@@ -185,7 +185,8 @@ def flat_values(name: str, params: Iterable[nn.Parameter]) -> LiveView:
 
 def flat_masters(name: str, params: Iterable[nn.Parameter]) -> LiveView:
     """This rank's parts of the float32 masters of these parameters, one behind the other."""
-    view = _flat(name, given := tuple(params), lambda param, numel: safe_get_local_fp32_param(param))
+    given = tuple(params)
+    view = _flat(name, given, lambda param, numel: safe_get_local_fp32_param(param))
     view.parameters = given
     return view
 
