@@ -9,7 +9,7 @@ from infinity.kernels.machine import (
     thread_count,
     use_instruction_set,
 )
-from infinity.kernels.on_device import update_on_device
+from infinity.kernels.on_device import norm_on_device, update_on_device
 from infinity.kernels.rules import AdagradHyper, Hyper, LionHyper, Rule, SgdHyper
 from infinity.kernels.torch_ops import scratch_bytes, update_in_torch
 from infinity.kernels.update import (
@@ -50,6 +50,7 @@ __all__ = [
     "instruction_sets",
     "join_master",
     "load_moment",
+    "norm_on_device",
     "recover_grad",
     "recover_params",
     "scratch_bytes",

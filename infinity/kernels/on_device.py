@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Protocol
 
@@ -16,6 +17,7 @@ _log = logging.getLogger(__name__)
 
 _COMPILED_FOR = ("cuda", "xpu")  # ROCm's devices are cuda's, too
 _TRIED = 4099
+_PIECE = 1 << 24  # values whose norm is measured at a time: their float64 copy takes 128 MiB
 
 _Form = tuple[torch.dtype, torch.dtype | None, torch.dtype]  # of the parameter, what lies beside it, and the gradient
 
@@ -46,8 +48,26 @@ def update_on_device(
 ) -> None:
     """As `update_in_torch`, by the quickest implementation that has its bits on this device."""
     form = param.dtype, None if master is None else master.dtype, grad.dtype
-    run = _serving(param.device, rule.loop()[0], form)
-    run(rule, param, grad, master=master, first=first, second=second)
+    with _current(param.device):
+        run = _serving(param.device, rule.loop()[0], form)
+        run(rule, param, grad, master=master, first=first, second=second)
+
+
+def norm_on_device(values: torch.Tensor) -> torch.Tensor:
+    """The Euclidean norm of `values`, as a float64 scalar on their device; NaN or infinite if one of them is.
+
+    torch sums a float64 copy of its input. Measuring piece by piece bounds the copy to `_PIECE` elements.
+    """
+    pieces = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in values.flatten().split(_PIECE)]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(pieces)) if len(pieces) > 1 else pieces[0]
+    return norm
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes the device the thread's current one, on which Triton launches whatever device its tensors are on."""
+    if device.type not in _COMPILED_FOR:
+        return nullcontext()
+    return torch.get_device_module(device).device(device)  # type: ignore[no-any-return]
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from infinity.kernels import norm_on_device
 from infinity.memory import Arena
 from infinity.tiers.copies import Transfer
 from infinity.tiers.link import Link
@@ -33,7 +34,7 @@ class Norms:
 
     def bring(self, index: int, gradients: torch.Tensor) -> Transfer:
         """Measure these gradients, and start the copy of their norm to `index` of `values`."""
-        norm = torch.linalg.vector_norm(gradients, dtype=torch.float64)
+        norm = norm_on_device(gradients)
         copy = self._link.download(self.values[index], norm)
         self._sources[index] = norm  # the last one's copy comes before this one's
         self._last = copy

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from infinity.kernels import Rule, on_device, update_in_torch
+from infinity.kernels import Hyper, Rule, on_device, update_in_torch
 from infinity.kernels.rules import Loop
 
 CPU = torch.device("cpu")
@@ -64,3 +66,51 @@ def test_a_kernel_with_the_right_bits_serves(monkeypatch) -> None:
 
     monkeypatch.setitem(sys.modules, "infinity.kernels.triton_ops", SimpleNamespace(update_in_triton=right))
     assert on_device._serving(CPU, Loop.LION, FORMS[1]) is right
+
+
+def test_kernels_are_tried_and_launched_with_their_tensors_device_current(monkeypatch) -> None:
+    """Triton launches on the thread's current device, which need not be that of the tensors."""
+    events: list[str] = []
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        events.append(f"enter {device}")
+        yield
+        events.append("leave")
+
+    def kernel(*args: Any, **others: Any) -> None:
+        events.append("launch")
+        update_in_torch(*args, **others)
+
+    monkeypatch.setitem(sys.modules, "infinity.kernels.triton_ops", SimpleNamespace(update_in_triton=kernel))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(device=current))
+    param, grad, first, second = torch.ones(4, 8)
+    on_device.update_on_device(
+        Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 3, decoupled=True), param, grad, master=None, first=first, second=second
+    )
+    assert events[0] == "enter cpu"
+    assert events[-1] == "leave"
+    assert set(events[1:-1]) == {"launch"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_measured_piece_by_piece(dtype, monkeypatch) -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = torch.linalg.vector_norm(values, dtype=torch.float64)
+    assert torch.equal(on_device.norm_on_device(values), whole)
+    assert torch.equal(on_device.norm_on_device(values[0]), values[0].double().abs())  # a loss has no dimension
+    measured: list[int] = []
+    norm = torch.linalg.vector_norm
+
+    def recorded(piece: torch.Tensor, **how: Any) -> torch.Tensor:
+        measured.append(piece.numel())
+        return norm(piece, **how)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", recorded)
+    monkeypatch.setattr(on_device, "_PIECE", 64)
+    torch.testing.assert_close(on_device.norm_on_device(values), whole, rtol=1e-14, atol=0)
+    assert max(measured) == 64
+    values[77] = torch.inf
+    assert on_device.norm_on_device(values).isinf()
+    values[500] = torch.nan
+    assert on_device.norm_on_device(values).isnan()
