@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+from contextlib import suppress
 from types import TracebackType
 
 import torch
@@ -200,10 +201,20 @@ def _register(device: torch.device, address: int, nbytes: int) -> bool:
             return False
         status = int(register(address, nbytes))
     if status != 0:
+        _clear_error(device)
         raise CapacityError(
             f"{device.type} cannot pin {nbytes} bytes of host memory (error {status}): lower tiering.host_memory"
         )
     return True
+
+
+def _clear_error(device: torch.device) -> None:
+    """Have the driver forget the last error of this thread, which the next kernel would be blamed for.
+
+    torch has no call for it. It reads and clears the last error after each launch, so one kernel takes the blame here.
+    """
+    with suppress(RuntimeError):
+        torch.empty(1, device=device).fill_(0)
 
 
 def _unregister(device: torch.device, address: int) -> None:
