@@ -61,6 +61,9 @@ class Link(Protocol):
     def level(self) -> DeviceLevel | None:
         """How full the device's memory is; None where it is the host's."""
 
+    def forget_peak(self) -> None:
+        """Have `level` give the most that tensors take from now on."""
+
 
 def accelerator() -> torch.device | None:
     """The kind of device that torch sees beside the CPU; None without one."""
@@ -104,6 +107,9 @@ class AcceleratorLink:
 
     def level(self) -> DeviceLevel | None:
         return device_level(self.device)
+
+    def forget_peak(self) -> None:
+        torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
 
     def _copy(
         self, stream: torch.Stream, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None
@@ -223,6 +229,9 @@ class SameMemory:
 
     def level(self) -> DeviceLevel | None:
         return None
+
+    def forget_peak(self) -> None:
+        """It keeps none."""
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
         start_s = time.perf_counter()

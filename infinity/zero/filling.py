@@ -51,6 +51,7 @@ class Filling:
         self._short = False  # a pass has failed for lack of memory, and nothing has gone back yet
         self._most_bytes = 0  # that was ever allocated
         self._extra_bytes = 0  # see [Note: what is left]
+        runtime.link.forget_peak()  # what the process took before, a model on the device say, is no step's
 
     def after_step(self) -> None:
         """A step is over, and its updates are done or queued; all ranks call this together, and do the same."""

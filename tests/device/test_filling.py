@@ -172,3 +172,16 @@ def test_what_cannot_be_filled_is_refused() -> None:
             filled(CLIPPED, Placement("none", "cpu"), **tiering)
     with infinity.initialize(model=tiny(), config=CLIPPED.config(Placement("none", "cpu")), device="cpu")[0] as engine:
         assert engine._step._filling is None
+
+
+def test_what_the_process_took_before_is_no_step_s(small_device) -> None:
+    """A model that was on the device before `initialize`, say."""
+    with filled(CLIPPED, Placement("none", "cpu"), device_headroom=small_device) as engine:
+        train_over(engine, batches(1))
+        expected = there(engine)
+    gc.collect()
+    del engine
+    torch.empty(ROOM * 9 // 10, dtype=torch.uint8, device="simdev")
+    with filled(CLIPPED, Placement("none", "cpu"), device_headroom=small_device) as engine:
+        train_over(engine, batches(1))
+        assert there(engine) == expected
