@@ -36,7 +36,7 @@ from infinity.zero.agreement import (
     versions,
 )
 from infinity.zero.build import Runtime, build_runtime
-from infinity.zero.compiled import unwrapped
+from infinity.zero.compiled import refuse_cuda_graphs, unwrapped
 from infinity.zero.gathered import check_unowned
 from infinity.zero.initial_values import InitialValues, WeightSource, is_placeholder
 from infinity.zero.leaf_modules import apply_leaf_modules
@@ -108,6 +108,7 @@ def initialize(
     resolved = resolved if adapt is None else adapt(resolved)
     parts = model_parts(model, ranks)
     link = link or _default_link(device)
+    refuse_cuda_graphs(model, resolved, discrete=link.discrete)
     if trains is None:
         trains = optimizer is not None or resolved.optimizer is not None
     tiered, groups, facts = _agreed_optimizer(

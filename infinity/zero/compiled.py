@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from infinity.config import Config
+from infinity.errors import ConfigError
+
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
@@ -43,6 +46,39 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def is_compiled(model: nn.Module) -> bool:
     """Some module in it is compiled, or in a module that is."""
     return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+def refuse_cuda_graphs(model: nn.Module, config: Config, *, discrete: bool) -> None:
+    """Refuse modules whose kernels replay at the addresses of their first run, where parameters come and go.
+
+    Raises:
+        ConfigError: a module was compiled with CUDA graphs, and its states do not stay on the device.
+    """
+    zero = config.zero
+    stay = zero.stage < 3 and zero.offload_param.device == zero.offload_optimizer.device == "none"
+    if stay or not discrete:
+        return
+    for name, module in model.named_modules():
+        if _has_cuda_graphs(module._compiled_call_impl):
+            raise ConfigError(
+                f"`{name or type(module).__name__}` was compiled with CUDA graphs, which replay kernels at the "
+                "addresses of their first run, but tiering gives parameters new addresses: compile it without them "
+                '(mode="default" or "max-autotune-no-cudagraphs"), or use stage 0 to 2 without offloading'
+            )
+
+
+def _has_cuda_graphs(compiled: Any) -> bool:
+    """What `torch.compile` returned was asked to record CUDA graphs, by its mode, options or backend."""
+    of_backend = getattr(compiled, "get_compiler_config", None)
+    if of_backend is None:
+        return False
+    if (of_backend() or {}).get("triton.cudagraphs", False):
+        return True
+    held = (cell.cell_contents for cell in compiled.__closure__)  # torch has no name for the context that it made
+    backend = next((each.callback for each in held if hasattr(each, "callback")), None)
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    return getattr(backend, "compiler_name", "") == "cudagraphs"
 
 
 def left_out(hook: Hook) -> Hook:

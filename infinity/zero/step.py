@@ -22,13 +22,14 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.errors import DivergedError, InfinityError, NonFiniteError, StorageError
+from infinity.errors import ConfigError, DivergedError, InfinityError, NonFiniteError, StorageError
 from infinity.kernels import Rule
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.torch_schedules import advances_by_itself
 from infinity.telemetry import StepStats
 from infinity.telemetry.monitor import Event, tier_costs, tier_peaks
 from infinity.zero.build import Runtime, make_gradients, open_activations
+from infinity.zero.compiled import refuse_cuda_graphs
 from infinity.zero.compute_lane import ComputeLane
 from infinity.zero.filling import filling_of
 from infinity.zero.hooks import Hooks
@@ -154,12 +155,20 @@ class Step:
 
         Raises:
             InfinityError: a step has begun, or micro-batches are layer-major.
+            ConfigError: they were to record CUDA graphs, which cannot follow parameters that come and go.
         """
         self.check_boundary("engine.compile()")
         if self.layer_major is not None:
             raise InfinityError("engine.compile(): compile the blocks before initialize where they run layer-major")
-        for name in self._runtime.partition.blocks or ("",):
-            model.get_submodule(name).compile(**how)
+        blocks = [model.get_submodule(name) for name in self._runtime.partition.blocks or ("",)]
+        for block in blocks:
+            block.compile(**how)
+        try:
+            refuse_cuda_graphs(model, self._config, discrete=self._runtime.link.discrete)
+        except ConfigError:
+            for block in blocks:
+                block._compiled_call_impl = None
+            raise
         self.hooks.remove()
         self.hooks = self._watch(model)
 
