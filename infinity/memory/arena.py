@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 import copy
+import ctypes
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
@@ -24,8 +26,8 @@ class FreeList:
         self._starts: list[int] = [0] if capacity else []
         self._sizes: list[int] = [capacity] if capacity else []
 
-    def take(self, size: int) -> int | None:
-        """Offset of a range of `size` in the smallest hole that holds it; None if there is none."""
+    def take(self, size: int, *, at_end: bool = False) -> int | None:
+        """Offset of a range of `size` in the smallest hole that holds it, at its start or end; None if none does."""
         best = None
         for index, hole in enumerate(self._sizes):
             if hole >= size and (best is None or hole < self._sizes[best]):
@@ -35,9 +37,11 @@ class FreeList:
         start = self._starts[best]
         if self._sizes[best] == size:
             del self._starts[best], self._sizes[best]
-        else:
-            self._starts[best] += size
-            self._sizes[best] -= size
+            return start
+        self._sizes[best] -= size
+        if at_end:
+            return start + self._sizes[best]
+        self._starts[best] += size
         return start
 
     def give(self, start: int, size: int) -> None:
@@ -84,16 +88,28 @@ class Arena:
         self.used_bytes = 0
         self.peak_bytes = 0
         self._free = FreeList(self.capacity_bytes)
+        self._within: Arena | None = None  # the arena that counts what is leased of this part
 
-    def part(self, nbytes: int) -> Arena:
+    def part(self, nbytes: int, *, counts_leases: bool = False) -> Arena:
         """An arena within this one, so that what is leased there neither takes nor divides the room of others.
+
+        Args:
+            counts_leases: what is leased of the part is used here, as it comes and goes; else all of the part is.
 
         Raises:
             CapacityError: no hole is large enough.
         """
         part = copy.copy(self)
         part._begin(nbytes)
-        part._address = self.lease(nbytes).keep()
+        if part.capacity_bytes:
+            offset = self._free.take(part.capacity_bytes)
+            if offset is None:
+                raise self._full(nbytes)
+            part._address = self._address + offset
+        if counts_leases:
+            part._within = self
+        else:
+            self._count(part.capacity_bytes)
         return part
 
     def lease(self, nbytes: int) -> Lease:
@@ -104,27 +120,53 @@ class Arena:
         """
         lease = self.try_lease(nbytes)
         if lease is None:
-            raise CapacityError(
-                f"no {nbytes} bytes in one piece are left in the arena: {self.used_bytes} of "
-                f"{self.capacity_bytes} are in use and the largest hole has {self._free.largest}"
-            )
+            raise self._full(nbytes)
         return lease
 
-    def try_lease(self, nbytes: int) -> Lease | None:
-        """As `lease`; None where there is no room."""
+    def try_lease(self, nbytes: int, *, at_end: bool = False) -> Lease | None:
+        """As `lease`; None where there is no room.
+
+        Args:
+            at_end: lease the end of a hole. Leases of different sizes that come and go divide the arena less if the
+                small ones and the large ones begin at different ends.
+        """
         size = _round_up(nbytes)
         with self.handing_over:
-            offset = self._free.take(size)
+            offset = self._free.take(size, at_end=at_end)
             if offset is None:
                 return None
-            self.used_bytes += size
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            self._count(size)
             return Lease(self, self._address + offset, nbytes)
+
+    def close_gaps(self, leases: Sequence[Lease]) -> None:
+        """Move `leases`, which are all that this arena has, to its start. Their addresses change, their contents stay.
+
+        Nothing may read or write them meanwhile, and tensors made of them before are of no use any more.
+        """
+        with self.handing_over:
+            self._free = FreeList(self.capacity_bytes)
+            for lease in sorted(leases, key=lambda lease: lease.address):  # so that none overwrites one after it
+                offset = self._free.take(_round_up(lease.nbytes))
+                assert offset is not None
+                lease._move(self._address + offset)
 
     def _give_back(self, address: int, nbytes: int) -> None:
         size = _round_up(nbytes)
         self._free.give(address - self._address, size)
-        self.used_bytes -= size
+        self._count(-size)
+
+    def _count(self, nbytes: int) -> None:
+        """So much more is used, or less."""
+        self.used_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        if self._within is not None:
+            self._within._count(nbytes)
+
+    def _full(self, nbytes: int) -> CapacityError:
+        return CapacityError(
+            f"no {nbytes} bytes in one piece are left in the arena: {self.used_bytes} of "
+            f"{self.capacity_bytes} are in use and the largest hole has {self._free.largest}"
+        )
 
     def close(self) -> None:
         """Give the physical memory back. Nothing may use a lease any more."""
@@ -157,6 +199,11 @@ class Lease:
         """A range for I/O."""
         length = self.nbytes - offset_bytes if nbytes is None else nbytes
         return Span(self.address + offset_bytes, length, self)
+
+    def _move(self, address: int) -> None:
+        ctypes.memmove(address, self.address, self.nbytes)
+        self.address = address
+        self._bytes = tensor_at(address, self.nbytes, self._arena)
 
     def keep(self) -> int:
         """Never give the memory back; its address."""

@@ -11,6 +11,11 @@ needs them in the same order in every micro-batch, so a fixed choice of what sta
 What a device has computed, and nothing is added to, leaves it while it computes on: the copies of a unit's gradients
 are one move, ARRIVING until the last of them is there, and the norm of each, measured on the device, follows it. The
 device keeps their memory meanwhile, so that no more than a few units may be on their way.
+
+[Note: room for gradients]
+Units without memory of their own share a part of the arena, and several ranks must agree on when it is full: each of
+them takes part in the collectives that free it. So the sizes of what is open decide, which are alike on all ranks, and
+never where it lies, which depends on when updates ended. `_close_gaps` makes that true: what fits by its size fits.
 """
 
 from __future__ import annotations
@@ -118,7 +123,6 @@ class GradStore:
     ) -> None:
         self._sizes = [numel * dtype.itemsize for numel in numels]
         self._dtype = dtype
-        self._arena = arena
         self._handing_over = arena.handing_over
         self._counters = counters
         self._swap = swap
@@ -133,6 +137,8 @@ class GradStore:
         self._extents = {unit: swap.reserve(self._sizes[unit]) for unit in homes.spilled}
         own_bytes = sum(self._sizes[unit] for unit in homes.own)
         self._shared_bytes = 0 if homes.spilled else capacity_bytes - own_bytes
+        self._shared = arena.part(self._shared_bytes, counts_leases=True)
+        self._largest_bytes = max((size for unit, size in enumerate(self._sizes) if unit not in self._own), default=0)
         self._leases: dict[int, Lease] = {}  # memory of the other units' copies, oldest first
         self._leased_bytes = 0
         self._elsewhere: set[int] = set()  # units whose gradients the optimizer states tell
@@ -330,7 +336,25 @@ class GradStore:
         """What the unit's copy may lie in: a free slot, or a new lease."""
         if unit in self._extents:
             return self._free_slot()
-        return None if self.lacks_capacity(unit) else self._arena.try_lease(self._sizes[unit])
+        if self.lacks_capacity(unit):
+            return None
+        nbytes = self._sizes[unit]
+        small = nbytes < self._largest_bytes
+        lease = self._shared.try_lease(nbytes, at_end=small)
+        if lease is None and self._close_gaps():
+            lease = self._shared.try_lease(nbytes)
+        return lease
+
+    def _close_gaps(self) -> bool:
+        """Move what shares memory together, see [Note: room for gradients]; False while an update uses some of it."""
+        if any(self._hosts[unit].pins for unit in self._leases):
+            return False
+        for unit in self._leases:
+            self._finish_moves(unit)
+        self._shared.close_gaps(list(self._leases.values()))
+        for unit, lease in self._leases.items():
+            self._tensors[unit] = lease.tensor(self._dtype, self._sizes[unit] // self._dtype.itemsize)
+        return True
 
     def _free_slot(self) -> Lease | None:
         """One that nobody has; else that of what was written first, which may be of use where it is until then."""

@@ -189,4 +189,4 @@ def test_an_interrupt_where_a_transfer_begins_is_known(monkeypatch: pytest.Monke
     monkeypatch.setattr(swap, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         store.rest(1)
-    assert store._arena.handing_over.torn
+    assert store._handing_over.torn
