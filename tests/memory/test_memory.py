@@ -184,3 +184,26 @@ def test_the_parts_of_a_ledger_stay_within_it_together() -> None:
     assert ledger.peak_bytes == 40_000
     with pytest.raises(CapacityError, match="host memory is 100000 bytes but its parts need 160000: parameters 40000,"):
         ledger.open("gradients", 90_000)
+
+
+def test_leases_move_together_with_what_they_hold() -> None:
+    """Large and small ones begin at different ends; gaps are closed where one large one is asked for."""
+    arena = Arena(8 * PAGE)
+    part = arena.part(6 * PAGE, counts_leases=True)
+    assert arena.used_bytes == 0
+    leases = [part.lease(size * PAGE) for size in (1, 2, 1)]
+    for number, lease in enumerate(leases):
+        lease.tensor(torch.uint8).fill_(number)
+    small = part.try_lease(PAGE, at_end=True)
+    assert small is not None
+    assert small.address == leases[0].address + 5 * PAGE
+    assert (part.used_bytes, arena.used_bytes) == (5 * PAGE, 5 * PAGE)
+    leases.pop(0).release()
+    small.release()
+    assert part.try_lease(3 * PAGE) is None
+    part.close_gaps(leases)
+    assert part.try_lease(3 * PAGE) is not None
+    for number, lease in enumerate(leases, 1):
+        assert lease.tensor(torch.uint8).eq(number).all()
+    assert (part.used_bytes, part.peak_bytes, arena.used_bytes) == (6 * PAGE, 6 * PAGE, 6 * PAGE)
+    arena.close()
