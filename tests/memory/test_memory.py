@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from infinity.errors import CapacityError, InfinityError
 from infinity.memory import Arena, Budget, Ledger, SparePages, StableBuffer
-from infinity.memory.arena import FreeList
+from infinity.memory.arena import LEASE_ALIGN_BYTES, FreeList
 from infinity.memory.mapping import _PlainMapping
 from tests import prepared
 
@@ -188,22 +188,26 @@ def test_the_parts_of_a_ledger_stay_within_it_together() -> None:
 
 def test_leases_move_together_with_what_they_hold() -> None:
     """Large and small ones begin at different ends; gaps are closed where one large one is asked for."""
-    arena = Arena(8 * PAGE)
-    part = arena.part(6 * PAGE, counts_leases=True)
+    arena = Arena(8 * LEASE_ALIGN_BYTES)
+    part = arena.part(6 * LEASE_ALIGN_BYTES, counts_leases=True)
     assert arena.used_bytes == 0
-    leases = [part.lease(size * PAGE) for size in (1, 2, 1)]
+    leases = [part.lease(size * LEASE_ALIGN_BYTES) for size in (1, 2, 1)]
     for number, lease in enumerate(leases):
         lease.tensor(torch.uint8).fill_(number)
-    small = part.try_lease(PAGE, at_end=True)
+    small = part.try_lease(LEASE_ALIGN_BYTES, at_end=True)
     assert small is not None
-    assert small.address == leases[0].address + 5 * PAGE
-    assert (part.used_bytes, arena.used_bytes) == (5 * PAGE, 5 * PAGE)
+    assert small.address == leases[0].address + 5 * LEASE_ALIGN_BYTES
+    assert (part.used_bytes, arena.used_bytes) == (5 * LEASE_ALIGN_BYTES, 5 * LEASE_ALIGN_BYTES)
     leases.pop(0).release()
     small.release()
-    assert part.try_lease(3 * PAGE) is None
+    assert part.try_lease(3 * LEASE_ALIGN_BYTES) is None
     part.close_gaps(leases)
-    assert part.try_lease(3 * PAGE) is not None
+    assert part.try_lease(3 * LEASE_ALIGN_BYTES) is not None
     for number, lease in enumerate(leases, 1):
         assert lease.tensor(torch.uint8).eq(number).all()
-    assert (part.used_bytes, part.peak_bytes, arena.used_bytes) == (6 * PAGE, 6 * PAGE, 6 * PAGE)
+    assert (part.used_bytes, part.peak_bytes, arena.used_bytes) == (
+        6 * LEASE_ALIGN_BYTES,
+        6 * LEASE_ALIGN_BYTES,
+        6 * LEASE_ALIGN_BYTES,
+    )
     arena.close()
