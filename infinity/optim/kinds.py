@@ -155,6 +155,7 @@ def kind_of(optimizer: torch.optim.Optimizer, *, also_adam: bool = False) -> tup
             f"optimizer {type(optimizer).__name__} cannot be tiered; pass torch.optim's Adam, AdamW, Adagrad or SGD, "
             "or name one in the configuration"
         )
+    _check_step(optimizer, kind)
     if _has_stepped(optimizer):
         raise ConfigError(
             f"optimizer {type(optimizer).__name__} has taken steps, and its states cannot be taken over: pass a new "
@@ -171,6 +172,36 @@ def kind_of(optimizer: torch.optim.Optimizer, *, also_adam: bool = False) -> tup
             kept["decoupled"] = bool(group.get("decoupled_weight_decay", own))
         groups.append(kept)
     return kind, groups
+
+
+def _check_step(optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> None:
+    """Refuse an optimizer that does more than its kind's update: the engine would leave it out.
+
+    Raises:
+        ConfigError: a class of the user's own, a `step` of the instance's own, or hooks; by name.
+    """
+    cls = type(optimizer)
+    known = next(each for each in cls.__mro__ if each in kind.torch_classes or _is_ours(each))
+    if cls is not known:
+        raise ConfigError(
+            f"optimizer {cls.__name__} is a subclass of {known.__name__}, whose update the engine would compute in place "
+            f"of {cls.__name__}'s own: pass a {known.__name__} itself"
+        )
+    own = vars(optimizer).get("step")
+    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):  # torch's schedulers count its calls
+        raise ConfigError(
+            f"`step` of this {cls.__name__} was replaced, which the engine would not call: leave it as it is"
+        )
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if getattr(optimizer, name, None):
+            raise ConfigError(
+                f"this {cls.__name__} has step hooks, which the engine would not call: register them on the optimizer "
+                "that initialize returns"
+            )
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:

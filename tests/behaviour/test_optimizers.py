@@ -147,3 +147,56 @@ def test_strings_for_booleans_are_understood() -> None:
     values = config("Adam", Placement())
     values["optimizer"] = {"type": "Adam", "params": SECTIONS["Adam"] | {"adam_w_mode": "false"}}
     assert train(values).losses == in_memory("Adam").losses
+
+
+class WithItsOwnStep(torch.optim.AdamW):
+    """As scripts write them: the base class's groups, and another update."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.sub_(param.grad.mean())
+        return super().step(closure)
+
+
+class OfOurs(infinity.optim.AdamW):
+    """A subclass of infinity's optimizer is no other case."""
+
+
+@pytest.mark.parametrize("cls", [WithItsOwnStep, OfOurs])
+def test_a_subclass_is_refused_by_name(cls) -> None:
+    model = tiny_gpt2()
+    with pytest.raises(ConfigError, match=f"optimizer {cls.__name__} is a subclass of AdamW"):
+        infinity.initialize(
+            model=model, optimizer=cls(model.parameters()), config={"train_batch_size": 2}, device="cpu"
+        )
+
+
+def test_a_step_that_the_engine_would_not_call_is_refused() -> None:
+    model = tiny_gpt2()
+    settings: Any = {"model": model, "config": {"train_batch_size": 2}, "device": "cpu"}
+    replaced = torch.optim.SGD(model.parameters(), lr=0.1)
+    replaced.step = lambda closure=None: None  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="`step` of this SGD was replaced"):
+        infinity.initialize(optimizer=replaced, **settings)
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        hooked = torch.optim.SGD(model.parameters(), lr=0.1)
+        getattr(hooked, register)(lambda *_: None)
+        with pytest.raises(ConfigError, match="this SGD has step hooks"):
+            infinity.initialize(optimizer=hooked, **settings)
+
+
+def test_step_hooks_of_the_engine_s_optimizer_are_called_and_schedulers_may_watch_step() -> None:
+    model, called = tiny_gpt2(), []
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LinearLR(given)  # torch counts calls of `step` for it
+    engine, optimizer, _, _ = infinity.initialize(
+        model=model, optimizer=given, config={"train_batch_size": 2}, device="cpu"
+    )
+    with engine:
+        assert optimizer is not None
+        optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+        optimizer.register_step_post_hook(lambda *_: called.append("after"))
+        engine.backward(loss_of(engine, batches(1)[0]))
+        optimizer.step()
+    assert called == ["before", "after"]

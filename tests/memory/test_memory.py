@@ -202,7 +202,8 @@ def test_leases_move_together_with_what_they_hold() -> None:
     small.release()
     assert part.try_lease(3 * LEASE_ALIGN_BYTES) is None
     part.close_gaps(leases)
-    assert part.try_lease(3 * LEASE_ALIGN_BYTES) is not None
+    large = part.try_lease(3 * LEASE_ALIGN_BYTES)
+    assert large is not None
     for number, lease in enumerate(leases, 1):
         assert lease.tensor(torch.uint8).eq(number).all()
     assert (part.used_bytes, part.peak_bytes, arena.used_bytes) == (
