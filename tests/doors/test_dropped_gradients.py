@@ -60,3 +60,40 @@ def test_the_step_ends_where_it_would(schedule, door, before_step, tmp_path) -> 
         found = dict(engine.named_parameters())
     for name, value in plain(dropped).items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("door", ["engine", "optimizer"])
+def test_a_step_left_out_after_a_failed_backward_ends_where_it_would(door, tmp_path) -> None:
+    with accumulating("deferred", tmp_path) as engine:
+        for step in range(STEPS):
+            for micro_batch in range(ACCUMULATION):
+                loss = engine(data(step, micro_batch))
+                if (step, micro_batch) == (0, 1):
+                    engine.module.fails = ("backward", ValueError)
+                    with pytest.raises(ValueError, match="on purpose"):
+                        engine.backward(engine(data(step, micro_batch)))
+                    engine.module.fails = None
+                    DOORS[door](engine)
+                else:
+                    engine.backward(loss)
+                engine.step()
+            assert (engine.global_steps, engine.micro_steps) == (step + 1, ACCUMULATION * (step + 1))
+        found = dict(engine.named_parameters())
+    for name, value in plain(dropped=1).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_no_micro_batch_of_a_failed_train_batch_counts(where, tmp_path) -> None:
+    with accumulating("deferred", tmp_path) as engine:
+        batches = [data(0, micro_batch) for micro_batch in range(ACCUMULATION)]
+        handle = engine.module.register_forward_pre_hook(
+            lambda module, args: setattr(module, "fails", (where, ValueError) if args[0] is batches[2] else None)
+        )
+        with pytest.raises(ValueError, match="on purpose"):
+            engine.train_batch(batches)
+        handle.remove()
+        engine.module.fails = None
+        engine.zero_grad()
+        engine.train_batch(batches)
+        assert (engine.global_steps, engine.micro_steps) == (1, ACCUMULATION)
