@@ -238,6 +238,7 @@ class Engine(Accessors):
             raise InfinityError(
                 f"train_batch was given {len(batches)} micro-batches but gradient_accumulation_steps is {count}"
             )
+        self._step.whole = True
         if self._step.layer_major is not None:
             losses = train_layer_major(self._step, self._step.layer_major, self.module, batches, loss_fn)
             self.step()
@@ -266,6 +267,7 @@ class Engine(Accessors):
             raise InfinityError(
                 'driven_step runs no layer-major micro-batches: set tiering.accumulation to "micro_batch"'
             )
+        self._step.whole = True
         with driven(self._step):
             yield
         self.step()

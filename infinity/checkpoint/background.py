@@ -23,6 +23,7 @@ from infinity.checkpoint.save import Saving
 from infinity.checkpoint.snapshot import Snapshot
 from infinity.errors import InfinityError, StorageError
 from infinity.zero.build import Runtime
+from infinity.zero.phases import Phase
 from infinity.zero.step import Step
 
 _STEPS = 2
@@ -35,10 +36,19 @@ class BackgroundSave:
     Args:
         saving: has begun.
         frozen: frozen parameters are saved, too.
-        over: called when it is finished or given up.
+        over: called when it is finished or given up; with the error that whoever asks for it next must get, if there is
+            one.
     """
 
-    def __init__(self, saving: Saving, runtime: Runtime, step: Step, *, frozen: bool, over: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        saving: Saving,
+        runtime: Runtime,
+        step: Step,
+        *,
+        frozen: bool,
+        over: Callable[[InfinityError | None], None],
+    ) -> None:
         self._saving = saving
         self._runtime = runtime
         self._step = step
@@ -101,13 +111,21 @@ class BackgroundSave:
             return
         if self._with_frozen and self._runtime.ranks.any(self._snapshot.waits_for_frozen):
             return  # a later step looks again
-        self.finish()
+        try:
+            self.finish()
+        except InfinityError as error:
+            if self._step.phase is Phase.FAILED:
+                raise  # a tier has failed, so that nothing can be run again
+            _log.error("%s", error)
+            # Without its causes and frames, which lead to the engine that keeps it.
+            error.__cause__ = error.__context__ = None
+            self._over(error.with_traceback(None))
 
     def _end(self) -> None:
         atexit.unregister(self._at_exit)
         self._step.at_end = None
         with ExitStack() as rest:
-            rest.callback(self._over)
+            rest.callback(self._over, None)
             rest.callback(self._saving.close)
             rest.callback(self._snapshot.close)
 

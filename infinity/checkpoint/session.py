@@ -19,7 +19,7 @@ from infinity.checkpoint.load import Loaded, load_tensors, open_checkpoint
 from infinity.checkpoint.runs import Run
 from infinity.checkpoint.save import Options, Saving
 from infinity.checkpoint.shards import write_shards
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.zero.build import Runtime
 from infinity.zero.phases import Counts
@@ -46,6 +46,7 @@ class Session:
         self.commits = None if run is None else Commits(model, optimizer, runtime, step, run)
         step.keeper = self.commits
         self._background: BackgroundSave | None = None
+        self._background_error: InfinityError | None = None  # of one that ended in step(), and nobody has seen it
 
     def save(
         self,
@@ -81,7 +82,7 @@ class Session:
             saving.begin(extra)
             if blocking or runtime.states.some_are_there:  # which no worker updates
                 return saving.finish(lambda: write_shards(saving.shards, runtime, frozen=options.frozen))
-            self._background = BackgroundSave(saving, runtime, step, frozen=options.frozen, over=self._forget_saving)
+            self._background = BackgroundSave(saving, runtime, step, frozen=options.frozen, over=self._saving_is_over)
             undo.pop_all()
         return saving.path
 
@@ -91,7 +92,12 @@ class Session:
         return None if self._background is None else self._background.path
 
     def finish_saving(self) -> None:
-        """A save that training did not wait for is over when this returns; all ranks call it, between steps."""
+        """A save that training did not wait for is over when this returns; all ranks call it, between steps.
+
+        Raises:
+            StorageError, CheckpointError: it failed, now or at the end of a step since the last call.
+        """
+        self._raise_background_error()
         if self._background is not None:
             self._background.finish()
 
@@ -103,14 +109,22 @@ class Session:
         """
         if self._background is not None:
             self._background.end("the engine was closed", failed=failed)
+        elif not failed:
+            self._raise_background_error()
 
     def give_up_saving(self) -> None:
         """A save that is not finished by now will not be; on this rank alone."""
         if self._background is not None:
             self._background.give_up("the engine was closed before it was finished")
 
-    def _forget_saving(self) -> None:
+    def _saving_is_over(self, error: InfinityError | None) -> None:
         self._background = None
+        self._background_error = error
+
+    def _raise_background_error(self) -> None:
+        error, self._background_error = self._background_error, None
+        if error is not None:
+            raise error
 
     def load(
         self, directory: Path, tag: str | None, parts: Parts, *, strict_model: bool, all_weights: bool = True

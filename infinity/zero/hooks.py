@@ -205,13 +205,14 @@ class Hooks:
         self._listener.enter(units)
         call.followed.extend(unit for unit in units if unit in self._followed)
         self._count(units)
-        self._reads.__enter__()
+        call.watches = self._reads.begin()
         self._running.append(call)
         return call
 
     def _close(self) -> _Call:
         call = self._running.pop()
-        self._reads.__exit__(None, None, None)
+        if call.watches:
+            self._reads.end()
         self._listener.leave(tuple(call.units))
         return call
 
@@ -331,6 +332,7 @@ class _Call:
         followed: those of them that backward enters and leaves as well.
         inputs: how many inputs have gradients that tell when backward leaves it. The graph holds the call through its
             hooks, so the call must hold nothing of the graph, which would never be freed.
+        watches: the watch on reads began with the call, and ends with it.
     """
 
     def __init__(self, module: nn.Module, units: tuple[int, ...], listener: Listener, begun: dict[_Call, None]) -> None:
@@ -338,6 +340,7 @@ class _Call:
         self.units = list(units)
         self.followed: list[int] = []
         self.inputs = 0
+        self.watches = False
         self._awaited_inputs = 0
         self._listener = listener
         self._begun = begun

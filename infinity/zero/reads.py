@@ -8,13 +8,11 @@ functions that change a parameter, by itself or by `param.data` and `param.detac
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
 # What asks for a tensor's form and not for its values. Getters (`.dtype`, `.shape`) are told by their name.
@@ -36,7 +34,8 @@ class ParameterReads(TorchFunctionMode):
     views of them, and what it returns is called with the function's result and arguments. Before a function that
     changes a parameter in place, `change(identity of the parameter, unit)` is called.
 
-    One thread's nested activations count as one.
+    Activated by `begin` and `end`, not by `with`: backward may recompute a forward in a thread of its own, and each
+    thread has its own stack of modes.
     """
 
     def __init__(self, unit_of: Mapping[int, int], use: Use, change: Change) -> None:
@@ -47,28 +46,30 @@ class ParameterReads(TorchFunctionMode):
         self._change = change
         # Tensors without a base that lie in a parameter's memory, and its identity.
         self._shares = WeakIdKeyDictionary()
-        self._depth = _Depth()
 
-    def __enter__(self) -> ParameterReads:
-        self._depth.value += 1
-        if self._depth.value == 1:
-            super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+    def begin(self) -> bool:
+        """Be active in this thread; False if it was so already, and whoever made it so ends it.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._depth.value == 0:
-            return  # entered in a thread that an exception has ended
-        self._depth.value -= 1
-        if self._depth.value == 0:
-            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        Nothing is counted: an exception between any two lines, torch's own included, would leave the count wrong. Torch
+        takes a mode off its stack while the mode's function runs, and an interrupt there leaves it off.
+        """
+        if self._is_active():
+            return False
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return True
 
     def end(self) -> None:
-        """Be inactive in this thread, whatever line an interrupt has ended."""
-        self._depth.value = 0
-        if any(mode is self for mode in _get_current_function_mode_stack()):
-            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        """Be inactive in this thread, wherever an exception has left the mode; other modes stay."""
+        if self._is_active():
+            stack = _get_current_function_mode_stack()
+            above = stack[next(index for index, mode in enumerate(stack) if mode is self) + 1 :]
+            for _ in range(len(above) + 1):
+                _pop_mode()
+            for mode in above:
+                _push_mode(mode)
+
+    def _is_active(self) -> bool:
+        return any(mode is self for mode in _get_current_function_mode_stack())
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -116,12 +117,6 @@ class ParameterReads(TorchFunctionMode):
                     units[unit] = None
             elif isinstance(value, (tuple, list)):
                 self._collect(value, units)
-
-
-class _Depth(threading.local):
-    """How often this thread has activated the mode: backward may recompute a forward in a thread of its own."""
-
-    value = 0
 
 
 def _asks_for_form(func: Any) -> bool:

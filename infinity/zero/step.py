@@ -83,6 +83,7 @@ class Step:
         layer_major: takes micro-batches through the blocks together, if that is configured.
         keeper: keeps every step on the drives, if that is configured.
         at_end: called when a step is over, at the end of `finish`, if anybody waits for that.
+        whole: one call runs all micro-batches of the step, and so none counts if it fails.
         boundary: what the user has said of the micro-batch that comes: it is its step's last, or is not; None to count.
     """
 
@@ -111,6 +112,8 @@ class Step:
         # that the garbage collector does not see.
         self._failure = ""
         self._pass_failed = False  # the last backward pass, and nobody has dropped what it left
+        self._uncounted = 0  # micro-batches before a backward pass that failed, which the step is to run again
+        self.whole = False
         self._arrived: dict[int, set[int]] = {}  # slots, by unit, whose gradients have come in this backward pass
         self._config = config
         self._runtime = runtime
@@ -377,6 +380,7 @@ class Step:
             )
         self._optimizer.check_groups()
         self._pass_failed = False
+        self._uncounted = 0  # the step is run again
         if direct is None:
             self._drop_what_was_taken_away()
         self.updates.undo_ahead()
@@ -475,6 +479,7 @@ class Step:
                 with self.stopped_by_failures():
                     self.keeper.before_updates()
             self._go(Phase.UPDATE)
+            self.whole = False
             outcome = self._update()
             self.outcome = outcome
             self._stand_ins.clear()
@@ -558,6 +563,7 @@ class Step:
             self.losses.forget_sum()
             earlier = self.counts.micro_steps % self._config.gradient_accumulation_steps
             self.counts = replace(self.counts, micro_steps=self.counts.micro_steps - earlier)
+            self._uncounted += earlier
             if earlier:
                 _log.warning(
                     "a backward pass failed, and the gradients of the step's earlier micro-batches (%d) are dropped "
@@ -590,8 +596,17 @@ class Step:
         self._pass_failed = False
         self._stand_ins.clear()
         self.losses.forget_sum()
+        self._count_dropped()
         if self._phase is Phase.BACKWARD:  # a forward pass keeps its graph, and its backward may follow
             self._go(Phase.IDLE)
+
+    def _count_dropped(self) -> None:
+        """The step ends where it would have: what a failed backward pass took along is not run again, but left out."""
+        uncounted, self._uncounted = self._uncounted, 0
+        if self.whole:
+            uncounted = -(self.counts.micro_steps % self._config.gradient_accumulation_steps)
+            self.whole = False
+        self.counts = replace(self.counts, micro_steps=self.counts.micro_steps + uncounted)
 
     def _drop_what_was_taken_away(self, arriving: nn.Parameter | None = None) -> None:
         """`param.grad = None` and `model.zero_grad()` drop gradients, see [Note: stand-ins] in stand_ins.py."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import time
 from collections.abc import Callable
@@ -105,6 +106,67 @@ class FailedFuture(IoFuture):
 
     def result(self, timeout: float | None = None) -> int:
         raise self._error
+
+    def times(self) -> Times | None:
+        return Times(self._at_s, self._at_s, self._at_s)
+
+
+class LyingDisk(Disk):
+    """Acknowledges what it does not do, for the requests of one number, counted from the time that `number` is set.
+
+    Args:
+        lie: "lost": the write never comes; "torn": only its first page does; "stale": the read returns what lay there
+            before the last write.
+    """
+
+    def __init__(self, engine: IoEngine, lie: str) -> None:
+        super().__init__(engine)
+        self.lie = lie
+        self.number: int | None = None
+        self.lied = False
+        self._count = 0
+        self._written: dict[tuple[Path, int], tuple[bytes, bytes]] = {}  # by place: the last write, the one before
+
+    def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
+        read = super().read(file, offset, span, priority)
+        if self.lie != "stale" or not self._is_next():
+            return read
+        read.result()
+        for (path, start), (last, before) in self._written.items():
+            if path == file.path and offset <= start and start + len(last) <= offset + span.nbytes:
+                self.lied |= before != last
+                ctypes.memmove(span.address + start - offset, before, len(before))
+        return read
+
+    def write(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.WRITE_BACK) -> IoFuture:
+        now = ctypes.string_at(span.address, span.nbytes)
+        before, _ = self._written.get((file.path, offset), (bytes(span.nbytes), b""))
+        if len(before) == len(now):
+            self._written[file.path, offset] = now, before
+        if self.lie == "stale" or not self._is_next():
+            return super().write(file, offset, span, priority)
+        self.lied = before != now
+        if self.lie == "torn" and span.nbytes > file.alignment:
+            super().write(file, offset, Span(span.address, file.alignment, span.owner), priority).result()
+        return _Acknowledged(span.nbytes)
+
+    def _is_next(self) -> bool:
+        self._count += self.number is not None
+        return self._count - 1 == self.number
+
+
+class _Acknowledged(IoFuture):
+    """Over at once, and well."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._at_s = time.perf_counter()
+
+    def done(self) -> bool:
+        return True
+
+    def result(self, timeout: float | None = None) -> int:
+        return self._nbytes
 
     def times(self) -> Times | None:
         return Times(self._at_s, self._at_s, self._at_s)

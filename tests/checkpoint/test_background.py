@@ -162,6 +162,27 @@ def test_an_error_of_writing_is_raised_at_the_next_door(door, tmp_path, monkeypa
             engine.save_checkpoint(tmp_path, "after")
 
 
+@pytest.mark.parametrize("door", [_wait, _save, _change, _close])
+def test_a_save_that_fails_under_step_leaves_the_loop_alone(door, tmp_path, monkeypatch, caplog) -> None:
+    """A loop that runs a step again when `step()` raises would train its batch twice."""
+    with make_engine(TILED) as engine:
+        losses = run(engine, batches(4))
+    with make_engine(TILED) as engine:
+        found = run(engine, batches(4)[:1])
+        engine.save_checkpoint(tmp_path, "lost", blocking=False)
+        with monkeypatch.context() as broken:
+            broken.setattr(OutputFile, "write", _full)
+            found += run(engine, batches(4)[1:])
+        assert (found, engine.global_steps) == (losses, 4)
+        assert "step 1" in caplog.text
+        assert "is not saved" in caplog.text
+        with pytest.raises(infinity.StorageError, match=r"step 1 .* is not saved: .*free some space"):
+            door(engine, tmp_path)
+        if door is not _close:
+            engine.wait_checkpoint()  # it is raised once
+            assert engine.save_checkpoint(tmp_path, "after").is_dir()
+
+
 def test_an_engine_that_nobody_closes_leaves_nothing_half(tmp_path, caplog) -> None:
     engine = make_engine(TILED)
     run(engine, batches(1))

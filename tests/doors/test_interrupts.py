@@ -1,8 +1,8 @@
 """Ctrl-C at every line of a training step: the engine refuses to go on, or nothing has happened.
 
 The interrupt is raised by a trace function, which may stop the interpreter before any line, those of `except` and
-`finally` included. It may even stop it between the body of a `with` and the exit, which no signal can; so `with` lines
-are left out.
+`finally` included, and those of torch's that take modes off its stack and put them back. It may even stop it between
+the body of a `with` and the exit, which no signal can; so `with` lines are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 import infinity
 from infinity.tiers import Link, Params, SameMemory
@@ -31,6 +31,7 @@ from tests.doors.sequences import WIDTH, Blocks
 STEPS, AT = 4, 2  # the interrupt comes in the third of four steps
 EVERY = int(os.environ.get("INTERRUPT_EVERY", "5"))  # of the lines; 1 takes minutes
 ROOT = str(Path(infinity.__file__).parent)
+MODES = str(Path(torch.overrides.__file__))  # where torch takes a mode off while the mode's function runs
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,9 @@ class State:
 Line = tuple[str, int]
 
 
-def traced(action: Callable[[], None], line: Callable[[Line], None], within: str = ROOT) -> None:
+def traced(
+    action: Callable[[], None], line: Callable[[Line], None], within: str | tuple[str, ...] = (ROOT, MODES)
+) -> None:
     """Run `action` with `line` called before every line of such files in this thread."""
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
@@ -228,6 +231,41 @@ def sweep(case: Case, path: Path, every: int, within: str = "") -> Counter[str]:
             except BaseException as error:
                 raise AssertionError(f"interrupted at {where[0]}:{where[1]}, time {occurrence} of {times}") from error
     return outcomes
+
+
+def test_an_interrupt_where_torch_takes_modes_off_its_stack_is_refused_or_nothing(tmp_path) -> None:
+    outcomes = sweep(Case("deferred", "cpu"), tmp_path, 2, MODES)
+    assert outcomes["nothing"] > 10
+
+
+class Other(TorchFunctionMode):
+    """A mode of the user's, around the engine or left in it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("left", ["engine's mode is off", "user's mode is on"])
+def test_a_failed_forward_takes_no_other_mode_off_the_stack(left, tmp_path) -> None:
+    def fail(*_: Any) -> None:
+        if left == "engine's mode is off":
+            _pop_mode()
+        else:
+            _push_mode(inner)
+        raise KeyboardInterrupt
+
+    outer, inner = Other(), Other()
+    with engine_at(Case("deferred", "cpu"), tmp_path) as engine, outer:
+        handle = engine.module.blocks[1].register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            engine(data(AT, 0))
+        handle.remove()
+        stack = _get_current_function_mode_stack()
+        assert stack == ([outer] if left == "engine's mode is off" else [outer, inner])
+        if inner in stack:
+            _pop_mode()
+        one_step(engine, AT)
+        assert _get_current_function_mode_stack() == [outer]
 
 
 @pytest.mark.parametrize("case", CASES)
