@@ -100,7 +100,7 @@ def verify(source: Path, tag: str | None = None, progress: Progress = lambda nby
 
 
 def export_weights(source: Path, target: Path, *, dtype: torch.dtype = torch.bfloat16, tag: str | None = None) -> Path:
-    """Write the weights and persistent buffers of a checkpoint as safetensors, one parameter in memory at a time.
+    """Write the weights, codes and persistent buffers of a checkpoint as safetensors, a parameter in memory at a time.
 
     The directory has no configuration of the model: the checkpoint has none.
 
@@ -111,21 +111,22 @@ def export_weights(source: Path, target: Path, *, dtype: torch.dtype = torch.bfl
     """
     path = checkpoint_at(source, tag)
     manifest = verify(source, tag)
-    buffers: dict[str, torch.Tensor] = read_extra(path, manifest)["buffers"]
+    extra = read_extra(path, manifest)
+    beside: dict[str, torch.Tensor] = extra["buffers"] | (extra.get("codes") or {})
     keys = {name: f"{MASTER.name}.{name}" for name in trained_params(manifest.tensors)}
     keys |= {name: f"{FROZEN_FIELD}.{name}" for name in frozen_params(manifest.tensors)}
     if not keys:
         raise CheckpointError(f"{path} has no weights")
     specs = {name: (dtype, manifest.tensors[key].shape) for name, key in keys.items()}
     specs |= {
-        name: (dtype if has_numbers(value) else value.dtype, tuple(value.shape)) for name, value in buffers.items()
+        name: (dtype if has_numbers(value) else value.dtype, tuple(value.shape)) for name, value in beside.items()
     }
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         with StoredReader(path, manifest.tensors) as reader:
             for name, key in keys.items():
                 yield name, reader.read(key, 0, manifest.tensors[key].numel)
-        yield from buffers.items()
+        yield from beside.items()
 
     write_model(target, nn.Module(), values(), specs, dtype=dtype, shard_bytes=_SHARD_BYTES)
     return target

@@ -60,7 +60,10 @@ class Session:
         """See `Engine.save_checkpoint`."""
         self._begin("save_checkpoint")
         step, ranks, runtime = self._step, self._runtime.ranks, self._runtime
-        extra = collect_extra(self._model, self._optimizer, step.lr_scheduler, step.losses.loss_scale, client_state)
+        loss_scale = step.losses.loss_scale
+        extra = collect_extra(
+            self._model, self._optimizer, step.lr_scheduler, loss_scale, client_state, with_codes=options.frozen
+        )
         tag = tag or f"global_step{step.counts.global_steps}"
         of_ranks = ranks.of_all((extra["rng"], self._run.id, tag))
         extra["rng_of_ranks"] = [states for states, _, _ in of_ranks]

@@ -184,8 +184,8 @@ def _check_step(optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> None:
     known = next(each for each in cls.__mro__ if each in kind.torch_classes or _is_ours(each))
     if cls is not known:
         raise ConfigError(
-            f"optimizer {cls.__name__} is a subclass of {known.__name__}, whose update the engine would compute in place "
-            f"of {cls.__name__}'s own: pass a {known.__name__} itself"
+            f"optimizer {cls.__name__} is a subclass of {known.__name__}, whose update the engine would compute in "
+            f"place of {cls.__name__}'s own: pass a {known.__name__} itself"
         )
     own = vars(optimizer).get("step")
     if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):  # torch's schedulers count its calls
