@@ -13,18 +13,19 @@ import json
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -44,10 +45,11 @@ from infinity.checkpoint.imported import Foreign, ForeignParam, plain_extra, wri
 from infinity.checkpoint.inspection import verify
 from infinity.checkpoint.pickles import stranger
 from infinity.checkpoint.stored import StoredReader
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, InfinityError
 from infinity.optim.formats import layout_with_moments
 
 METADATA = ".metadata"
+_Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 _EXTRA = "infinity.extra"
 _NOTES = "infinity.notes"
 _STEP = "step"
@@ -186,7 +188,13 @@ def import_dcp(
         source = source / tag
     if target.resolve() in (source.resolve(), source.resolve().parent):
         raise CheckpointError(f"{target} has the checkpoint that is imported in it: give the new one another directory")
-    return write_imported(target, _Incoming(source).foreign(), progress)
+    try:
+        foreign = _Incoming(source).foreign()
+    except InfinityError:
+        raise
+    except Exception as error:  # whatever damaged metadata lead to
+        raise CheckpointError(f"{source} is damaged: {type(error).__name__}: {error}") from error
+    return write_imported(target, foreign, progress)
 
 
 class _Reader(FileSystemReader):
@@ -200,8 +208,21 @@ class _Reader(FileSystemReader):
         return self.content
 
 
-class _Plain(pickle.Unpickler):
+class _Plain(pickle._Unpickler):  # type: ignore[name-defined]  # in Python, so that an opcode can be replaced
     """Makes the classes that metadata consist of, and nothing else."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def _build(self) -> None:
+        """Set an instance's fields: of a class, or of an Enum's member, they would be set for the whole process."""
+        made, state = self.stack[-2], self.stack[-1]  # type: ignore[attr-defined]
+        if isinstance(made, type) or not is_dataclass(made):
+            raise pickle.UnpicklingError(f"it sets attributes of {made!r}, which is no part of such metadata")
+        if isinstance(state, dict) and not state.keys() <= {field.name for field in fields(made)}:
+            raise pickle.UnpicklingError(f"it sets other attributes of {type(made).__name__} than its fields")
+        self.load_build()  # type: ignore[attr-defined]
+
+    dispatch[pickle.BUILD[0]] = _build
 
     def find_class(self, module: str, name: str) -> Any:
         kinds = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
@@ -252,8 +273,66 @@ def _read_metadata(path: Path) -> Metadata:
     for info in content.storage_data.values():
         if not is_file_name(info.relative_path):
             raise CheckpointError(f"{path / METADATA} names {info.relative_path!r}, which is no file beside it")
+    for key, found in content.state_dict_metadata.items():
+        if isinstance(found, TensorStorageMetadata):
+            _check_covered(path, key, found)
     content.storage_meta = content.storage_meta or StorageMeta()
     return content
+
+
+def _check_covered(path: Path, key: str, found: TensorStorageMetadata) -> None:
+    """The chunks of a tensor are all of it: what none of them has would be imported as memory happens to be.
+
+    Raises:
+        CheckpointError: they leave a part out, overlap, or lie outside of it.
+    """
+    size = tuple(found.size)
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks]
+    within = all(
+        len(offsets) == len(sizes) == len(size)
+        and all(
+            offset >= 0 and length >= 0 and offset + length <= whole
+            for offset, length, whole in zip(offsets, sizes, size, strict=True)
+        )
+        for offsets, sizes in boxes
+    )
+    if not within or not _tile(boxes, (0,) * len(size), size):
+        raise CheckpointError(f"{path / METADATA} is damaged: the chunks of {key} are not all of it, each part once")
+
+
+def _tile(boxes: Sequence[_Box], start: tuple[int, ...], size: tuple[int, ...], axis: int = 0) -> bool:
+    """Boxes (offsets, sizes) fill one of this start and size, slab by slab along each axis, as ranks divide tensors."""
+    if 0 in size:
+        return True
+    boxes = [box for box in boxes if 0 not in box[1]]
+    if axis == len(size):
+        return len(boxes) == 1
+    at, end = start[axis], start[axis] + size[axis]
+    slabs: dict[tuple[int, int], list[_Box]] = {}
+    for box in boxes:
+        slabs.setdefault((box[0][axis], box[1][axis]), []).append(box)
+    for (offset, length), slab in sorted(slabs.items()):
+        if offset != at or not _tile(slab, start, size, axis + 1):
+            return False
+        at += length
+    return at == end
+
+
+def _check_entry(path: Path, key: str, info: _StorageInfo) -> None:
+    """What torch saved of a tensor or object is as it was written: its reader looks at no checksum.
+
+    Raises:
+        CheckpointError: the file is shorter than it should be, or the entry differs from its checksums.
+    """
+    file = path / info.relative_path
+    with file.open("rb") as opened:
+        opened.seek(info.offset)
+        content = opened.read(info.length)
+    try:
+        if len(content) < info.length or zipfile.ZipFile(io.BytesIO(content)).testzip() is not None:
+            raise zipfile.BadZipFile("it is not what was written")
+    except Exception as error:  # whatever zipfile makes of bytes that are none of an archive
+        raise CheckpointError(f"{file} is damaged, where it has {key}: {error}") from error
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -285,6 +364,9 @@ class _Incoming:
         self._path = path
         self._reader = _Reader(path)
         self._metadata = self._reader.content.state_dict_metadata
+        self._entries: dict[str, list[_StorageInfo]] = {}
+        for index, info in self._reader.content.storage_data.items():
+            self._entries.setdefault(index.fqn, []).append(info)
         self._held: tuple[str, torch.Tensor] = ("", torch.empty(0, device="cpu"))
 
     def tensor(self, key: str) -> torch.Tensor:
@@ -302,8 +384,12 @@ class _Incoming:
     def _load(self, key: str, into: Any) -> Any:
         state = {key: into}
         try:
+            for info in self._entries.get(key, ()):
+                _check_entry(self._path, key, info)
             with _alone() as alone:
                 load(state, storage_reader=self._reader, planner=_LoadPlanner(), **alone)
+        except CheckpointError:
+            raise
         except Exception as error:  # whatever torch meets in files of somebody else's
             raise CheckpointError(f"{self._path} cannot be read: {key}: {error}") from error
         return state[key]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import warnings
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import infinity
-from infinity.checkpoint.dcp import _Plain, export_dcp, import_dcp
+from infinity.checkpoint.dcp import _Plain, _tile, export_dcp, import_dcp
 from infinity.cli.main import main
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
@@ -147,3 +148,65 @@ def test_of_attributes_an_enums_members_are_taken_alone(kind, name) -> None:
     assert _Plain(asking("_MEM_FORMAT_ENCODING", member.name)).load() is member
     with pytest.raises(pickle.UnpicklingError, match="which is no part of such metadata"):
         _Plain(asking(kind, name)).load()
+
+
+@pytest.mark.parametrize("state", ["}(V__truediv__\nI1\nu", "N}(V__truediv__\nI1\nu\x86"], ids=["attributes", "slots"])
+@pytest.mark.parametrize("of", ["pathlib\nPosixPath", f"{metadata.__name__}\nMetadata", "collections\nOrderedDict"])
+def test_no_class_is_changed_by_a_file(of, state) -> None:
+    planted = io.BytesIO(b"\x80\x02c" + of.encode() + b"\n" + state.encode("latin-1") + b"b.")
+    with pytest.raises(pickle.UnpicklingError, match="sets attributes of <class"):
+        _Plain(planted).load()
+    assert Path("a") / "b" == Path("a/b")
+
+
+@pytest.mark.parametrize("change", ["half", "twice", "outside"])
+def test_chunks_that_are_not_all_of_a_tensor_are_refused(change, saved, tmp_path) -> None:
+    """What no chunk has would be whatever memory had."""
+    path = tmp_path / "dcp"
+    export_dcp(saved, path)
+    found = pickle.loads((path / ".metadata").read_bytes())
+    key = next(key for key, value in found.state_dict_metadata.items() if len(getattr(value, "size", ())) == 2)
+    (chunk,) = found.state_dict_metadata[key].chunks
+    rows, columns = chunk.sizes
+    if change == "half":
+        chunk.sizes = torch.Size((rows // 2, columns))
+    elif change == "twice":
+        found.state_dict_metadata[key].chunks.append(chunk)
+    else:
+        chunk.offsets = torch.Size((1, 0))
+    (path / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(infinity.CheckpointError, match=f"chunks of {key} are not all of it"):
+        import_dcp(path, tmp_path / "new")
+
+
+def test_chunks_in_slabs_are_a_tensor() -> None:
+    size = (6, 4)
+    grid = [((row, column), (2, 2)) for row in (0, 2, 4) for column in (0, 2)]
+    assert _tile(grid, (0, 0), size)
+    assert _tile([*grid, ((6, 0), (0, 4))], (0, 0), size)  # a rank's empty part
+    assert _tile([((), ())], (), ())
+    assert not any(_tile(grid[:at] + grid[at + 1 :], (0, 0), size) for at in range(len(grid)))
+
+
+@pytest.mark.parametrize("file", ["data", "metadata"])
+def test_a_bit_that_is_another_is_noticed_or_changes_nothing(file, saved, tmp_path) -> None:
+    path = tmp_path / "dcp"
+    export_dcp(saved, path)
+    import_dcp(path, tmp_path / "right")
+    wanted = stored(tmp_path / "right")
+    damaged = path / ".metadata" if file == "metadata" else next(path.glob("*.distcp"))
+    content, chance = damaged.read_bytes(), random.Random(file)
+    refused = 0
+    for number in range(12):
+        changed = bytearray(content)
+        changed[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        damaged.write_bytes(changed)
+        try:
+            import_dcp(path, tmp_path / f"new{number}")
+        except infinity.CheckpointError:
+            refused += 1
+            continue
+        found = stored(tmp_path / f"new{number}")
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], value) for key, value in wanted.items())
+    assert refused > 6
