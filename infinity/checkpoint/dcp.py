@@ -208,7 +208,7 @@ class _Reader(FileSystemReader):
         return self.content
 
 
-class _Plain(pickle._Unpickler):  # type: ignore[name-defined]  # in Python, so that an opcode can be replaced
+class _Plain(pickle._Unpickler):  # in Python, so that an opcode can be replaced
     """Makes the classes that metadata consist of, and nothing else."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)

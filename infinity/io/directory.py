@@ -66,6 +66,28 @@ def create_private(path: str | Path, directory: int | None = None) -> int:
     return os.open(path, flags, 0o600, dir_fd=directory)
 
 
+def check_private(descriptor: int) -> None:
+    """See that nobody else has made an open file or can write to it, as `create_private` makes them.
+
+    In a directory with the sticky bit anybody may leave a file under a name that is looked for.
+
+    Raises:
+        OSError: it is no plain file, another user's, writable by others, or has a second name.
+    """
+    found = os.fstat(descriptor)
+    problem = None
+    if not stat.S_ISREG(found.st_mode):
+        problem = "it is no plain file"
+    elif found.st_uid != os.geteuid():
+        problem = f"it belongs to user {found.st_uid}, not to user {os.geteuid()} who runs this"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"others may write to it (mode {stat.S_IMODE(found.st_mode):o})"
+    elif found.st_nlink != 1:
+        problem = f"it has {found.st_nlink} names (hard links)"
+    if problem is not None:
+        raise OSError(errno.EPERM, f"{problem}: if its content can be trusted, make it your own (a copy with mode 600)")
+
+
 def reopened(descriptor: int) -> Path:
     """A path that opens the file of a descriptor, whatever has become of its name."""
     return Path(f"/proc/self/fd/{descriptor}")

@@ -13,7 +13,6 @@ import errno
 import fcntl
 import os
 import re
-import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.errors import CheckpointError, StorageError
-from infinity.io.directory import create_private
+from infinity.io.directory import check_private, create_private
 from infinity.tiers.records import MOST_BYTES, Generation, Record, parse_record
 from infinity.tiers.striping import Stripe
 from infinity.tiers.swap_file import open_swap_directory, swap_directory
@@ -73,8 +72,7 @@ def read_record(path: Path) -> Record:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise CheckpointError(f"{path} is no plain file: remove it")
+            check_private(descriptor)
             return parse_record(path, file.read(MOST_BYTES))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 
 from infinity.errors import StorageError
-from infinity.io.directory import create_private, open_directory
+from infinity.io.directory import check_private, create_private, open_directory
 
 _log = logging.getLogger(__name__)
 _PREFIX, _SUFFIX, _NEW = "infinity-", ".swap", ".new"
@@ -215,8 +215,7 @@ def adopt_owned(directory: Path, name: str, nbytes: int, kept_bytes: int) -> Own
     try:
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(name, flags, dir_fd=place.directory)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no plain file")
+        check_private(descriptor)
         if (size := os.fstat(descriptor).st_size) < kept_bytes:
             raise OSError(errno.ENODATA, f"it has {size} bytes where {kept_bytes} were kept")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

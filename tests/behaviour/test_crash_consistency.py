@@ -385,6 +385,33 @@ def test_damage_is_refused_with_words(damage, stopped) -> None:
         start(stopped)
 
 
+@pytest.mark.parametrize("ending", ["record", "slots"])
+@pytest.mark.parametrize("theirs", ["owner", "group", "everybody", "second name", "link"])
+def test_states_that_another_user_may_have_made_are_refused(theirs, ending, stopped) -> None:
+    """In a directory with the sticky bit, which is allowed, anybody may leave files under these names."""
+    (file,) = stopped.glob(f"*.{ending}")
+    stopped.chmod(0o1777)
+    if theirs == "owner":
+        if os.geteuid():
+            pytest.skip("only root can give files away")
+        os.chown(file, 12345, 12345)
+        words = "it belongs to user 12345"
+    elif theirs == "second name":
+        os.link(file, stopped / "other")
+        words = r"it has 2 names \(hard links\)"
+    elif theirs == "link":
+        file.rename(stopped / "other")
+        file.symlink_to(stopped / "other")
+        words = "Too many levels of symbolic links"
+    else:
+        file.chmod(0o620 if theirs == "group" else 0o666)
+        words = "others may write to it"
+    before = file.stat()
+    with pytest.raises((CheckpointError, StorageError), match=words):
+        start(stopped)
+    assert file.stat().st_mtime_ns == before.st_mtime_ns
+
+
 def test_no_room_for_two_slots_is_refused_at_initialize(tmp_path, monkeypatch) -> None:
     with start(tmp_path / "plain", keeps=False) as engine:
         train(engine, DATA[:1])
