@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def read_timeline(path: Path) -> list[Ran]:
         if not isinstance(events, list):
             raise TypeError
         return [_ran(event) for event in events if event["ph"] == "X"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is no timeline: give a file that tiering.timeline wrote") from error
 
 
@@ -86,16 +87,14 @@ def _events(text: str) -> Any:
 
 
 def _ran(event: dict[str, Any]) -> Ran:
-    start_s = event["ts"] / 1e6
     arguments = event["args"]
-    return Ran(
-        Lane(event["cat"]),
-        event["name"],
-        start_s,
-        start_s + event["dur"] / 1e6,
-        arguments.get("bytes", 0),
-        arguments["step"],
-    )
+    name, step, nbytes = event["name"], arguments["step"], arguments.get("bytes", 0)
+    start_s, ran_s = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
+    if not (isinstance(name, str) and isinstance(step, int) and isinstance(nbytes, int)):
+        raise TypeError("a name that is no text, or a step or bytes that are no whole numbers")
+    if not (math.isfinite(start_s) and math.isfinite(ran_s)):
+        raise ValueError("a time that is not finite")
+    return Ran(Lane(event["cat"]), name, start_s, start_s + ran_s, nbytes, step)
 
 
 def step_windows(spans: Iterable[Ran]) -> dict[int, Interval]:

@@ -11,6 +11,9 @@ import pytest
 
 from infinity.cli.main import main
 from infinity.cli.pages.charts import Series, axis, chart, thinned
+from infinity.cli.reporting.lanes import lanes
+from infinity.telemetry import Lane
+from infinity.telemetry.timeline_summary import Ran
 from tests.cli.browser import in_chromium
 from tests.cli.test_commands import train_arguments, workspace, write_config
 from tests.cli.test_timeline import trace
@@ -211,3 +214,23 @@ def test_pages_open_in_a_browser(log, tmp_path) -> None:
     dom = in_chromium(log.with_suffix(".html"), tmp_path / "profile", "--dump-dom")
     assert dom.count("</svg>") == 7
     assert "compute 60%" in dom
+
+
+def test_nothing_of_a_file_is_taken_for_html() -> None:
+    """Whatever a reader of files lets through, texts are escaped where the page is made."""
+    planted: Any = "<script>alert(1)</script>"
+    spans = [Ran(Lane.PHASE, name, at, at + 1, 0, planted) for at, name in enumerate(("forward", "update"))]
+    drawn = lanes([*spans, Ran(Lane.PREFETCH, planted, 0.5, 1.5, 0, planted)])
+    assert "<script" not in drawn
+    assert drawn.count("&lt;script&gt;") >= 3
+
+
+@pytest.mark.parametrize("change", [{"step": "<script>"}, {"step": None}, {"bytes": "1"}, {"step": 1.5}])
+def test_a_timeline_of_other_values_is_refused(change, trace, log, tmp_path, capsys) -> None:
+    events = json.loads(trace.read_text())
+    for event in events:
+        if "args" in event and event["ph"] == "X":
+            event["args"] |= change
+    trace.write_text(json.dumps(events))
+    assert main(["report", str(log), "--timeline", str(trace), "--html", str(tmp_path / "out.html")]) == 2
+    assert "is no timeline" in capsys.readouterr().err

@@ -50,7 +50,7 @@ def lanes(spans: Sequence[Ran]) -> str:
     for step in chosen:
         at = _LEFT + (windows[step][0] - begin_s) * across
         parts.append(f'<line x1="{at:.1f}" y1="{_TOP}" x2="{at:.1f}" y2="{bottom}" class="mark"/>')
-        parts.append(f'<text x="{at:.1f}" y="{bottom + 14}">step {step}</text>')
+        parts.append(f'<text x="{at:.1f}" y="{bottom + 14}">{escape(f"step {step}")}</text>')
     parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{bottom + 14}" text-anchor="end">{end_s - begin_s:.3g} s</text>')
     named = f"Step {chosen[0]}" if len(chosen) == 1 else f"Steps {chosen[0]} to {chosen[-1]}"
     return figure("\n".join([*parts, "</svg>"]), f"{named}; the share of each lane is of their time.", wide=True)
