@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
-from infinity.config import parse_size
+from infinity.config import expanded_path, parse_size
 
 
 def size_argument(text: str) -> int:
     """Bytes of `16MiB`, as argparse wants its types."""
     try:
         return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def path_argument(text: str) -> Path:
+    """A path, as argparse wants its types; shells leave the `~` of `--path=~/swap` as it is."""
+    try:
+        return Path(expanded_path(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

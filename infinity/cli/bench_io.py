@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from infinity.cli.arguments import size_argument
+from infinity.cli.arguments import path_argument, size_argument
 
 if TYPE_CHECKING:
     from infinity.cli.disk.job import Job
@@ -28,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     what = parser.add_argument_group("what is measured")
     what.add_argument(
-        "--path", type=Path, action="append", help="directory on the drive; several are also measured at once"
+        "--path", type=path_argument, action="append", help="directory on the drive; several are also measured at once"
     )
     what.add_argument(
         "--size", type=size_argument, default=1 << 30, help="bytes of the file on each path (default 1GiB)"
@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--max-write", type=size_argument, help="write no more bytes than this (default for --sweep 64GiB)"
     )
     how = parser.add_argument_group("how blocks are moved")
-    how.add_argument("--config", type=Path, help="as this configuration has it (JSON), on its paths")
+    how.add_argument("--config", type=path_argument, help="as this configuration has it (JSON), on its paths")
     how.add_argument("--block-size", type=size_argument, help="bytes of one system call (training's default 1MiB)")
     how.add_argument("--queue-depth", type=int, help="blocks in flight (training's default 32)")
     how.add_argument("--threads", type=int, help="of the thread backend")
@@ -59,9 +59,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     fio.add_argument("--fio-engine", choices=("io_uring", "libaio", "psync"), help="default: our backend's counterpart")
     sweep = parser.add_argument_group("to find the best setting")
     sweep.add_argument("--sweep", action="store_true", help="measure block sizes and queue depths")
-    sweep.add_argument("--resume", type=Path, help="keep what is measured in this file, and go on from there")
-    sweep.add_argument("--plot", type=Path, help="draw bandwidth against block size and depth (PNG)")
-    sweep.add_argument("--write-config", type=Path, help="put the best setting into this JSON file")
+    sweep.add_argument("--resume", type=path_argument, help="keep what is measured in this file, and go on from there")
+    sweep.add_argument("--plot", type=path_argument, help="draw bandwidth against block size and depth (PNG)")
+    sweep.add_argument("--write-config", type=path_argument, help="put the best setting into this JSON file")
     parser.add_argument("--json", action="store_true", help="one JSON line a result on standard output")
     parser.set_defaults(run=run)
 

@@ -7,8 +7,8 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
+from infinity.cli.arguments import path_argument
 from infinity.cli.progress import Progress
 from infinity.config import format_size
 
@@ -25,15 +25,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     reshard = _add(
         commands, "reshard", _reshard, "write it again as one rank would, or as several, maybe in another state format"
     )
-    reshard.add_argument("target", type=Path, help="directory of checkpoints for the new one; may be the source's")
+    reshard.add_argument(
+        "target", type=path_argument, help="directory of checkpoints for the new one; may be the source's"
+    )
     reshard.add_argument("--state-format", help="fp32, split, master, bf16 or int8 (default: the one that it has)")
     reshard.add_argument("--ranks", type=int, default=1, help="how many ranks' shards to write (default: 1)")
     export = _add(commands, "export", _export, "write its weights as safetensors, without a configuration")
-    export.add_argument("target", type=Path, help="directory for them")
+    export.add_argument("target", type=path_argument, help="directory for them")
     export.add_argument("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the weights (default: bfloat16)")
     export.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors", help=_FORMAT_HELP)
     importing = _add(commands, "import", _import, "take over one of DeepSpeed's (ZeRO 1 to 3) or of torch's")
-    importing.add_argument("target", type=Path, help="directory of checkpoints for the new one")
+    importing.add_argument("target", type=path_argument, help="directory of checkpoints for the new one")
 
 
 def _add(
@@ -43,7 +45,7 @@ def _add(
     text: str,
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    parser.add_argument("source", type=Path, help="a checkpoint, or a directory of them (its last one)")
+    parser.add_argument("source", type=path_argument, help="a checkpoint, or a directory of them (its last one)")
     parser.add_argument("--tag", help="which one of the directory")
     parser.add_argument("--json", action="store_true", help="one JSON line on standard output")
     parser.set_defaults(run=run)

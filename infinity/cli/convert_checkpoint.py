@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 
+from infinity.cli.arguments import path_argument
 from infinity.cli.progress import Progress
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = subparsers.add_parser("convert-checkpoint", help="write a checkpoint again in another state format")
-    parser.add_argument("source", type=Path, help="a checkpoint, or a directory of them (its last one)")
-    parser.add_argument("target", type=Path, help="directory of checkpoints for the new one; may be the source's")
+    parser.add_argument("source", type=path_argument, help="a checkpoint, or a directory of them (its last one)")
+    parser.add_argument(
+        "target", type=path_argument, help="directory of checkpoints for the new one; may be the source's"
+    )
     parser.add_argument("--state-format", required=True, help="fp32, split, master, bf16 or int8")
     parser.add_argument("--json", action="store_true", help="one JSON line on standard output")
     parser.set_defaults(run=run)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity import __version__
+from infinity.cli.arguments import path_argument
 from infinity.config import format_size
 from infinity.errors import InfinityError
 
@@ -24,7 +25,7 @@ _PACKAGES = ("torch", "numpy", "transformers", "safetensors", "pydantic", "aiofi
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = subparsers.add_parser("env", help="show what this machine has and what is chosen")
-    parser.add_argument("--path", type=Path, action="append", help="directory on a drive; repeat for several")
+    parser.add_argument("--path", type=path_argument, action="append", help="directory on a drive; repeat for several")
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
     parser.set_defaults(run=run)
 

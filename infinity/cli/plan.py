@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.arguments import size_argument
+from infinity.cli.arguments import path_argument, size_argument
 from infinity.cli.estimate import estimate_lines, report_problems
 from infinity.cli.planning import add_arguments, lay_out
 from infinity.config import format_size
@@ -34,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--tbw", type=size_argument, help="bytes that the drives of a machine are rated to write (600TB)"
     )
     parser.add_argument("--sweep", choices=["tokens", "host-memory", "drives"], help="predict over a range of this")
-    parser.add_argument("--plot", type=Path, help="draw the sweep into this image file")
+    parser.add_argument("--plot", type=path_argument, help="draw the sweep into this image file")
     parser.add_argument("--explain", action="store_true", help="list what is fetched and evicted at every use")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=run)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.arguments import size_argument
+from infinity.cli.arguments import path_argument, size_argument
 from infinity.cli.packages import needed_packages
 from infinity.config import Config, load_config, with_values
 from infinity.config.schema import OFFLOADED_FROM
@@ -43,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tiles", type=int, default=1, help="cut the layers of --params into so many tiles (TiledLinear)"
     )
-    parser.add_argument("--config", type=Path, help="configuration (JSON; default: bf16, stage 3, everything on NVMe)")
+    parser.add_argument(
+        "--config", type=path_argument, help="configuration (JSON; default: bf16, stage 3, everything on NVMe)"
+    )
     parser.add_argument("--host-memory", help="tiering.host_memory, of one rank, in place of the configuration's")
     parser.add_argument("--stage", type=int, choices=range(4), help="of ZeRO, in place of the configuration's")
     parser.add_argument("--precision", choices=list(_DTYPES), help="in place of the configuration's")
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--machine-memory", type=size_argument, help="host memory of each")
     machine.add_argument("--nvme-capacity", type=size_argument, help="of the drives of each")
     rates = parser.add_argument_group("rates (without any, no time is predicted)")
-    rates.add_argument("--profile", type=Path, help="what `infinity profile --output` wrote")
+    rates.add_argument("--profile", type=path_argument, help="what `infinity profile --output` wrote")
     rates.add_argument("--disk", type=size_argument, help="bytes a second that the drives of a machine move (2.5GB)")
     rates.add_argument("--link", type=size_argument, help="bytes a second between host and device, each way")
     rates.add_argument("--collectives", type=size_argument, help="bytes a second that a rank receives")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.arguments import size_argument
+from infinity.cli.arguments import path_argument, size_argument
 from infinity.config import format_size, load_config
 from infinity.errors import ConfigError
 
@@ -23,8 +23,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="measure drives, host link, optimizer, memory, matrix products and ranks",
         description="Takes about a minute. Under `infinity run --ranks N profile` collectives are measured, too.",
     )
-    parser.add_argument("--path", type=Path, action="append", help="directory on a drive; repeat for several")
-    parser.add_argument("--config", type=Path, help="measure the drives, and the way to them, of this configuration")
+    parser.add_argument("--path", type=path_argument, action="append", help="directory on a drive; repeat for several")
+    parser.add_argument(
+        "--config", type=path_argument, help="measure the drives, and the way to them, of this configuration"
+    )
     parser.add_argument("--without-drives", action="store_true", help="write to no drive")
     parser.add_argument(
         "--size", type=size_argument, default=512 << 20, help="bytes of the file on each drive (default 512MiB)"
@@ -33,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--params", type=int, default=16 << 20, help="parameters of the optimizer that is timed (default 16 Mi)"
     )
-    parser.add_argument("--output", type=Path, help="write the profile to this file (JSON)")
+    parser.add_argument("--output", type=path_argument, help="write the profile to this file (JSON)")
     parser.add_argument("--json", action="store_true", help="the profile on standard output in place of a table")
     parser.set_defaults(run=run)
 

@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from infinity.cli.arguments import path_argument
 from infinity.cli.reporting.page import page
 from infinity.cli.reporting.read import RunLines, read_log
 from infinity.cli.reporting.summary import summarize
@@ -16,12 +17,17 @@ from infinity.telemetry.timeline_summary import Ran, read_timeline
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = subparsers.add_parser("report", help="what a run was: its numbers, and a page of HTML with its curves")
-    parser.add_argument("log", type=Path, metavar="RUN", help="what `infinity train --log` wrote, or --json printed")
     parser.add_argument(
-        "--html", type=Path, metavar="OUT", help="the page (default: RUN with .html in place of .jsonl)"
+        "log", type=path_argument, metavar="RUN", help="what `infinity train --log` wrote, or --json printed"
     )
     parser.add_argument(
-        "--timeline", type=Path, metavar="FILE", help="what tiering.timeline wrote (default: what the run says)"
+        "--html", type=path_argument, metavar="OUT", help="the page (default: RUN with .html in place of .jsonl)"
+    )
+    parser.add_argument(
+        "--timeline",
+        type=path_argument,
+        metavar="FILE",
+        help="what tiering.timeline wrote (default: what the run says)",
     )
     parser.add_argument("--json", action="store_true", help="the numbers as one JSON object; no page without --html")
     parser.set_defaults(run=run)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infinity.cli.arguments import path_argument
 from infinity.config import format_size
 from infinity.errors import CheckpointError, ConfigError
 
@@ -51,7 +52,7 @@ def _add(
     text: str,
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    parser.add_argument("directory", type=Path, help="a path of tiering.nvme")
+    parser.add_argument("directory", type=path_argument, help="a path of tiering.nvme")
     parser.add_argument("--json", action="store_true", help="one JSON line on standard output")
     parser.set_defaults(run=run)
     return parser

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from infinity.cli.arguments import path_argument
 from infinity.cli.reporting.lanes import COLOURS
 from infinity.config import format_size
 from infinity.errors import ConfigError
@@ -20,9 +21,11 @@ _LABELLED_SHARE = 0.05  # of the width of the picture; on narrower phases the na
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = subparsers.add_parser("timeline", help="sum up and draw a timeline of training steps")
-    parser.add_argument("file", type=Path, metavar="FILE", help="what tiering.timeline wrote")
+    parser.add_argument("file", type=path_argument, metavar="FILE", help="what tiering.timeline wrote")
     parser.add_argument("--steps", type=_steps, metavar="FIRST[-LAST]", help="of these steps; all by default")
-    parser.add_argument("--png", type=Path, metavar="OUT", help="draw it; a few steps are enough for a picture")
+    parser.add_argument(
+        "--png", type=path_argument, metavar="OUT", help="draw it; a few steps are enough for a picture"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=run)
 

@@ -7,6 +7,7 @@ import math
 import sysconfig
 from pathlib import Path
 
+from infinity.cli.arguments import path_argument
 from infinity.cli.packages import needed_packages
 from infinity.errors import ConfigError
 
@@ -17,7 +18,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--model", default="gpt2", help="a size such as gpt2-xl or llama:1.3b, or a model directory")
     parser.add_argument(
         "--data",
-        type=Path,
+        type=path_argument,
         nargs="+",
         help="text files or directories (default: Python's own library), or .jsonl files with `text` or `messages`",
     )
@@ -25,13 +26,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--eval-split", type=float, metavar="SHARE", help="hold this share of the samples out, and evaluate on them"
     )
     parser.add_argument(
-        "--eval-data", type=Path, nargs="+", help="evaluate on these files, of the same kinds as --data"
+        "--eval-data", type=path_argument, nargs="+", help="evaluate on these files, of the same kinds as --data"
     )
     parser.add_argument("--eval-every", type=int, default=100, metavar="N", help="steps (default 100), and at the end")
     parser.add_argument(
         "--tokenizer", help="a tokenizer directory, or `bytes` (default: the model directory's, or else bytes)"
     )
-    parser.add_argument("--config", type=Path, required=True, help="a DeepSpeed-style JSON file")
+    parser.add_argument("--config", type=path_argument, required=True, help="a DeepSpeed-style JSON file")
     parser.add_argument("--steps", type=int, default=100, help="updates to train for, those before --resume included")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens in a sample")
     parser.add_argument(
@@ -40,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument("--lr", type=float, help="learning rate, instead of the JSON's or the checkpoint's")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the data")
-    parser.add_argument("--save-dir", type=Path, default=Path("checkpoints"), help="where checkpoints go")
+    parser.add_argument("--save-dir", type=path_argument, default=Path("checkpoints"), help="where checkpoints go")
     parser.add_argument(
         "--save-every",
         type=int,
@@ -56,7 +57,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--checkpoint-activations", action="store_true", help="keep the inputs of blocks only, and recompute the rest"
     )
-    parser.add_argument("--log", type=Path, metavar="FILE", help="append every step to it, for `infinity report`")
+    parser.add_argument(
+        "--log", type=path_argument, metavar="FILE", help="append every step to it, for `infinity report`"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON line a step on standard output")
     parser.set_defaults(run=run)
 

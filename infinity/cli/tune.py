@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from infinity.cli.arguments import duration_argument, size_argument
+from infinity.cli.arguments import duration_argument, path_argument, size_argument
 from infinity.cli.packages import needed_packages
 
 _KNOBS = ("placement", "state_format", "schedule", "tile", "aio", "batch", "memory")
@@ -20,9 +19,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "What a training computes stays: batch, optimizer, precision, exact state formats. Ctrl-C ends with the best "
         "so far; --resume goes on.",
     )
-    parser.add_argument("config", type=Path, help="configuration to begin with (JSON)")
+    parser.add_argument("config", type=path_argument, help="configuration to begin with (JSON)")
     parser.add_argument("--model", required=True, help="as `infinity train --model` takes it")
-    parser.add_argument("--out", type=Path, required=True, help="where the tuned configuration goes")
+    parser.add_argument("--out", type=path_argument, required=True, help="where the tuned configuration goes")
     parser.add_argument("--budget", type=duration_argument, default=300.0, help="time of the search (default 5m)")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens in a sample")
     parser.add_argument(
@@ -38,9 +37,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     limits.add_argument("--max-disk", type=size_argument, help="most that swap files may take")
     limits.add_argument("--keep", choices=_KNOBS, action="append", default=[], help="leave this as it is; repeatable")
     limits.add_argument("--allow-lossy", action="store_true", help="try state formats that round moments, too")
-    parser.add_argument("--profile", type=Path, help="what `infinity profile --output` wrote, in place of measuring")
+    parser.add_argument(
+        "--profile", type=path_argument, help="what `infinity profile --output` wrote, in place of measuring"
+    )
     parser.add_argument("--resume", action="store_true", help="go on with the search of this --out")
-    parser.add_argument("--html", type=Path, help="write a report with plots, one page, to this file")
+    parser.add_argument("--html", type=path_argument, help="write a report with plots, one page, to this file")
     parser.add_argument("--json", action="store_true", help="the report as one JSON object on standard output")
     parser.set_defaults(run=run)
 

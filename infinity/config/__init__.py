@@ -2,6 +2,7 @@
 
 from infinity.config.edit import edited
 from infinity.config.load import load_config, with_values
+from infinity.config.paths import expanded_path
 from infinity.config.read import read_json
 from infinity.config.resolve import default_tile_bytes
 from infinity.config.resolved import (
@@ -39,6 +40,7 @@ __all__ = [
     "edited",
     "format_size",
     "load_config",
+    "expanded_path",
     "parse_size",
     "read_json",
     "with_values",

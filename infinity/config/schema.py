@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from infinity.config.paths import expanded_path
 from infinity.config.sizes import parse_size
 from infinity.config.values import boolean
 
@@ -63,7 +64,7 @@ def _file_name(value: str) -> str:
         encoded = b""
     if not encoded or b"\0" in encoded:
         raise ValueError("it must be a path: not empty, without null characters, encodable")
-    return value
+    return expanded_path(value)
 
 
 def _log_path(value: str) -> str:

@@ -1,0 +1,31 @@
+"""Paths as people write them in files and commands."""
+
+from __future__ import annotations
+
+import os
+import re
+
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
+
+
+def expanded_path(text: str) -> str:
+    """The path with `~`, `~user`, `$NAME` and `${NAME}` replaced, as a shell does.
+
+    Raises:
+        ValueError: it is a URL or a path of Windows, or names a user or a variable that does not exist. Taken as they
+            are, all of these would make a directory of that name.
+    """
+    if _URL.match(text):
+        raise ValueError(f"{text} is a URL; it must be the path of a mounted filesystem, such as /local_nvme")
+    if _DRIVE.match(text):
+        raise ValueError(f"{text} is a path of Windows; under WSL its drive is mounted at /mnt/{text[0].lower()}")
+    expanded = os.path.expandvars(text)
+    missing = _VARIABLE.search(expanded)
+    if missing is not None:
+        raise ValueError(f"{text} names {missing[0]}, which is not set in the environment")
+    expanded = os.path.expanduser(expanded)  # noqa: PTH111  (a Path would raise, and drop what a URL repeats)
+    if expanded.startswith("~"):
+        raise ValueError(f"{text} names a user's home that does not exist; write ./{text} for a directory of that name")
+    return expanded
