@@ -430,14 +430,22 @@ def watch_memory(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
         patched(StableBuffer, name, "device memory is freed", lambda buffer: (buffer.address, buffer.nbytes))
     try_lease = Arena.try_lease
 
-    def checked_lease(self: Arena, nbytes: int) -> Lease | None:
-        lease = try_lease(self, nbytes)
+    def checked_lease(self: Arena, nbytes: int, *, at_end: bool = False) -> Lease | None:
+        lease = try_lease(self, nbytes, at_end=at_end)
         if lease is not None:
             watch.refuse(f"{nbytes} bytes are leased", lease.address, nbytes)
             ctypes.memset(lease.address, _POISON, nbytes)
         return lease
 
     monkeypatch.setattr(Arena, "try_lease", checked_lease)
+    move = Lease._move
+
+    def checked_move(self: Lease, address: int) -> None:
+        watch.refuse(f"{self.nbytes} leased bytes move", self.address, self.nbytes)
+        watch.refuse(f"{self.nbytes} leased bytes move here", address, self.nbytes)
+        move(self, address)
+
+    monkeypatch.setattr(Lease, "_move", checked_move)
 
 
 def watch_drives(monkeypatch: pytest.MonkeyPatch, watch: Watch, seed: int) -> None:
