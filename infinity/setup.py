@@ -22,6 +22,7 @@ from infinity.optim.kinds import ADAM, OptimizerKind, kind_from_config, kind_of
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.optim.schedule_classes import make_scheduler
 from infinity.optim.torch_schedules import is_factory, rebind
+from infinity.schedule.on_device import addresses_stay
 from infinity.telemetry.monitor import check_packages
 from infinity.tiers import AcceleratorLink, HostMemory, Link, accelerator
 from infinity.zero.adoption import RunFacts
@@ -108,7 +109,7 @@ def initialize(
     resolved = resolved if adapt is None else adapt(resolved)
     parts = model_parts(model, ranks)
     link = link or _default_link(device)
-    refuse_cuda_graphs(model, resolved, discrete=link.discrete)
+    refuse_cuda_graphs(model, fixed=addresses_stay(resolved, discrete=link.discrete))
     if trains is None:
         trains = optimizer is not None or resolved.optimizer is not None
     tiered, groups, facts = _agreed_optimizer(

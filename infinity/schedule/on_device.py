@@ -115,6 +115,13 @@ def _can_be_there(key: str, name: str, config: Config, *, discrete: bool, exact:
     return True
 
 
+def addresses_stay(config: Config, *, discrete: bool) -> bool:
+    """What kernels work on keeps its addresses on the device for the whole run; on the CPU that does not matter."""
+    zero = config.zero
+    offloads = zero.offload_param.device != "none" or zero.offload_optimizer.device != "none"
+    return not discrete or (zero.stage < 3 and not offloads)
+
+
 def promotion_order(numels: Sequence[int], first: Collection[int]) -> list[int]:
     """Units in the order in which they go to the device, see [Note: which units go to the device first].
 

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from infinity.config import Config
 from infinity.errors import ConfigError
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -48,15 +47,16 @@ def is_compiled(model: nn.Module) -> bool:
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 
-def refuse_cuda_graphs(model: nn.Module, config: Config, *, discrete: bool) -> None:
+def refuse_cuda_graphs(model: nn.Module, *, fixed: bool) -> None:
     """Refuse modules whose kernels replay at the addresses of their first run, where parameters come and go.
+
+    Args:
+        fixed: they do not.
 
     Raises:
         ConfigError: a module was compiled with CUDA graphs, and its states do not stay on the device.
     """
-    zero = config.zero
-    stay = zero.stage < 3 and zero.offload_param.device == zero.offload_optimizer.device == "none"
-    if stay or not discrete:
+    if fixed:
         return
     for name, module in model.named_modules():
         if _has_cuda_graphs(module._compiled_call_impl):

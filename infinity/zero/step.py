@@ -26,6 +26,7 @@ from infinity.errors import ConfigError, DivergedError, InfinityError, NonFinite
 from infinity.kernels import Rule
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.torch_schedules import advances_by_itself
+from infinity.schedule.on_device import addresses_stay
 from infinity.telemetry import StepStats
 from infinity.telemetry.monitor import Event, tier_costs, tier_peaks
 from infinity.zero.build import Runtime, make_gradients, open_activations
@@ -167,7 +168,7 @@ class Step:
         for block in blocks:
             block.compile(**how)
         try:
-            refuse_cuda_graphs(model, self._config, discrete=self._runtime.link.discrete)
+            refuse_cuda_graphs(model, fixed=addresses_stay(self._config, discrete=self._runtime.link.discrete))
         except ConfigError:
             for block in blocks:
                 block._compiled_call_impl = None
