@@ -306,12 +306,7 @@ class Shards:
 
     def by_block(self, sizes: Sequence[int]) -> list[int]:
         """Bytes of whole blocks, from those of their units."""
-        if not self.blocks:
-            return list(sizes)
-        found: dict[str, int] = {}
-        for block, size in zip(self.blocks, sizes, strict=True):
-            found[block] = found.get(block, 0) + size
-        return list(found.values())
+        return _by_block(sizes, self.blocks)
 
     @cached_property
     def below(self) -> list[int]:
@@ -466,6 +461,16 @@ class GradShare(NamedTuple):
     least: int = 0
     flowing: int = 0
     most: int = 0
+
+
+def _by_block(sizes: Sequence[int], blocks: Sequence[str]) -> list[int]:
+    """Bytes of whole blocks; without their names, each unit is one."""
+    if not blocks:
+        return list(sizes)
+    found: dict[str, int] = {}
+    for block, size in zip(blocks, sizes, strict=True):
+        found[block] = found.get(block, 0) + size
+    return list(found.values())
 
 
 def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, there: bool = False) -> GradShare:
@@ -633,7 +638,9 @@ def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: Memory
         if rules.recovers_grads:
             grads = _with_most_slots(shards.grad_sizes, shards.standing, split.grads_bytes)
         else:
-            grads = place_gradients(shards.grad_sizes, shards.standing, split.grads_bytes, spills=rules.spills_grads)
+            grads = place_gradients(
+                shards.grad_sizes, shards.standing, split.grads_bytes, spills=rules.spills_grads, blocks=shards.blocks
+            )
         # Of states at home in host memory, the share is all.
         stay = resident_tiles(shards.below, shards.tile_numel, shards.tile_bytes, split.states_bytes)
     homes_bytes = split.homes_bytes - param_bytes(rules, specs).staging
@@ -775,12 +782,20 @@ def _with_most_slots(sizes: Sequence[int], standing: Collection[int], capacity_b
     return GradHomes(tuple(sorted(own)), tuple(unit for unit in others if unit not in own), max(1, slots_beside(alone)))
 
 
-def place_gradients(sizes: Sequence[int], standing: Collection[int], capacity_bytes: int, *, spills: bool) -> GradHomes:
+def place_gradients(
+    sizes: Sequence[int],
+    standing: Collection[int],
+    capacity_bytes: int,
+    *,
+    spills: bool,
+    blocks: Sequence[str] = (),
+) -> GradHomes:
     """Divide units with gradients of these sizes among the homes.
 
     Args:
         standing: units whose gradients stay open while those of others come and go.
         spills: all gradients are to be held, those that do not fit on the drive.
+        blocks: name of the block that each unit is a part of: all of its units may be open at once.
     """
     if sum(sizes) <= capacity_bytes:
         return GradHomes(tuple(range(len(sizes))))
@@ -788,7 +803,9 @@ def place_gradients(sizes: Sequence[int], standing: Collection[int], capacity_by
     spare = capacity_bytes - sum(sizes[unit] for unit in standing)
     if not spills:  # the largest other unit would seldom find so much in one piece, if two more have room beside it
         by_size = sorted(others, key=sizes.__getitem__, reverse=True)
+        rest = [0 if unit in (*standing, *by_size[:1]) else size for unit, size in enumerate(sizes)]
         fits = sum(sizes[unit] for unit in by_size[:3]) <= spare
+        fits = fits and sizes[by_size[0]] + max(_by_block(rest, blocks)) <= spare
         return GradHomes((*standing, *by_size[: int(fits)]))
     largest = max(sizes[unit] for unit in others)
     slots = max(1, min(_SPILL_SLOTS, spare // largest))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -243,20 +243,23 @@ class Gradients:
         stats = () if total is None else total.stats.values()
         return all(isinstance(each, GradStats) or (each is not None and not self._parts.shares) for each in stats)
 
-    def sum_sq(self, unit: int) -> float:
-        """What the unit's gradients, or this rank's shard of them, contribute to the square of the norm."""
-        return math.fsum(stats.sum_sq for stats in self._stats(unit))
+    def sums_sq(self, unit: int) -> list[float]:
+        """What each of the unit's gradients, or this rank's shard of it, contributes to the square of the norm."""
+        return [stats.sum_sq for stats in self._stats(unit)]
 
     def norm(self) -> float:
         """Euclidean norm over all gradients of the step; NaN if one of them is not finite."""
         units = self.units_with_gradients()
         finite = all(self._is_finite_here(unit) for unit in units)
-        return self.norm_of(math.fsum(self.sum_sq(unit) for unit in units) if finite else math.nan)
+        return self.norm_of([each for unit in units for each in self.sums_sq(unit)] if finite else [math.nan])
 
-    def norm_of(self, sum_sq: float) -> float:
-        """The norm over all ranks' shards and the model's parts, of a sum over this rank's."""
+    def norm_of(self, sums_sq: Iterable[float]) -> float:
+        """The norm over all ranks' shards and the model's parts, of this rank's.
+
+        Their sum is rounded once, so that neither the order of units nor where blocks are cut changes it.
+        """
         with self._source.agreeing():
-            return math.sqrt(self._parts.ranks.sum(self._source.groups.sharing.sum(sum_sq)))
+            return math.sqrt(self._parts.ranks.sum(self._source.groups.sharing.sum(math.fsum(sums_sq))))
 
     # Looks from outside #
 

@@ -81,7 +81,7 @@ class Updates:
         self._schedule = schedule
         self._max_norm = max_norm
         self._losses = losses
-        self._sum_sq = 0.0  # of the units that `backward` has handed over in this step
+        self._sums_sq: list[float] = []  # of the units that `backward` has handed over in this step
         self._due: dict[int, None] = {}  # units whose gradients are final, and may still be on their way to the host
         self._asked: dict[int, Vote] = {}  # those that have come, while the ranks find out whether they are finite
         self._finals: list[int] = []
@@ -203,7 +203,7 @@ class Updates:
                 "deferred, which skips such a step"
             )
         self._finals.append(unit)
-        self._sum_sq += self._gradients.sum_sq(unit)
+        self._sums_sq += self._gradients.sums_sq(unit)
         self._update(unit, self._segments(self._partition.units[unit], 1.0))
 
     def add(self, addend: Addend) -> bool:
@@ -276,7 +276,7 @@ class Updates:
             self._add_below(addend)
         if self._schedule is UpdateSchedule.BACKWARD:
             self._all_final()
-            norm, self._sum_sq = self._gradients.norm_of(self._sum_sq), 0.0
+            norm, self._sums_sq = self._gradients.norm_of(self._sums_sq), []
             return StepOutcome(norm, skipped=False)
         loss_scale = self._losses.loss_scale.value
         self._await_gradients()
@@ -302,7 +302,7 @@ class Updates:
         """Wait for the gradients as they come; what has been updated ahead meanwhile goes up."""
         if self._executor.awaits_updates:
             for unit in reversed(self._gradients.units_with_gradients()):
-                self._gradients.sum_sq(unit)
+                self._gradients.sums_sq(unit)
                 self._executor.settle()
 
     def _update_all(self, scale: float) -> None:

@@ -107,9 +107,11 @@ class Torch:
         self.model = Blocks()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, eps=EPS, weight_decay=DECAY)
         self.micro_steps = 0
+        self.uncounted = 0  # micro-batches before a failed backward pass: run again, or left out by zero_grad
         self.saved: Any = None
 
     def backward(self, x: torch.Tensor) -> None:
+        self.uncounted = 0
         (self.model(x) / self.case.accumulation).backward()
 
     def step(self) -> None:
@@ -124,7 +126,15 @@ class Torch:
     def drop_step(self) -> None:
         """What a failed backward pass leaves of a step."""
         self.optimizer.zero_grad()
-        self.micro_steps -= self.micro_steps % self.case.accumulation
+        earlier = self.micro_steps % self.case.accumulation
+        self.micro_steps -= earlier
+        self.uncounted = earlier  # a backward pass that began has run the step again
+
+    def zero_grad(self) -> None:
+        """The step ends where it would have."""
+        self.optimizer.zero_grad()
+        self.micro_steps += self.uncounted
+        self.uncounted = 0
 
 
 class DifferenceError(AssertionError):
@@ -243,8 +253,12 @@ def evaluate_past_the_engine(run: Run) -> None:
 
 @door
 def zero_grad(run: Run) -> None:
-    run.random.choice([run.engine, run.engine.optimizer, run.engine.module]).zero_grad()
-    run.torch.optimizer.zero_grad()
+    chosen = run.random.choice([run.engine, run.engine.optimizer, run.engine.module])
+    chosen.zero_grad()
+    if chosen is run.engine.module:  # after a failed backward pass it has no gradients, and the engine does not see it
+        run.torch.optimizer.zero_grad()
+    else:
+        run.torch.zero_grad()
 
 
 @door
@@ -399,9 +413,10 @@ def _fails_in_backward(run: Run, error: type[BaseException]) -> None:
                 run.engine.backward(loss)
     finally:
         run.engine.module.fails = None
+    run.torch.drop_step()
     if by_hand:
         run.engine.zero_grad()
-    run.torch.drop_step()
+        run.torch.zero_grad()
 
 
 @door

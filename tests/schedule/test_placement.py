@@ -240,6 +240,22 @@ def test_replicas_add_up_once_a_step_as_far_as_sums_have_room() -> None:
     assert summed_once(rules(3, ranks=4, steps=2), shards, 140) == {}, "all ranks share"
 
 
+@given(
+    blocks=st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=5), min_size=2, max_size=5),
+    standing=st.integers(0, 40),
+    spare=st.integers(0, 60),
+)
+def test_gradients_of_a_whole_block_always_have_room(blocks, standing, spare) -> None:
+    """In the least budget and in any above: its units may be open all at once."""
+    sizes = [standing, *(size for block in blocks for size in block)]
+    names = ["alone", *(str(index) for index, block in enumerate(blocks) for _ in block)]
+    capacity = standing + max(map(sum, blocks)) + spare
+    own = set(place_gradients(sizes, [0], capacity, spills=False, blocks=names).own)
+    shared = capacity - sum(sizes[unit] for unit in own)
+    for name in set(names):
+        assert sum(size for unit, size in enumerate(sizes) if names[unit] == name and unit not in own) <= shared
+
+
 def test_gradients_that_stand_never_spill() -> None:
     choice = place_gradients([50, 10, 10, 10, 10], [0], 50 + 2 * 10, spills=True)
     assert choice.own == (0,)
