@@ -391,6 +391,7 @@ class Engine(Accessors):
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies of the newest values in compute dtype in host memory, in the model's order, on all ranks together.
 
+        Parameters that are integers or other codes have their own dtype.
         At most a unit is read ahead. Where a parameter has a gradient, its copy has what stands in for one: every use
         of it raises.
         """

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.codes import CodeSums
 from infinity.checkpoint.extra import Parts, apply_extra, check_extra, collect_extra
 from infinity.checkpoint.save import serialise
 from infinity.errors import CheckpointError, InfinityError, RankError
@@ -86,6 +87,7 @@ class Commits:
         self._runtime = runtime
         self._step = step
         self._run = run
+        self._code_sums = CodeSums(model)
         self._slots = runtime.swap.slots
         self._due: _Due | None = None
         self._told = 0  # commits of these processes
@@ -129,6 +131,7 @@ class Commits:
         step = self._step
         loss_scale, client = step.losses.loss_scale, dict(self.client_state())
         extra = collect_extra(self._model, self._optimizer, step.lr_scheduler, loss_scale, client)
+        extra["code_sums"] = self._code_sums.now()
         state = {"counters": asdict(step.counts), "steps": dict(step.updates.steps), "time_s": time.time()}
         return _Due(state, serialise(extra))
 
@@ -232,6 +235,7 @@ class Commits:
         def check() -> None:
             extra.update(_read(path, generation.extra))
             check_extra(path, extra, self._model, self._optimizer, step.lr_scheduler, Parts())
+            self._check_codes(path, extra.get("code_sums", {}))
 
         ranks.each(check, "resuming: what came with the step")
         try:
@@ -246,6 +250,19 @@ class Commits:
             raise
         self._slots.forget_found()
         return path, extra["client_state"]
+
+    def _check_codes(self, path: Path, saved: Any) -> None:
+        """A step does not keep codes, which never change: the model must have been built with the same ones."""
+        here = self._code_sums.now()
+        if saved == here:
+            return
+        if not isinstance(saved, dict):
+            raise CheckpointError(f"{path} is damaged: its `code_sums` are a {type(saved).__name__}")
+        name = min(name for name in here.keys() | saved.keys() if here.get(name) != saved.get(name))
+        raise CheckpointError(
+            f"parameter `{name}` has other codes than the run of {path} was trained with, which a step does not keep: "
+            "build the model with the same ones"
+        )
 
     def end(self) -> None:
         """The run is over: nobody is to go on from its last step, whose files go with the engine."""

@@ -12,16 +12,19 @@ from pathlib import Path
 import torch
 
 from infinity.checkpoint.blocks import Staging
+from infinity.checkpoint.codes import write_codes
 from infinity.checkpoint.directory import check_tag, latest_tag, replacing, restore_interrupted
 from infinity.checkpoint.extra import read_extra
 from infinity.checkpoint.files import read_plain, write_file
 from infinity.checkpoint.format import (
+    CODE_FIELD,
     EXTRA,
     FROZEN_FIELD,
     MANIFEST,
     MASTER,
     Manifest,
     check_replaceable,
+    code_params,
     read_manifest,
     trained_params,
 )
@@ -86,6 +89,7 @@ def convert(
         Staging() as staging,
     ):
         converted = conversion.write(directory, reader, staging)
+        converted |= _codes_again(directory, manifest, reader)
         write_file(directory / EXTRA, read_plain(path / EXTRA))
         new = replace(manifest, state_format=layout.format, tensors=converted, ranks=ranks)
         write_file(directory / MANIFEST, new.to_bytes())
@@ -133,6 +137,17 @@ def checkpoint_at(source: Path, tag: str | None = None) -> Path:
     if tag is None:
         raise CheckpointError(f"{source} is no checkpoint, and no directory of checkpoints")
     return source / tag
+
+
+def _codes_again(directory: Path, manifest: Manifest, reader: StoredReader) -> dict[str, StoredTensor]:
+    """Codes are the same in every format, and whole for all ranks."""
+    stored = code_params(manifest.tensors)
+    specs = {name: (tensor.torch_dtype, tensor.shape) for name, tensor in stored.items()}
+
+    def value(name: str) -> torch.Tensor:
+        return reader.read(f"{CODE_FIELD}.{name}", 0, stored[name].numel)
+
+    return write_codes(directory, specs, value, lambda: None)
 
 
 def _whole(tensor: StoredTensor) -> str:

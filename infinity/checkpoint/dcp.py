@@ -40,13 +40,23 @@ from infinity.checkpoint.conversion import Progress, checkpoint_at
 from infinity.checkpoint.directory import check_tag, make_directory, writing
 from infinity.checkpoint.extra import read_extra
 from infinity.checkpoint.files import is_file_name, read_plain
-from infinity.checkpoint.format import EXTRA, FROZEN_FIELD, MASTER, Manifest, frozen_params, trained_params
+from infinity.checkpoint.format import (
+    CODE_FIELD,
+    EXTRA,
+    FROZEN_FIELD,
+    MASTER,
+    Manifest,
+    code_params,
+    frozen_params,
+    trained_params,
+)
 from infinity.checkpoint.imported import Foreign, ForeignParam, plain_extra, write_imported
 from infinity.checkpoint.inspection import verify
 from infinity.checkpoint.pickles import stranger
 from infinity.checkpoint.stored import StoredReader
 from infinity.errors import CheckpointError, InfinityError
 from infinity.optim.formats import layout_with_moments
+from infinity.zero.model_parts import is_code
 
 METADATA = ".metadata"
 _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
@@ -108,6 +118,8 @@ class _Content:
         self._values[_EXTRA] = _bytes_of(stored)
         for name in frozen_params(manifest.tensors):
             self._stored[f"model.{name}"] = f"{FROZEN_FIELD}.{name}"
+        for name in code_params(manifest.tensors):
+            self._stored[f"model.{name}"] = f"{CODE_FIELD}.{name}"
         for name in trained_params(manifest.tensors):
             self._stored[f"model.{name}"] = f"{MASTER.name}.{name}"
             for field in manifest.layout.moment_fields:
@@ -449,7 +461,9 @@ class _Incoming:
                 continue
             shape = tuple(found.size)
             if name not in states:
-                if not self._is_tied(key, [f"{before}{other}" for other in states]):
+                if is_code(found.properties.dtype):
+                    yield ForeignParam(name, shape, _Stored(self, key), dtype=found.properties.dtype)
+                elif not self._is_tied(key, [f"{before}{other}" for other in states]):
                     yield ForeignParam(name, shape, _Stored(self, key))
                 continue
             moments = {}

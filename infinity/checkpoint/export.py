@@ -71,13 +71,14 @@ def export_16bit(
         raise ConfigError(f"max_shard_size: {error}") from error
     compute = runtime.layout.param_dtype
     dtype = compute if compute.itemsize == 2 else torch.bfloat16
-    beside = persistent_buffers(model) | (codes(model) if frozen else {})
+    buffers = persistent_buffers(model)
     slots = [slot for unit in runtime.partition.units for slot in unit.slots]
     specs = {slot.name: (dtype, slot.shape) for slot in slots if frozen or slot.trainable}
+    specs |= {name: (value.dtype, tuple(value.shape)) for name, value in codes(model).items() if frozen}
     specs |= {
-        name: (dtype if has_numbers(value) else value.dtype, tuple(value.shape)) for name, value in beside.items()
+        name: (dtype if has_numbers(value) else value.dtype, tuple(value.shape)) for name, value in buffers.items()
     }
-    values = chain(parameters, beside.items())
+    values = chain(parameters, buffers.items())
 
     def write() -> None:
         wanted = ((name, value) for name, value in values if name in specs)

@@ -19,8 +19,6 @@ from infinity.errors import CheckpointError, InfinityError
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.tiers import accelerator
-from infinity.zero.model_parts import is_distributed
-from infinity.zero.outside_units import codes
 
 _log = logging.getLogger(__name__)
 
@@ -46,16 +44,9 @@ def collect_extra(
     lr_scheduler: Any | None,
     loss_scale: LossScale,
     client_state: Mapping[str, Any],
-    *,
-    with_codes: bool = False,
 ) -> dict[str, Any]:
-    """What `apply_extra` needs to go on, as tensors and plain values.
-
-    Args:
-        with_codes: also frozen parameters that are integers or other codes, which are in no unit.
-    """
+    """What `apply_extra` needs to go on, as tensors and plain values."""
     return {
-        "codes": _codes_here(module) if with_codes else None,
         "optimizer": optimizer.state_dict(),
         "lr_scheduler": None if lr_scheduler is None else _schedule_state(lr_scheduler),
         "loss_scale": loss_scale.state_dict(),
@@ -118,7 +109,6 @@ def check_extra(
     if parts.lr_scheduler:
         _check_schedule(path, extra.get("lr_scheduler"), lr_scheduler)
     _check_buffers(path, extra["buffers"], module)
-    _check_codes(path, extra.get("codes"), module)
     of_ranks = extra.get("rng_of_ranks", [])
     of_first = [] if _is_imported("rng", extra) else [extra["rng"]]
     for states in (*of_first, *(of_ranks if isinstance(of_ranks, list) else [None])):
@@ -149,8 +139,6 @@ def apply_extra(
         with torch.no_grad():
             for name, value in extra["buffers"].items():
                 module.get_buffer(name).copy_(value)  # in the dtype that this run keeps it in
-            for name, value in (extra.get("codes") or {}).items():
-                module.get_parameter(name).copy_(value)
         if parts.progress:
             loss_scale.load_state_dict(extra["loss_scale"])
             states = extra.get("rng_of_ranks", [])
@@ -219,30 +207,6 @@ def _check_buffers(path: Path, saved: Mapping[str, Any], module: nn.Module) -> N
             raise CheckpointError(
                 f"{path} has buffer {name} in shape {shape}; the model has {tuple(buffers[name].shape)}"
             )
-
-
-def _codes_here(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Codes of which this process has the whole."""
-    return {name: values for name, values in codes(model).items() if not is_distributed(values)}
-
-
-def _check_codes(path: Path, saved: Any, module: nn.Module) -> None:
-    here = _codes_here(module)
-    if saved is None:
-        if here:
-            _log.warning("%s was saved without `%s` and others like it: they keep this model's values", path, min(here))
-        return
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"{path} is damaged: its `codes` are a {type(saved).__name__}")
-    if saved.keys() != here.keys():
-        name = min(saved.keys() ^ here.keys())
-        side = "the model has not" if name in saved else "the checkpoint has not"
-        raise CheckpointError(f"{path}: parameter `{name}` is one that {side}; it is of another model")
-    for name, value in saved.items():
-        if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (here[name].shape, here[name].dtype):
-            is_now = f"{tuple(here[name].shape)} of {here[name].dtype}"
-            was = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise CheckpointError(f"{path} has parameter `{name}` as {was}; the model has {is_now}")
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

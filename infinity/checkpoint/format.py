@@ -1,7 +1,7 @@
 """What a checkpoint says of itself. docs/checkpoints.md is the specification; this and `tensors.py` are its code.
 
 A trainable parameter `w` has `master.w`, float32, and the moments of its optimizer in the dtypes of the state format;
-a frozen one has `param.w` in the compute dtype.
+a frozen one has `param.w` in the compute dtype, or `code.w` in its own if it is integers or other codes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ MANIFEST = "manifest.json"
 EXTRA = "extra.pt"
 MASTER = StateField("master", torch.float32)
 FROZEN_FIELD = "param"
+CODE_FIELD = "code"
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps")
 _MAX_COUNT = 1 << 62
@@ -132,6 +133,12 @@ def frozen_params(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, .
     return {key.removeprefix(prefix): entry.shape for key, entry in tensors.items() if key.startswith(prefix)}
 
 
+def code_params(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Every parameter that is integers or other codes, by name."""
+    prefix = f"{CODE_FIELD}."
+    return {key.removeprefix(prefix): entry for key, entry in tensors.items() if key.startswith(prefix)}
+
+
 def read_manifest(directory: Path) -> Manifest:
     """Read and check a manifest.
 
@@ -231,7 +238,7 @@ def _check_complete(manifest: Manifest) -> None:
         fields = stored_fields(manifest.layout)
     except ConfigError as error:
         raise ValueError(str(error)) from error
-    left = {key for key in manifest.tensors if not key.startswith(f"{FROZEN_FIELD}.")}
+    left = {key for key in manifest.tensors if not key.startswith((f"{FROZEN_FIELD}.", f"{CODE_FIELD}."))}
     for name, shape in trained_params(manifest.tensors).items():
         for field in fields:
             entry = manifest.tensors.get(f"{field.name}.{name}")

@@ -16,11 +16,12 @@ from infinity.checkpoint.blocks import Staging
 from infinity.checkpoint.conversion import Progress
 from infinity.checkpoint.directory import replacing
 from infinity.checkpoint.files import write_file
-from infinity.checkpoint.format import EXTRA, FROZEN_FIELD, MANIFEST, MASTER, Manifest, check_replaceable
+from infinity.checkpoint.format import CODE_FIELD, EXTRA, FROZEN_FIELD, MANIFEST, MASTER, Manifest, check_replaceable
 from infinity.checkpoint.save import serialise
 from infinity.checkpoint.stored import StoredTensor, TensorPart
 from infinity.checkpoint.tensors import TensorFile
 from infinity.optim.formats import layout_with_moments
+from infinity.zero.model_parts import is_code
 
 _CHUNK = 1 << 20  # elements that are in memory at once
 _FILE_BYTES = 1 << 30  # at which another file begins
@@ -71,6 +72,7 @@ class ForeignParam:
         values: its master if it is trained.
         moments: by name; None if it is frozen.
         step: updates that it has had.
+        dtype: in which they are stored: float32, unless they are integers or other codes.
     """
 
     name: str
@@ -78,6 +80,7 @@ class ForeignParam:
     values: Values
     moments: Mapping[str, Values] | None = None
     step: int = 0
+    dtype: torch.dtype = MASTER.dtype
 
     @property
     def numel(self) -> int:
@@ -85,6 +88,8 @@ class ForeignParam:
 
     def tensors(self) -> dict[str, Values]:
         """What is stored of it, by key."""
+        if is_code(self.dtype):
+            return {f"{CODE_FIELD}.{self.name}": self.values}
         if self.moments is None:
             return {f"{FROZEN_FIELD}.{self.name}": self.values}
         return {f"{MASTER.name}.{self.name}": self.values} | {
@@ -182,12 +187,12 @@ def _files(params: Sequence[ForeignParam]) -> list[list[ForeignParam]]:
 
 def _write_file(path: Path, params: Sequence[ForeignParam], staging: Staging) -> dict[str, StoredTensor]:
     keys = {key: param for param in params for key in param.tensors()}
-    file = TensorFile(path, {key: (torch.float32, param.shape) for key, param in keys.items()}, staging)
+    file = TensorFile(path, {key: (param.dtype, param.shape) for key, param in keys.items()}, staging)
     try:
         for param in params:
             for key, values in param.tensors().items():
                 for start in range(0, param.numel, _CHUNK):
-                    file.write(key, values.read(start, min(start + _CHUNK, param.numel)).float())
+                    file.write(key, values.read(start, min(start + _CHUNK, param.numel)).to(param.dtype))
     except BaseException:
         file.abandon()
         raise

@@ -14,11 +14,13 @@ from infinity.checkpoint.directory import latest_tag, tags
 from infinity.checkpoint.export import write_model
 from infinity.checkpoint.extra import read_extra
 from infinity.checkpoint.format import (
+    CODE_FIELD,
     EXTRA,
     FROZEN_FIELD,
     MANIFEST,
     MASTER,
     Manifest,
+    code_params,
     frozen_params,
     read_manifest,
     trained_params,
@@ -111,22 +113,24 @@ def export_weights(source: Path, target: Path, *, dtype: torch.dtype = torch.bfl
     """
     path = checkpoint_at(source, tag)
     manifest = verify(source, tag)
-    extra = read_extra(path, manifest)
-    beside: dict[str, torch.Tensor] = extra["buffers"] | (extra.get("codes") or {})
+    buffers: dict[str, torch.Tensor] = read_extra(path, manifest)["buffers"]
+    coded = code_params(manifest.tensors)
     keys = {name: f"{MASTER.name}.{name}" for name in trained_params(manifest.tensors)}
     keys |= {name: f"{FROZEN_FIELD}.{name}" for name in frozen_params(manifest.tensors)}
     if not keys:
         raise CheckpointError(f"{path} has no weights")
     specs = {name: (dtype, manifest.tensors[key].shape) for name, key in keys.items()}
+    specs |= {name: (stored.torch_dtype, stored.shape) for name, stored in coded.items()}
     specs |= {
-        name: (dtype if has_numbers(value) else value.dtype, tuple(value.shape)) for name, value in beside.items()
+        name: (dtype if has_numbers(value) else value.dtype, tuple(value.shape)) for name, value in buffers.items()
     }
+    keys |= {name: f"{CODE_FIELD}.{name}" for name in coded}
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         with StoredReader(path, manifest.tensors) as reader:
             for name, key in keys.items():
                 yield name, reader.read(key, 0, manifest.tensors[key].numel)
-        yield from beside.items()
+        yield from buffers.items()
 
     write_model(target, nn.Module(), values(), specs, dtype=dtype, shard_bytes=_SHARD_BYTES)
     return target

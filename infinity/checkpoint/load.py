@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 
+from infinity.checkpoint.codes import Codes, check_codes, load_codes
 from infinity.checkpoint.conversion import moments_of
 from infinity.checkpoint.directory import restore_interrupted
 from infinity.checkpoint.extra import read_extra
 from infinity.checkpoint.find import Found, find_checkpoint
 from infinity.checkpoint.fit import check_fit
 from infinity.checkpoint.format import (
+    CODE_FIELD,
     FROZEN_FIELD,
     MASTER,
     Manifest,
+    code_params,
     frozen_params,
     parse_manifest,
     read_manifest_bytes,
@@ -54,6 +57,7 @@ def open_checkpoint(
     runtime: Runtime,
     run: Run,
     *,
+    codes: Codes,
     moments: bool = True,
     strict_model: bool = True,
     all_weights: bool = True,
@@ -67,9 +71,9 @@ def open_checkpoint(
     Args:
         tag: None for the one that was saved last; if that is damaged, for the newest one that is whole.
         run: of the model that is to be loaded into.
-        moments: what `load_tensors` will be given.
+        codes, moments: what `load_tensors` will be given.
         strict_model: refuse what another model of the same parameters saved.
-        all_weights: refuse one without values for some frozen parameters, which else keep theirs.
+        all_weights: refuse one without values for some frozen parameters or codes, which else keep theirs.
         check: looks at what came with the tensors, and raises a CheckpointError if it does not fit.
 
     Returns:
@@ -88,7 +92,7 @@ def open_checkpoint(
                 raise next(iter(damaged.values()))
             return None
         path, manifest = directory / found.tag, parse_manifest(directory / found.tag, found.manifest)
-        _check_fit_once(path, manifest, runtime, run, moments, strict_model, all_weights)
+        _check_fit_once(path, manifest, runtime, run, codes, moments, strict_model, all_weights)
         try:
             loaded = _verify(path, found, manifest, runtime, moments=moments)
         except CheckpointError as error:
@@ -101,14 +105,22 @@ def open_checkpoint(
 
 
 def _check_fit_once(
-    path: Path, manifest: Manifest, runtime: Runtime, run: Run, moments: bool, strict_model: bool, all_weights: bool
+    path: Path,
+    manifest: Manifest,
+    runtime: Runtime,
+    run: Run,
+    codes: Codes,
+    moments: bool,
+    strict_model: bool,
+    all_weights: bool,
 ) -> None:
     """The ranks have one model and one manifest, so one of them looks."""
-    runtime.ranks.on_rank_0(
-        lambda: check_fit(
-            path, manifest, runtime, run, moments=moments, strict_model=strict_model, all_weights=all_weights
-        )
-    )
+
+    def look() -> None:
+        check_fit(path, manifest, runtime, run, moments=moments, strict_model=strict_model, all_weights=all_weights)
+        check_codes(path, manifest, codes, all_of_them=all_weights)
+
+    runtime.ranks.on_rank_0(look)
 
 
 def _verify(path: Path, found: Found, manifest: Manifest, runtime: Runtime, *, moments: bool) -> Loaded:
@@ -147,6 +159,7 @@ def _check_own(path: Path, manifest: Manifest, runtime: Runtime, *, moments: boo
         for part in runtime.partition.parts(unit)
         for slice_ in _slices(part, manifest, moments=moments)
     ]
+    slices += [(f"{CODE_FIELD}.{name}", 0, stored.numel) for name, stored in code_params(manifest.tensors).items()]
     threads = _CHECK_THREADS // ranks.neighbours
     check_slices(path, manifest.tensors, slices, threads=threads, progress=lambda nbytes: ranks.progress())
     return manifest.tensors
@@ -165,10 +178,11 @@ def _slices(part: SlotPart, manifest: Manifest, *, moments: bool) -> Iterator[tu
             yield f"{field.name}.{name}", begin // field.block, field.length(stop - begin)
 
 
-def load_tensors(loaded: Loaded, runtime: Runtime, *, moments: bool = True) -> None:
+def load_tensors(loaded: Loaded, runtime: Runtime, codes: Codes, *, moments: bool = True) -> None:
     """Read the parameters of a checkpoint into the tiers; no update may be pending. All ranks call this together.
 
     Args:
+        codes: the model's own, which get the checkpoint's values.
         moments: also the optimizer's moments, converted if they were saved in another state format; otherwise they
             become zero.
 
@@ -182,6 +196,7 @@ def load_tensors(loaded: Loaded, runtime: Runtime, *, moments: bool = True) -> N
             source = _Source.of(reader, loaded.manifest, moments=moments)
             for unit in runtime.partition.units:
                 _load_unit(unit, source, runtime)
+            load_codes(reader, loaded.manifest, codes)
 
     try:
         runtime.ranks.each(load, "loading: the tensors")

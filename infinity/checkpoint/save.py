@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 
+from infinity.checkpoint.codes import Codes, write_codes
 from infinity.checkpoint.directory import Replacement, latest_tag, make_directory, remove, tags, writing
 from infinity.checkpoint.files import write_file
 from infinity.checkpoint.format import EXTRA, MANIFEST, Manifest, check_replaceable, read_manifest
 from infinity.checkpoint.runs import Run
 from infinity.checkpoint.shards import WrittenPart, assemble
+from infinity.checkpoint.stored import StoredTensor
 from infinity.errors import CheckpointError
 from infinity.zero.build import Runtime
 from infinity.zero.shared_directory import directory_leaders
@@ -38,7 +40,7 @@ class Options:
 
     Attributes:
         mark_latest: make it the one that is loaded by default.
-        frozen: write frozen parameters, too.
+        frozen: write frozen parameters and codes, too.
         keep_last: remove all but this many of the run's checkpoints in the directory; None keeps all.
     """
 
@@ -80,6 +82,7 @@ class Saving:
         self._options = options
         self._new = Replacement(directory, tag, mark_latest=options.mark_latest)
         self._content = b""
+        self._codes: dict[str, StoredTensor] = {}
         self._leads = False
 
     @property
@@ -87,16 +90,17 @@ class Saving:
         """Directory for this rank's shards."""
         return self._new.path
 
-    def begin(self, extra: Mapping[str, Any]) -> None:
-        """Take the directory.
+    def begin(self, extra: Mapping[str, Any], codes: Codes) -> None:
+        """Take the directory, and write into it what no unit holds.
 
         Args:
             extra: schedules, random states and the client's state: tensors and plain values only. Rank 0's counts.
+            codes: parameters that are integers or other codes, as they are now.
 
         Raises:
             StorageError: the directory cannot be written.
-            CheckpointError: `extra` has something that could not be loaded safely, another run saves in this directory,
-                or what has the tag's name is no checkpoint.
+            CheckpointError: `extra` or `codes` have something that could not be loaded safely, another run saves in
+                this directory, or what has the tag's name is no checkpoint.
         """
         ranks, directory = self._runtime.ranks, self._directory
         with writing(self.path):
@@ -104,6 +108,7 @@ class Saving:
             self._content = ranks.each(lambda: _begin(directory, given), "saving: the beginning")[0]
             self._leads = directory_leaders(ranks, directory)[ranks.rank] == ranks.rank
             self._on_leaders(lambda: _take(self._new, self.path, self._run), "saving: the directory")
+            self._on_leaders(lambda: self._write_codes(codes), "saving: the codes")
 
     def finish(self, write: Callable[[], list[WrittenPart]]) -> Path:
         """Have the checkpoint be there.
@@ -138,6 +143,10 @@ class Saving:
         """Where ranks share a directory, one of them acts."""
         self._runtime.ranks.each(lambda: action() if self._leads else None, what)
 
+    def _write_codes(self, codes: Codes) -> None:
+        specs = {name: (value.dtype, tuple(value.shape)) for name, value in codes.items()}
+        self._codes = write_codes(self._new.path, specs, codes.__getitem__, self._runtime.ranks.progress)
+
     def _complete(self, written: list[list[WrittenPart]]) -> None:
         """Write what says that the shards are a checkpoint."""
         layout, run = self._runtime.layout, self._run
@@ -145,7 +154,7 @@ class Saving:
         manifest = Manifest(
             state_format=layout.format,
             moments=(layout.first, layout.second),
-            tensors=tensors,
+            tensors=tensors | self._codes,
             steps=self._steps,
             counters=self._counters,
             extra_crc=zlib.crc32(self._content),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.background import BackgroundSave
+from infinity.checkpoint.codes import codes_of
 from infinity.checkpoint.commits import ClientState, Commits
 from infinity.checkpoint.export import export_16bit
 from infinity.checkpoint.extra import Parts, apply_extra, check_extra, collect_extra
@@ -60,10 +61,7 @@ class Session:
         """See `Engine.save_checkpoint`."""
         self._begin("save_checkpoint")
         step, ranks, runtime = self._step, self._runtime.ranks, self._runtime
-        loss_scale = step.losses.loss_scale
-        extra = collect_extra(
-            self._model, self._optimizer, step.lr_scheduler, loss_scale, client_state, with_codes=options.frozen
-        )
+        extra = collect_extra(self._model, self._optimizer, step.lr_scheduler, step.losses.loss_scale, client_state)
         tag = tag or f"global_step{step.counts.global_steps}"
         of_ranks = ranks.of_all((extra["rng"], self._run.id, tag))
         extra["rng_of_ranks"] = [states for states, _, _ in of_ranks]
@@ -82,7 +80,7 @@ class Session:
         )
         with ExitStack() as undo, runtime.counters.aside("save_checkpoint"):
             undo.callback(saving.close)
-            saving.begin(extra)
+            saving.begin(extra, codes_of(self._model) if options.frozen else {})
             if blocking or runtime.states.some_are_there:  # which no worker updates
                 return saving.finish(lambda: write_shards(saving.shards, runtime, frozen=options.frozen))
             self._background = BackgroundSave(saving, runtime, step, frozen=options.frozen, over=self._saving_is_over)
@@ -142,6 +140,7 @@ class Session:
             tag,
             self._runtime,
             self._run,
+            codes=codes_of(self._model),
             moments=parts.optimizer,
             strict_model=strict_model,
             all_weights=all_weights,
@@ -160,7 +159,7 @@ class Session:
         """Change to a checkpoint's state."""
         step, runtime = self._step, self._runtime
         with runtime.counters.aside("load_checkpoint"):
-            load_tensors(opened, runtime, moments=parts.optimizer)
+            load_tensors(opened, runtime, codes_of(self._model), moments=parts.optimizer)
         runtime.settle()
         step.updates.steps = dict(opened.manifest.steps) if parts.optimizer else {}
         if parts.progress:

@@ -23,6 +23,7 @@ from infinity.memory import free_bytes
 from infinity.optim.formats import read_master, write_master
 from infinity.zero.build import Runtime
 from infinity.zero.model_parts import is_distributed
+from infinity.zero.outside_units import codes
 from infinity.zero.partition import ParamSlot, Unit
 from infinity.zero.ranks import ranks_on_this_machine
 
@@ -133,16 +134,21 @@ def unit_values(
 def newest_values(
     runtime: Runtime, model: nn.Module, synchronize: Callable[[], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of all parameters in host memory, in the model's order and at most a unit at a time.
+    """Copies of all parameters, also of codes, in host memory, in the model's order and at most a unit at a time.
 
     Nothing is held in memory between two of them, so that an iteration may be left half way.
     """
     runtime.together("engine.named_parameters()")
     places = {slot.name: (unit, index) for unit in runtime.partition.units for index, slot in enumerate(unit.slots)}
     rank = {name: number for number, (name, _) in enumerate(model.named_parameters())}
-    order = [places[name] for name in sorted(places, key=lambda name: rank.get(name, len(rank)))]
-    for number, neighbours in groupby(order, key=lambda place: place[0].index):
-        unit, indices = runtime.partition.units[number], [index for _, index in neighbours]
+    coded = codes(model)  # in no unit
+    names = sorted((*places, *coded), key=lambda name: rank.get(name, len(rank)))
+    for number, neighbours in groupby(names, key=lambda name: places[name][0].index if name in places else None):
+        if number is None:
+            for name in neighbours:
+                yield name, coded[name].to(_CPU, copy=True)
+            continue
+        unit, indices = runtime.partition.units[number], [places[name][1] for name in neighbours]
         synchronize()
         values = unit_values(runtime, unit, indices, _CPU)
         for at, index in enumerate(indices):

@@ -29,7 +29,12 @@ def has_numbers(tensor: torch.Tensor) -> bool:
     Those of fewer bits are codes, as integers are: what they stand for is known to the module that has them alone, and
     changing their precision would change it.
     """
-    return tensor.is_floating_point() and tensor.itemsize > 1
+    return not is_code(tensor.dtype)
+
+
+def is_code(dtype: torch.dtype) -> bool:
+    """It is none of numbers to compute with, see `has_numbers`."""
+    return not dtype.is_floating_point or dtype.itemsize == 1
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from torch import nn
 
 import infinity
 from infinity import CheckpointError
+from infinity.checkpoint.conversion import convert
+from infinity.checkpoint.dcp import export_dcp, import_dcp
 from infinity.checkpoint.inspection import export_weights
 from tests.behaviour.ranks import run_ranks
 
@@ -32,6 +34,14 @@ class Quantised(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x @ (self.codes.float() / 100 * self.mask)).square().mean()  # type: ignore[operator]
+
+
+class WithoutMask(Quantised):
+    """The same, but for one of its codes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        del self.mask
 
 
 def engine_of(model: nn.Module, tier: str, path: Path, **settings: Any) -> infinity.Engine:
@@ -62,6 +72,9 @@ def test_codes_are_restored(tier, blocking, tmp_path) -> None:
         engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
         assert same(values_of(other), values_of(saved))
         assert same(engine.state_dict(), values_of(saved))
+        listed = dict(engine.named_parameters())
+        assert list(listed) == [name for name, _ in other.named_parameters()]
+        assert same(listed, values_of(saved))
     export_weights(tmp_path / "saved", tmp_path / "exported")
     (file,) = (tmp_path / "exported").glob("*.safetensors")
     assert set(STORED) <= set(infinity_tensors(file))
@@ -87,17 +100,89 @@ def test_codes_are_restored_on_every_rank(tmp_path) -> None:
     assert run_ranks(2, on_a_rank, tmp_path, path=tmp_path) == [True, True]
 
 
-def test_codes_of_another_model_are_refused_and_those_left_out_are_told_of(tmp_path, caplog) -> None:
+def test_codes_of_another_model_are_refused(tmp_path) -> None:
     with engine_of(Quantised(0), "cpu", tmp_path) as engine:
         engine.save_checkpoint(tmp_path / "whole")
-        engine.save_checkpoint(tmp_path / "trained", exclude_frozen_parameters=True)
-    with engine_of(Quantised(1, width=8), "cpu", tmp_path) as engine, caplog.at_level(logging.WARNING):
-        engine.load_checkpoint(tmp_path / "trained")
-        assert "was saved without `codes`" in caplog.text
     other = Quantised(1)
     other.mask = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
     with (
         engine_of(other, "cpu", tmp_path) as engine,
-        pytest.raises(CheckpointError, match=r"parameter `mask` as \(8, 8\) of torch.bool; the model has \(3,\)"),
+        pytest.raises(CheckpointError, match=r"has mask as \(8, 8\) of torch.bool; the model has \(3,\) of"),
     ):
         engine.load_checkpoint(tmp_path / "whole")
+    with (
+        engine_of(WithoutMask(1), "cpu", tmp_path) as engine,
+        pytest.raises(CheckpointError, match=r"has a parameter mask of torch\.bool, which the model has not"),
+    ):
+        engine.load_checkpoint(tmp_path / "whole", load_module_only=True, strict_model=False)
+
+
+def test_codes_that_were_left_out_are_kept_if_that_is_asked_for(tmp_path, caplog) -> None:
+    with engine_of(Quantised(0), "cpu", tmp_path) as engine:
+        engine.save_checkpoint(tmp_path / "trained", exclude_frozen_parameters=True)
+    with engine_of(Quantised(1), "cpu", tmp_path) as engine, caplog.at_level(logging.WARNING):
+        with pytest.raises(CheckpointError, match=r"has no parameter codes: .*load_module_strict=False"):
+            engine.load_checkpoint(tmp_path / "trained")
+        engine.load_checkpoint(tmp_path / "trained", load_module_strict=False)
+        assert "has no `codes` and 3 other parameters of codes" in caplog.text
+
+
+def test_a_damaged_file_of_codes_is_refused_before_anything_changes(tmp_path) -> None:
+    with engine_of(Quantised(0), "cpu", tmp_path) as engine:
+        path = engine.save_checkpoint(tmp_path / "saved")
+    damage(path / "codes.safetensors")
+    other = Quantised(1)
+    with engine_of(other, "cpu", tmp_path) as engine:
+        with pytest.raises(CheckpointError, match=r"codes\.safetensors"):
+            engine.load_checkpoint(tmp_path / "saved", tag=path.name)
+        assert same(values_of(other), values_of(Quantised(1)))
+
+
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_codes_travel_through_conversions(tmp_path) -> None:
+    """To two ranks and another state format, and through `torch.distributed.checkpoint`."""
+    saved, other = Quantised(0), Quantised(1)
+    with engine_of(saved, "cpu", tmp_path) as engine:
+        engine.backward(engine(torch.randn(2, 8)))
+        engine.step()
+        engine.save_checkpoint(tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "of-two", state_format="bf16", ranks=2)
+    export_dcp(tmp_path / "saved", tmp_path / "dcp")
+    import_dcp(tmp_path / "dcp", tmp_path / "imported")
+    for name in ("of-two", "imported"):
+        with engine_of(other, "cpu", tmp_path) as engine:
+            engine.load_checkpoint(tmp_path / name, load_module_only=True)
+            assert same(values_of(other), values_of(saved)), name
+        other = Quantised(1)
+
+
+def test_a_run_goes_on_with_the_same_codes_alone(tmp_path) -> None:
+    settings = {"tiering": {"crash_consistent": True}}
+    with engine_of(Quantised(0), "nvme", tmp_path, **settings) as engine:
+        engine.backward(engine(torch.randn(2, 8)))
+        engine.step()
+    with (
+        engine_of(Quantised(1), "nvme", tmp_path, **settings) as engine,
+        pytest.raises(CheckpointError, match="parameter `codes` has other codes than the run of"),
+    ):
+        engine.resume()
+    with engine_of(Quantised(0), "nvme", tmp_path, **settings) as engine:
+        assert engine.resume()[0] is not None
+
+
+def test_codes_are_in_none_of_the_files_that_are_read_whole(tmp_path) -> None:
+    """Those may have a gibibyte, and a quantised base has tens of them."""
+    saved, other = Quantised(0), Quantised(0)
+    for model, value in ((saved, 7), (other, 0)):
+        model.large = nn.Parameter(torch.full((5 << 20,), value, dtype=torch.uint8), requires_grad=False)
+    with engine_of(saved, "cpu", tmp_path) as engine:
+        path = engine.save_checkpoint(tmp_path / "saved")
+    assert sum(file.stat().st_size for file in path.iterdir() if file.suffix != ".safetensors") < 1 << 20
+    with engine_of(other, "cpu", tmp_path) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+    assert (other.large == 7).all()

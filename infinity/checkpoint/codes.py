@@ -1,0 +1,144 @@
+"""Parameters that are integers or other codes: in no unit, and tensors of a checkpoint in a file of their own.
+
+A quantised base is tens of gigabytes of them, so at most one parameter is in memory beside the model's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.blocks import Staging
+from infinity.checkpoint.format import CODE_FIELD, Manifest, code_params
+from infinity.checkpoint.shards import Specs
+from infinity.checkpoint.stored import StoredReader, StoredTensor, TensorPart
+from infinity.checkpoint.sums import crc32
+from infinity.checkpoint.tensors import TensorFile
+from infinity.errors import CheckpointError
+from infinity.zero.model_parts import is_distributed
+from infinity.zero.outside_units import codes
+
+FILE = "codes.safetensors"
+_CHUNK_BYTES = 64 << 20
+_log = logging.getLogger(__name__)
+
+Codes = Mapping[str, torch.Tensor]
+
+
+def codes_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The codes of which this process has the whole, by name."""
+    return {name: values for name, values in codes(model).items() if not is_distributed(values)}
+
+
+def write_codes(
+    directory: Path, specs: Specs, value: Callable[[str], torch.Tensor], progress: Callable[[], None]
+) -> dict[str, StoredTensor]:
+    """Write them into one file, which is on the drive when this returns; without codes there is none.
+
+    Args:
+        specs: dtype and shape of each, by name.
+        value: its elements; asked for once each.
+
+    Returns:
+        The checkpoint's tensors that they are, by key.
+
+    Raises:
+        CheckpointError: the file format has no name for the dtype of one.
+        OSError: writing failed.
+    """
+    if not specs:
+        return {}
+    with Staging() as staging:
+        file = TensorFile(directory / FILE, {f"{CODE_FIELD}.{name}": spec for name, spec in specs.items()}, staging)
+        try:
+            for name in specs:
+                for piece in _pieces(value(name)):
+                    file.write(f"{CODE_FIELD}.{name}", piece)
+                    progress()
+        except BaseException:
+            file.abandon()
+            raise
+        return {
+            key: StoredTensor(
+                entry.dtype, entry.shape, (TensorPart(entry.file, entry.start, math.prod(entry.shape), sums),)
+            )
+            for key, (entry, sums) in file.finish().items()
+        }
+
+
+def check_codes(path: Path, manifest: Manifest, values: Codes, *, all_of_them: bool) -> None:
+    """See that the checkpoint's codes are those of this model, by name, shape and dtype.
+
+    Args:
+        all_of_them: refuse a checkpoint without codes, which else keep this model's values.
+
+    Raises:
+        CheckpointError: the first one that differs.
+    """
+    saved = code_params(manifest.tensors)
+    for name in saved.keys() - values.keys():
+        raise CheckpointError(f"{path} has a parameter {name} of {saved[name].torch_dtype}, which the model has not")
+    kept = []
+    for name, value in values.items():
+        if name not in saved:
+            if all_of_them:
+                raise CheckpointError(
+                    f"{path} has no parameter {name}: it is of another model, or was saved without frozen ones "
+                    "(load_module_strict=False keeps those)"
+                )
+            kept.append(name)
+            continue
+        was, now = (saved[name].shape, saved[name].torch_dtype), (tuple(value.shape), value.dtype)
+        if was != now:
+            raise CheckpointError(f"{path} has {name} as {was[0]} of {was[1]}; the model has {now[0]} of {now[1]}")
+    if kept:
+        _log.warning(
+            "%s has no `%s` and %d other parameters of codes, which keep their values", path, kept[0], len(kept) - 1
+        )
+
+
+def load_codes(reader: StoredReader, manifest: Manifest, values: Codes) -> None:
+    """Give the model's codes the checkpoint's values, as far as it has them; `check_codes` has passed.
+
+    Raises:
+        CheckpointError: a file has changed since it was checked, or cannot be read any more.
+    """
+    for name, stored in code_params(manifest.tensors).items():
+        values[name].copy_(reader.read(f"{CODE_FIELD}.{name}", 0, stored.numel).view(stored.shape))
+
+
+class CodeSums:
+    """What tells whether the codes of a model are those of another process: a CRC-32 of each, by name.
+
+    They are read again only where torch counts a change.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: dict[str, tuple[tuple[int, int], int]] = {}
+
+    def now(self) -> dict[str, int]:
+        """The sums of what the codes are now."""
+        for name, values in codes_of(self._model).items():
+            state = values.data_ptr(), values._version
+            if name not in self._known or self._known[name][0] != state:
+                self._known[name] = state, _sum_of(values)
+        return {name: total for name, (_, total) in self._known.items()}
+
+
+def _sum_of(values: torch.Tensor) -> int:
+    total = 0
+    for piece in _pieces(values):
+        total = crc32(piece.view(torch.uint8).numpy().data, total)
+    return total
+
+
+def _pieces(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The elements in order, flat and in host memory."""
+    for piece in values.reshape(-1).split(_CHUNK_BYTES // values.itemsize):
+        yield piece.cpu().contiguous()
