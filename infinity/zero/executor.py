@@ -253,14 +253,17 @@ class Executor:
                 else:
                     self._end_fetch(other)
                 return
-        spec = self._params.specs[unit]
-        pinned = [other for unit, other in enumerate(self._params.specs) if self._params.is_pinned(unit)]
-        others = {other.name: other.nbytes for other in pinned if other.offloaded}
-        more = spec.nbytes + sum(others.values()) - self._cycle.capacity_bytes
+        specs = self._params.specs
+        spec = specs[unit]
+        others = {
+            each.name: each.nbytes
+            for other, each in enumerate(specs)
+            if other != unit and each.offloaded and self._params.is_pinned(other)
+        }
         raise CapacityError(
             f"unit `{spec.name}` needs {spec.nbytes} bytes but {', '.join(others)} are in use together and fill the "
             f"{self._cycle.capacity_bytes} bytes for parameters: raise {self._params.budget} by "
-            f"{max(more, spec.nbytes)} bytes or more"
+            f"{spec.nbytes + sum(others.values())} bytes, of which parameters get a part"
         )
 
     def forward_order(self, units: Sequence[int]) -> list[int]:

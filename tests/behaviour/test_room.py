@@ -28,15 +28,19 @@ SCHEDULES = ("auto", "auto", "backward", "deferred", "speculative", "barrier")
 
 
 class Block(nn.Module):
-    """A block of any size."""
+    """A block of any size, perhaps of several layers, which units may divide."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, layers: int) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, hidden)
         self.down = nn.Linear(hidden, WIDTH)
+        self.more = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+        x = x + self.down(torch.tanh(self.up(x)))
+        for layer in self.more:
+            x = x + torch.tanh(layer(x))
+        return x
 
 
 class Net(nn.Module):
@@ -46,7 +50,10 @@ class Net(nn.Module):
         super().__init__()
         sizes = chance.choice(((200,), (200,), (64, 200), (8, 200, 500)))
         self.stem = nn.Linear(WIDTH, WIDTH) if chance.random() < 0.5 else None
-        self.blocks = nn.ModuleList(Block(chance.choice(sizes)) for _ in range(chance.randint(2, 6)))
+        deep = chance.choice((0, 0, 0, 6))
+        self.blocks = nn.ModuleList(Block(chance.choice(sizes), deep) for _ in range(chance.randint(2, 6)))
+        if deep and chance.random() < 0.5:
+            self.blocks[-1].more = self.blocks[0].more
         wide = chance.choice((WIDTH, WIDTH, 700))
         self.head = nn.Linear(WIDTH, wide) if chance.random() < 0.8 else None
         if self.stem and self.head and wide == WIDTH and chance.random() < 0.5:
@@ -81,6 +88,8 @@ def config_of(chance: random.Random, ranks: int, path: Path) -> dict[str, Any]:
     if chance.random() < 0.2:
         tiering["max_unit_size"] = "8KiB"
     accumulation = chance.choice((1, 1, 2, 3))
+    if accumulation > 1 and chance.random() < 0.5:
+        tiering["accumulation"] = "layer"
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -112,6 +121,7 @@ def tried(seed: int, rank: int, ranks: int, path: Path) -> str:
     plain = Net(chance)
     config = config_of(chance, ranks, path)
     share, accumulation = chance.choice(BUDGETS), config["gradient_accumulation_steps"]
+    saves = chance.random() < 0.3
     data = torch.randn(STEPS, ranks * accumulation, 2, WIDTH, generator=torch.Generator().manual_seed(seed))
     try:
         infinity.initialize(model=copy.deepcopy(plain), config=_within(config, 1), device="cpu")[0].close()
@@ -124,9 +134,9 @@ def tried(seed: int, rank: int, ranks: int, path: Path) -> str:
     engine = infinity.initialize(model=model, config=_within(config, int(least * share)), device="cpu")[0]
     try:
         for step in data:
-            for micro in step[rank::ranks]:
-                engine.backward(engine(micro))
-                engine.step()
+            engine.train_batch(iter(step[rank::ranks]))
+            if saves:
+                engine.save_checkpoint(path / "saved" / str(seed), blocking=False)
         ours = {name: values.detach().clone() for name, values in engine.named_parameters()}
     except infinity.InfinityError as error:
         return f"seed {seed}, {ranks} ranks, {share} of {least}, {config}: {type(error).__name__}: {error}"
