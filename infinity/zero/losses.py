@@ -1,16 +1,50 @@
-"""What a backward pass begins with."""
+"""What a backward pass begins with.
+
+[Note: one loss of several engines]
+A loss may lead through the models of several engines, and one of them scales it, or the user scales it with one. To the
+others the gradients that come are scaled already. So the scaled loss says in its own backward pass, by that pass's
+number, what it was scaled by; an engine that did not scale it looks there before it makes a share of a gradient. By
+then all losses that the gradient comes from have said so.
+"""
 
 from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from infinity.config import Config
-from infinity.errors import NonFiniteError, UnscaledLossError
+from infinity.errors import InfinityError, NonFiniteError, UnscaledLossError
 from infinity.optim.loss_scale import LossScale
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import Norms
 from infinity.zero.landing import Coming
 from infinity.zero.ranks import Ranks
+
+
+class _Scale(NamedTuple):
+    """What a loss was multiplied by.
+
+    Attributes:
+        fp16: with a loss scale among it, so that no small gradient is gone.
+    """
+
+    factor: float
+    fp16: bool
+
+
+_scaled: deque[tuple[int, _Scale]] = deque(maxlen=64)  # by the number of the backward pass, newest last
+
+
+def _tell_scale(scale: _Scale, grad: torch.Tensor) -> None:
+    _scaled.append((running_pass(), scale))
+
+
+def running_pass() -> int:
+    """The number of the backward pass that this thread is in."""
+    return torch._C._current_graph_task_id()
 
 
 class Losses:
@@ -65,7 +99,14 @@ class Losses:
             mean = loss.detach().float().mean() * (1 if whole_step else self.ranks_count / self.count)
             self._sum = mean if self._sum is None else self._sum + mean
         share = loss / (self.ranks_count if whole_step else self.count)
-        return share.float() * self.loss_scale.value if self._fp16 else share
+        scaled = share.float() * self.loss_scale.value if self._fp16 else share
+        if scaled.requires_grad:
+            scaled.register_hook(partial(_tell_scale, self._scale))
+        return scaled
+
+    @property
+    def _scale(self) -> _Scale:
+        return _Scale(self.loss_scale.value / self.count, self._fp16)
 
     def take_sum(self) -> float | None:
         """The mean of this rank's losses of the step that has ended, and none from here on; None if none were seen."""
@@ -113,22 +154,39 @@ class Losses:
         with self._counters.stalled(StallCause.COLLECTIVE):
             return not self._ranks.any(not finite)
 
-    def share_out(self, grad: torch.Tensor | None) -> None:
-        """Make of a gradient, in place, what it were if the loss had been scaled.
+    def share_out(self, grad: torch.Tensor | None, backward_pass: int) -> None:
+        """Make of a gradient, in place, what it were if the loss had been scaled here.
+
+        Args:
+            backward_pass: that it comes from, by its number.
 
         Raises:
             UnscaledLossError: in fp16, where small gradients are gone by now.
+            InfinityError: it comes from losses that other engines have scaled in different ways.
         """
         if self.scaled:
             return
-        if self._fp16:
+        others = {scale for number, scale in list(_scaled) if number == backward_pass}
+        if len(others) > 1:
+            told = ", ".join(f"{scale.factor:g}" for scale in sorted(others))
+            raise InfinityError(
+                f"one backward pass goes through losses that other engines have scaled by different numbers ({told}), "
+                "so that this engine's gradients have no one scale: scale all of them with one engine, or have all "
+                "engines accumulate the same number of micro-batches"
+            )
+        other = next(iter(others), None)
+        if self._fp16 and (other is None or not other.fp16):
             raise UnscaledLossError(
                 "loss.backward() in fp16 training. Loss scaling is required, since small gradients would vanish "
                 "without it: call engine.backward(loss), or engine.scale(loss).backward()"
             )
-        if grad is not None and self.count > 1:
-            with torch.no_grad():
+        if grad is None:
+            return
+        with torch.no_grad():
+            if other is None:
                 grad.div_(self.count)
+            elif other.factor != self._scale.factor:
+                grad.mul_(self._scale.factor / other.factor)
 
 
 def _not_finite(step: int, found: str) -> NonFiniteError:

@@ -35,7 +35,7 @@ from infinity.zero.compute_lane import ComputeLane
 from infinity.zero.filling import filling_of
 from infinity.zero.hooks import Hooks
 from infinity.zero.layer_major import LayerMajor
-from infinity.zero.losses import Losses
+from infinity.zero.losses import Losses, running_pass
 from infinity.zero.phases import FOLLOWS, Counts, Phase
 from infinity.zero.stand_ins import StandIns
 from infinity.zero.updates import StepOutcome, Updates, UpdateSchedule
@@ -112,6 +112,7 @@ class Step:
         # In words, since an exception leads to its frames, these to the loss, and its graph to this object: a circle
         # that the garbage collector does not see.
         self._failure = ""
+        self._direct_pass = -1  # the number of the last backward pass that the user began
         self._pass_failed = False  # the last backward pass, and nobody has dropped what it left
         self._uncounted = 0  # micro-batches before a backward pass that failed, which the step is to run again
         self.whole = False
@@ -420,6 +421,7 @@ class Step:
         self.check()
         self._drop_what_was_taken_away(arriving)
         torch.autograd.Variable._execution_engine.queue_callback(self._close_direct)
+        self._direct_pass = running_pass()
         scope = ExitStack()
         scope.enter_context(self.running(Phase.BACKWARD))
         try:
@@ -673,7 +675,7 @@ class Step:
         if self._open is not None and self._open.direct is not None:
             if self.layer_major is not None:
                 raise InfinityError(LAYER_MAJOR)
-            self.losses.share_out(param.grad)
+            self.losses.share_out(param.grad, self._direct_pass)
         self._arrived.setdefault(unit, set()).add(slot)
         addend = self.gradients.take(unit, slot, param)
         if addend is not None and self.updates.add(addend):
