@@ -54,6 +54,12 @@ def lora_rule(model: nn.Module, name: str) -> str | None:
     return "uniform" if rule is True else "gaussian"
 
 
+def is_unmerged(model: nn.Module, name: str) -> bool:
+    """The parameter is a weight that adapters can be merged into, and none is now."""
+    layer, found, _ = name.rpartition(".base_layer.")
+    return bool(found) and getattr(model.get_submodule(layer), "merged", None) is False
+
+
 def lora_values(model: nn.Module, name: str, shape: torch.Size) -> torch.Tensor | None:
     """The first values of a parameter that PEFT's LoRA added; None for any other."""
     rule = lora_rule(model, name)

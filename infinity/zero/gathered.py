@@ -21,6 +21,7 @@ from torch import nn
 from infinity.errors import CapacityError, ConfigError, InfinityError
 from infinity.memory import free_bytes
 from infinity.optim.formats import read_master, write_master
+from infinity.zero.adapters import is_unmerged
 from infinity.zero.build import Runtime
 from infinity.zero.model_parts import is_distributed
 from infinity.zero.outside_units import codes
@@ -33,6 +34,10 @@ _CPU = torch.device("cpu")
 
 class Owner(Protocol):
     """An engine, as far as what users do beside training knows it."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
 
     def settle(self, what: str) -> None:
         """Carry out pending updates, for `what` looks at the parameters."""
@@ -168,13 +173,20 @@ class Loan:
     Args:
         device: where they are to lie; by default on the compute device.
         what: asks for it, and what to do where it does not fit, for the message.
+        watched: `changed` notices writes to their `data` as well.
 
     Raises:
         CapacityError: the memory of a rank does not hold them.
     """
 
     def __init__(
-        self, runtime: Runtime, places: Iterable[Place], what: tuple[str, str], device: torch.device | None = None
+        self,
+        runtime: Runtime,
+        places: Iterable[Place],
+        what: tuple[str, str],
+        device: torch.device | None = None,
+        *,
+        watched: bool = False,
     ) -> None:
         self.runtime = runtime
         self.places = tuple(places)
@@ -187,7 +199,7 @@ class Loan:
                 unit = group[0].unit
                 values = unit_values(runtime, unit, [place.index for place in group], device)
                 for place, copy in zip(group, values, strict=True):
-                    runtime.executor.views.lend(unit.index, place.index, copy)
+                    runtime.executor.views.lend(unit.index, place.index, copy, watched=watched)
                     self._lent.append(place)
         except BaseException:
             self.end()
@@ -209,10 +221,35 @@ class Loan:
             _write_back(values, self.runtime, place.unit, place.slot)
             self.runtime.executor.views.keeps(place.unit.index, place.index)
 
-    def changed(self) -> Iterator[str]:
-        """Those of its own that were written to, by name, and not stored."""
+    def changed(self, model: nn.Module) -> Iterator[str]:
+        """Those of its own that were written to, by name, and not stored.
+
+        An adapter that was merged into a weight of `model` and taken out again leaves a rounding error, which goes.
+        """
         views = self.runtime.executor.views
-        yield from (place.slot.name for place in self._lent if views.changed(place.unit.index, place.index))
+        for place in self._lent:
+            here = place.unit.index, place.index
+            if views.changed(*here) or (
+                views.rewritten(*here)
+                and not (is_unmerged(model, place.slot.name) and self._differs_by_rounding(place))
+            ):
+                yield place.slot.name
+
+    def _differs_by_rounding(self, place: Place) -> bool:
+        """The values are those of the tiers but for rounding errors, as far as this rank has them."""
+        values = self.runtime.executor.views.values(place.unit.index, place.index)
+        if values.shape != place.slot.shape:
+            return False
+        values = values.reshape(-1).cpu()
+        with self.runtime.executor.resident(place.unit.index) as flat:
+            for part in self.runtime.partition.parts(place.unit):
+                if part.slot is place.slot:
+                    known = flat[part.shard].float()
+                    error = values[part.param].float() - known
+                    # As much as twenty times the weight in the adapter leads to.
+                    if error.norm() > 8 * torch.finfo(flat.dtype).eps * known.norm():
+                        return False
+        return True
 
     def end(self) -> None:
         """The parameters are the engine's again."""
@@ -259,6 +296,9 @@ class GatheredParameters:
     exception, on any rank, nothing is written. All ranks enter and leave together. Contexts may be nested: what is
     gathered already stays as it is until the outer one ends.
 
+    At stages 0 to 2 without a `modifier_rank`, the parameters stay where they are, and a write to them counts as it
+    does outside of the context.
+
     Args:
         params: a module (all its parameters), a parameter, or several.
         modifier_rank: the rank whose changes count; None to look only.
@@ -266,8 +306,8 @@ class GatheredParameters:
 
     Raises:
         InfinityError: between a forward pass and its backward, when the values must stay as they are; at the end, a
-            parameter was changed without a `modifier_rank` (but through its `.data`, as adapters are merged for an
-            export, and that is dropped).
+            parameter was changed at stage 3 without a `modifier_rank`, in place or through its `.data`. An adapter that
+            was merged and is unmerged again is no change.
         CapacityError: memory does not hold all of them at once, which no budget counts.
     """
 
@@ -279,6 +319,7 @@ class GatheredParameters:
         self._params = list(dict.fromkeys(params)) if enabled else []
         self._modifier_rank = modifier_rank
         self._loans: list[Loan] = []
+        self._models: list[nn.Module] = []  # of each loan
 
     def __enter__(self) -> None:
         by_owner: dict[int, tuple[Owner, list[Place]]] = {}
@@ -293,8 +334,12 @@ class GatheredParameters:
         what = "GatheredParameters", "gather fewer of them at a time"
         try:
             for owner, places in by_owner.values():
-                runtime = owner.begin_gathering(what[0], stores=self._modifier_rank is not None)
-                self._loans.append(Loan(runtime, places, what))
+                looks = self._modifier_rank is None
+                runtime = owner.begin_gathering(what[0], stores=not looks)
+                if looks and runtime.executor.views.writable:
+                    places = _show(runtime, places)
+                self._models.append(owner.module)
+                self._loans.append(Loan(runtime, places, what, watched=looks))
         except BaseException:  # Python does not call __exit__ then
             self._end()
             raise
@@ -307,7 +352,8 @@ class GatheredParameters:
             if self._modifier_rank is not None:
                 self._write(self._modifier_rank, failed=kind is not None)
             elif kind is None:
-                lost = next((name for loan in self._loans for name in loan.changed()), None)
+                loans = zip(self._loans, self._models, strict=True)
+                lost = next((name for loan, model in loans for name in loan.changed(model)), None)
         finally:
             self._end()
         if lost is not None:
@@ -331,6 +377,20 @@ class GatheredParameters:
         for loan in self._loans:
             loan.end()
         self._loans.clear()
+        self._models.clear()
+
+
+def _show(runtime: Runtime, places: Iterable[Place]) -> list[Place]:
+    """Have the parameters that stay in memory show the newest values; returns those that are to be lent."""
+    lent = []
+    for group in by_unit(places).values():
+        unit = group[0].unit
+        if unit.runs:  # in somebody's files, which nothing may change
+            lent += group
+            continue
+        with runtime.executor.gathered(unit.index):
+            pass
+    return lent
 
 
 def _shape_problem(place: Place) -> str | None:

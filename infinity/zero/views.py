@@ -5,12 +5,18 @@
 hidden: a write that is lost without a word. So wherever that is about to happen, and where values are used, it is seen
 that parameters lie where they were put. Where they stay in memory and may be written to, what lies elsewhere is copied
 to where it belongs, as `param.data.copy_(values)` would; elsewhere it is refused.
+
+[Note: writes to placeholders]
+`param.data.zero_()` and `nn.init.zeros_(param)` write to a placeholder without an error, and no version counter of the
+parameter sees the first. A placeholder is therefore a copy-on-write tensor: the first write gives it a storage of its
+own, which is seen without a look at the device. A few reads do the same (`data_ptr()`), so its value decides then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,6 +25,8 @@ from infinity.errors import InfinityError
 from infinity.tiers import Params
 from infinity.zero.model_parts import local_part, set_local_part
 from infinity.zero.partition import Partition
+
+_is_copy_on_write = getattr(torch._C, "_is_cow_tensor")  # noqa: B009  # torch's stubs leave it out
 
 
 @contextmanager
@@ -37,6 +45,19 @@ def version_of(param: nn.Parameter) -> int:
     return 0 if param.is_inference() else param._version
 
 
+@dataclass
+class _Lent:
+    """A lent parameter as the tiers know it.
+
+    Attributes:
+        version: of the parameter.
+        sums: of its values, if writes to its `data` are to be noticed.
+    """
+
+    version: int
+    sums: torch.Tensor | None
+
+
 class ParameterViews:
     """Points the model's parameters at values, see [Note: what a parameter shows] in executor.py.
 
@@ -47,21 +68,23 @@ class ParameterViews:
         writable: while values are shown they may be written to, see [Note: parameters that lie elsewhere].
 
     Attributes:
-        lent: slots of each unit, and the version of each parameter whose values the tiers have.
+        writable: as given.
+        lent: parameters of each unit, by slot.
         detached: the units' memory is about to go, so that no parameter may lie in it any more.
     """
 
     def __init__(self, model: nn.Module, partition: Partition, params: Params, *, writable: bool) -> None:
         self._params = params
-        self._writable = writable
+        self.writable = writable
         self._units = partition.units
         self._parameters = [[model.get_parameter(slot.name) for slot in unit.slots] for unit in partition.units]
         # Made when the unit is first in memory (a view of freed storage cannot be made), then kept.
         self._views: dict[int, list[torch.Tensor]] = {}
+        self._placeholders: list[list[torch.Tensor] | None] = [None] * len(partition.units)
         self._shown: list[bool | None] = [None] * len(partition.units)  # None: neither values nor NaN of ours
         # Where each was put; None where nobody knows: somebody else has put it there, or is about to.
         self._lies: list[list[torch.Tensor | None]] = [[None] * len(unit.slots) for unit in partition.units]
-        self.lent: list[dict[int, int]] = [{} for _ in partition.units]
+        self.lent: list[dict[int, _Lent]] = [{} for _ in partition.units]
         self.detached = False
 
     def forget(self, unit: int) -> None:
@@ -83,8 +106,12 @@ class ParameterViews:
                     continue
                 lies = local_part(param)
                 if _same_place(lies, place):
+                    if self._is_placeholder(unit, slot, place) and not _is_untouched(place):
+                        if _is_written(place):
+                            refused = refused or self._refusal(unit, slot, lies, "written to")
+                        self._renew(unit, slot)
                     continue
-                if self._writable and self._shown[unit] and lies.shape == place.shape:
+                if self.writable and self._shown[unit] and lies.shape == place.shape:
                     place.copy_(lies.detach())
                 else:
                     refused = refused or self._refusal(unit, slot, lies)
@@ -93,7 +120,7 @@ class ParameterViews:
         if refused:
             raise InfinityError(refused)
 
-    def _refusal(self, unit: int, slot: int, lies: torch.Tensor) -> str:
+    def _refusal(self, unit: int, slot: int, lies: torch.Tensor, what: str = "set to another tensor") -> str:
         known = self._units[unit].slots[slot]
         if lies.shape != known.shape:
             return (
@@ -101,9 +128,9 @@ class ParameterViews:
                 f"{tuple(known.shape)}, and it is as it was: change the model before initialize"
             )
         return (
-            f"`{known.name}`.data was set to another tensor while the parameter's values are in their tier, or about "
-            "to be updated, so that nothing would use it, and is as it was: change it in zero.GatheredParameters, "
-            "or with load_state_dict"
+            f"`{known.name}`.data was {what} while the parameter's values are in their tier, or about to be updated, "
+            "so that nothing would use it, and is as it was: change it in "
+            "zero.GatheredParameters(..., modifier_rank=0), or with load_state_dict"
         )
 
     @_plainly()
@@ -133,18 +160,28 @@ class ParameterViews:
         return local_part(self._parameters[unit][slot]).detach()
 
     @_plainly()
-    def lend(self, unit: int, slot: int, values: torch.Tensor) -> None:
-        """The model's parameter lies in `values` until it is taken back, wherever its unit goes meanwhile."""
-        self.keeps(unit, slot)
+    def lend(self, unit: int, slot: int, values: torch.Tensor, *, watched: bool) -> None:
+        """The model's parameter lies in `values` until it is taken back, wherever its unit goes meanwhile.
+
+        Args:
+            watched: `rewritten` will be asked, which costs two passes over the values.
+        """
+        self.lent[unit][slot] = _Lent(version_of(self._parameters[unit][slot]), _sums(values) if watched else None)
         set_local_part(self._parameters[unit][slot], values)
 
     def keeps(self, unit: int, slot: int) -> None:
         """The tiers have what the lent parameter has now."""
-        self.lent[unit][slot] = version_of(self._parameters[unit][slot])
+        sums = None if self.lent[unit][slot].sums is None else _sums(self.values(unit, slot))
+        self.lent[unit][slot] = _Lent(version_of(self._parameters[unit][slot]), sums)
 
     def changed(self, unit: int, slot: int) -> bool:
         """An operation has written to the lent parameter since then; one on its `.data` is not noticed."""
-        return version_of(self._parameters[unit][slot]) != self.lent[unit][slot]
+        return version_of(self._parameters[unit][slot]) != self.lent[unit][slot].version
+
+    def rewritten(self, unit: int, slot: int) -> bool:
+        """The lent parameter, which is watched, has other values than then."""
+        sums = self.lent[unit][slot].sums
+        return sums is not None and not torch.equal(_sums(self.values(unit, slot)), sums)
 
     @_plainly()
     def show(self, unit: int) -> None:
@@ -168,9 +205,24 @@ class ParameterViews:
         self._shown[unit] = False
 
     def _nothing(self, unit: int) -> list[torch.Tensor]:
-        flat = self._params.tensor(unit)
-        nothing = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
-        return [nothing.expand(slot.shape) for slot in self._units[unit].slots]
+        """A placeholder for each slot of the unit, made once."""
+        placeholders = self._placeholders[unit]
+        if placeholders is None:
+            flat = self._params.tensor(unit)
+            placeholders = [_placeholder(flat, slot.shape) for slot in self._units[unit].slots]
+            self._placeholders[unit] = placeholders
+        return placeholders
+
+    def _is_placeholder(self, unit: int, slot: int, place: torch.Tensor) -> bool:
+        placeholders = self._placeholders[unit]
+        return placeholders is not None and placeholders[slot] is place
+
+    def _renew(self, unit: int, slot: int) -> None:
+        """Have another placeholder, so that it is seen again whether somebody writes to it."""
+        placeholders = self._placeholders[unit]
+        assert placeholders is not None
+        placeholders[slot] = _placeholder(placeholders[slot], self._units[unit].slots[slot].shape)
+        self._set(unit, [slot], placeholders)
 
     def _set(self, unit: int, slots: Iterable[int], values: Sequence[torch.Tensor]) -> None:
         for slot in slots:
@@ -202,4 +254,39 @@ class ParameterViews:
 
 
 def _same_place(lies: torch.Tensor, place: torch.Tensor) -> bool:
-    return lies.data_ptr() == place.data_ptr() and lies.stride() == place.stride() and lies.shape == place.shape
+    if lies.stride() != place.stride() or lies.shape != place.shape:
+        return False
+    if _is_untouched(place):  # its address would be taken for a write
+        return bool(lies.untyped_storage()._cdata == place.untyped_storage()._cdata)
+    return lies.data_ptr() == place.data_ptr()
+
+
+def _placeholder(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    nothing = torch.full((), float("nan"), dtype=like.dtype, device=like.device)
+    return torch._lazy_clone(nothing).expand(shape)
+
+
+def _is_written(placeholder: torch.Tensor) -> bool:
+    """It is not NaN any more; one of integers never was."""
+    if not placeholder.numel() or not placeholder.is_floating_point():
+        return False
+    return not bool(placeholder[(0,) * placeholder.dim()].float().isnan())
+
+
+def _is_untouched(placeholder: torch.Tensor) -> bool:
+    """Nobody has written to it, nor asked for its address; False for any other tensor."""
+    return bool(_is_copy_on_write(placeholder))
+
+
+def _sums(values: torch.Tensor) -> torch.Tensor:
+    """A checksum of the bits of values, on their device.
+
+    It has the sum over each of so many columns of words, at memory speed. Few words are their own sum, and an odd
+    number of columns notices rows of a weight that change places.
+    """
+    columns = 4093
+    flat = values.detach().clone() if values.storage_offset() else values.detach().contiguous()
+    data = flat.view(-1).view(torch.uint8)
+    whole = data.numel() - data.numel() % (8 * columns)
+    sums = data[:whole].view(torch.int64).view(-1, columns).sum(0)
+    return torch.cat([sums.view(torch.uint8), data[whole:]])
