@@ -144,10 +144,15 @@ class Engine(Accessors):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, with each unit in memory while it is needed."""
         training = torch.is_grad_enabled()
-        if training:
-            self._guards.check()
         if self.config.casts_inputs:
             args, kwargs = tree_map_only(torch.Tensor, _half, (args, kwargs))
+        if (
+            self._step.in_backward_now
+        ):  # as a hook of a cached contrastive loss does: a part of the pass that is running
+            with self._autocast():
+                return self.module(*args, **kwargs)
+        if training:
+            self._guards.check()
         with self._step.forward(training=training), self._autocast():
             return self.module(*args, **kwargs)
 
@@ -177,6 +182,7 @@ class Engine(Accessors):
             self._step.check_boundary("backward")
             raise InfinityError(LAYER_MAJOR)
         self._step.check()
+        self._guards.check_loss(loss, self._step.forward_end)
         with self._step.running(Phase.BACKWARD):
             self._step.check_finite(loss)
         scaled = self._step.losses.scale(loss, whole_step=not scale_wrt_gas)
@@ -323,19 +329,27 @@ class Engine(Accessors):
             what: asks for it, for messages.
             stores: values will be changed.
         """
-        if self._step.phase is Phase.FORWARD:
-            raise InfinityError(
-                f"{what} between a forward pass and its backward: parameters cannot be gathered then. Was it an "
-                "evaluation? Run those under torch.no_grad()"
-            )
         if stores:
+            if self.awaits_backward:
+                raise InfinityError(
+                    f"{what} with a modifier_rank between a forward pass and its backward, which must find the values "
+                    "that the forward pass had. Was it an evaluation? Run those under torch.no_grad()"
+                )
             self._runtime.ranks.together(what)
         else:
             self._runtime.together(what)
-        self.settle(what)
+        if not self._step.hooks.in_forward:  # else nothing is between two steps, and the pass goes on
+            self._step.check_values(what)
+            if not self.awaits_backward:
+                self.synchronize()
         if stores:
             self._session.finish_saving()
         return self._runtime
+
+    @property
+    def awaits_backward(self) -> bool:
+        """A forward pass is running, or its backward is to come."""
+        return self._step.phase is Phase.FORWARD or self._step.hooks.in_forward
 
     def lends(self, unit: int, slot: int) -> bool:
         """The parameter of this slot lies outside of the tiers, for somebody to look at."""
@@ -481,6 +495,8 @@ class Engine(Accessors):
     ) -> tuple[Path | None, dict[str, Any] | None]:
         """Go on from a checkpoint: parameters, optimizer and schedule states, counters and random states.
 
+        An engine without an optimizer takes no states of one.
+
         Args:
             tag: the checkpoint that was saved last by default or, if that is damaged, the newest one that is whole.
             load_module_strict: False to keep the values of frozen parameters that the checkpoint has not.
@@ -497,7 +513,8 @@ class Engine(Accessors):
                 unless the message says that it trains no more.
         """
         whole = not load_module_only
-        parts = Parts(load_optimizer_states and whole, load_lr_scheduler_states and whole, whole)
+        trains = whole and self.optimizer.trains
+        parts = Parts(load_optimizer_states and trains, load_lr_scheduler_states and trains, whole)
         return self._session.load(Path(load_dir), tag, parts, strict_model=strict_model, all_weights=load_module_strict)
 
     def save_16bit_model(

@@ -99,13 +99,18 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    @property
+    def trains(self) -> bool:
+        """There is something to train; nothing if the engine was made without an optimizer."""
+        return any(group["params"] for group in self.param_groups)
+
     def check_trains(self) -> None:
         """There is something to train.
 
         Raises:
             InfinityError: the engine was made without an optimizer.
         """
-        if not any(group["params"] for group in self.param_groups):
+        if not self.trains:
             raise InfinityError(
                 "this engine has no optimizer: it evaluates and generates only. Give initialize an optimizer, or the "
                 "configuration an optimizer section"

@@ -175,6 +175,7 @@ class Executor:
     def begin_cycle(self) -> None:
         """A forward pass begins: follow the plan from its start, and record what is used."""
         self._cycle.begin()
+        self.views.read.clear()
         self._todo.extend(("evict", unit) for unit in self._cycle.strangers(self._recency))
         self.settle()
 
@@ -482,6 +483,7 @@ class Executor:
         All ranks call this together.
         """
         self.undo(unit)
+        self._gathering.drop_ahead()  # where a pass of the model is under way
         self._params.pin(unit)
         try:
             self._bring(unit)
@@ -552,7 +554,7 @@ class Executor:
 
     def take_back(self, unit: int, slot: int) -> None:
         """The model's parameter, which was lent, is what its unit is again."""
-        self.views.lent[unit].pop(slot, None)
+        self.views.take_back(unit, slot)
         self.refresh(unit)
 
     @contextmanager

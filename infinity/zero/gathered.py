@@ -9,7 +9,8 @@ whatever its unit does, until it is taken back. That memory is asked for by name
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from types import TracebackType
@@ -38,6 +39,10 @@ class Owner(Protocol):
     @property
     def module(self) -> nn.Module:
         """The model."""
+
+    @property
+    def awaits_backward(self) -> bool:
+        """A forward pass is running, or its backward is to come."""
 
     def settle(self, what: str) -> None:
         """Carry out pending updates, for `what` looks at the parameters."""
@@ -299,15 +304,17 @@ class GatheredParameters:
     At stages 0 to 2 without a `modifier_rank`, the parameters stay where they are, and a write to them counts as it
     does outside of the context.
 
+    A loss may be computed inside, in the forward pass or after it: its graph holds the values that it needs.
+
     Args:
         params: a module (all its parameters), a parameter, or several.
         modifier_rank: the rank whose changes count; None to look only.
         enabled: False to do nothing.
 
     Raises:
-        InfinityError: between a forward pass and its backward, when the values must stay as they are; at the end, a
-            parameter was changed at stage 3 without a `modifier_rank`, in place or through its `.data`. An adapter that
-            was merged and is unmerged again is no change.
+        InfinityError: with a `modifier_rank` between a forward pass and its backward, when the values must stay as they
+            are; at the end, a parameter was changed at stage 3 without a `modifier_rank`, in place or through its
+            `.data`. An adapter that was merged and is unmerged again is no change.
         CapacityError: memory does not hold all of them at once, which no budget counts.
     """
 
@@ -320,6 +327,7 @@ class GatheredParameters:
         self._modifier_rank = modifier_rank
         self._loans: list[Loan] = []
         self._models: list[nn.Module] = []  # of each loan
+        self._saving = ExitStack()
 
     def __enter__(self) -> None:
         by_owner: dict[int, tuple[Owner, list[Place]]] = {}
@@ -331,27 +339,38 @@ class GatheredParameters:
                 raise InfinityError("parameters that tensor parallelism has divided cannot be gathered")
             owner, place = found
             by_owner.setdefault(id(owner), (owner, []))[1].append(place)
-        what = "GatheredParameters", "gather fewer of them at a time"
         try:
-            for owner, places in by_owner.values():
-                looks = self._modifier_rank is None
-                runtime = owner.begin_gathering(what[0], stores=not looks)
-                if looks and runtime.executor.views.writable:
-                    places = _show(runtime, places)
-                self._models.append(owner.module)
-                self._loans.append(Loan(runtime, places, what, watched=looks))
+            with torch._C.DisableTorchFunction():  # in a forward pass this is no use of the parameters, see reads.py
+                self._begin(by_owner)
         except BaseException:  # Python does not call __exit__ then
             self._end()
             raise
 
+    def _begin(self, by_owner: Mapping[int, tuple[Owner, list[Place]]]) -> None:
+        what = "GatheredParameters", "gather fewer of them at a time"
+        for owner, places in by_owner.values():
+            looks = self._modifier_rank is None
+            runtime = owner.begin_gathering(what[0], stores=not looks)
+            if looks and runtime.executor.views.writable:
+                places = _show(runtime, places)
+            self._models.append(owner.module)
+            self._loans.append(Loan(runtime, places, what, watched=looks))
+        if any(owner.awaits_backward for owner, _ in by_owner.values()):
+            # What autograd saves of a parameter is the parameter itself, which has other values afterwards.
+            self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_values_now, lambda values: values))
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        with torch._C.DisableTorchFunction():
+            self._finish(failed=kind is not None)
+
+    def _finish(self, *, failed: bool) -> None:
         lost = None
         try:
             if self._modifier_rank is not None:
-                self._write(self._modifier_rank, failed=kind is not None)
-            elif kind is None:
+                self._write(self._modifier_rank, failed=failed)
+            elif not failed:
                 loans = zip(self._loans, self._models, strict=True)
                 lost = next((name for loan, model in loans for name in loan.changed(model)), None)
         finally:
@@ -374,10 +393,15 @@ class GatheredParameters:
                 loan.store(source)
 
     def _end(self) -> None:
+        self._saving.close()
         for loan in self._loans:
             loan.end()
         self._loans.clear()
         self._models.clear()
+
+
+def _values_now(saved: torch.Tensor) -> torch.Tensor:
+    return saved.detach()
 
 
 def _show(runtime: Runtime, places: Iterable[Place]) -> list[Place]:

@@ -155,8 +155,8 @@ class Gathering:
             self._outdate(unit)
 
     def let_go(self, unit: int) -> None:
-        """Nobody needs the unit whole for now; what stays on the device does stay whole."""
-        if self._moving_bytes[unit]:
+        """Nobody needs the unit whole for now, unless it is in use; what stays on the device does stay whole."""
+        if self._moving_bytes[unit] and unit not in self._uses:
             self.changed(unit)
 
     def gather(self, unit: int) -> None:

@@ -30,6 +30,7 @@ from infinity.errors import InfinityError
 from infinity.zero.build import Runtime
 from infinity.zero.gathered import Loan, Owner, Place, by_unit, check_room, unit_values
 from infinity.zero.model_parts import is_distributed
+from infinity.zero.outside_reads import GraphPosition, leaves_read_since
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -83,6 +84,27 @@ class Guards:
             model = self._model()
             assert model is not None  # it is being called
             self._shape = _Shape(model, before=self._shape)
+
+    def check_loss(self, loss: torch.Tensor, since: GraphPosition) -> None:
+        """Called before the loss's backward.
+
+        Args:
+            since: the end of the forward pass.
+
+        Raises:
+            InfinityError: it was computed from a parameter that was not there, by name.
+        """
+        if not self._moves:
+            return
+        views = self._runtime.executor.views
+        for leaf in leaves_read_since(loss, since):
+            place = self._places.get(id(leaf))
+            if place is None or views.shows(place.unit.index) or (place.unit.index, place.index) in views.read:
+                continue
+            raise InfinityError(
+                f"the loss was computed from `{place.slot.name}` outside of the model's forward, where the parameter "
+                "is in its tier and reads as NaN: read it in the forward, or inside zero.GatheredParameters"
+            )
 
     def places(self, module: nn.Module, *, recurse: bool = True) -> list[Place]:
         """Where the values of the module's parameters are, of those that the engine has."""

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Protocol
@@ -76,10 +76,13 @@ class Hooks:
     """Every hook of one engine; `remove` takes them all away.
 
     Args:
+        lent: identities of parameters that lie outside of their units for now.
         alone: no other rank has to see the same events in the same order.
     """
 
-    def __init__(self, model: nn.Module, partition: Partition, listener: Listener, *, alone: bool) -> None:
+    def __init__(
+        self, model: nn.Module, partition: Partition, listener: Listener, lent: Container[int], *, alone: bool
+    ) -> None:
         self._model = model
         self._listener = listener
         self._compiled = is_compiled(model)
@@ -106,7 +109,7 @@ class Hooks:
                 self._names[id(param)] = slot.name
                 if slot.trainable:
                     self._watch_parameter(param, unit.index, index)
-        self._reads = ParameterReads(unit_of, weakly(self._use), weakly(self._check_change))
+        self._reads = ParameterReads(unit_of, lent, weakly(self._use), weakly(self._check_change))
         for point in partition.hook_points:
             self._watch_module(model.get_submodule(point.module_name), point)
         for module, widened in normalisations(model):  # later than `enter`, which brings the values

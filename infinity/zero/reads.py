@@ -8,7 +8,7 @@ functions that change a parameter, by itself or by `param.data` and `param.detac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,10 +38,11 @@ class ParameterReads(TorchFunctionMode):
     thread has its own stack of modes.
     """
 
-    def __init__(self, unit_of: Mapping[int, int], use: Use, change: Change) -> None:
-        """`unit_of` is by identity of the parameter."""
+    def __init__(self, unit_of: Mapping[int, int], lent: Container[int], use: Use, change: Change) -> None:
+        """`unit_of` is by identity of the parameter; those in `lent` need no unit, for they lie elsewhere now."""
         super().__init__()
         self._unit_of = unit_of
+        self._lent = lent
         self._use = use
         self._change = change
         # Tensors without a base that lie in a parameter's memory, and its identity.
@@ -110,11 +111,11 @@ class ParameterReads(TorchFunctionMode):
         """The units of the parameters among the values; layers with many weights pass them in a list."""
         for value in values:
             if isinstance(value, torch.Tensor):
-                unit = self._unit_of.get(id(value))
-                if unit is None and value._base is not None:
-                    unit = self._unit_of.get(id(value._base))
-                if unit is not None:
-                    units[unit] = None
+                param = id(value)
+                if param not in self._unit_of and value._base is not None:
+                    param = id(value._base)
+                if param in self._unit_of and param not in self._lent:
+                    units[self._unit_of[param]] = None
             elif isinstance(value, (tuple, list)):
                 self._collect(value, units)
 

@@ -36,6 +36,7 @@ from infinity.zero.filling import filling_of
 from infinity.zero.hooks import Hooks
 from infinity.zero.layer_major import LayerMajor
 from infinity.zero.losses import Losses, running_pass
+from infinity.zero.outside_reads import GraphPosition
 from infinity.zero.phases import FOLLOWS, Counts, Phase
 from infinity.zero.stand_ins import StandIns
 from infinity.zero.updates import StepOutcome, Updates, UpdateSchedule
@@ -84,6 +85,7 @@ class Step:
         layer_major: takes micro-batches through the blocks together, if that is configured.
         keeper: keeps every step on the drives, if that is configured.
         at_end: called when a step is over, at the end of `finish`, if anybody waits for that.
+        forward_end: where in the graph the last forward pass ended.
         whole: one call runs all micro-batches of the step, and so none counts if it fails.
         boundary: what the user has said of the micro-batch that comes: it is its step's last, or is not; None to count.
     """
@@ -116,6 +118,7 @@ class Step:
         self._pass_failed = False  # the last backward pass, and nobody has dropped what it left
         self._uncounted = 0  # micro-batches before a backward pass that failed, which the step is to run again
         self.whole = False
+        self.forward_end = GraphPosition.now()
         self._arrived: dict[int, set[int]] = {}  # slots, by unit, whose gradients have come in this backward pass
         self._config = config
         self._runtime = runtime
@@ -153,7 +156,8 @@ class Step:
 
     def _watch(self, model: nn.Module) -> Hooks:
         runtime = self._runtime
-        return Hooks(model, runtime.partition, self._compute_lane or self, alone=runtime.ranks.size == 1)
+        lent, alone = runtime.executor.views.lent_params, runtime.ranks.size == 1
+        return Hooks(model, runtime.partition, self._compute_lane or self, lent, alone=alone)
 
     def compile_blocks(self, model: nn.Module, **how: Any) -> None:
         """Have torch compile the model's blocks where they are, or all of it if it has none; hooks follow anew.
@@ -311,6 +315,7 @@ class Step:
                 self._go(phase)
                 with self.hooks.forward(training=training), self.saving():
                     yield
+                self.forward_end = GraphPosition.now()
             except BaseException as error:
                 self.abort(error)
                 raise

@@ -70,6 +70,8 @@ class ParameterViews:
     Attributes:
         writable: as given.
         lent: parameters of each unit, by slot.
+        lent_params: the identities of these.
+        read: unit and slot of those that were lent in the pass that is running, whose copies the graph has.
         detached: the units' memory is about to go, so that no parameter may lie in it any more.
     """
 
@@ -85,6 +87,8 @@ class ParameterViews:
         # Where each was put; None where nobody knows: somebody else has put it there, or is about to.
         self._lies: list[list[torch.Tensor | None]] = [[None] * len(unit.slots) for unit in partition.units]
         self.lent: list[dict[int, _Lent]] = [{} for _ in partition.units]
+        self.lent_params: set[int] = set()
+        self.read: set[tuple[int, int]] = set()
         self.detached = False
 
     def forget(self, unit: int) -> None:
@@ -168,6 +172,13 @@ class ParameterViews:
         """
         self.lent[unit][slot] = _Lent(version_of(self._parameters[unit][slot]), _sums(values) if watched else None)
         set_local_part(self._parameters[unit][slot], values)
+        self.lent_params.add(id(self._parameters[unit][slot]))
+        self.read.add((unit, slot))
+
+    def take_back(self, unit: int, slot: int) -> None:
+        """The parameter is not lent any more; where it lies now is for the caller to say."""
+        self.lent[unit].pop(slot, None)
+        self.lent_params.discard(id(self._parameters[unit][slot]))
 
     def keeps(self, unit: int, slot: int) -> None:
         """The tiers have what the lent parameter has now."""

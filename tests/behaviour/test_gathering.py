@@ -114,7 +114,7 @@ def test_between_forward_and_backward_it_is_refused(tmp_path) -> None:
         (ids,) = batches(1)
         loss = loss_of(engine, ids)
         with pytest.raises(InfinityError, match="between a forward pass and its backward"):
-            GatheredParameters(engine.module).__enter__()
+            GatheredParameters(engine.module, modifier_rank=0).__enter__()
         engine.backward(loss)
         engine.step()
 
