@@ -3,7 +3,8 @@
 [Note: what is left alone]
 The global batch, the optimizer and its rates, clipping, precision, the ZeRO stage and all that has no knob here. Most
 choices give the same bits. Two give other roundings of the same sums: how a rank's batch is cut into micro-batches, and
-their order (`layer`; where weights are tied). Formats with other moments are tried only where that is allowed.
+their order (`layer`; where blocks share weights or inputs). Formats with other moments are tried only where that is
+allowed.
 """
 
 from __future__ import annotations

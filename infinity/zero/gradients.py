@@ -256,7 +256,8 @@ class Gradients:
     def norm_of(self, sums_sq: Iterable[float]) -> float:
         """The norm over all ranks' shards and the model's parts, of this rank's.
 
-        Their sum is rounded once, so that neither the order of units nor where blocks are cut changes it.
+        A rank's sum is rounded once, so that the order of units does not change it; nor does, on a rank that is alone,
+        where blocks are cut.
         """
         with self._source.agreeing():
             return math.sqrt(self._parts.ranks.sum(self._source.groups.sharing.sum(math.fsum(sums_sq))))

@@ -2,18 +2,29 @@
 
 [Note: when a unit is in use]
 Forward of a module with units opens with `enter` and closes with `leave`. For backward two more events of that
-same call are needed. It begins when the first gradient of one of the call's outputs is there (a hook on
-the outputs), and is over when the gradients of all its inputs are: the call gets aliases of its inputs,
-so that another module that uses the same tensor does not delay the event. A call whose inputs need no
-gradient (an embedding) has no such event: it is over when all parameters of its units have their gradients, or with
-the whole backward pass (with several ranks always so, since gradients may come on some of them only). Calls that are
-recorded but never begin, such as those of a recomputation, hold nothing.
+same call are needed. It begins when the first gradient of one of the call's outputs is there (a hook on the outputs).
+It is over when autograd runs a node that is older than the call: of the nodes that are ready autograd runs the newest
+first, and what a node waits for is newer than the node, so none of the call's own nodes is left by then. Hooks on the
+outputs and the inputs of all calls tell which node runs. A call whose inputs come from no node (an embedding, a
+checkpoint that begins a graph of its own) is over with autograd's pass if not before, on one rank alone also when all
+parameters of its units have their gradients (of several ranks some may have no such gradient). Calls that are recorded
+but never begin, such as those of a recomputation, hold nothing.
+
+[Note: nothing of ours in the graph]
+A node of ours on a call's inputs would see the end of the call, but also have autograd add up the gradients of an input
+within the call before it adds those of other uses. Another order of a sum has other bits, and those would depend on
+which modules have units that come and go. Hooks on tensors change no sum.
+
+[Note: which nodes are older]
+A node's sequence number says when it was made, as its thread counts. A reentrant checkpoint records and runs a graph
+within backward, on a device in another thread than the forward pass: therefore a call is compared only with nodes of
+the pass of autograd that it began in.
 
 [Note: uses that no output shows]
 Backward may come to a weight before it comes to the call's outputs (a loss that the module keeps in an attribute,
-outputs in an object that hides them), and after the gradients of the inputs (a branch on detached inputs). So the
-result of every function that was given a parameter of such a unit has a hook as well, and its gradient begins the call
-again. The same watch finds a parameter that is not the module's own; its unit joins the call that reads it.
+outputs in an object that hides them), or after an older node of another thread. So the result of every function that
+was given a parameter of such a unit has a hook as well, and its gradient begins the call again. The same watch finds a
+parameter that is not the module's own; its unit joins the call that reads it.
 
 [Note: tensors within a transform]
 Inside of `torch.vmap` a module is called with wrappers that say that they need no gradient, while the tensors within
@@ -36,6 +47,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -92,7 +104,7 @@ class Hooks:
         self._followed = moving.difference(unit.index for unit in partition.units if not _has_elements(unit))
         self._calls: list[_Call] = []
         self._of_thread = _OfThread()
-        self._begun: dict[_Call, None] = {}
+        self._begun = _Begun(listener)
         self._alone = alone
         self._trained: list[tuple[nn.Parameter, int]] = []  # and the key of its hook
         self._awaited = [sum(slot.trainable for slot in unit.slots) for unit in partition.units]
@@ -149,12 +161,11 @@ class Hooks:
         return self._calls if current_coroutine() is None else self._of_thread.calls
 
     def end_backward(self) -> None:
-        """The backward pass is over: end the calls that had no event of their own."""
+        """The backward pass is over: end the calls that are left of it, and of passes of autograd's that failed."""
         self._arrived = [0] * len(self._arrived)
         self._uses.clear()
         self._uses_without_grad.clear()
-        for call in list(self._begun):
-            call.end()
+        self._begun.end(lambda call: True)
 
     def abandon(self) -> None:
         """Forget the calls that are running: an exception has ended them, and torch may not have said so."""
@@ -170,14 +181,19 @@ class Hooks:
         try:
             self.end_backward()
         finally:
-            self._listener = _Nobody()
+            self._listener = self._begun.listener = _Nobody()
 
     # Forward #
 
     def _watch_module(self, module: nn.Module, point: HookPoint) -> None:
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            followed = point.moving and torch.is_grad_enabled()
+            # Before the call opens: autograd makes the nodes of views that were changed in place when it is asked.
+            inputs = list(_recorded((args, kwargs))) if followed else []
             call = self._open(module, point.units)
-            return _mark_inputs(call, args, kwargs) if point.moving and torch.is_grad_enabled() else None
+            call.has_inputs = bool(inputs)
+            for tensor in inputs:
+                tensor.register_hook(partial(self._begun.end_newer, _node_of(tensor)))
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if not self._running or self._running[-1].module is not module:
@@ -204,7 +220,7 @@ class Hooks:
         self._listener.backward_enter(())
 
     def _open(self, module: nn.Module, units: tuple[int, ...]) -> _Call:
-        call = _Call(module, units, self._listener, self._begun)
+        call = _Call(module, units, self._begun)
         self._listener.enter(units)
         call.followed.extend(unit for unit in units if unit in self._followed)
         self._count(units)
@@ -257,9 +273,7 @@ class Hooks:
             self._listener.gradient_ready(unit, slot, param)  # type: ignore[arg-type]
             self._arrived[unit] += 1
             if self._alone and self._is_complete(unit):
-                for call in [call for call in self._begun if unit in call.followed and not call.inputs]:
-                    if all(self._is_complete(other) for other in call.followed):
-                        call.end()
+                self._begun.end(lambda call: unit in call.followed and self._is_through(call))
 
         handle = param.register_post_accumulate_grad_hook(ready)
         self._handles.append(handle)
@@ -278,6 +292,9 @@ class Hooks:
 
     def _is_complete(self, unit: int) -> bool:
         return self._arrived[unit] == self._awaited[unit]
+
+    def _is_through(self, call: _Call) -> bool:
+        return not call.has_inputs and all(map(self._is_complete, call.followed))
 
 
 def _has_elements(unit: Unit) -> bool:
@@ -330,76 +347,83 @@ def _nothing(result: Any, given: Any) -> None:
 class _Call:
     """One forward call of a module and its part of the backward pass, see [Note: when a unit is in use].
 
+    The graph holds the call through its hooks, so the call must hold nothing of the graph, which would never be freed.
+
     Attributes:
         units: what the call has entered so far.
         followed: those of them that backward enters and leaves as well.
-        inputs: how many inputs have gradients that tell when backward leaves it. The graph holds the call through its
-            hooks, so the call must hold nothing of the graph, which would never be freed.
+        entered: those that its backward has entered.
+        first_node: the sequence number of the first autograd node that the call may have made.
+        has_inputs: autograd goes on from the call to older nodes.
         watches: the watch on reads began with the call, and ends with it.
     """
 
-    def __init__(self, module: nn.Module, units: tuple[int, ...], listener: Listener, begun: dict[_Call, None]) -> None:
+    def __init__(self, module: nn.Module, units: tuple[int, ...], begun: _Begun) -> None:
         self.module = module
         self.units = list(units)
         self.followed: list[int] = []
-        self.inputs = 0
+        self.entered: tuple[int, ...] = ()
+        self.first_node = torch._C._autograd._get_sequence_nr()
+        self.has_inputs = False
         self.watches = False
-        self._awaited_inputs = 0
-        self._listener = listener
         self._begun = begun
-        self._entered: tuple[int, ...] = ()
 
     def begin_with(self, result: Any, given: Any) -> None:
-        """The call's backward begins when a tensor of the result of something that was given these has its gradient."""
-        for tensor in _recorded_with_bases(result, given):
-            tensor.register_hook(self.begin)
+        """The call's backward begins when a tensor of the result of something that was given these has its gradient.
 
-    def begin(self, grad: torch.Tensor) -> None:
+        What was given and comes back as it was (the position bias that all layers hand on) is none of the call's.
+        """
+        passed = {id(tensor) for tensor in _tensors(given)}
+        for tensor in _recorded_with_bases(result, given):
+            node = _node_of(tensor)
+            if id(tensor) not in passed or node >= self.first_node:
+                tensor.register_hook(partial(self.begin, node))
+
+    def begin(self, node: int, grad: torch.Tensor) -> None:
         if torch.is_grad_enabled():  # the graph of this backward would hold weights that leave memory when it is over
             raise InfinityError(
                 "backward with create_graph=True (torch.func's grad is one) goes through units that leave memory or "
                 "are divided among ranks, and a second backward would read weights that are gone: train on one rank "
                 'with parameters that stay (zero_optimization.offload_param.device "none"), or leave create_graph out'
             )
-        if self not in self._begun:
-            self._entered = tuple(self.followed)
-            self._awaited_inputs = self.inputs
-            self._listener.backward_enter(self._entered)
-            self._begun[self] = None
-
-    def input_done(self, grad: torch.Tensor) -> None:
-        """The gradient of an input is known; one that gets none leaves the call open until the end of the pass."""
-        self._awaited_inputs -= 1
-        if self._awaited_inputs == 0:
-            self.end()
-
-    def end(self) -> None:
-        if self in self._begun:
-            del self._begun[self]
-            self._listener.leave(self._entered)
-            self._listener.backward_left(self._entered)
+        self._begun.begin(self, node)
 
 
-def _mark_inputs(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Give the call aliases of the inputs that need a gradient: it ends when all of theirs are known.
+class _Begun:
+    """Calls whose backward has begun and is not over.
 
-    Ordinary views are aliases that the module may change in place. None leaves the inputs as they are: if some lie in
-    nested containers, or are not strided, an end without them would be too early, and the end of the backward pass is
-    only late.
+    Attributes:
+        listener: who is told.
     """
-    values = [*args, *kwargs.values()]
-    marked = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and _needs_gradient(v)]
-    nested = [v for v in values if not isinstance(v, torch.Tensor)]
-    if any(_needs_gradient(tensor) for tensor in _tensors(nested)):
-        return None
-    if not marked or any(values[i].layout is not torch.strided or values[i].is_nested for i in marked):
-        return None
-    for index in marked:
-        values[index] = values[index].view_as(values[index])
-        for tensor in _recorded(values[index]):
-            tensor.register_hook(call.input_done)
-            call.inputs += 1
-    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self._pass_of: dict[_Call, int] = {}  # of autograd's, in which the call has begun
+
+    def begin(self, call: _Call, node: int) -> None:
+        """Autograd is about to run this node, which is the call's."""
+        self.end_newer(node)  # first, so that two calls that follow each other are not both in memory
+        if call in self._pass_of:
+            return
+        call.entered = tuple(call.followed)
+        self.listener.backward_enter(call.entered)
+        running = torch._C._current_graph_task_id()
+        if running not in self._pass_of.values():
+            end = partial(self.end, lambda call: self._pass_of[call] == running)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._pass_of[call] = running
+
+    def end_newer(self, node: int, grad: torch.Tensor | None = None) -> None:
+        """Autograd is about to run this node: end the calls that are newer, see [Note: which nodes are older]."""
+        if self._pass_of:
+            running = torch._C._current_graph_task_id()
+            self.end(lambda call: self._pass_of[call] == running and call.first_node > node)
+
+    def end(self, is_over: Callable[[_Call], bool]) -> None:
+        for call in [call for call in reversed(self._pass_of) if is_over(call)]:  # the inner one of two first
+            del self._pass_of[call]
+            self.listener.leave(call.entered)
+            self.listener.backward_left(call.entered)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -422,16 +446,18 @@ def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def _needs_gradient(tensor: torch.Tensor) -> bool:
-    return any(level.requires_grad for level in _levels(tensor))
-
-
 def _recorded(value: Any) -> Iterator[torch.Tensor]:
     """The tensors that autograd has made, at every level."""
     for tensor in _tensors(value):
         for level in _levels(tensor):
             if level.requires_grad and level.grad_fn is not None:
                 yield level
+
+
+def _node_of(tensor: torch.Tensor) -> int:
+    """The sequence number of the node that made the tensor, before which autograd calls the tensor's hooks."""
+    assert tensor.grad_fn is not None  # it is recorded
+    return tensor.grad_fn._sequence_nr()
 
 
 def _recorded_with_bases(result: Any, given: Any) -> Iterator[torch.Tensor]:

@@ -201,8 +201,6 @@ class HiddenOutputs(Chain):
 class InPlace(Chain):
     """Blocks change their input in place, as `nn.ReLU(inplace=True)` does."""
 
-    more_memory = 80_000  # autograd does not say when backward leaves such a block
-
     class Changing(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(F.relu(x.mul_(1.5), inplace=True))
@@ -233,6 +231,48 @@ class ViewsInPlace(Chain):
             hidden += x
             hidden[..., 0] *= 2
             x = hidden[0]
+        return x
+
+
+# Tensors that several blocks have #
+
+
+class SharedInput(Chain):
+    """Later blocks also read what the first one has made, as a decoder's layers read the encoder's output."""
+
+    class Reading(Block):
+        def forward(self, x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + source)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(self.Reading() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        source = self.stem(x)
+        for block in self.blocks:
+            x = block(x, source)
+        return x
+
+
+class HandedOn(Chain):
+    """The first block makes a tensor that all others use, and return as it is, as T5's position bias."""
+
+    class Handing(Block):
+        def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+            if bias is None:
+                bias = self.up(x).sigmoid()[:, :WIDTH]
+            return super().forward(x * bias), bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Handing() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None
+        for block in self.blocks:
+            x, bias = block(x, bias)
         return x
 
 
@@ -351,6 +391,8 @@ MODELS = [
     HiddenOutputs,
     InPlace,
     ViewsInPlace,
+    SharedInput,
+    HandedOn,
     Repeated,
     MixtureOfExperts,
     SingleExperts,
