@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -22,7 +21,6 @@ def _free_port() -> str:
 
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(tempfile.gettempdir(), "deepspeed-extensions")))
 os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
 
 import deepspeed

@@ -244,7 +244,8 @@ class Commits:
             self._runtime.settle()
             step.updates.steps = dict(generation.state["steps"])
             step.counts = Counts(**generation.state["counters"])
-            apply_extra(0, extra, self._model, self._optimizer, step.lr_scheduler, step.losses.loss_scale, Parts())
+            loss_scale = step.losses.loss_scale
+            apply_extra(path, 0, extra, self._model, self._optimizer, step.lr_scheduler, loss_scale, Parts())
         except BaseException as error:
             step.fail(error)  # values of two runs may be mixed
             raise
@@ -258,7 +259,7 @@ class Commits:
             return
         if not isinstance(saved, dict):
             raise CheckpointError(f"{path} is damaged: its `code_sums` are a {type(saved).__name__}")
-        name = min(name for name in here.keys() | saved.keys() if here.get(name) != saved.get(name))
+        name = min((name for name in here.keys() | saved.keys() if here.get(name) != saved.get(name)), key=str)
         raise CheckpointError(
             f"parameter `{name}` has other codes than the run of {path} was trained with, which a step does not keep: "
             "build the model with the same ones"

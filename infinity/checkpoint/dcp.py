@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from infinity.checkpoint.conversion import Progress, checkpoint_at
 from infinity.checkpoint.directory import check_tag, make_directory, writing
 from infinity.checkpoint.extra import read_extra
-from infinity.checkpoint.files import is_file_name, read_plain
+from infinity.checkpoint.files import is_file_name, open_plain, read_plain
 from infinity.checkpoint.format import (
     CODE_FIELD,
     EXTRA,
@@ -52,7 +52,7 @@ from infinity.checkpoint.format import (
 )
 from infinity.checkpoint.imported import Foreign, ForeignParam, plain_extra, write_imported
 from infinity.checkpoint.inspection import verify
-from infinity.checkpoint.pickles import stranger
+from infinity.checkpoint.pickles import check_sums, stranger
 from infinity.checkpoint.stored import StoredReader
 from infinity.errors import CheckpointError, InfinityError
 from infinity.optim.formats import layout_with_moments
@@ -69,6 +69,7 @@ _KINDS: dict[frozenset[str], tuple[str | None, str | None]] = {
     frozenset({"sum"}): (None, "sum"),
     frozenset({"momentum_buffer"}): ("momentum_buffer", None),
 }
+_CORRECTED = frozenset({"exp_avg_sq", "sum"})  # moments that mean nothing without the number of updates
 _STATE = re.compile(r"(?P<prefix>(?:.*?\.)?state\.)(?P<name>.+)\.(?P<field>\w+)")
 
 
@@ -201,12 +202,11 @@ def import_dcp(
     if target.resolve() in (source.resolve(), source.resolve().parent):
         raise CheckpointError(f"{target} has the checkpoint that is imported in it: give the new one another directory")
     try:
-        foreign = _Incoming(source).foreign()
-    except InfinityError:
+        return write_imported(target, _Incoming(source).foreign(), progress)
+    except (InfinityError, OSError, MemoryError):
         raise
     except Exception as error:  # whatever damaged metadata lead to
-        raise CheckpointError(f"{source} is damaged: {type(error).__name__}: {error}") from error
-    return write_imported(target, foreign, progress)
+        raise CheckpointError(f"{source / METADATA} is damaged: {type(error).__name__}: {error}") from error
 
 
 class _Reader(FileSystemReader):
@@ -230,8 +230,11 @@ class _Plain(pickle._Unpickler):  # in Python, so that an opcode can be replaced
         made, state = self.stack[-2], self.stack[-1]  # type: ignore[attr-defined]
         if isinstance(made, type) or not is_dataclass(made):
             raise pickle.UnpicklingError(f"it sets attributes of {made!r}, which is no part of such metadata")
-        if isinstance(state, dict) and not state.keys() <= {field.name for field in fields(made)}:
-            raise pickle.UnpicklingError(f"it sets other attributes of {type(made).__name__} than its fields")
+        own = "__setstate__" in type(made).__dict__  # TensorProperties has one, which knows its own state
+        for half in state if isinstance(state, tuple) and len(state) == 2 and not own else (state,):
+            named = isinstance(half, dict) and half.keys() <= {field.name for field in fields(made)}
+            if half is not None and not named and not own:
+                raise pickle.UnpicklingError(f"it sets other attributes of {type(made).__name__} than its fields")
         self.load_build()  # type: ignore[attr-defined]
 
     dispatch[pickle.BUILD[0]] = _build
@@ -337,14 +340,17 @@ def _check_entry(path: Path, key: str, info: _StorageInfo) -> None:
         CheckpointError: the file is shorter than it should be, or the entry differs from its checksums.
     """
     file = path / info.relative_path
-    with file.open("rb") as opened:
+    with open_plain(file) as opened:
         opened.seek(info.offset)
         content = opened.read(info.length)
     try:
-        if len(content) < info.length or zipfile.ZipFile(io.BytesIO(content)).testzip() is not None:
-            raise zipfile.BadZipFile("it is not what was written")
+        if len(content) < info.length:
+            raise zipfile.BadZipFile(f"it has {len(content)} bytes of {info.length}")
+        check_sums(zipfile.ZipFile(io.BytesIO(content)))
     except Exception as error:  # whatever zipfile makes of bytes that are none of an archive
-        raise CheckpointError(f"{file} is damaged, where it has {key}: {error}") from error
+        raise CheckpointError(
+            f"{file} is damaged, or {path / METADATA} is: {key} is not at byte {info.offset} ({error})"
+        ) from error
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -403,7 +409,9 @@ class _Incoming:
         except CheckpointError:
             raise
         except Exception as error:  # whatever torch meets in files of somebody else's
-            raise CheckpointError(f"{self._path} cannot be read: {key}: {error}") from error
+            names = {info.relative_path for info in self._entries.get(key, ())}
+            files = ", ".join(str(self._path / name) for name in sorted(names)) or self._path / METADATA
+            raise CheckpointError(f"{files} cannot be read as {self._path / METADATA} says: {key}: {error}") from error
         return state[key]
 
     def foreign(self) -> Foreign:
@@ -414,8 +422,8 @@ class _Incoming:
         if len(kinds) != 1 or next(iter(kinds)) not in _KINDS:
             named = "; ".join(", ".join(sorted(fields)) for fields in kinds) or "none"
             raise CheckpointError(
-                f"{self._path} has optimizer states of a kind that the engine has no counterpart of ({named}): it "
-                "trains with Adam, AdamW, Adagrad, Lion and SGD"
+                f"{self._path / METADATA} has optimizer states of a kind that the engine has no counterpart of "
+                f"({named}): it trains with Adam, AdamW, Adagrad, Lion and SGD"
             )
         notes = json.loads(bytes(self.tensor(_NOTES).tolist())) if _NOTES in self._metadata else {}
         buffers = set(notes.get("buffers", ()))
@@ -436,8 +444,8 @@ class _Incoming:
                 states.setdefault(match["name"], set()).add(match["field"])
         if len(prefixes) != 1:
             raise CheckpointError(
-                f"{self._path} has no states of an optimizer (`optim.state.<name>.exp_avg`), or of several. Weights "
-                "alone are taken by torch.distributed.checkpoint and load_state_dict before initialize"
+                f"{self._path / METADATA} has no states of an optimizer (`optim.state.<name>.exp_avg`), or of several. "
+                "Weights alone are taken by torch.distributed.checkpoint and load_state_dict before initialize"
             )
         return prefixes.pop(), states
 
@@ -449,7 +457,9 @@ class _Incoming:
             of_model = not prefix.startswith(states) and (not prefix or prefix.endswith("."))
             if of_model and all(f"{prefix}{name}" in self._metadata for name in names):
                 return prefix
-        raise CheckpointError(f"{self._path} has states of {first} and of others, and not the parameters themselves")
+        raise CheckpointError(
+            f"{self._path / METADATA} has states of {first} and of others, and not the parameters themselves"
+        )
 
     def _params(
         self, prefix: str, before: str, states: Mapping[str, set[str]], buffers: set[str]
@@ -470,8 +480,15 @@ class _Incoming:
             for field in sorted(states[name] - {_STEP}):
                 state = self._metadata[f"{prefix}{name}.{field}"]
                 if not isinstance(state, TensorStorageMetadata) or tuple(state.size) != shape:
-                    raise CheckpointError(f"{self._path}: {field} of {name} has another shape than its parameter")
+                    raise CheckpointError(
+                        f"{self._path / METADATA}: {field} of {name} has another shape than its parameter"
+                    )
                 moments[field] = _Stored(self, f"{prefix}{name}.{field}")
+            if _STEP not in states[name] and not moments.keys().isdisjoint(_CORRECTED):
+                raise CheckpointError(
+                    f"{self._path / METADATA} has moments of {name} and no `step`: how many updates they are of is not "
+                    "known, and Adam and Adagrad divide by it"
+                )
             yield ForeignParam(name, shape, _Stored(self, key), moments, self._step(f"{prefix}{name}.{_STEP}"))
 
     def _is_tied(self, key: str, trained: Sequence[str]) -> bool:

@@ -26,7 +26,7 @@ from infinity.checkpoint.deepspeed_progress import counters_of, extra_of
 from infinity.checkpoint.files import brief
 from infinity.checkpoint.imported import Foreign, ForeignParam, Pieces, Values, Zeros, write_imported
 from infinity.checkpoint.pickles import StandIn
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, InfinityError
 
 _log = logging.getLogger(__name__)
 
@@ -69,10 +69,16 @@ def import_deepspeed(
     path = deepspeed_at(source, tag)
     if target.resolve() in (path.resolve(), path.resolve().parent):
         raise CheckpointError(f"{target} has the checkpoint of DeepSpeed in it: give the new one another directory")
-    foreign = describe(read_files(path))
-    for note in foreign.notes:
-        _log.warning("%s: %s", path, note)
-    return write_imported(target, foreign, progress)
+    files = read_files(path)
+    try:
+        foreign = describe(files)
+        for note in foreign.notes:
+            _log.warning("%s: %s", path, note)
+        return write_imported(target, foreign, progress)
+    except (InfinityError, OSError, MemoryError):
+        raise
+    except Exception as error:  # whatever values of another kind lead to
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 def describe(files: DeepSpeedFiles) -> Foreign:
@@ -381,7 +387,7 @@ def _frozen(files: DeepSpeedFiles, trained: Set[str]) -> Iterator[ForeignParam]:
                     f"{path} has no {numel} elements of the frozen parameter {brief(name)} of rank {rank}: save the "
                     "checkpoint with its frozen parameters"
                 )
-            slices.append(Pieces((fragment.reshape(-1),)))
+            slices.append(Pieces((fragment,)))
         yield ForeignParam(name, wanted, _Sliced(tuple(slices), numel))
 
 
@@ -390,4 +396,4 @@ def _frozen_whole(model: Mapping[str, Any], trained: Set[str]) -> Iterator[Forei
     others = {*trained, *(model.get("buffer_names") or []), *(model.get("shared_params") or {})}
     for name, value in (module if isinstance(module, Mapping) else {}).items():
         if name not in others and isinstance(value, torch.Tensor) and value.is_floating_point():
-            yield ForeignParam(str(name), tuple(value.shape), Pieces((value.reshape(-1),)))
+            yield ForeignParam(str(name), tuple(value.shape), Pieces((value,)))

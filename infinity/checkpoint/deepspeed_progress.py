@@ -9,7 +9,7 @@ import torch
 
 from infinity.checkpoint.deepspeed_files import DeepSpeedFiles, states_of
 from infinity.checkpoint.imported import plain_extra
-from infinity.checkpoint.pickles import StandIn, stranger
+from infinity.checkpoint.pickles import StandIn, stranger, whole
 from infinity.errors import CheckpointError, ConfigError
 from infinity.optim.kinds import ADAM, kind_from_config
 
@@ -93,7 +93,7 @@ def extra_of(files: DeepSpeedFiles, param_names: frozenset[str]) -> tuple[dict[s
         buffers=buffers,
         client_state=client,
     )
-    return extra, tuple(notes)
+    return whole(extra), tuple(notes)
 
 
 def _config(files: DeepSpeedFiles) -> Mapping[str, Any]:
@@ -168,7 +168,7 @@ def _buffers(model: Mapping[str, Any], param_names: frozenset[str]) -> dict[str,
     if not isinstance(module, Mapping):
         return {}
     return {
-        str(name): module[name].clone()
+        str(name): whole(module[name]).clone()
         for name in names
         if name not in param_names and isinstance(module.get(name), torch.Tensor)
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.files import read_plain
+from infinity.checkpoint.files import brief, read_plain
 from infinity.checkpoint.format import EXTRA, Manifest
 from infinity.errors import CheckpointError, InfinityError
 from infinity.optim.loss_scale import LossScale
@@ -104,6 +105,8 @@ def check_extra(
     for key in ("optimizer", "loss_scale", "rng", "buffers", "client_state"):
         if not isinstance(extra.get(key), dict) and not _is_imported(key, extra):
             raise CheckpointError(f"{path} has no `{key}`: it was not saved by engine.save_checkpoint")
+    if parts.progress:
+        _check_loss_scale(path, extra["loss_scale"])
     if parts.optimizer and not _has_no_groups(extra):
         _check_groups(path, extra["optimizer"].get("param_groups"), optimizer)
     if parts.lr_scheduler:
@@ -118,6 +121,7 @@ def check_extra(
 
 
 def apply_extra(
+    path: Path,
     rank: int,
     extra: Mapping[str, Any],
     module: nn.Module,
@@ -127,6 +131,9 @@ def apply_extra(
     parts: Parts,
 ) -> None:
     """Set what `collect_extra` collected; `check_extra` has passed.
+
+    Args:
+        path: of the checkpoint, for messages.
 
     Raises:
         CheckpointError: a value is none that this run takes. Others may have been set by then.
@@ -149,7 +156,7 @@ def apply_extra(
         raise
     except Exception as error:  # whatever a schedule or torch makes of values of another kind
         raise CheckpointError(
-            f"what came with the checkpoint's tensors does not fit this run: {type(error).__name__}: {error}"
+            f"{path}: what came with its tensors does not fit this run: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -171,9 +178,32 @@ def _check_groups(path: Path, groups: Any, optimizer: TieredOptimizer) -> None:
             "group the parameters as in the run that saved it"
         )
     for index, group in enumerate(groups):
-        for name in optimizer.defaults:
+        for name, default in optimizer.defaults.items():
             if not isinstance(group, dict) or (name not in group and name != "decoupled"):  # imported ones may lack it
                 raise CheckpointError(f"{path} has no `{name}` for parameter group {index}: it is of another optimizer")
+            if name in group and not _fits(group[name], default):
+                raise CheckpointError(
+                    f"{path} is damaged: `{name}` of parameter group {index} is {brief(group[name])}, where numbers "
+                    f"such as {default!r} belong"
+                )
+
+
+def _fits(value: Any, default: Any) -> bool:
+    """A hyper-parameter is a number, or as many numbers, where its default is."""
+    if isinstance(default, tuple | list):
+        return isinstance(value, tuple | list) and len(value) == len(default) and all(map(_fits, value, default))
+    return not _is_number(default) or _is_number(value) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_loss_scale(path: Path, saved: Mapping[str, Any]) -> None:
+    """See that `LossScale.load_state_dict` takes it."""
+    for name, value in saved.items():
+        if not _is_number(value) or not math.isfinite(value) or (name == "value" and value <= 0):
+            raise CheckpointError(f"{path} is damaged: `loss_scale.{name}` is {brief(value)}, which is no such number")
 
 
 def _check_schedule(path: Path, state: Any, lr_scheduler: Any | None) -> None:

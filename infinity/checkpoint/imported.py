@@ -17,6 +17,7 @@ from infinity.checkpoint.conversion import Progress
 from infinity.checkpoint.directory import replacing
 from infinity.checkpoint.files import write_file
 from infinity.checkpoint.format import CODE_FIELD, EXTRA, FROZEN_FIELD, MANIFEST, MASTER, Manifest, check_replaceable
+from infinity.checkpoint.pickles import elements
 from infinity.checkpoint.save import serialise
 from infinity.checkpoint.stored import StoredTensor, TensorPart
 from infinity.checkpoint.tensors import TensorFile
@@ -41,7 +42,7 @@ class Values(Protocol):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Values that lie one after the other in flat tensors."""
+    """Values that lie one after the other in tensors, which may be those of `read_pickle`."""
 
     tensors: tuple[torch.Tensor, ...]
 
@@ -51,7 +52,7 @@ class Pieces:
         for tensor in self.tensors:
             low, high = max(start - first, 0), min(stop - first, tensor.numel())
             if low < high:
-                found.append(tensor[low:high])
+                found.append(elements(tensor, low, high))
             first += tensor.numel()
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, device="cpu")
 

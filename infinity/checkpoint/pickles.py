@@ -2,20 +2,35 @@
 
 torch's restricted unpickler makes tensors and plain containers, and takes no class that it is not told of. Whatever
 else a file names gets a stand-in of this file under that name: it keeps what it is given, and does nothing.
+
+[Note: tensors that stay in the file]
+torch would map the file into memory, and a file that is truncated while it is read then ends the process by SIGBUS. So
+large tensors are on the meta device, their storage knows where its bytes lie, and `elements` reads them when they are
+asked for, by calls that can fail. The checksums of the whole file were compared before.
 """
 
 from __future__ import annotations
 
+import io
+import struct
+import sys
+import zipfile
 from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from torch import _weights_only_unpickler
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from infinity.checkpoint.files import brief, open_plain
+from infinity.checkpoint.tensors import RangeReader
 from infinity.errors import CheckpointError
 
+_SMALL_BYTES = 1 << 20  # of a storage that is read at once
 _PLAIN = (torch.Tensor, str, bytes, int, float, bool, type(None), torch.dtype)
 
 
@@ -60,22 +75,147 @@ class StandIn:
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
-    """The dictionary that a file of `torch.save` holds; its tensors stay in the file until they are looked at.
+    """The dictionary that a file of `torch.save` holds; large tensors stay in the file, see `elements` and `whole`.
 
     Raises:
-        CheckpointError: it cannot be read, or is no such file.
+        CheckpointError: it cannot be read, is damaged, or is no such file.
     """
-    open_plain(path).close()
-    try:
-        names = get_unsafe_globals_in_checkpoint(str(path))
-        stand_ins: list[Any] = [(type("StandIn", (StandIn,), {"name": name}), name) for name in names]
-        with safe_globals(stand_ins):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever unpickling objects to
-        raise CheckpointError(f"{path} cannot be read without running code of it: {_reason(error)}") from error
+    with open_plain(path) as file:
+        try:
+            archive = zipfile.ZipFile(file)
+            check_sums(archive)
+            names = get_unsafe_globals_in_checkpoint(str(path))
+            stand_ins: list[Any] = [(type("StandIn", (StandIn,), {"name": name}), name) for name in names]
+            with safe_globals(stand_ins):
+                content = _Storages(path, file, archive).unpickled()
+        except Exception as error:  # whatever unpickling objects to
+            raise CheckpointError(f"{path} cannot be read without running code of it: {_reason(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not the dictionary that a checkpoint is")
     return content
+
+
+def check_sums(archive: zipfile.ZipFile) -> None:
+    """Every entry is as it was written; torch's readers look at no checksum.
+
+    Raises:
+        zipfile.BadZipFile: one is not, or lies behind something that is no part of the archive.
+    """
+    entries = archive.infolist()
+    if not entries or min(entry.header_offset for entry in entries) != 0:
+        raise zipfile.BadZipFile("something lies before its first entry")
+    if not any(entry.CRC for entry in entries):  # saved without, see torch.serialization.set_crc32_options
+        for entry in entries:
+            entry.CRC = None  # type: ignore[assignment]  # by which zipfile compares nothing
+    else:
+        differing = archive.testzip()
+        if differing is not None:
+            raise zipfile.BadZipFile(f"the checksum of its entry {brief(differing)} differs from what is there")
+
+
+# Tensors that stay in the file #
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a storage's bytes are."""
+
+    path: Path
+    key: str
+    start: int
+    nbytes: int
+
+    def read(self, first: int, nbytes: int) -> torch.Tensor:
+        """Bytes from `first` on.
+
+        Raises:
+            CheckpointError: the file cannot be read, or is shorter by now.
+        """
+        if not 0 <= first <= first + nbytes <= self.nbytes:
+            raise CheckpointError(f"{self.path} is damaged: a tensor reaches beyond its storage {brief(self.key)}")
+        with closing(RangeReader(self.path.parent, once=False)) as reader:
+            return reader.read(self.path.name, self.start + first, nbytes, brief(self.key))
+
+
+@lru_cache(maxsize=1)  # a tensor that is not contiguous is asked for in many parts
+def _contents(place: _Place) -> torch.Tensor:
+    return place.read(0, place.nbytes)
+
+
+class _Storages:
+    """Makes what a file holds, with the storages of its tensors."""
+
+    def __init__(self, path: Path, file: BinaryIO, archive: zipfile.ZipFile) -> None:
+        self._path = path
+        self._file = file
+        self._archive = archive
+        self._prefix = next(n for n in archive.namelist() if n.endswith("/data.pkl")).removesuffix("data.pkl")
+        self._made: dict[str, torch.UntypedStorage] = {}
+
+    def unpickled(self) -> Any:
+        order = f"{self._prefix}byteorder"
+        if order in self._archive.namelist() and self._archive.read(order).decode() != sys.byteorder:
+            raise ValueError(f"it is of a machine with another byte order than this one's ({sys.byteorder})")
+        pickled = io.BytesIO(self._archive.read(f"{self._prefix}data.pkl"))
+        unpickler: Any = _weights_only_unpickler.Unpickler(pickled, encoding="utf-8")
+        unpickler.persistent_load = self._storage
+        content = unpickler.load()
+        torch._utils._validate_loaded_sparse_tensors()  # as torch.load does
+        return content
+
+    def _storage(self, saved: Any) -> torch.storage.TypedStorage:
+        """As torch's own `persistent_load`."""
+        _, kind, key, _, numel = saved
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        if key not in self._made:
+            self._made[key] = self._make(key, numel * dtype.itemsize)
+        return torch.storage.TypedStorage(wrap_storage=self._made[key], dtype=dtype, _internal=True)
+
+    def _make(self, key: str, nbytes: int) -> torch.UntypedStorage:
+        entry = self._archive.getinfo(f"{self._prefix}data/{key}")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes:
+            raise ValueError(f"its entry {brief(entry.filename)} has {entry.file_size} bytes, and {nbytes} are named")
+        if nbytes <= _SMALL_BYTES:
+            return torch.tensor(bytearray(self._archive.read(entry)), dtype=torch.uint8, device="cpu").untyped_storage()
+        self._file.seek(entry.header_offset + _LENGTHS_AT)
+        name, extra = struct.unpack("<HH", self._file.read(4))
+        storage = torch.UntypedStorage(nbytes, device="meta")
+        # On the storage, as torch's own `_checkpoint_offset`: tensors are made of it in many ways, and have this alone.
+        storage._place = _Place(self._path, key, entry.header_offset + _LENGTHS_AT + 4 + name + extra, nbytes)  # type: ignore[attr-defined]
+        return storage
+
+
+_LENGTHS_AT = 26  # of the name and what follows it, in the header before an entry's bytes
+
+
+def elements(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Elements `[start, stop)` of a flat tensor of `read_pickle`.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is shorter by now.
+    """
+    if not tensor.is_meta:
+        return tensor.reshape(-1)[start:stop]
+    start, stop = min(start, tensor.numel()), min(stop, tensor.numel())
+    size = tensor.dtype.itemsize
+    place: _Place | None = getattr(tensor.untyped_storage(), "_place", None)
+    if place is None:
+        raise CheckpointError(f"a tensor of shape {tuple(tensor.shape)} is on the meta device: it was saved empty")
+    if tensor.is_contiguous():
+        return place.read((int(tensor.storage_offset()) + start) * size, (stop - start) * size).view(tensor.dtype)
+    stored = _contents(place)[: place.nbytes // size * size].view(tensor.dtype)
+    return stored.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).reshape(-1)[start:stop]
+
+
+def whole(value: Any) -> Any:
+    """A value with the tensors that `read_pickle` left in the file; raises as `elements`."""
+    if isinstance(value, torch.Tensor):
+        return elements(value, 0, value.numel()).reshape(value.shape).clone() if value.is_meta else value
+    if isinstance(value, Mapping):
+        return {key: whole(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(whole, value))
+    return value
 
 
 def _reason(error: Exception) -> str:

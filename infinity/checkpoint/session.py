@@ -168,6 +168,7 @@ class Session:
             step.counts = replace(counts, micro_steps=micro_steps)
             self._run.id = opened.manifest.run or self._run.id
         apply_extra(
+            opened.path,
             runtime.ranks.rank,
             opened.extra,
             self._model,

@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 from infinity.cli.arguments import path_argument
 from infinity.cli.progress import Progress
+from infinity.cli.terminal import plain
 from infinity.config import format_size
 
 _FORMAT_HELP = "dcp: with the optimizer's states, in float32, as torch.distributed.checkpoint has them"
@@ -73,7 +74,7 @@ def _inspect(args: argparse.Namespace) -> int:
     if found.missing:
         rows["missing"] = f"{', '.join(found.missing[:3])}{' and others' if len(found.missing) > 3 else ''}"
     for name, value in rows.items():
-        print(f"{name:<12} {value}")
+        print(plain(f"{name:<12} {value}"))
     return 0
 
 

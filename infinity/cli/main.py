@@ -26,6 +26,7 @@ from infinity.cli import (
     train,
     tune,
 )
+from infinity.cli.terminal import plain
 from infinity.errors import InfinityError
 
 COMMANDS = (
@@ -75,7 +76,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         code: int = parsed.run(parsed)
     except InfinityError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error: " + "\n".join(map(plain, str(error).split("\n"))), file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -10,6 +10,7 @@ from infinity.cli.arguments import path_argument
 from infinity.cli.reporting.page import page
 from infinity.cli.reporting.read import RunLines, read_log
 from infinity.cli.reporting.summary import summarize
+from infinity.cli.terminal import plain
 from infinity.errors import ConfigError
 from infinity.telemetry.timeline_summary import Ran, read_timeline
 
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     rows = summary.rows()
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        print(f"{name:<{width}}  {value}")
+        print(plain(f"{name:<{width}}  {value}"))
     print(f"written to {target}")
     return 0
 
@@ -63,7 +64,7 @@ def _timeline(given: Path | None, found: RunLines) -> list[Ran]:
     if given is not None:
         return read_timeline(given)
     told = found.about.get("timeline")
-    if told is None or not Path(told).is_file():
+    if told is None or "\0" in told or not Path(told).is_file():
         return []
     return read_timeline(Path(told))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,12 +82,23 @@ def _remove(args: argparse.Namespace) -> int:
         files = [file for file in files if file.run == args.name]
         if not files:
             raise ConfigError(f"--run {args.name} has no states in {args.directory}")
-    nbytes = sum(file.path.stat().st_size for file in files)
-    remove(files)
+    own = [file for file in files if file.foreign is None]
+    nbytes = sum(map(_size, own))
+    remove(own)
+    runs = sorted({file.run for file in own})
     if args.json:
-        print(json.dumps({"runs": sorted({file.run for file in files}), "bytes": nbytes}))
+        print(json.dumps({"runs": runs, "bytes": nbytes}))
     else:
-        print(f"{args.directory}: removed {format_size(nbytes)} of {len({file.run for file in files})} runs")
+        print(f"{args.directory}: removed {format_size(nbytes)} of {len(runs)} runs")
+    for file in files:
+        if file.foreign is not None:
+            print(f"{file.path} is left: {file.foreign}", file=sys.stderr)
+    return 0
+
+
+def _size(file: KeptFile) -> int:
+    with suppress(FileNotFoundError):  # removed just now
+        return file.path.lstat().st_size
     return 0
 
 
@@ -108,9 +121,12 @@ def _look(directory: Path) -> list[_Kept]:
 def _describe(run: str, rank: int, files: list[KeptFile]) -> _Kept:
     from infinity.tiers.run_files import is_held, read_record  # noqa: PLC0415  (torch takes seconds to load)
 
-    step, problem = None, None
+    step = None
+    problem = next((f"not to be gone on from: {file.foreign}" for file in files if file.foreign is not None), None)
     record = next((file for file in files if file.is_record), None)
-    if record is None:
+    if problem is not None:
+        pass
+    elif record is None:
         problem = "its record is on another path"
     else:
         try:
@@ -121,6 +137,6 @@ def _describe(run: str, rank: int, files: list[KeptFile]) -> _Kept:
                 problem = "it has ended, and goes with the next start"
         except CheckpointError:
             problem = "its record is damaged"
-    nbytes = sum(file.path.stat().st_size for file in files)
-    in_use = any(is_held(file.path) for file in files if file.is_data)
+    nbytes = sum(map(_size, files))
+    in_use = any(is_held(file.path) for file in files if file.is_data and file.foreign is None)
     return _Kept(run, rank, step, nbytes, in_use, problem)

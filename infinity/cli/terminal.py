@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 _CANNOT_DRAW = frozenset(("dumb", "unknown"))
 
 
+def plain(text: str) -> str:
+    """Somebody's text as it can be shown: what would move a cursor, set a title or turn the line round is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 def is_terminal() -> bool:
     """Somebody looks at standard error, on something that can move its cursor."""
     return sys.stderr.isatty() and os.environ.get("TERM", "") not in _CANNOT_DRAW

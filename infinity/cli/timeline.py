@@ -10,6 +10,7 @@ from typing import Any
 
 from infinity.cli.arguments import path_argument
 from infinity.cli.reporting.lanes import COLOURS
+from infinity.cli.terminal import plain
 from infinity.config import format_size
 from infinity.errors import ConfigError
 from infinity.telemetry import Lane
@@ -81,7 +82,9 @@ def _show(total: TimelineSum) -> None:
             line += f"{format_size(part.nbytes // count):>12}{part.nbytes / part.busy_s / 1e9:>8.2f}"
         print(line)
     for cause, seconds in sorted(total.waits_s.items(), key=lambda item: -item[1]):
-        print(f"  waits for {cause.replace('_', ' '):<14}{seconds / count:>8.3f} s{seconds / total.wall_s:>8.0%}")
+        print(
+            f"  waits for {plain(cause).replace('_', ' '):<14}{seconds / count:>8.3f} s{seconds / total.wall_s:>8.0%}"
+        )
 
 
 def _draw(path: Path, title: str, spans: Sequence[Ran], total: TimelineSum) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from infinity.cli.terminal import plain
 from infinity.cli.watching.tables import details, table
 from infinity.errors import ConfigError
 from infinity.telemetry.status import PERIOD_S, RunStatus, read_runs
@@ -68,12 +69,14 @@ def _watch(name: str | None) -> int:
 
 
 def _lines(name: str | None, columns: int) -> list[str]:
-    runs = read_runs()
+    strange: list[str] = []
+    runs = read_runs(strange)
+    notes = [plain(line)[:columns] for line in strange]
     if name is not None:
         return [line for run in _called(runs, name) for line in details(run, columns)] or [f"{name} has ended"]
     if not runs:
-        return ["nothing of this user trains on this machine (or tiering.status is false)"]
-    return table(runs, columns)
+        return ["nothing of this user trains on this machine (or tiering.status is false)", *notes]
+    return [*table(runs, columns), *notes]
 
 
 def _chosen(name: str | None) -> list[RunStatus]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -13,6 +14,7 @@ from infinity.config.values import shown
 from infinity.errors import ConfigError
 
 _MOST_BYTES = 16 << 20
+_MOST_OF_ANY = 1 << 30
 _MOST_LEVELS = 32
 _MOST_DIGITS = 400  # more than a float's largest value has
 
@@ -37,19 +39,31 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return values
 
 
+def read_regular(path: str | Path, most_bytes: int = _MOST_OF_ANY) -> bytes:
+    """The content of a regular file. Nobody is waited for: a named pipe that has no writer would keep us for ever.
+
+    Raises:
+        OSError: it cannot be read, is something else than a regular file, or is larger than any of its kind.
+        ValueError: no file can have this name.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file (a directory, pipe or device)", str(path))
+        if found.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {found.st_size} bytes; is it the right file?", str(path))
+        return file.read()
+
+
+def read_text(path: str | Path) -> str:
+    """The UTF-8 text of a regular file, see `read_regular`; raises the same."""
+    return read_regular(path).decode("utf-8")
+
+
 def _text(path: str | Path) -> str:
     try:
-        # Without waiting: a named pipe that nobody writes to would keep us for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise ConfigError(f"the configuration {path} is no regular file (a directory, pipe or device)")
-            if found.st_size > _MOST_BYTES:
-                raise ConfigError(f"the configuration {path} has {found.st_size} bytes; is it the right file?")
-            content = file.read()
-    except ConfigError:
-        raise
+        content = read_regular(path, _MOST_BYTES)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except ValueError as error:  # a null character, or what no filename can hold

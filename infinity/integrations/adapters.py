@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.tensors import TensorReader, read_header
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError
 from infinity.integrations.dialect.values import full_fp32_values, safe_set_full_fp32_param
@@ -90,17 +92,12 @@ def _names(model: nn.Module, adapter: str) -> dict[str, str]:
 
 
 def _read(directory: Path) -> Mapping[str, torch.Tensor]:
-    from safetensors import SafetensorError  # noqa: PLC0415  # beside the next
-    from safetensors.torch import load_file  # noqa: PLC0415  # not needed before
-
-    try:
-        return load_file(directory / WEIGHTS)
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{directory} has no {WEIGHTS}: give the directory that an adapter was saved in"
-        ) from error
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{directory / WEIGHTS} cannot be read: {error}") from error
+    """All of it, by reads: a mapped file that is truncated meanwhile would end the process."""
+    if not (directory / WEIGHTS).exists():
+        raise CheckpointError(f"{directory} has no {WEIGHTS}: give the directory that an adapter was saved in")
+    entries = read_header(directory / WEIGHTS)
+    with TensorReader(directory, entries) as reader:
+        return {key: reader.read(key, 0, math.prod(entry.shape)).view(entry.shape) for key, entry in entries.items()}
 
 
 def _check(directory: Path, stored: Mapping[str, torch.Tensor], params: Mapping[str, nn.Parameter]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from infinity.checkpoint import PretrainedWeights
 from infinity.config import Config, load_config, parse_size
+from infinity.config.read import read_text
+from infinity.config.values import shown
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.integrations.inference import InferenceEngine, leave_room
@@ -21,6 +25,13 @@ from infinity.setup import ConfigSource, initialize
 from infinity.tiers import accelerator
 from infinity.zero.meta import construct_on_meta
 from infinity.zero.ranks import world_size
+
+# Keys of config.json that count modules, and what they may say: DeepNet has 1,000 layers, and the widest mixtures have
+# some hundred experts. A module takes a tenth of a millisecond or more to build, wherever its tensors are.
+_COUNT = re.compile(r"(?:.*_)?(?:layers?|blocks?|experts|depth)")
+_MOST_MODULES = 10_000
+_SIZE = re.compile(r"(?:.*_)?(?:size|dim|model|embd|inner|heads|head|positions?)")
+_MOST_ROWS = 1 << 24  # the largest vocabularies have a million tokens, the longest contexts ten
 
 
 def from_pretrained(
@@ -101,6 +112,7 @@ def pretrained_model(
     path = Path(path)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is no directory of a transformers model: it has no config.json")
+    _check_counts(path / "config.json")
     try:
         architecture = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever transformers makes of what is written there
@@ -111,11 +123,36 @@ def pretrained_model(
     try:
         with construct_on_meta():
             model = _build(architecture, model_class or _class_of(path, architecture))
-    except ValueError as error:
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # of sizes that no tensor can have, too
         raise ConfigError(f"{path} has a model that transformers does not build: {error}") from error
     weights = PretrainedWeights(path, model, in_place=in_place)
     weights.load_buffers(model)
     return model, weights
+
+
+def _check_counts(path: Path) -> None:
+    """Refuse more modules than can be built, which nothing else would end, and tensors larger than any.
+
+    Raises:
+        ConfigError: the message has the key and the value.
+    """
+    try:
+        values = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):
+        return  # transformers says what is wrong
+    sections = [("", values)]
+    for prefix, section in sections:
+        for key, value in section.items() if isinstance(section, dict) else ():
+            name = f"{prefix}{key}"
+            if isinstance(value, dict):
+                sections.append((f"{name}.", value))
+            elif isinstance(value, int | float):
+                most = _MOST_MODULES if _COUNT.fullmatch(key) else _MOST_ROWS if _SIZE.fullmatch(key) else value
+                if not value <= most:
+                    raise ConfigError(
+                        f"{path}: {name} is {shown(value)}; at most {most:,} can be built, more than any model has: "
+                        "correct it"
+                    )
 
 
 def _class_of(path: Path, architecture: PretrainedConfig) -> Any:

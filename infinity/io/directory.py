@@ -5,7 +5,8 @@ A drive's directory may be one that others write to as well (/tmp, a scratch dis
 between two looks somebody may have put a link to another file there, and a run of root would write into it. A file is
 therefore created under a name that must not exist, and from then on known by its descriptor; whoever needs it with
 other flags opens that once more (`reopened`). In a directory that everybody may write to without the sticky bit,
-others could also remove and rename what is ours: it is refused.
+others could also remove and rename what is ours: it is refused. Files that outlive the process (`lasting`) are safe
+only where no other user than root, and no group but this user's own, can rename them while nobody has them open.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from pathlib import Path
 from infinity.errors import StorageError
 
 
-def open_directory(path: Path, kind: str = "path", *, make: bool = False) -> int:
+def open_directory(path: Path, kind: str = "path", *, make: bool = False, lasting: bool = False) -> int:
     """A descriptor of a directory in which files of ours are safe.
 
     Args:
         kind: what an error calls it.
         make: create it, and those above it, if it is missing; for this user alone.
+        lasting: files in it outlive the process, and are believed by a later one.
 
     Raises:
-        StorageError: it is missing and cannot be made, is no directory, or everybody may rename what is in it.
+        StorageError: it is missing and cannot be made, is no directory, or others may rename what is in it.
     """
     try:
         if make:
@@ -41,12 +43,14 @@ def open_directory(path: Path, kind: str = "path", *, make: bool = False) -> int
             0,
         ) from error
     try:
-        mode = os.fstat(descriptor).st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        problem = _renaming(os.fstat(descriptor), lasting=lasting)
+        if problem is not None:
             raise StorageError(
                 errno.EPERM,
-                f"cannot use this {kind}: it is writable for everybody and has no sticky bit, so that others could put "
-                "files of theirs in the place of ours; chmod o-w or chmod +t it, or give a directory of your own below",
+                f"cannot use this {kind}: {problem} and has no sticky bit, so that others could put files of theirs in "
+                "the place of ours; {} or chmod +t it, or give a directory of your own below".format(
+                    "chmod o-w" if "everybody" in problem else "chown it, chmod g-w it"
+                ),
                 str(path),
                 0,
             )
@@ -54,6 +58,20 @@ def open_directory(path: Path, kind: str = "path", *, make: bool = False) -> int
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _renaming(found: os.stat_result, *, lasting: bool) -> str | None:
+    """Who may rename files of this user in a directory, in words; None if nobody may."""
+    mode = found.st_mode
+    if mode & stat.S_ISVTX:
+        return None
+    if mode & stat.S_IWOTH:
+        return "it is writable for everybody"
+    if lasting and found.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {found.st_uid}, not to user {os.geteuid()} who runs this,"
+    if lasting and mode & stat.S_IWGRP and found.st_gid not in (os.getegid(), 0):
+        return f"it is writable for group {found.st_gid}, which is not this user's own,"
+    return None
 
 
 def create_private(path: str | Path, directory: int | None = None) -> int:
@@ -74,18 +92,22 @@ def check_private(descriptor: int) -> None:
     Raises:
         OSError: it is no plain file, another user's, writable by others, or has a second name.
     """
-    found = os.fstat(descriptor)
-    problem = None
-    if not stat.S_ISREG(found.st_mode):
-        problem = "it is no plain file"
-    elif found.st_uid != os.geteuid():
-        problem = f"it belongs to user {found.st_uid}, not to user {os.geteuid()} who runs this"
-    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        problem = f"others may write to it (mode {stat.S_IMODE(found.st_mode):o})"
-    elif found.st_nlink != 1:
-        problem = f"it has {found.st_nlink} names (hard links)"
+    problem = foreign(os.fstat(descriptor))
     if problem is not None:
         raise OSError(errno.EPERM, f"{problem}: if its content can be trusted, make it your own (a copy with mode 600)")
+
+
+def foreign(found: os.stat_result) -> str | None:
+    """Why somebody else may have made a file or can write to it, in words; None of this user's own."""
+    if not stat.S_ISREG(found.st_mode):
+        return "it is no plain file"
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}, not to user {os.geteuid()} who runs this"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to it (mode {stat.S_IMODE(found.st_mode):o})"
+    if found.st_nlink != 1:
+        return f"it has {found.st_nlink} names (hard links)"
+    return None
 
 
 def reopened(descriptor: int) -> Path:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from infinity.config import format_size
+from infinity.config.read import read_text
+from infinity.config.typed import Count, Positive, Rate, parsed
 from infinity.errors import ConfigError
 from infinity.io.bench import BenchSession, ring_bytes
 from infinity.io.interface import IoOptions, Span
@@ -131,12 +133,12 @@ class SweepLog:
                 self._read(path, header)
             else:
                 self._append(header)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"--resume {path}: {error}") from error
 
     def _read(self, path: Path, header: Mapping[str, Any]) -> None:
-        text = path.read_text(encoding="utf-8")
-        found = json.loads(text.splitlines()[0])
+        text = read_text(path)
+        found = json.loads(next(iter(text.splitlines()), ""))
         if not isinstance(found, dict) or "infinity_sweep" not in found:
             raise ValueError("it is there already and holds no sweep: use another file")
         for name, value in header.items():
@@ -145,12 +147,17 @@ class SweepLog:
         whole = text[: text.rfind("\n") + 1]  # the last line may have been cut off
         if whole != text:
             path.write_text(whole, encoding="utf-8")
-        lines = [json.loads(line) for line in whole.splitlines()[1:]]
-        for line in lines:
-            if "written_bytes" in line:
-                self.written_bytes += int(line["written_bytes"])
-            if "bytes_per_s" in line:
-                self._rates.setdefault(_key_of(line), []).append(float(line["bytes_per_s"]))
+        for number, line in enumerate(whole.splitlines()[1:], 2):
+            try:
+                self._take(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+
+    def _take(self, line: str) -> None:
+        self.written_bytes += parsed(_Written, line).written_bytes
+        if "bytes_per_s" in parsed(dict[str, Any], line):
+            found = parsed(_Measured, line)
+            self._rates.setdefault(found.key, []).append(found.bytes_per_s)
 
     def rates(self, place: str, operation: str, pass_bytes: int, options: IoOptions) -> tuple[float, ...]:
         """Of the passes that were measured before."""
@@ -189,8 +196,25 @@ def _shape(options: IoOptions) -> tuple[int, int]:
     return options.block_size_bytes, options.queue_depth
 
 
-def _key_of(line: Mapping[str, Any]) -> tuple[object, ...]:
-    return tuple(line[name] for name in ("path", "op", "pass_bytes", "block_size_bytes", "queue_depth"))
+@dataclass(frozen=True)
+class _Written:
+    """What a line of the log may hold, see [Note: typed records]; older ones do not say what was written."""
+
+    written_bytes: Count = 0
+
+
+@dataclass(frozen=True)
+class _Measured:
+    path: str
+    op: str
+    pass_bytes: Positive
+    block_size_bytes: Positive
+    queue_depth: Positive
+    bytes_per_s: Rate
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.path, self.op, self.pass_bytes, self.block_size_bytes, self.queue_depth
 
 
 def sweep(path: Path, plan: SweepPlan, backend: str, buffers: Span, log: SweepLog) -> Iterator[SweepProgress]:

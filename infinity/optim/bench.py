@@ -168,7 +168,9 @@ class _DeepSpeed:
 
     def __init__(self, python: Path, numel: int, threads: int) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
-        environment.setdefault("TORCH_EXTENSIONS_DIR", str(Path(tempfile.gettempdir(), "deepspeed-extensions")))
+        # It compiles into this directory and loads what is there: nobody else may have put something into it.
+        self._built = tempfile.TemporaryDirectory(prefix="infinity-peer-")
+        environment.setdefault("TORCH_EXTENSIONS_DIR", self._built.name)
         environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"  # its ninja
         environment.pop("PYTHONPATH", None)
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in __exit__)
@@ -183,6 +185,7 @@ class _DeepSpeed:
             )
         except OSError as error:
             self._log.close()
+            self._built.cleanup()
             raise ConfigError(f"--peer-python {python} does not start: {error}") from error
 
     def __enter__(self) -> _DeepSpeed:
@@ -192,6 +195,7 @@ class _DeepSpeed:
         self._process.kill()
         self._process.communicate()
         self._log.close()
+        self._built.cleanup()
 
     def step(self) -> float:
         """Run one step there and return the seconds that it took.

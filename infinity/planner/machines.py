@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
+from infinity.config.read import read_text
 from infinity.errors import ConfigError
 
 _SHARE = 0.45  # of the peak
@@ -71,8 +71,8 @@ def known_machine(name: str, *, profiled: bool = False) -> KnownMachine:
     if not name.endswith(".json"):
         raise ConfigError(f"--emulate {name}: no such machine; there are {', '.join(MACHINES)}, or a JSON file")
     try:
-        values: Any = json.loads(Path(name).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values: Any = json.loads(read_text(name))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--emulate {name} cannot be read: {error}") from error
     wanted = [field.name for field in fields(KnownMachine)]
     optional = _OF_A_PROFILE if profiled else ()

@@ -136,6 +136,7 @@ def _at(points: Points, rows: int) -> float:
     if not below or not above:
         return (below[-1] if below else above[0])[1]
     (low, slow), (high, fast) = below[-1], above[0]
+    low = max(low, 1)  # a product without rows is one whose rate is the same for all
     share = math.log(rows / low) / math.log(high / low)
     return float(slow ** (1 - share) * fast**share)
 

@@ -14,7 +14,7 @@ from infinity.schedule import MemoryNeeds, MemorySplit, Plan, make_plan, split_m
 from infinity.schedule.placement import Placement, place
 from infinity.tiers import Memory
 from infinity.tiers.swap import ALIGN_BYTES
-from infinity.zero.budgets import AUTO_SHARE, device_budgets, fits, host_capacity
+from infinity.zero.budgets import auto_bytes, device_budgets, fits, host_capacity
 from infinity.zero.fitting import cut_to_fit
 from infinity.zero.model_parts import has_numbers
 from infinity.zero.partition import Partition
@@ -231,7 +231,7 @@ def _host_capacity(config: Config, needs: MemoryNeeds, machine: Machine) -> int:
     """The budget of one rank."""
     if machine.host_bytes is None or config.tiering.host_memory_bytes is not None:
         return host_capacity(config, needs, Ranks(neighbours=machine.neighbours))
-    return min(needs.most_bytes, int(AUTO_SHARE * machine.host_bytes / machine.neighbours))
+    return min(needs.most_bytes, auto_bytes(machine.host_bytes, machine.neighbours))
 
 
 def _host_used(needs: MemoryNeeds, split: MemorySplit) -> int:

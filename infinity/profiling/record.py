@@ -27,9 +27,14 @@ operation of a model's forward or backward pass costs `operation_s` beside what 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from infinity.config.read import read_text
+from infinity.config.typed import Amount, Count, Positive, Rate, parsed
 from infinity.errors import ConfigError
 
 PROFILE_VERSION = 4
@@ -82,8 +87,9 @@ def read_profile(path: Path) -> dict[str, Any]:
         ConfigError: it is none, or of a version that this infinity does not know.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        text = read_text(path)
+        found = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"profile {path}: {error}") from error
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
         raise ConfigError(f"{path} is no profile: write one with `infinity profile --output {path}`")
@@ -95,4 +101,85 @@ def read_profile(path: Path) -> dict[str, Any]:
     missing = [name for name in _PARTS if name not in found]
     if missing:
         raise ConfigError(f"profile {path} lacks {', '.join(missing)}: take it anew")
+    try:
+        parsed(_Profile, text)
+    except ValueError as error:
+        raise ConfigError(f"profile {path} is damaged: {error}: take it anew") from error
     return found
+
+
+# What it may hold, see [Note: typed records] #
+
+
+@dataclass(frozen=True)
+class _Drives:
+    read_bytes_per_s: Rate
+    write_bytes_per_s: Rate
+    mixed_bytes_per_s: Rate
+
+
+@dataclass(frozen=True)
+class _Contention:
+    part: str
+    beside: list[str]
+    rows: Positive | None
+    share: Amount
+
+
+@dataclass(frozen=True)
+class _Optimizer:
+    format: str
+    threads: Positive
+    params_per_s: Rate
+
+
+@dataclass(frozen=True)
+class _Memory:
+    threads: Positive
+    triad_bytes_per_s: Rate
+    fresh_bytes_per_s: Rate
+
+
+@dataclass(frozen=True)
+class _Product:
+    device: str
+    dtype: str
+    layout: str
+    rows: Count  # none of attention
+    flop_per_s: Rate
+
+
+@dataclass(frozen=True)
+class _Operation:
+    device: str
+    operation_s: Amount
+
+
+@dataclass(frozen=True)
+class _Link:
+    device: str
+    to_device_bytes_per_s: Rate
+    to_host_bytes_per_s: Rate
+    both_to_device_bytes_per_s: Rate
+    both_to_host_bytes_per_s: Rate
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    all_gather_bytes_per_s: Rate
+    reduce_scatter_bytes_per_s: Rate
+
+
+@dataclass(frozen=True)
+class _Profile:
+    """What of a profile is planned with."""
+
+    drives: list[_Drives] | None
+    drives_together: _Drives | None
+    contention: list[_Contention] | None
+    optimizer: list[_Optimizer]
+    memory: Annotated[list[_Memory], Field(min_length=1)]
+    products: list[_Product] | None
+    operations: list[_Operation] | None
+    link: _Link | None
+    ranks: _Ranks | None

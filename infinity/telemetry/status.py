@@ -25,16 +25,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from infinity.config.read import read_regular
+from infinity.config.typed import Amount, Count, Positive, Real, parsed
 from infinity.telemetry.tasks import read_task
 
 PERIOD_S = 1.0
 SILENT_S = 15.0  # without a word: the interpreter is held up, or the process stopped
 _KEPT_S = 120.0  # the file of a process that has gone, so that somebody may find out
 _VERSION = 1
+_MOST_BYTES = 1 << 20
 _END_S = 5.0  # for a thread to end that hangs in a filesystem
 
 _log = logging.getLogger(__name__)
@@ -145,14 +148,19 @@ class Publisher:
 def _this_process() -> dict[str, Any]:
     directory = ""
     with suppress(OSError):  # it may have been removed
-        directory = str(Path.cwd())
+        directory = _text(str(Path.cwd()))
     return {
         "pid": os.getpid(),
         "started": _started(os.getpid()),
         "namespace": _namespace(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else [],
+        "command": [_text(word) for word in (Path(sys.argv[0]).name, *sys.argv[1:])] if sys.argv else [],
         "directory": directory,
     }
+
+
+def _text(word: str) -> str:
+    """Arguments and paths may be any bytes, which JSON has no text for."""
+    return word.encode("utf-8", "backslashreplace").decode()
 
 
 def _started(pid: int) -> int | None:
@@ -200,9 +208,21 @@ class RunStatus:
         return self.age_s > SILENT_S
 
 
-def read_runs() -> list[RunStatus]:
-    """All runs of this user on this machine that have a file, in the order they began; the ended ones last."""
-    runs = [run for path in _files() if (run := _read(path)) is not None]
+def read_runs(strange: list[str] | None = None) -> list[RunStatus]:
+    """All runs of this user on this machine that have a file, in the order they began; the ended ones last.
+
+    Args:
+        strange: gets a line for each file that is something else than a run's.
+    """
+    runs = []
+    for path in _files():
+        try:
+            runs.append(_read(path))
+        except FileNotFoundError:
+            pass  # it ended meanwhile
+        except (OSError, ValueError) as error:
+            if strange is not None:
+                strange.append(f"{path} is no status of a run, and is left out: {error}")
     return sorted(runs, key=lambda run: (not run.alive, run.facts["began_unix_s"], run.pid))
 
 
@@ -221,13 +241,77 @@ def _files() -> Iterator[Path]:
                 yield from directory.glob("*.json")
 
 
-def _read(path: Path) -> RunStatus | None:
-    try:
-        facts = json.loads(path.read_bytes())
-        pid, began_s = int(facts["pid"]), float(facts["began_unix_s"])
-        age_s = max(0.0, time.time() - path.stat().st_mtime)
-        here = facts["namespace"] == _namespace()
-        alive = _started(pid) == facts["started"] if here else age_s < SILENT_S
-    except (OSError, ValueError, KeyError, TypeError):  # it ended meanwhile, or is something else's
-        return None
-    return RunStatus(path, {**facts, "began_unix_s": began_s}, age_s, alive) if facts["version"] == _VERSION else None
+def _read(path: Path) -> RunStatus:
+    """A file's run; raises OSError and ValueError."""
+    content = read_regular(path, _MOST_BYTES)
+    age_s = max(0.0, time.time() - path.stat().st_mtime)
+    if (version := parsed(_Version, content).version) != _VERSION:
+        raise ValueError(f"it is of version {version}, and this infinity reads {_VERSION}")
+    found = parsed(_Facts, content)
+    here = found.namespace == _namespace()
+    alive = _started(found.pid) == found.started if here else age_s < SILENT_S
+    facts = {"command": [], "directory": "", **json.loads(content), "began_unix_s": found.began_unix_s}
+    return RunStatus(path, facts, age_s, alive)
+
+
+# What a file may hold, see [Note: typed records] #
+
+
+@dataclass(frozen=True)
+class _Version:
+    version: int
+
+
+@dataclass(frozen=True)
+class _Level:
+    used_bytes: Count
+    peak_bytes: Count
+    capacity_bytes: Count
+
+
+@dataclass(frozen=True)
+class _Drive:
+    paths: list[str]
+    read_bytes_per_s: Real
+    write_bytes_per_s: Real
+
+
+@dataclass(frozen=True)
+class _Flight:
+    read_bytes: Count
+    write_bytes: Count
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    cause: str
+    for_s: Real
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What readers of a status look at."""
+
+    pid: Positive
+    namespace: int
+    started: int | None
+    began_unix_s: Real
+    command: list[str] = field(default_factory=list)
+    directory: str = ""
+    rank: Count = 0
+    ranks: Count = 1
+    step: Count = 0
+    steps: Real | None = None
+    skipped_steps: Count = 0
+    phase: str | None = None
+    loss: Real | None = None
+    lr: Real | None = None
+    grad_norm: Real | None = None
+    step_s: Real | None = None
+    tokens_per_s: Real | None = None
+    phase_s: dict[str, Amount] = field(default_factory=dict)
+    stall_s: dict[str, Amount] = field(default_factory=dict)
+    waiting: _Waiting | None = None
+    tiers: dict[str, _Level] = field(default_factory=dict)
+    drives: list[_Drive] = field(default_factory=list)
+    in_flight: _Flight | None = None

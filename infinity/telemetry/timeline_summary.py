@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infinity.config.read import read_text
 from infinity.errors import ConfigError
 from infinity.telemetry.timeline import Lane
 
@@ -66,8 +67,8 @@ def read_timeline(path: Path) -> list[Ran]:
         ConfigError: it cannot be read, or is something else.
     """
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     try:
         events = _events(text)
@@ -90,10 +91,10 @@ def _ran(event: dict[str, Any]) -> Ran:
     arguments = event["args"]
     name, step, nbytes = event["name"], arguments["step"], arguments.get("bytes", 0)
     start_s, ran_s = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
-    if not (isinstance(name, str) and isinstance(step, int) and isinstance(nbytes, int)):
+    if not (isinstance(name, str) and isinstance(step, int) and isinstance(nbytes, int) and nbytes >= 0):
         raise TypeError("a name that is no text, or a step or bytes that are no whole numbers")
-    if not (math.isfinite(start_s) and math.isfinite(ran_s)):
-        raise ValueError("a time that is not finite")
+    if not (math.isfinite(start_s) and math.isfinite(ran_s) and ran_s >= 0):
+        raise ValueError("a time that is not finite, or a span that ends before it begins")
     return Ran(Lane(event["cat"]), name, start_s, start_s + ran_s, nbytes, step)
 
 
@@ -106,7 +107,7 @@ def step_windows(spans: Iterable[Ran]) -> dict[int, Interval]:
             starts[span.step] = min(span.start_s, starts.get(span.step, span.start_s))
             if span.name == "update":
                 ends[span.step] = span.end_s
-    return {step: (starts[step], end_s) for step, end_s in sorted(ends.items())}
+    return {step: (starts[step], end_s) for step, end_s in sorted(ends.items()) if end_s > starts[step]}
 
 
 def sum_up(spans: Sequence[Ran], steps: Collection[int] | None = None) -> TimelineSum:

@@ -14,12 +14,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from infinity.config.typed import Capacity, Count, Positive, Rate, Real, parsed
 from infinity.errors import CheckpointError
 from infinity.tiers.striping import Stripe
 
@@ -35,7 +39,7 @@ class Generation:
 
     Attributes:
         sequence: how many commits the run has had; the same for the same commit on all ranks.
-        state: counters and the like, as JSON has them.
+        state: counters and the like, as `_State` has them.
         slots: which slot has it, by range, see slots.py.
         extra: what else belongs to it, which only its writer knows to read.
     """
@@ -77,7 +81,7 @@ class Record:
                 "rank": self.rank,
                 "ranks": self.ranks,
                 "facts": self.facts,
-                "stripes": [[str(stripe.path), stripe.weight, stripe.capacity_bytes] for stripe in self.stripes],
+                "stripes": [[_text(stripe.path), stripe.weight, stripe.capacity_bytes] for stripe in self.stripes],
                 "sizes": list(self.sizes),
                 "layout": self.layout,
                 "generations": [
@@ -89,6 +93,11 @@ class Record:
         blobs = b"".join(generation.slots + generation.extra for generation in self.generations)
         content = _MAGIC + _LENGTH.pack(len(head)) + head + blobs
         return content + hashlib.sha256(content).digest()
+
+
+def _text(path: Path) -> str:
+    """For messages; a path may be any bytes, which JSON has no text for."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def parse_record(path: Path, content: bytes) -> Record:
@@ -106,26 +115,90 @@ def parse_record(path: Path, content: bytes) -> Record:
     try:
         start = len(_MAGIC) + _LENGTH.size
         stop = start + _LENGTH.unpack_from(body, len(_MAGIC))[0]
-        head = json.loads(body[start:stop])
+        head = parsed(_Head, body[start:stop])
+        head.check()
         generations = []
-        for each in head["generations"]:
-            middle = stop + each["slots"]
-            end = middle + each["extra"]
-            slots, extra = body[stop:middle], body[middle:end]
-            generations.append(Generation(each["sequence"], each["state"], slots, extra))
+        for step in head.generations:
+            middle, end = stop + step.slots, stop + step.slots + step.extra
+            generations.append(Generation(step.sequence, asdict(step.state), body[stop:middle], body[middle:end]))
             stop = end
-        return Record(
-            run=head["run"],
-            rank=head["rank"],
-            ranks=head["ranks"],
-            facts=head["facts"],
-            stripes=[Stripe(Path(name), weight, capacity) for name, weight, capacity in head["stripes"]],
-            sizes=head["sizes"],
-            layout=head["layout"],
-            generations=generations,
-        )
-    except (KeyError, TypeError, ValueError, struct.error) as error:  # a checksum is no proof of who wrote it
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+        if stop != len(body):
+            raise ValueError(f"`generations` describe {stop} bytes, and it has {len(body)}")
+    except (ValueError, struct.error) as error:  # a checksum is no proof of who wrote it
+        raise _damaged(path, str(error)) from error
+    return Record(
+        run=head.run,
+        rank=head.rank,
+        ranks=head.ranks,
+        facts=head.facts,
+        stripes=[Stripe(Path(name), weight, capacity) for name, weight, capacity in head.stripes],
+        sizes=head.sizes,
+        layout=head.layout,
+        generations=generations,
+    )
+
+
+# What the head may hold, see [Note: typed records] #
+
+
+@dataclass(frozen=True)
+class _Counters:
+    global_steps: Count
+    micro_steps: Count
+    skipped_steps: Count
+
+
+@dataclass(frozen=True)
+class _State:
+    """
+    Attributes:
+        steps: updates that each parameter has had.
+        time_s: when the step was over.
+    """
+
+    counters: _Counters
+    steps: dict[str, Count]
+    time_s: Real
+
+
+@dataclass(frozen=True)
+class _Step:
+    """
+    Attributes:
+        slots, extra: bytes of each, behind the head.
+    """
+
+    sequence: Positive
+    state: _State
+    slots: Count
+    extra: Count
+
+
+@dataclass(frozen=True)
+class _Head:
+    """See `Record`."""
+
+    run: Annotated[str, Field(pattern=r"^[0-9a-f]{8,64}$")]  # a part of file names
+    rank: Count
+    ranks: Positive
+    facts: dict[str, dict[str, Any]]
+    stripes: list[tuple[str, Rate, Capacity]]
+    sizes: list[Count]
+    layout: str
+    generations: Annotated[list[_Step], Field(max_length=2)]
+
+    def check(self) -> None:
+        """Fields agree with one another; raises ValueError."""
+        if self.rank >= self.ranks:
+            raise ValueError(f"`rank` is {self.rank}, of {self.ranks} ranks")
+        if len(self.sizes) != len(self.stripes):
+            raise ValueError(f"`sizes` are {len(self.sizes)}, of {len(self.stripes)} stripes")
+        if self.generations and not self.stripes:
+            raise ValueError("`stripes` is empty, and there are states")
+        if any("\0" in name for name, _, _ in self.stripes):
+            raise ValueError("`stripes` has a path with a null character")
+        if len(self.generations) == 2 and self.generations[0].sequence <= self.generations[1].sequence:
+            raise ValueError("`generations` do not have the newest first")
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.errors import CheckpointError, StorageError
-from infinity.io.directory import check_private, create_private
+from infinity.io.directory import check_private, create_private, foreign
 from infinity.tiers.records import MOST_BYTES, Generation, Record, parse_record
 from infinity.tiers.striping import Stripe
 from infinity.tiers.swap_file import open_swap_directory, swap_directory
@@ -32,11 +32,16 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class KeptFile:
-    """A file that a run has kept."""
+    """A file that a run has kept.
+
+    Attributes:
+        foreign: why another user may have made it, in words; None of this user's own.
+    """
 
     path: Path
     run: str
     rank: int
+    foreign: str | None = None
 
     @property
     def is_record(self) -> bool:
@@ -58,9 +63,14 @@ def kept_files(directory: Path) -> list[KeptFile]:
     Raises:
         StorageError: the directory cannot be used.
     """
-    with swap_directory(directory, "states") as (_, names):
-        found = [(name, match) for name in names if (match := _NAME.fullmatch(name))]
-    return [KeptFile(directory / name, match["run"], int(match["rank"])) for name, match in found]
+    found = []
+    with swap_directory(directory, "states", lasting=True) as (descriptor, names):
+        for name in names:
+            if match := _NAME.fullmatch(name):
+                with suppress(FileNotFoundError):  # removed just now
+                    why = foreign(os.stat(name, dir_fd=descriptor, follow_symlinks=False))
+                    found.append(KeptFile(directory / name, match["run"], int(match["rank"]), why))
+    return found
 
 
 def read_record(path: Path) -> Record:
@@ -73,9 +83,16 @@ def read_record(path: Path) -> Record:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             check_private(descriptor)
-            return parse_record(path, file.read(MOST_BYTES))
+            record = parse_record(path, file.read(MOST_BYTES))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    named = _NAME.fullmatch(path.name)
+    if named is not None and (record.run, record.rank) != (named["run"], int(named["rank"])):
+        raise CheckpointError(
+            f"{path} is the record of rank {record.rank} of run {record.run}: give it its name back, or remove these "
+            f"states (infinity states remove {path.parent})"
+        )
+    return record
 
 
 def find_record(directories: Sequence[Path], rank: int) -> Record | None:
@@ -83,9 +100,16 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
 
     Raises:
         CheckpointError: it is of several runs, or damaged, or there are states without a record, or a living process
-            has it.
+            has it, or another user may have made it.
     """
     files = [file for path in dict.fromkeys(directories) for file in kept_files(path) if file.rank == rank]
+    files = [file for file in files if not (file.is_unfinished and file.foreign)]  # nobody goes on from these
+    for file in files:
+        if file.foreign:
+            raise CheckpointError(
+                f"{file.path} is refused: {file.foreign}. If its content can be trusted, make it your own (a copy with "
+                "mode 600); otherwise remove it, or give the run a directory of its own"
+            )
     check_not_held(files)
     remove([file for file in files if file.is_unfinished])
     files = [file for file in files if not file.is_unfinished]
@@ -120,13 +144,14 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
 
 
 def remove(files: Sequence[KeptFile]) -> None:
-    """Remove a dead run's files.
+    """Remove a dead run's files, but for those that are not this user's.
 
     Raises:
         CheckpointError: a living process has one of them.
     """
-    check_not_held(files)
-    for file in files:
+    own = [file for file in files if file.foreign is None]
+    check_not_held(own)
+    for file in own:
         file.path.unlink(missing_ok=True)
 
 
@@ -201,16 +226,18 @@ class RunFiles:
         try:
             self._replace(record.to_bytes())
         except OSError as error:
-            raise StorageError(
-                error.errno or errno.EIO, "cannot write the record of a finished step", str(self.record_path), 0
-            ) from error
+            why = f"cannot write the record of a finished step ({error.strerror})"
+            raise StorageError(error.errno or errno.EIO, why, str(self.record_path), 0) from error
 
     def _replace(self, content: bytes) -> None:
         """One rename, of a file that is on the drive; raises OSError."""
         if self._descriptor is None:
-            self._descriptor = open_swap_directory(self._directory)
+            self._descriptor = open_swap_directory(self._directory, lasting=True)
         name, new = self.record_path.name, self.record_path.name + ".new"
         with suppress(FileNotFoundError):
+            why = foreign(os.stat(new, dir_fd=self._descriptor, follow_symlinks=False))
+            if why is not None:
+                raise OSError(errno.EPERM, f"{new} is in the way, and is not removed: {why}")
             os.unlink(new, dir_fd=self._descriptor)
         with os.fdopen(create_private(new, self._descriptor), "wb") as file:
             file.write(content)
@@ -242,6 +269,7 @@ def is_held(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
+            check_private(descriptor)  # somebody else could hold a lock for ever
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:
             os.close(descriptor)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from infinity.errors import CheckpointError, StorageError
+from infinity.errors import CheckpointError, InfinityError, StorageError
 from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, IoStats, Priority, Span, open_engine
 from infinity.io.bench import BenchSession, bench_file
 from infinity.memory import Arena
@@ -308,7 +308,13 @@ class SwapSpace:
                 f"{self.run.record_path} is of states that are laid out in another way, by another version: go on with "
                 "that one, or from a checkpoint, and remove these states (infinity states remove)"
             )
-        self.slots.adopt(found.generations[0].slots)
+        try:
+            self.slots.adopt(found.generations[0].slots)
+        except InfinityError as error:
+            raise CheckpointError(
+                f"{self.run.record_path} is damaged: of the slots of its step, {error}; go on from a checkpoint, and "
+                "remove these states (infinity states remove)"
+            ) from error
         # Before any slot is written: another rank may have the other step still, and find that both have it.
         self.run.write(found.stripes, found.sizes, found.layout, found.generations)
 

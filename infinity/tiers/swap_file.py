@@ -37,13 +37,16 @@ _PREFIX, _SUFFIX, _NEW = "infinity-", ".swap", ".new"
 _NEW_FOR_S = 60.0  # far longer than a file has the name that it is locked under
 
 
-def open_swap_directory(directory: Path) -> int:
+def open_swap_directory(directory: Path, *, lasting: bool = False) -> int:
     """A descriptor of a directory for swap files, which is made if it is missing.
+
+    Args:
+        lasting: see `open_directory`.
 
     Raises:
         StorageError: it cannot be made or used.
     """
-    return open_directory(directory, "nvme path", make=True)
+    return open_directory(directory, "nvme path", make=True, lasting=lasting)
 
 
 def remove_stale(directory: Path) -> list[Path]:
@@ -57,16 +60,17 @@ def remove_stale(directory: Path) -> list[Path]:
 
 
 @contextmanager
-def swap_directory(directory: Path, wanted: str) -> Iterator[tuple[int, list[str]]]:
+def swap_directory(directory: Path, wanted: str, *, lasting: bool = False) -> Iterator[tuple[int, list[str]]]:
     """A descriptor of a directory for swap files, which is made if it is missing, and the names in it.
 
     Args:
         wanted: what is looked for, for the error.
+        lasting: see `open_directory`.
 
     Raises:
         StorageError: it cannot be made or used.
     """
-    descriptor = open_swap_directory(directory)
+    descriptor = open_swap_directory(directory, lasting=lasting)
     try:
         with os.scandir(descriptor) as entries:
             names = sorted(entry.name for entry in entries)
@@ -78,7 +82,7 @@ def swap_directory(directory: Path, wanted: str) -> Iterator[tuple[int, list[str
 
 
 def _removed(directory: int, name: str) -> bool:
-    """Remove a swap file if its owner is dead; links, pipes and the like are none."""
+    """Remove a swap file of this user if its owner is dead; links, pipes and the like are none."""
     if not name.startswith(_PREFIX) or not name.endswith((_SUFFIX, _SUFFIX + _NEW)):
         return False
     try:
@@ -89,6 +93,8 @@ def _removed(directory: int, name: str) -> bool:
     except OSError:
         return False  # another user's, or just removed
     try:
+        if os.fstat(file).st_uid != os.geteuid():
+            return False  # root could, and would remove what somebody else may need
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(name, dir_fd=directory)
     except OSError:

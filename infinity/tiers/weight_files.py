@@ -7,7 +7,8 @@ the image where it lies in its block, with whatever else of the file is in the f
 the drive sends is in place, with no copy in between, and a rank's shard of the image is a row of whole blocks, too.
 
 A file is known by its descriptor: whoever puts another one under its name changes nothing here. Who writes into it is
-found out: size and time of the last change are looked at after every read.
+found out: size and times of the last change are looked at after every read. The time of the content's change can be put
+back; that of the inode's (`ctime`) cannot.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class WeightFile:
     inode: int
     size: int
     mtime_ns: int
+    ctime_ns: int
 
     @staticmethod
     def of(path: Path) -> WeightFile:
@@ -54,7 +56,7 @@ class WeightFile:
 
     @staticmethod
     def seen(path: Path, found: os.stat_result) -> WeightFile:
-        return WeightFile(path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        return WeightFile(path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def check(self, found: os.stat_result) -> None:
         """It is this file still, and nobody has written to it.

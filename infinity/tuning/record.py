@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from infinity.config.read import read_text
+from infinity.config.typed import Amount, Count, parsed
 from infinity.errors import ConfigError
 from infinity.tuning.space import Setting
 
@@ -40,15 +42,15 @@ class Run:
     """
 
     setting: Setting
-    step_s: tuple[float, ...] = ()
-    init_s: float = 0.0
-    took_s: float = 0.0
+    step_s: tuple[Amount, ...] = ()
+    init_s: Amount = 0.0
+    took_s: Amount = 0.0
     stopped: bool = False
     error: str = ""
-    peak_host_bytes: int = 0
-    peak_process_bytes: int = 0
-    written_bytes: int = 0
-    at_s: float = 0.0
+    peak_host_bytes: Count = 0
+    peak_process_bytes: Count = 0
+    written_bytes: Count = 0
+    at_s: Amount = 0.0
 
     @property
     def median_s(self) -> float:
@@ -71,7 +73,7 @@ class Duel:
 
     challenger: Setting
     holder: Setting
-    ratios: tuple[float, ...]
+    ratios: tuple[Amount, ...]
     won: bool
     why: str = ""
 
@@ -148,30 +150,36 @@ def read_record(path: Path, asked: Mapping[str, Any]) -> Record:
         ConfigError: it is none, or one of something else; the message says what differs.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
+        text = read_text(path)
+        head = parsed(_Head, text)
+        if (head.format, head.version) != (_FORMAT, _VERSION):
             raise ValueError("it holds no search of this version")
-        differing = [key for key, value in asked.items() if found["asked"].get(key) != json.loads(json.dumps(value))]
+        found = parsed(_Stored, text)
+        differing = [key for key, value in asked.items() if found.asked.get(key) != json.loads(json.dumps(value))]
         if differing:
             raise ValueError(
                 f"it was begun with another {', '.join(differing)}; remove it, or take another --out, to begin anew"
             )
-        return Record(
-            asked,
-            path,
-            found["machine"],
-            float(found["spent_s"]),
-            [_run_of(facts) for facts in found["runs"]],
-            [_duel_of(facts) for facts in found["duels"]],
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--resume {path}: {error}") from error
+    return Record(asked, path, found.machine, found.spent_s, found.runs, found.duels)
 
 
-def _run_of(facts: dict[str, Any]) -> Run:
-    return Run(**{**facts, "setting": Setting.of(facts["setting"]), "step_s": tuple(facts["step_s"])})
+# What the file may hold, see [Note: typed records] #
 
 
-def _duel_of(facts: dict[str, Any]) -> Duel:
-    challenger, holder = Setting.of(facts["challenger"]), Setting.of(facts["holder"])
-    return Duel(**{**facts, "challenger": challenger, "holder": holder, "ratios": tuple(facts["ratios"])})
+@dataclass(frozen=True)
+class _Head:
+    format: str = ""
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """See `Record`."""
+
+    asked: dict[str, Any]
+    machine: dict[str, Any] | None
+    spent_s: Amount
+    runs: list[Run]
+    duels: list[Duel]

@@ -15,13 +15,14 @@ from itertools import product
 from typing import Any
 
 from infinity.config import Config, default_tile_bytes, format_size
+from infinity.config.typed import Count, Positive
 from infinity.errors import ConfigError
 from infinity.zero.sizing import choose_schedule
 
 Placement = tuple[str, str]
-Aio = tuple[int, int, str]
-Batch = tuple[int, int, str]
-Memory = tuple[int | None, int | None]
+Aio = tuple[Positive, Positive, str]
+Batch = tuple[Positive, Positive, str]
+Memory = tuple[Count | None, Count | None]
 Choices = Mapping[str, tuple[Any, ...]]
 
 _EXACT = {"fp32": "fp32", "bf16": "split", "fp16": "master"}
@@ -46,7 +47,7 @@ class Setting:
     placement: Placement
     state_format: str
     schedule: str
-    tile: int | None
+    tile: Positive | None
     aio: Aio
     batch: Batch
     memory: Memory
@@ -54,18 +55,6 @@ class Setting:
     def facts(self) -> dict[str, Any]:
         """As JSON has it."""
         return {knob: list(value) if isinstance(value := getattr(self, knob), tuple) else value for knob in KNOBS}
-
-    @staticmethod
-    def of(facts: Mapping[str, Any]) -> Setting:
-        """What `facts` gave.
-
-        Raises:
-            KeyError: something is missing.
-        """
-        values: dict[str, Any] = {
-            knob: tuple(value) if isinstance(value := facts[knob], list) else value for knob in KNOBS
-        }
-        return Setting(**values)
 
     def words(self, other: Setting) -> str:
         """What differs from `other`, for people."""

@@ -12,6 +12,9 @@ from infinity.zero.ranks import ALONE, Ranks, ranks_on_this_machine
 from infinity.zero.sizing import Sizing
 
 AUTO_SHARE = 0.8  # of the memory that is available when a budget is "auto"
+# What the process takes beside the ledger, at least: libraries that load late, activations, stacks, what the allocator
+# keeps. Small models were measured at 60 to 85 MiB, without a device.
+_BESIDE_BYTES = 256 << 20
 _SUMS_SHARE = 4  # of the device's free memory: sums take no larger a part then, as activations need some, too
 
 
@@ -22,8 +25,16 @@ def host_capacity(config: Config, needs: MemoryNeeds, ranks: Ranks = ALONE) -> i
     """The host budget: as given, or what is useful of this process's part of the memory that is free."""
     if config.tiering.host_memory_bytes is not None:
         return config.tiering.host_memory_bytes
-    share = AUTO_SHARE / ranks_on_this_machine(ranks)
-    return min(needs.most_bytes, int(share * available_memory_bytes()))
+    return min(needs.most_bytes, auto_bytes(available_memory_bytes(), ranks_on_this_machine(ranks)))
+
+
+def auto_bytes(free_bytes: int, processes: int) -> int:
+    """The host budget of each of some processes that share what is free, and leave room for what they take beside it.
+
+    Of little memory, as in a small container, at most half is left: small models need less.
+    """
+    share = free_bytes / processes
+    return int(min(AUTO_SHARE * share, share - min(_BESIDE_BYTES, share / 2)))
 
 
 def agreed(split: MemorySplit, *ranks: Ranks) -> MemorySplit:

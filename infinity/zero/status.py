@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import asdict
 from typing import Any
@@ -69,7 +70,10 @@ class _Sampler:
 
     def _io(self) -> dict[str, Any]:
         """What the drives do, since the last look."""
-        drives = [([str(path) for path in paths], stats) for paths, stats in self._runtime.swap.io_stats()]
+        drives = [
+            ([os.fsencode(path).decode("utf-8", "backslashreplace") for path in paths], stats)
+            for paths, stats in self._runtime.swap.io_stats()
+        ]
         activations = self._step.activations
         for name, stats in (
             ("weights in place", self._runtime.files.io_stats()),

@@ -402,7 +402,7 @@ def test_states_that_another_user_may_have_made_are_refused(theirs, ending, stop
     elif theirs == "link":
         file.rename(stopped / "other")
         file.symlink_to(stopped / "other")
-        words = "Too many levels of symbolic links"
+        words = "it is no plain file"
     else:
         file.chmod(0o620 if theirs == "group" else 0o666)
         words = "others may write to it"
@@ -410,6 +410,56 @@ def test_states_that_another_user_may_have_made_are_refused(theirs, ending, stop
     with pytest.raises((CheckpointError, StorageError), match=words):
         start(stopped)
     assert file.stat().st_mtime_ns == before.st_mtime_ns
+
+
+@pytest.mark.parametrize("theirs", ["owner", "group"])
+def test_a_directory_whose_files_another_user_may_rename_is_refused(theirs, stopped, capsys) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give directories away")
+    os.chown(stopped, 12345 if theirs == "owner" else -1, 12345)
+    stopped.chmod(0o700 if theirs == "owner" else 0o770)
+    words = "it belongs to user 12345" if theirs == "owner" else "it is writable for group 12345"
+    before = {file: file.stat().st_mtime_ns for file in stopped.iterdir()}
+    with pytest.raises(StorageError, match=words):
+        start(stopped)
+    for command in ("list", "remove"):
+        assert main(["states", command, str(stopped)]) == 2
+        assert words in capsys.readouterr().err
+    assert {file: file.stat().st_mtime_ns for file in stopped.iterdir()} == before
+    stopped.chmod(0o1770)  # with the sticky bit nobody else can
+    with start(stopped) as engine:
+        assert engine.resume()[0] is not None
+
+
+def test_what_another_user_has_left_is_not_removed(stopped, capsys) -> None:
+    """Unfinished files are skipped, finished ones of another run are refused at the start, and left by the command."""
+    stopped.chmod(0o1777)
+    (record,) = stopped.glob("*.record")
+    run = record.name.partition("-r0")[0]
+    unfinished = [stopped / f"{run}-r0.record.new", stopped / "infinity-0123456789abcdef-r0-d0.slots.swap"]
+    kept = stopped / "infinity-0123456789abcdef-r0.record"
+    for path in (*unfinished, stopped / "infinity-r0-1-00.swap"):
+        path.touch(0o600)
+        if os.geteuid():
+            os.link(path, f"{path}.other")  # a second name, as somebody else may give it
+        else:
+            os.chown(path, 12345, 12345)
+    with pytest.raises(StorageError, match="is in the way, and is not removed"):
+        start(stopped)
+    assert all(path.exists() for path in unfinished)
+    assert os.geteuid() or (stopped / "infinity-r0-1-00.swap").exists()
+    unfinished[0].unlink()
+    with start(stopped) as engine:
+        assert engine.resume()[0] is not None
+    unfinished[1].rename(kept)
+    with pytest.raises(CheckpointError, match=f"{kept.name} is refused"):
+        start(stopped)
+    assert main(["states", "list", str(stopped)]) == 0
+    assert "run 0123456789abcdef  rank 0  step ?  0 B  not to be gone on from: it" in capsys.readouterr().out
+    assert main(["states", "remove", str(stopped)]) == 0
+    assert f"{kept} is left: it" in capsys.readouterr().err
+    assert kept.exists()
+    assert not record.exists()
 
 
 def test_no_room_for_two_slots_is_refused_at_initialize(tmp_path, monkeypatch) -> None:

@@ -159,6 +159,37 @@ def test_no_class_is_changed_by_a_file(of, state) -> None:
     assert Path("a") / "b" == Path("a/b")
 
 
+@pytest.mark.parametrize("kind", ["MetadataIndex", "ChunkStorageMetadata"])
+def test_no_half_of_a_state_sets_other_attributes_than_fields(kind) -> None:
+    """A state may be (attributes, slots)."""
+    start = b"\x80\x02c" + f"{metadata.__name__}\n{kind}\n".encode() + b")\x81"  # an instance without its __init__
+    for state in (b"N}(V__class__\nI1\nu\x86", b"}(V__doc__\nI1\nu}\x86", b"}}(V__doc__\nI1\nu\x86", b"]"):
+        with pytest.raises(pickle.UnpicklingError, match=f"sets other attributes of {kind}"):
+            _Plain(io.BytesIO(start + state + b"b.")).load()
+
+
+def test_moments_without_a_number_of_updates_are_refused(saved, tmp_path) -> None:
+    path = tmp_path / "dcp"
+    export_dcp(saved, path)
+    found = pickle.loads((path / ".metadata").read_bytes())
+    for key in [key for key in found.state_dict_metadata if key.endswith(".step")]:
+        del found.state_dict_metadata[key]
+    (path / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(infinity.CheckpointError, match=r"\.metadata has moments of .* and no `step`"):
+        import_dcp(path, tmp_path / "new")
+
+
+def test_metadata_that_do_not_fit_what_is_written_are_named(saved, tmp_path) -> None:
+    path = tmp_path / "dcp"
+    export_dcp(saved, path)
+    found = pickle.loads((path / ".metadata").read_bytes())
+    key = next(key for key in found.state_dict_metadata if key.startswith("model."))
+    found.state_dict_metadata[key].properties.dtype = "float32"
+    (path / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(infinity.CheckpointError, match=r"\.metadata is damaged: "):
+        import_dcp(path, tmp_path / "new")
+
+
 @pytest.mark.parametrize("change", ["half", "twice", "outside"])
 def test_chunks_that_are_not_all_of_a_tensor_are_refused(change, saved, tmp_path) -> None:
     """What no chunk has would be whatever memory had."""
@@ -196,17 +227,18 @@ def test_a_bit_that_is_another_is_noticed_or_changes_nothing(file, saved, tmp_pa
     wanted = stored(tmp_path / "right")
     damaged = path / ".metadata" if file == "metadata" else next(path.glob("*.distcp"))
     content, chance = damaged.read_bytes(), random.Random(file)
-    refused = 0
-    for number in range(12):
+    named: list[str] = []
+    for number in range(20):
         changed = bytearray(content)
         changed[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
         damaged.write_bytes(changed)
         try:
             import_dcp(path, tmp_path / f"new{number}")
-        except infinity.CheckpointError:
-            refused += 1
+        except infinity.CheckpointError as error:
+            named.append(str(error))
             continue
         found = stored(tmp_path / f"new{number}")
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[key], value) for key, value in wanted.items())
-    assert refused > 6
+    assert len(named) > 10
+    assert all(str(damaged) in message for message in named)

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import infinity
+from infinity.checkpoint import pickles
 from infinity.checkpoint.deepspeed import import_deepspeed
 from infinity.checkpoint.format import Manifest, read_manifest
 from infinity.checkpoint.pickles import StandIn, read_pickle
@@ -51,8 +54,15 @@ def train(engine: infinity.Engine, batches: list[torch.Tensor]) -> list[float]:
     return losses
 
 
+@pytest.fixture(params=[pickles._SMALL_BYTES, 8], ids=["read at once", "left in the file"])
+def where(request, monkeypatch) -> int:
+    """Storages of more bytes than this stay in their file."""
+    monkeypatch.setattr(pickles, "_SMALL_BYTES", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("name", SAVED)
-def test_every_value_is_the_one_that_deepspeed_has(name, tmp_path) -> None:
+def test_every_value_is_the_one_that_deepspeed_has(name, where, tmp_path) -> None:
     path = import_deepspeed(DATA / name, tmp_path)
     manifest = read_manifest(path)
     found, expected = values_of(path, manifest), load_file(DATA / name / "expected.safetensors")
@@ -122,6 +132,70 @@ def test_the_command_imports(tmp_path, capsys) -> None:
     assert "is no checkpoint of DeepSpeed" in capsys.readouterr().err
     assert main(["checkpoint", "import", str(source), str(source)]) == 2
     assert not (tmp_path / "again").exists()
+
+
+def test_tensors_of_any_kind_come_out_of_a_file_as_they_were(where, tmp_path) -> None:
+    base = torch.randn(6, 8)
+    saved = {
+        "whole": base,
+        "part": base[2:4],
+        "turned": base.t(),
+        "steps": base[::2, 1::3],
+        "half": base.bfloat16(),
+        "bools": base > 0,
+        "empty": base[:0],
+        "parameter": torch.nn.Parameter(base.clone()),
+        "nested": [{"counts": torch.arange(5)}, (torch.tensor(3), "text")],
+    }
+    torch.save(saved, tmp_path / "file.pt")
+    found = read_pickle(tmp_path / "file.pt")
+    for key, value in list(saved.items())[:-1]:
+        assert torch.equal(pickles.whole(found[key]), value), key
+        assert torch.equal(pickles.elements(found[key], 1, 3), value.reshape(-1)[1:3]), key
+    nested = pickles.whole(found["nested"])
+    assert torch.equal(nested[0]["counts"], torch.arange(5))
+    assert nested[1] == (torch.tensor(3), "text")
+
+
+def test_a_file_that_is_truncated_while_it_is_read_is_an_error(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(pickles, "_SMALL_BYTES", 0)
+    torch.save({"values": torch.ones(1 << 16)}, tmp_path / "file.pt")
+    found = read_pickle(tmp_path / "file.pt")["values"]
+    os.truncate(tmp_path / "file.pt", 4096)
+    with pytest.raises(infinity.CheckpointError, match=r"file\.pt ended while"):
+        pickles.elements(found, 0, found.numel())
+
+
+def test_a_file_without_checksums_is_taken(tmp_path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"values": torch.ones(9)}, tmp_path / "file.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert read_pickle(tmp_path / "file.pt")["values"].sum() == 9
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_a_bit_that_is_another_is_refused_by_file_or_changes_nothing(kind, where, tmp_path) -> None:
+    path = copy_of("stage2-fp32-2-aligned", tmp_path / "saved")
+    wanted = load_file(DATA / "stage2-fp32-2-aligned" / "expected.safetensors")
+    file = min(path.glob(f"*{kind}_states.pt"))
+    content, chance = file.read_bytes(), random.Random(kind)
+    named: list[str] = []
+    for number in range(20):
+        changed = bytearray(content)
+        changed[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        file.write_bytes(changed)
+        try:
+            made = import_deepspeed(path, tmp_path / f"new{number}")
+        except infinity.CheckpointError as error:
+            named.append(str(error))
+            continue
+        found = values_of(made, read_manifest(made))
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], value) for key, value in wanted.items())
+    assert len(named) > 10
+    assert all(str(file) in message for message in named)
 
 
 def test_loading_one_as_it_is_says_what_to_do() -> None:

@@ -47,3 +47,16 @@ def test_a_peer_that_cannot_work_is_an_error_with_its_last_words(capsys: pytest.
 def test_bad_numbers_and_names_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench-adam", "--size", "4K", *arguments]) == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_a_peer_compiles_into_a_directory_of_its_own(tmp_path, monkeypatch, capsys) -> None:
+    """Which is gone afterwards: nobody else can have put an operator into it."""
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    told = tmp_path / "told"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nstat -c "%a %n" "$TORCH_EXTENSIONS_DIR" > {told}\nexit 1\n')
+    python.chmod(0o700)
+    assert main(["bench-adam", "--size", "4K", "--threads", "1", "--peer-python", str(python)]) == 2
+    mode, directory = told.read_text().split()
+    assert mode == "700"
+    assert not Path(directory).exists()

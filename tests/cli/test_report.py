@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from infinity.telemetry.timeline_summary import Ran
 from tests.cli.browser import in_chromium
 from tests.cli.test_commands import train_arguments, workspace, write_config
 from tests.cli.test_timeline import trace
+from tests.test_typed_records import mutants
 
 __all__ = ["trace", "workspace"]  # fixtures
 
@@ -154,7 +156,10 @@ def test_a_half_line_at_the_end_is_left_out(tmp_path, capsys) -> None:
     [
         ("", "has no step of training"),
         ('{"run": {}}\n', "has no step of training"),
-        ('{"step": 1, "step_s": 1.0}\nnonsense\n', "run.jsonl:2 is no line of `infinity train --log`"),
+        (
+            '{"step": 1, "step_s": 1.0, "tokens_per_s": 1}\nnonsense\n',
+            "run.jsonl:2 is no line of `infinity train --log`",
+        ),
         ("[1]\n", "run.jsonl:1 is no line"),
         ('{"step": "1", "step_s": 1}\n', "run.jsonl:1 is no line"),
     ],
@@ -163,6 +168,35 @@ def test_files_that_are_no_logs_are_refused(text, message, tmp_path, capsys) -> 
     (tmp_path / "run.jsonl").write_text(text)
     assert main(["report", str(tmp_path / "run.jsonl")]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.timeout(30)
+def test_pipes_are_refused_without_waiting(log, tmp_path, capsys) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for arguments in (["report", "pipe"], ["report", "run.jsonl", "--timeline", "pipe"], ["timeline", "pipe"]):
+        assert main([str(tmp_path / word) if (tmp_path / word).exists() else word for word in arguments]) == 2
+        assert "it is no regular file" in capsys.readouterr().err
+
+
+def test_a_line_of_any_wrong_field_is_refused_or_reported(log, capsys) -> None:
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    codes = set()
+    for index in (0, 1, len(rows) - 1):
+        for name, changed in mutants(rows[index]):
+            write(log, *rows[:index], changed, *rows[index + 1 :])
+            code = main(["report", str(log)])
+            codes.add(code)
+            assert code == 0 or f"{log}:{index + 1} is no line" in capsys.readouterr().err, name
+    assert codes == {0, 2}
+
+
+def test_text_of_a_log_moves_no_cursor(tmp_path, capsys) -> None:
+    assert main(["report", str(write(tmp_path / "run.jsonl", step(1, stall_s={"\x1b[2J": 1.0})))]) == 0
+    (tmp_path / "run.jsonl").write_text("\x1b[2J\n")
+    assert main(["report", str(tmp_path / "run.jsonl")]) == 2
+    shown = "".join(capsys.readouterr()).replace("\n", "")
+    assert "x1b[2J" in shown
+    assert shown.isprintable()
 
 
 def test_places_that_cannot_be_are_refused(log, tmp_path, capsys) -> None:

@@ -17,6 +17,7 @@ from infinity.cli.main import main
 from infinity.config import load_config
 from infinity.memory import available_memory_bytes, memory_limit_bytes
 from infinity.planner import plan_training
+from infinity.zero.budgets import auto_bytes
 from tests.behaviour.control_groups import control_group
 
 MIB = 1 << 20
@@ -118,7 +119,7 @@ def test_what_is_no_number_is_no_limit(groups) -> None:
 
 
 def test_an_automatic_budget_is_a_share_of_what_is_left(monkeypatch) -> None:
-    monkeypatch.setattr("infinity.zero.budgets.available_memory_bytes", lambda: 30 * MIB)
+    monkeypatch.setattr("infinity.zero.budgets.available_memory_bytes", lambda: 48 * MIB)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
     config = load_config(
         {
@@ -130,7 +131,17 @@ def test_an_automatic_budget_is_a_share_of_what_is_left(monkeypatch) -> None:
             "gradient_clipping": 0,
         }
     )
-    assert plan_training(model, config).host_bytes == int(0.8 * 30 * MIB)
+    assert plan_training(model, config).host_bytes == 24 * MIB
+
+
+def test_an_automatic_budget_leaves_room_for_the_process_in_a_small_container(groups, monkeypatch) -> None:
+    """Of what a control group of 700 MiB leaves to a process that has loaded its libraries."""
+    groups.limit("", 700 * MIB, 400 * MIB)
+    assert auto_bytes(groups.available(), 1) == 150 * MIB
+    groups.limit("", 1024 * MIB, 400 * MIB)
+    assert auto_bytes(groups.available(), 1) == (624 - 256) * MIB
+    assert auto_bytes(groups.available(), 2) == 156 * MIB
+    assert auto_bytes(4096 * MIB, 1) == int(0.8 * 4096 * MIB)
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def test_files_of_other_adapters_are_refused_by_name(tmp_path) -> None:
             with pytest.raises(infinity.CheckpointError, match=words):
                 load_adapters(engine, tmp_path)
         file.write_bytes(b"damaged")
-        with pytest.raises(infinity.CheckpointError, match="cannot be read"):
+        with pytest.raises(infinity.CheckpointError, match=r"adapter_model\.safetensors is damaged"):
             load_adapters(engine, tmp_path)
         assert all(torch.equal(value, before[name]) for name, value in masters(engine).items())
     with (

@@ -82,7 +82,7 @@ def least_in(refused: pytest.ExceptionInfo[infinity.CapacityError]) -> int:
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_an_image_has_every_tensor_at_its_place(data: st.DataObject) -> None:
-    files = [WeightFile(Path(f"/weights/{index}"), 1, index, 1 << 20, 0) for index in range(2)]
+    files = [WeightFile(Path(f"/weights/{index}"), 1, index, 1 << 20, 0, 0) for index in range(2)]
     content = {file: torch.randint(0, 256, (file.size,), dtype=torch.uint8) for file in files}
     tensors = []
     for file in files:
@@ -216,6 +216,20 @@ def test_a_file_that_is_written_to_stops_the_training_by_name(base, tmp_path) ->
         assert Path(error.value.filename).parent == copied
         with pytest.raises(infinity.InfinityError, match="the engine has stopped after an error"):
             train_on(engine, batches(1))
+
+
+def test_a_file_that_is_written_to_and_whose_time_is_put_back_is_refused(base, tmp_path) -> None:
+    copied = shutil.copytree(base, tmp_path / "base")
+    model, weights = pretrained_model(copied, in_place=True)
+    for file in copied.glob("*.safetensors"):
+        before = file.stat()
+        with file.open("r+b") as opened:
+            opened.seek(-2, os.SEEK_END)
+            opened.write(b"xx")
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert file.stat().st_mtime_ns == before.st_mtime_ns
+    with pytest.raises(infinity.StorageError, match="these weights have changed since"):
+        infinity.initialize(adapters(model), config=config(tmp_path / "swap"), weights=weights)
 
 
 def test_a_file_that_is_written_to_before_initialize_is_refused(base, tmp_path) -> None:

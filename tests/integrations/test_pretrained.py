@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -178,6 +179,13 @@ def test_the_command_line_trains_from_a_directory(tmp_path, capsys) -> None:
     [
         (lambda d: (d / "config.json").unlink(), infinity.ConfigError, "has no config.json"),
         (lambda d: (d / "config.json").write_text("{"), infinity.ConfigError, "that transformers does not take"),
+        (
+            lambda d: rewrite(d, num_hidden_layers=1e7),
+            infinity.ConfigError,
+            r"num_hidden_layers is 10000000\.0; at most",
+        ),
+        (lambda d: rewrite(d, vision={"num_experts": 20_000}), infinity.ConfigError, r"vision\.num_experts is 20000;"),
+        (lambda d: rewrite(d, intermediate_size=1 << 40), infinity.ConfigError, "intermediate_size is 1099511627776;"),
         (lambda d: remove(d / "model.safetensors"), infinity.CheckpointError, "has neither model.safetensors nor"),
         (lambda d: truncate(d / "model.safetensors"), infinity.CheckpointError, "is truncated: tensor"),
         (lambda d: (d / "model.safetensors").write_bytes(b"x"), infinity.CheckpointError, "its header has length"),
@@ -194,6 +202,11 @@ def test_what_cannot_be_loaded_is_refused_by_name(damage, error, message, tmp_pa
     damage(path)
     with pytest.raises(error, match=message):
         infinity.from_pretrained(path, BF16.config(Placement()))
+
+
+def rewrite(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def remove(path: Path) -> None:

@@ -18,6 +18,7 @@ from infinity.setup import initialize
 from infinity.telemetry import status
 from infinity.telemetry.status import Publisher, read_runs
 from tests.behaviour.reference import Placement, Recipe, batches, tiny_gpt2
+from tests.test_typed_records import mutants
 
 TIMEOUT_S = 60
 
@@ -138,6 +139,50 @@ def test_directories_that_others_may_write_to_are_neither_written_nor_read(place
     assert not list(place.iterdir())
     (place / "1-1.json").write_text("{}")
     assert read_runs() == []
+
+
+@pytest.mark.timeout(30)
+def test_what_is_no_file_is_left_out_and_named_and_nobody_waits_for_it(two_runs, place, capsys) -> None:
+    os.mkfifo(place / "1-1.json")
+    (place / "2-1.json").mkdir()
+    (place / "3-1.json").symlink_to("/dev/zero")
+    (place / "4-1.json").write_text("{")
+    assert main(["top", "--once"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown[:3]] == ["pid", "11", "4194304"]
+    assert sorted(Path(line.split()[0]).name for line in shown[3:]) == [f"{number}-1.json" for number in range(1, 5)]
+    assert all("is no status of a run, and is left out:" in line for line in shown[3:])
+
+
+def test_a_status_of_any_wrong_field_is_shown_or_left_out(place, capsys) -> None:
+    place.mkdir(mode=0o700)
+    path = place / "1-1.json"
+    for name, facts in mutants({**FACTS, "pid": 11, "started": 1}):
+        path.write_text(json.dumps(facts))
+        for arguments in (["--once"], ["--once", "11"], ["--once", "x"], ["--json"]):
+            assert main(["top", *arguments]) == 0, name
+    assert "is no status of a run" in capsys.readouterr().out
+
+
+def test_a_command_line_of_others_moves_no_cursor(place, capsys) -> None:
+    place.mkdir(mode=0o700)
+    hostile = "\x1b]0;title\x07\x1b[2J\u202e"
+    facts = {**FACTS, "pid": 11, "started": 1, "command": [hostile], "directory": hostile}
+    (place / "1-1.json").write_text(json.dumps({**facts, "phase": hostile, "stall_s": {hostile: 1.0}}))
+    assert main(["top", "--once"]) == 0
+    assert main(["top", "--once", "11"]) == 0
+    assert main(["top", "--json", "no-such"]) == 2
+    shown = "".join(capsys.readouterr()).replace("\n", "")
+    assert "\\x1b]0;title\\x07" in shown
+    assert shown.isprintable()
+
+
+def test_arguments_of_any_bytes_are_told(place, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", os.fsdecode(b"--data=\xff")])
+    publisher = Publisher(lambda: {"step": 1})
+    (run,) = eventually(read_runs, "no word")
+    publisher.close()
+    assert run.facts["command"] == ["train.py", "--data=\\udcff"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": "x"}', '{"version": 99, "pid": 1}'])

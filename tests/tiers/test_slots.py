@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +148,11 @@ def test_no_room_for_two_slots_is_told_with_the_bytes(tmp_path) -> None:
     space.close()
 
 
+def state(steps: int) -> dict[str, Any]:
+    counters = {"global_steps": steps, "micro_steps": steps, "skipped_steps": 0}
+    return {"counters": counters, "steps": {"weight": steps}, "time_s": 1.0}
+
+
 RECORD = Record(
     run="0123456789abcdef",
     rank=0,
@@ -155,7 +161,7 @@ RECORD = Record(
     stripes=[Stripe(Path("/drive"), 1.0, 1 << 40)],
     sizes=[4096],
     layout="x",
-    generations=[Generation(7, {"counters": {"global_steps": 7}}, b"\0\1\1", b"extra"), Generation(6, {}, b"\1", b"")],
+    generations=[Generation(7, state(7), b"\0\1\1", b"extra"), Generation(6, state(6), b"\1", b"")],
 )
 
 

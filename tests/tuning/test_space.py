@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from infinity.config import edited, load_config
+from infinity.config.typed import parsed
 from infinity.errors import ConfigError
 from infinity.tuning import KNOBS, Limits, Setting, choices_of, keys_of, setting_of
 from infinity.tuning.space import canonical
@@ -99,7 +100,7 @@ def test_a_setting_becomes_keys_of_the_file_and_comes_back() -> None:
     assert keys["tiering.tile_size"] == "2MiB"
     assert setting_of(load_config(edited(VALUES, keys))) == other
     assert keys_of(config, given) == {}
-    assert Setting.of(json.loads(json.dumps(other.facts()))) == other
+    assert parsed(Setting, json.dumps(other.facts())) == other
     assert other.words(given).startswith("placement parameters none, states nvme; updates deferred")
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from infinity.config.read import read_text
+from infinity.config.typed import Amount, Count, Rate, Real, parsed
+from infinity.config.values import shown
 from infinity.errors import ConfigError
 
 Row = Mapping[str, Any]
@@ -39,8 +41,8 @@ def read_log(path: Path) -> RunLines:
         ConfigError: it cannot be read, a line is something else, or there is no step.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path).split("\n")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     about: Row = {}
     steps: dict[int, Row] = {}
@@ -70,13 +72,60 @@ def read_log(path: Path) -> RunLines:
 
 def _row(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-        if "run" in row:
-            known = isinstance(row["run"], dict)
-        else:
-            known = isinstance(row["step"], int) and ("eval_loss" in row or isinstance(row["step_s"], (int, float)))
-        if known:
-            return dict(row)
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ConfigError(f"{path}:{number} is no line of `infinity train --log`: {line[:60]}")
+        row = parsed(dict[str, Any], line)
+        parsed(_Begun if "run" in row else _Evaluation if "eval_loss" in row else _Step, line)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}:{number} is no line of `infinity train --log` ({error}): {shown(line[:60])}"
+        ) from error
+    return row
+
+
+# What a line may hold, see [Note: typed records] #
+
+
+@dataclass(frozen=True)
+class _Run:
+    resume: Any = None
+    model: str | None = None
+    timeline: str | None = None
+
+
+@dataclass(frozen=True)
+class _Begun:
+    run: _Run
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    step: Count
+    eval_loss: Real | None
+
+
+@dataclass(frozen=True)
+class _Level:
+    used_bytes: Amount
+    peak_bytes: Amount
+    capacity_bytes: Amount
+
+
+@dataclass(frozen=True)
+class _Step:
+    step: Count
+    step_s: Rate
+    tokens_per_s: Amount
+    loss: Real | None = None
+    lr: Real | None = None
+    grad_norm: Real | None = None
+    skipped: bool = False
+    forward_s: Amount = 0.0
+    backward_s: Amount = 0.0
+    update_s: Amount = 0.0
+    stall_s: dict[str, Amount] = field(default_factory=dict)
+    nvme_read_bytes: Amount = 0
+    nvme_write_bytes: Amount = 0
+    host_to_device_bytes: Amount = 0
+    device_to_host_bytes: Amount = 0
+    peak_host_bytes: Amount = 0
+    peak_device_bytes: Amount = 0
+    tiers: dict[str, _Level] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infinity.cli.progress import clock
+from infinity.cli.terminal import plain
 from infinity.config import format_size
 from infinity.telemetry.status import RunStatus
 
@@ -34,7 +35,7 @@ class _Column:
 
 def table(runs: Sequence[RunStatus], columns: int) -> list[str]:
     """A line a run under a line of titles, with as many columns as fit."""
-    cells = {column.title: [column.title, *(column.cell(run) for run in runs)] for column in _COLUMNS}
+    cells = {column.title: [column.title, *(plain(column.cell(run)) for run in runs)] for column in _COLUMNS}
     widths = {title: max(len(cell) for cell in column) for title, column in cells.items()}
     shown: set[str] = set()
     room = columns
@@ -65,7 +66,7 @@ def details(run: RunStatus, columns: int) -> list[str]:
         "  " + _GAP.join(part for part in _figures(run) if part),
     ]
     for name, level in sorted(facts.get("tiers", {}).items()):
-        share = min(1.0, level["used_bytes"] / level["capacity_bytes"])
+        share = min(1.0, _share_of(level))
         gauge = f"{'#' * round(_BAR_WIDTH * share):.<{_BAR_WIDTH}}"
         used = f"{format_size(level['used_bytes'])} of {format_size(level['capacity_bytes'])}"
         peak = f"  at most {format_size(level['peak_bytes'])} so far" if name != "nvme" else ""
@@ -73,12 +74,13 @@ def details(run: RunStatus, columns: int) -> list[str]:
     for drive in facts.get("drives", ()):
         rates = _GAP.join(f"{name} {format_size(drive[f'{name}_bytes_per_s'])}/s" for name in ("read", "write"))
         lines.append(f"  {', '.join(drive['paths'])}: {rates}")
-    flight = facts.get("in_flight", {})
+    flight = facts.get("in_flight")
     if flight:
         lines.append(
             f"  in flight: {format_size(flight['read_bytes'])} to read, {format_size(flight['write_bytes'])} to write"
         )
     lines.append(f"  waits: {_waits(facts, most=9)}{_waiting(facts)}")
+    lines = [plain(line) for line in lines]
     return [line if len(line) <= columns else line[: columns - 3] + "..." for line in lines]
 
 
@@ -130,10 +132,14 @@ def _tokens(run: RunStatus) -> str:
     return "-" if value is None else f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"
 
 
+def _share_of(level: Mapping[str, int]) -> float:
+    return level["used_bytes"] / max(1, level["capacity_bytes"])
+
+
 def _share(tier: str) -> Callable[[RunStatus], str]:
     def cell(run: RunStatus) -> str:
         level = run.facts.get("tiers", {}).get(tier)
-        return "-" if level is None else f"{level['used_bytes'] / level['capacity_bytes']:.0%}"
+        return "-" if level is None else f"{_share_of(level):.0%}"
 
     return cell
 
