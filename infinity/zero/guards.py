@@ -94,8 +94,6 @@ class Guards:
         Raises:
             InfinityError: it was computed from a parameter that was not there, by name.
         """
-        if not self._moves:
-            return
         views = self._runtime.executor.views
         for leaf in leaves_read_since(loss, since):
             place = self._places.get(id(leaf))
