@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -349,16 +350,23 @@ def _check_memory_of_their_own(model: nn.Module) -> None:
     Raises:
         ConfigError: it names two of them.
     """
-    first: dict[tuple[torch.device, int], tuple[str, nn.Parameter]] = {}
+    spans = []
     for name, param in model.named_parameters():
-        if param.is_meta or not param.numel() or 0 in local_part(param).stride():
-            continue
-        other_name, other = first.setdefault((param.device, local_part(param).data_ptr()), (name, param))
-        if other is not param and (param.requires_grad or other.requires_grad):
+        part = local_part(param)
+        if not (param.is_meta or not param.numel() or 0 in part.stride()):
+            length = part.numel() if part.is_contiguous() else 1  # others may lie between its elements
+            spans.append((str(part.device), part.data_ptr(), length * part.itemsize, name, param.requires_grad))
+    spans.sort(key=itemgetter(0, 1))
+    before = ("", 0, 0, "", False)
+    for span in spans:
+        device, start, nbytes, name, trains = span
+        if device == before[0] and start < before[1] + before[2] and (trains or before[4]):
             raise ConfigError(
-                f"parameters `{other_name}` and `{name}` lie in the same memory (`a.data = b.data` does that), which "
+                f"parameters `{before[3]}` and `{name}` lie in the same memory (`a.data = b.data` does that), which "
                 "they would not any more: to tie them, make them one parameter (`a = b`); to keep them apart, clone one"
             )
+        if device != before[0] or start + nbytes > before[1] + before[2]:
+            before = span
 
 
 def _group_of_each(model: nn.Module, optimizer: TieredOptimizer) -> dict[str, int]:

@@ -261,6 +261,7 @@ class _Shape:
         self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # as they are, and as they were
         self._parameters: list[tuple[str, dict[str, Any], list[str], list[int]]] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._names: dict[str, int] = {} if before is None else before._names
         for prefix, module in model.named_modules():
             path = f"{prefix}." if prefix else ""
             self._children.append((module._modules, dict(module._modules)))
@@ -272,6 +273,11 @@ class _Shape:
         for key, param in parameters.items():
             if param is None:
                 continue
+            if self._names.setdefault(path + key, id(param)) != id(param) and id(param) in self._known:
+                raise InfinityError(
+                    f"`{path}{key}` is another parameter than at initialize: a module was tied to another one or took "
+                    "its place. Do it before initialize"
+                )
             if id(param) not in self._known and param.requires_grad:
                 raise InfinityError(
                     f"parameter `{path}{key}` has come after initialize, so nothing would train it: add it before"

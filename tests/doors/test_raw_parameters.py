@@ -276,3 +276,35 @@ def test_parameters_in_one_anothers_memory_are_refused(frozen) -> None:
     second.data = first.data.clone()
     with infinity.initialize(model=model, config=config_of(2))[0] as engine:
         train_on(engine, batches(1))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_parameters_that_overlap_are_refused(trained) -> None:
+    """A part of another parameter's memory would be a memory of its own."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model[1].weight = nn.Parameter(model[0].weight.data[2:6])
+    if not trained:
+        model[0].weight.requires_grad_(False)
+        model[1].weight.requires_grad_(False)
+        infinity.initialize(model=model, config=config_of(3), device="cpu")[0].close()
+        return
+    with pytest.raises(infinity.ConfigError, match=r"`0\.weight` and `1\.weight` lie in the same memory"):
+        infinity.initialize(model=model, config=config_of(3), device="cpu")
+
+
+def test_modules_that_share_a_buffer_of_parameters_are_not_refused() -> None:
+    flat = torch.randn(2 * 64)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    for index, layer in enumerate(model):
+        layer.weight = nn.Parameter(flat[64 * index : 64 * (index + 1)].view(8, 8))
+    infinity.initialize(model=model, config=config_of(3), device="cpu")[0].close()
+
+
+def test_tying_modules_after_initialize_is_refused() -> None:
+    model = tiny_gpt2()
+    with infinity.initialize(model=model, config=config_of(3), device="cpu")[0] as engine:
+        (ids,) = batches(1)
+        train_on(engine, [ids])
+        model.transformer.h[0] = model.transformer.h[1]
+        with pytest.raises(infinity.InfinityError, match=r"`transformer\.h\.0\.\S+` is another parameter than at"):
+            loss_of(engine, ids)
