@@ -90,6 +90,7 @@ class Commits:
         self._code_sums = CodeSums(model)
         self._slots = runtime.swap.slots
         self._due: _Due | None = None
+        self._not_noted: Exception | None = None
         self._told = 0  # commits of these processes
         self._last = run.found.generations[0] if run.found is not None else None
         self._sequence = 0 if self._last is None else self._last.sequence
@@ -108,8 +109,10 @@ class Commits:
         Raises:
             CheckpointError: nobody has said what becomes of an earlier process's step.
             StorageError: the last step cannot be committed.
+            Exception: whatever the client's state has raised after the last step, which is not kept.
         """
         self.check_resumed("training")
+        self._raise_not_noted()
         if self._due is not None:
             self._runtime.executor.compute_all()
             self._close_epoch()
@@ -118,9 +121,22 @@ class Commits:
         self._runtime.executor.write_changed()
 
     def step_over(self) -> None:
-        """See `StepKeeper`."""
-        self._due = self._note()
+        """See `StepKeeper`.
+
+        The step is applied, so that a loop must not see it fail and run it again: what the client's state raises is
+        raised before the next one.
+        """
+        try:
+            self._due = self._note()
+        except Exception as error:
+            self._not_noted = error
         self.look()
+
+    def _raise_not_noted(self) -> None:
+        """Raise, once, what kept the last step from being noted."""
+        error, self._not_noted = self._not_noted, None
+        if error is not None:
+            raise error
 
     def look(self) -> None:
         """See `StepKeeper`."""
@@ -204,6 +220,7 @@ class Commits:
         Raises:
             StorageError: it cannot be.
         """
+        self._raise_not_noted()
         self.look()
         self._gate.result()
 

@@ -8,7 +8,7 @@ the drive sends is in place, with no copy in between, and a rank's shard of the 
 
 A file is known by its descriptor: whoever puts another one under its name changes nothing here. Who writes into it is
 found out: size and times of the last change are looked at after every read. The time of the content's change can be put
-back; that of the inode's (`ctime`) cannot.
+back; that of the inode's (`ctime`) cannot. It also changes when the file gets or loses a name, which is no write.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import errno
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -41,6 +41,7 @@ class WeightFile:
     size: int
     mtime_ns: int
     ctime_ns: int
+    names: int = 1
 
     @staticmethod
     def of(path: Path) -> WeightFile:
@@ -56,7 +57,8 @@ class WeightFile:
 
     @staticmethod
     def seen(path: Path, found: os.stat_result) -> WeightFile:
-        return WeightFile(path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        times = found.st_mtime_ns, found.st_ctime_ns
+        return WeightFile(path, found.st_dev, found.st_ino, found.st_size, *times, found.st_nlink)
 
     def check(self, found: os.stat_result) -> None:
         """It is this file still, and nobody has written to it.
@@ -64,7 +66,10 @@ class WeightFile:
         Raises:
             StorageError: it is not, or somebody has.
         """
-        if WeightFile.seen(self.path, found) != self:
+        now = WeightFile.seen(self.path, found)
+        if now.names != self.names:
+            now = replace(now, names=self.names, ctime_ns=self.ctime_ns)
+        if now != self:
             raise StorageError(
                 errno.ESTALE,
                 "these weights have changed since their header was read, and are used where they lie: start anew with "

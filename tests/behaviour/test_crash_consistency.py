@@ -568,3 +568,30 @@ def test_a_space_without_a_run_keeps_nothing() -> None:
     space.discard_files()
     space.adopt()
     space.close()
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_a_client_state_that_fails_does_not_fail_the_step_that_is_applied(clipping, whole, tmp_path) -> None:
+    """A loop that runs a step again when `step()` raises must not train a batch twice."""
+    position = {"fails": True}
+
+    def state() -> dict[str, Any]:
+        if position.pop("fails", False):
+            raise OSError("no position")
+        return {"position": 1}
+
+    with start(tmp_path, clipping=clipping) as engine:
+        engine.keep_with_steps(state)
+        train(engine, DATA[:1])
+        assert engine.global_steps == 1
+        with pytest.raises(OSError, match="no position"):
+            train(engine, DATA[:2])
+        assert engine.global_steps == 1
+        engine.zero_grad()
+        train(engine)
+        ours = weights(engine)
+    if clipping:
+        assert same(ours, whole[1])
+    with start(tmp_path, clipping=clipping) as engine:
+        assert engine.resume()[1] == {"position": 1}
+        assert same(weights(engine), ours)
