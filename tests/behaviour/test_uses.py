@@ -56,7 +56,7 @@ def uses_of(model: nn.Module, inputs: torch.Tensor, *, alone: bool) -> Recorder:
     groups = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
     partition = make_partition(model, groups, align=Alignment(8), persistence_threshold=0, offloaded=True)
     recorder = Recorder()
-    hooks = Hooks(model, partition, recorder, alone=alone)
+    hooks = Hooks(model, partition, recorder, (), alone=alone)
     with hooks.forward(training=True):
         loss = model(inputs).square().mean()
     loss.backward()
