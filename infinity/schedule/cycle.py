@@ -24,6 +24,7 @@ class Cycle:
 
     Attributes:
         plan: None before the first training step.
+        recorded: the uses of the cycle that is running; None between two cycles.
     """
 
     def __init__(self, sizes: Sequence[int], moving: Sequence[bool], capacity_bytes: int, ahead_bytes: int = 0) -> None:
@@ -32,13 +33,13 @@ class Cycle:
         self.ahead_bytes = ahead_bytes
         self._sizes = tuple(sizes)
         self._moving = tuple(moving)
-        self._recorded: list[int] | None = None  # None between two cycles
+        self.recorded: list[int] | None = None
         self._last = NextUse()  # all uses
         self._course = NextUse()  # those of the plan
 
     def begin(self) -> None:
         """A forward pass begins."""
-        self._recorded = []
+        self.recorded = []
         self._last.begin()
         if self.plan is not None:
             self._course.begin()
@@ -52,7 +53,7 @@ class Cycle:
         Returns:
             Whether there is a new plan.
         """
-        uses, self._recorded = tuple(self._recorded or ()), None
+        uses, self.recorded = tuple(self.recorded or ()), None
         self._last.end()
         self._course.end()
         if not learn:
@@ -68,8 +69,8 @@ class Cycle:
 
     def use(self, unit: int) -> PlanStep | None:
         """A unit is used: the plan's step for it, or None once the cycle has left the plan."""
-        if self._recorded is not None:
-            self._recorded.append(unit)
+        if self.recorded is not None:
+            self.recorded.append(unit)
             self._last.advance(unit)
         if self.plan is None or not self._moving[unit] or not self._course.advance(unit):
             return None

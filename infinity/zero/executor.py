@@ -83,6 +83,7 @@ class Executor:
             for unit in units:
                 self._ready(unit)
                 entered.append(unit)
+                self._gather_owed(unit)
                 self._gathering.enter(unit)
                 self._look_ahead()
                 self.views.show(unit)
@@ -109,6 +110,19 @@ class Executor:
         if step is not None:
             self._todo.extend(step.actions)
             self._work_off()
+
+    def _gather_owed(self, unit: int | None = None) -> None:
+        for other in self._gathering.owed(unit):
+            self._bring(other)
+            self._gathering.gather(other)
+
+    def meet_ranks(self) -> None:
+        """All ranks are about to exchange something that is no unit of the forward pass."""
+        self._gather_owed()
+
+    def follow(self, order: Sequence[int]) -> None:
+        """Gather units that stay in this order, which all ranks know."""
+        self._gathering.follow(order)
 
     def _look_ahead(self) -> None:
         """Start to gather what is used next, in its order."""
@@ -176,8 +190,14 @@ class Executor:
         """A forward pass begins: follow the plan from its start, and record what is used."""
         self._cycle.begin()
         self.views.read.clear()
+        self._gathering.begin_cycle()
         self._todo.extend(("evict", unit) for unit in self._cycle.strangers(self._recency))
         self.settle()
+
+    @property
+    def uses(self) -> Sequence[int] | None:
+        """The units that the running cycle has used, in their order; None between two cycles."""
+        return self._cycle.recorded
 
     def end_cycle(self, *, learn: bool) -> None:
         """The backward pass is over, or the forward pass had none.

@@ -9,6 +9,9 @@ not depend on residency, which follows each rank's own disk and memory. What the
 next: the all-gather of the next one runs under the use before, and those of more, in their order, as far as
 `Ahead` allows, which knows bytes alone and those of the smallest rank. A cycle that does something else is served on
 the spot, on all ranks alike.
+
+Where no unit comes and goes, ranks may use different units: those that an update has changed are gathered in an order
+that all ranks know, each with all before it, and the rest before any other collective begins.
 """
 
 from __future__ import annotations
@@ -61,6 +64,8 @@ class Gathering:
         self._whole = {unit: Field(f"whole {params.specs[unit].name}", [_DEVICE]) for unit in shared}
         for field in self._whole.values():
             field.outdate()  # there is a value, and it is not whole
+        self._order = [] if any(self._moving_bytes) else list(self._whole)
+        self._in_forward = False
         self._uses: dict[int, int] = {}  # of units that are in use
         self._in_use_bytes = 0  # those of them that come and go
 
@@ -102,6 +107,10 @@ class Gathering:
         elif unit not in self._ahead:
             self.let_go(unit)
 
+    def begin_cycle(self) -> None:
+        """A forward pass begins."""
+        self._in_forward = bool(self._order)
+
     def end_cycle(self) -> None:
         """Nothing more is used for now."""
         self.drop_ahead()
@@ -115,6 +124,10 @@ class Gathering:
         Args:
             upcoming: units that are used next, in their order.
         """
+        if self._order:
+            if not self._in_forward:  # updates begin, and nobody uses their units before the next pass
+                return None
+            upcoming = [unit for unit in self._order if not self.is_whole(unit)][: len(upcoming)]
         passed: list[int] = []
         for steps, unit in enumerate(upcoming, 1):
             # Between two uses of a unit that comes and goes it is let go, unless one follows the other at once: what
@@ -161,9 +174,25 @@ class Gathering:
 
     def gather(self, unit: int) -> None:
         """All ranks make a resident unit whole now, unless it is."""
+        if unit in self._ahead:
+            self._take(unit)
         if not self.is_whole(unit):
             self._start(unit)
             self._wait(unit)
+
+    def owed(self, unit: int | None = None) -> list[int]:
+        """Units that are gathered before this one, or before another collective, whoever uses them."""
+        if not self._in_forward or (unit is not None and self.is_whole(unit)):
+            return []
+        self._in_forward = unit is not None
+        stop = None if unit is None else self._order.index(unit)
+        return [other for other in self._order[:stop] if not self.is_whole(other)]
+
+    def follow(self, order: Sequence[int]) -> None:
+        """All ranks gather in this order from now on, behind what is not in it; they call this together."""
+        if self._order:
+            others = [unit for unit in self._order if unit not in order]
+            self._order = others + [unit for unit in order if unit in self._whole]
 
     def drop_ahead(self) -> None:
         """What was gathered ahead is not used next."""

@@ -144,10 +144,14 @@ class Gradients:
         self._note_come(addend)
         return self.all_come(unit)
 
-    def begin_backward(self, *, last: bool) -> None:
-        """A backward pass begins, the `last` one of a step or not."""
+    def begin_backward(self, *, last: bool, uses: Sequence[int] | None) -> None:
+        """A backward pass begins, the `last` one of a step or not.
+
+        Args:
+            uses: see `Reduction.begin_pass`.
+        """
         self._last_pass = last
-        self._source.begin_pass(last=last)
+        self._source.begin_pass(last=last, uses=uses)
 
     def leave(self, unit: int) -> Iterator[Addend]:
         """Backward has left a module of the unit; go through what is to be added because of that."""
@@ -156,6 +160,14 @@ class Gradients:
     def complete(self, unit: int) -> Iterator[Addend]:
         """A step's backward is through the unit; go through what is to be added because of that."""
         return self._source.complete(unit)
+
+    def forward_order(self) -> Sequence[int]:
+        """Units in the order in which the next forward will probably use them, which all ranks know; not all units."""
+        return self._source.forward_order()
+
+    def left_over(self) -> Iterator[Addend]:
+        """Backward is over; go through what other ranks have added within it, and `leave` has not said here."""
+        return self._source.rest()
 
     def end_backward(self) -> Iterator[Addend]:
         """The pass is over, once what is to be added because of that is gone through."""

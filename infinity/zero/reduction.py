@@ -2,9 +2,10 @@
 
 [Note: when gradients are reduced]
 A unit's gradients of one backward pass are collected in a flat tensor on the compute device. When backward leaves the
-unit's module, they are reduced under the backward of the next one; what belongs to no such module, or to several (the
-small parameters that stay, tied ones), follows at the end of the pass, once. Leaving happens on all ranks alike, while
-which parameters have a gradient may differ (experts that got no token), so flags that say which ones do are exchanged:
+unit's module, they are reduced under the backward of the next one, see [Note: one order on all ranks] in
+reduction_order.py; what belongs to no such module, or to several (the small parameters that stay, tied ones), follows
+at the end of the pass, once. Which parameters have a gradient may differ (experts that got no token, parts of the model
+that a rank's batch does not need), so flags that say which ones do are exchanged:
 of all units at once at the end of the pass, in one exchange, or, where updates begin within the pass and have to know,
 of each unit beside its gradients. At stages 0 and 1 gradients are summed over the micro-batches first and reduced in
 the last one's backward; at stages 2 and 3 in every one's. Those of layer-major micro-batches are summed first at every
@@ -17,7 +18,8 @@ scatter of the next unit, each adds up its slice with the replicas that have the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -25,7 +27,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from infinity.errors import DivergedError
+from infinity.errors import DivergedError, InfinityError
 from infinity.kernels import GradStats
 from infinity.memory import Loan, scratch_on
 from infinity.telemetry import Counters, StallCause
@@ -35,6 +37,7 @@ from infinity.zero.model_parts import UNDIVIDED, ModelParts
 from infinity.zero.partial_sums import NO_SUMS, PartialSum, PartialSums
 from infinity.zero.partition import Unit
 from infinity.zero.ranks import Pending
+from infinity.zero.reduction_order import ReductionOrder
 
 WHOLE = -1  # the one part of a unit whose gradients are reduced together
 
@@ -87,7 +90,7 @@ class Direct:
         place, here = self._slots[unit][slot], (slot,)
         return Addend(unit, slot, place.offset, place.offset + place.numel, grad.contiguous(), here, here)
 
-    def begin_pass(self, *, last: bool) -> None:
+    def begin_pass(self, *, last: bool, uses: Sequence[int] | None = None) -> None:
         """All passes are alike."""
 
     def leave(self, unit: int) -> Iterator[Addend]:
@@ -95,8 +98,14 @@ class Direct:
 
     complete = leave
 
-    def end_pass(self) -> Iterator[Addend]:
+    def rest(self) -> Iterator[Addend]:
         return iter(())
+
+    end_pass = rest
+
+    def forward_order(self) -> Sequence[int]:
+        """There is nobody to agree with."""
+        return ()
 
     def told(self) -> Iterator[tuple[int, list[int]]]:
         """Every addend has said it all."""
@@ -208,6 +217,13 @@ class Reduction:
         self._averaging: _Reduction | None = None
         self._first = list(accumulate((len(unit.slots) for unit in units), initial=0))  # slots of the units before
         self._present = self._no_flags()
+        self._trainable = [sum(slot.trainable for slot in unit.slots) for unit in units]
+        self._leaves: Counter[int] = Counter()  # of each unit in the backward pass that is running
+        self._uses: Counter[int] | None = None  # in its forward
+        self._used: set[int] = set()  # units of which some rank has a gradient of it
+        alone = (index for index, unit in enumerate(units) if unit.trainable_numel and index not in shared)
+        self._order = ReductionOrder(reversed(list(alone)))
+        self._knows_order = False
 
     @property
     def tells_late(self) -> bool:
@@ -234,6 +250,12 @@ class Reduction:
 
     def take(self, unit: int, slot: int, grad: torch.Tensor) -> Addend | None:
         """A parameter's gradient has come; returns what is to be added at once."""
+        if self._journey.tells_early and unit in self._order.skipped:
+            raise InfinityError(
+                f"a gradient of `{self._units[unit].slots[slot].name}` has come, whose module this pass has not run on "
+                "this rank, and other ranks' gradients of it may have updated it: read it in the model's forward, or "
+                'set tiering.update_schedule to "deferred"'
+            )
         collected = self.collected.get(unit)
         if collected is None:
             collected = self.collected[unit] = self._empty(unit)
@@ -250,11 +272,32 @@ class Reduction:
     def _empty(self, unit: int) -> _Collected:
         return _Collected(self._scratch.take(self._units[unit].trainable_numel, self._journey.collect_dtype))
 
-    def begin_pass(self, *, last: bool) -> None:
-        """A backward pass begins, the `last` one of a step or not."""
+    def begin_pass(self, *, last: bool, uses: Sequence[int] | None = None) -> None:
+        """A backward pass begins, the `last` one of a step or not.
+
+        Args:
+            uses: the units that its forward has used on this rank, as often as it has, in their order; None if that is
+                not known.
+        """
         self._reduces = last or self._journey.every_pass
         self._last = last
         self._present = self._no_flags()
+        self._leaves.clear()
+        self._uses = None if uses is None else Counter(uses)
+        self._used.clear()
+        if self._reduces and not self._knows_order:
+            self._learn_order(reversed(dict.fromkeys(uses or ())))
+            self._knows_order = True
+        self._order.begin(self._uses)
+
+    def _learn_order(self, order: Iterable[int]) -> None:
+        """All ranks take over rank 0's order."""
+        told = torch.full((len(self._units),), -1, dtype=torch.int64, device="cpu")
+        mine = torch.tensor([unit for unit in order if unit in self._order.order], dtype=torch.int64, device="cpu")
+        told[: len(mine)] = mine
+        with self.agreeing():
+            self.groups.all.broadcast(told)
+        self._order.learn(int(unit) for unit in told if unit >= 0)
 
     def clear(self) -> None:
         """What is collected is of no use, nor is the pass that is running."""
@@ -298,25 +341,51 @@ class Reduction:
 
     def leave(self, unit: int) -> Iterator[Addend]:
         """Backward has left a module of the unit: add what was under way, and reduce the unit under what comes next."""
-        if unit not in self._shared:
-            yield from self._reduce(unit)
+        self._leaves[unit] += 1
+        if self._reduces and unit not in self._shared and self._is_final(unit):
+            for due in self._order.leave(unit):
+                yield from self._reduce(due)
+
+    def _is_final(self, unit: int) -> bool:
+        """This rank has all gradients of a unit that backward has left: of a call of its module, or of all calls."""
+        collected = self.collected.get(unit)
+        if collected is not None and len(collected.of_pass) == self._trainable[unit]:
+            return True
+        return self._uses is None or self._leaves[unit] >= self._uses[unit]
 
     def complete(self, unit: int) -> Iterator[Addend]:
         """All micro-batches have left the unit, which is reduced at once: a round later it might be away."""
+        self._order.complete(unit)
         yield from self._reduce(unit)
         yield from self._finish()
 
+    def forward_order(self) -> Sequence[int]:
+        """See `Gradients.forward_order`."""
+        return self._order.order[::-1]
+
+    def rest(self) -> Iterator[Addend]:
+        """Backward is over: reduce those units that other ranks have reduced within it."""
+        if self._reduces:
+            for unit in self._order.rest():
+                yield from self._reduce(unit)
+
     def end_pass(self) -> Iterator[Addend]:
         """Reduce what no module has reduced, so that every rank has its sums."""
+        yield from self.rest()
         if self._reduces:
-            for unit in self._left():
+            left, order_suits = self._left()
+            for unit in left:
                 yield from self._reduce(unit)
             yield from self._finish()
+            if not order_suits:
+                self._learn_order(self._order.left)
+            if self._last:  # in others, some units say nothing
+                self._order.note_used(self._used | {unit for unit, _ in self.told()})
         for collected in self.collected.values():
             collected.of_pass.clear()
 
-    def _left(self) -> list[int]:
-        """Units of which some rank has gradients that no module has reduced."""
+    def _left(self) -> tuple[list[int], bool]:
+        """Units of which some rank has gradients that no module has reduced; and the order has suited all ranks."""
         count = len(self._units)
         left = torch.zeros(count, dtype=torch.uint8, device="cpu")
         left[list(self.collected)] = 1
@@ -328,10 +397,10 @@ class Reduction:
                 self._note(int(unit), self._slots_of(int(unit)))
             told = self._present
         path = self.groups.all.path.flags()
-        flags = torch.cat([left, told, path])
+        flags = torch.cat([left, told, path, torch.tensor([not self._order.suits], dtype=torch.uint8, device="cpu")])
         with self.agreeing():
             self.groups.all.any_of(flags).wait()
-        left, told, path_of_all = flags.split([count, len(told), len(path)])
+        left, told, path_of_all, unsuited = flags.split([count, len(told), len(path), 1])
         if not torch.equal(path_of_all, path):
             raise DivergedError(
                 "the ranks have run different modules in this step, or the same in another order, so that gradients or "
@@ -340,7 +409,7 @@ class Reduction:
             )
         if self.tells_late:
             self._present = told
-        return [int(unit) for unit in left.nonzero()]
+        return [int(unit) for unit in left.nonzero()], not bool(unsuited)
 
     def _slots_of(self, unit: int) -> set[int]:
         """Slots of which this rank has a gradient that a reduction would begin with."""
@@ -449,6 +518,8 @@ class Reduction:
         of_pass: set[int] = set()
         if reduction.present is not None:
             here, of_pass = ({int(slot) for slot in flags.nonzero()} for flags in reduction.present)
+        if here:
+            self._used.add(reduction.unit)
         if here or reduction.present is None:
             shard = reduction.shard.tensor
             yield Addend(reduction.unit, WHOLE, 0, shard.numel(), shard, here, of_pass)

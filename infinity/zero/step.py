@@ -38,6 +38,7 @@ from infinity.zero.layer_major import LayerMajor
 from infinity.zero.losses import Losses, running_pass
 from infinity.zero.outside_reads import GraphPosition
 from infinity.zero.phases import FOLLOWS, Counts, Phase
+from infinity.zero.reduction import Addend
 from infinity.zero.stand_ins import StandIns
 from infinity.zero.updates import StepOutcome, Updates, UpdateSchedule
 
@@ -320,6 +321,7 @@ class Step:
                 self.abort(error)
                 raise
             if not training:
+                self._executor.meet_ranks()
                 self._back_to(before, learn=self._only_evaluates)
         self._open = None
 
@@ -363,6 +365,7 @@ class Step:
 
     def check_finite(self, loss: torch.Tensor) -> None:
         """Under the `backward` schedule, which updates before all gradients are known, the loss must be finite."""
+        self._executor.meet_ranks()
         try:
             self.losses.check(loss, self.counts.global_steps, late=self._is_whole)
         except NonFiniteError:
@@ -385,6 +388,7 @@ class Step:
                 "parameters already. Call step() after each, set gradient_accumulation_steps, or set the schedule to "
                 '"deferred", which adds their gradients up'
             )
+        self._executor.meet_ranks()
         self._optimizer.check_groups()
         self._pass_failed = False
         self._uncounted = 0  # the step is run again
@@ -403,14 +407,16 @@ class Step:
             in_parts = self.hooks.in_parts() if before is Phase.FORWARD else self.all_units
         self._began_with = self._optimizer.rules()
         self.updates.begin_backward(last=last, in_parts=in_parts, early=self._is_whole)
-        self.gradients.begin_backward(last=last)
+        self.gradients.begin_backward(last=last, uses=self._executor.uses)
 
     def close_backward(self) -> None:
         """The backward pass is over."""
         self._end_cycle(learn=True)
+        self._add(self.gradients.left_over())
         for addend in self.gradients.end_backward():
             self.updates.add(addend)
         self.updates.end_backward()
+        self._executor.follow(self.gradients.forward_order())
         self._stand_ins.place(self._arrived)
         self.losses.scaled = False
         self._open = None
@@ -670,7 +676,13 @@ class Step:
         if self.layer_major is not None:
             return  # other micro-batches have not been through these units yet
         for unit in units:
-            self._complete([addend.unit for addend in self.gradients.leave(unit) if self.updates.add(addend)])
+            self._add(self.gradients.leave(unit))
+
+    def _add(self, addends: Iterator[Addend]) -> None:
+        """Add gradients as they come, and begin what follows: after the same collectives on all ranks."""
+        for addend in addends:
+            if self.updates.add(addend):
+                self._complete((addend.unit,))
 
     def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
         if not self._in_backward:

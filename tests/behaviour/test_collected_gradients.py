@@ -75,6 +75,9 @@ class OneOfTwo:
     def any_of(self, flags: torch.Tensor) -> Same:
         return Same()
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """This rank is the one that is heard."""
+
     def all_reduce(self, flat: torch.Tensor, unit: str) -> Late:
         return Late(flat, flat)
 
@@ -137,7 +140,7 @@ def test_a_pass_that_is_given_up_leaves_no_memory_that_a_collective_still_fills(
         Sharding(0, 2), every_pass=True, collect_dtype=torch.float32, dtype=torch.float32, tells_early=True
     )
     source = Reduction(units, groups(Sharding(0, 2), 1), journey, (), torch.device("cpu"), Counters())
-    source.begin_pass(last=True)
+    source.begin_pass(last=True, uses=[1, 0])
     for slot in range(2):
         source.take(0, slot, torch.ones(32))
     assert list(source.leave(0)) == []

@@ -280,10 +280,10 @@ def take_paths(cases: list[Case], orders: list[list[int]]) -> list[str]:
 
 @pytest.mark.parametrize("orders", [[[0, 1], [1, 0]], [[0, 2], [1, 2]]], ids=["another order", "other layers"])
 def test_ranks_on_different_paths_are_told_so(orders, tmp_path) -> None:
-    """Layers of one size: their gradients, and at stage 3 their parameters, would be mixed without a word."""
+    """Layers of one size: their parameters would be mixed without a word. Below stage 3 that is no error."""
     swap = tmp_path / "swap"
     swap.mkdir()
-    cases = [Case(stage, Placement("nvme", "nvme", swap) if stage == 3 else Placement()) for stage in range(4)]
+    cases = [Case(3, Placement("nvme", "nvme", swap)), Case(3)]
     for refusals in run_ranks(2, take_paths, cases, orders, path=tmp_path):
         assert len(refusals) == len(cases)
         assert all("the ranks have run different modules" in refusal for refusal in refusals)

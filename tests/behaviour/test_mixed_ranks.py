@@ -1,0 +1,163 @@
+"""Ranks whose batches use different modules train the mean over ranks where parameters stay, and are told where not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import infinity
+from tests.behaviour.ranks import run_ranks
+
+ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}
+WIDTH = 16
+
+Path_ = Sequence[str]  # parts of the model, in the order in which a batch goes through them
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Parts(nn.Module):
+    """Goes through the parts that it is told, of several sizes; some in blocks, others outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.text = nn.Linear(WIDTH, WIDTH)
+        self.image = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.Tanh(), nn.Linear(3 * WIDTH, WIDTH))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
+        self.unused = nn.Linear(WIDTH, 5)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, path: Path_) -> torch.Tensor:
+        for name in path:
+            x = x + self.get_submodule(name)(x)
+        return x.square().mean()
+
+
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
+TEXT, IMAGE = ("text", *BLOCKS, "head"), ("image", *BLOCKS, "head")
+PATHS: dict[str, list[tuple[Path_, Path_]]] = {  # of rank 0 and rank 1, by micro-batch, again and again
+    "image beside text": [(IMAGE, TEXT)],
+    "from the second step on": [(TEXT, TEXT), (IMAGE, TEXT), (TEXT, IMAGE)],
+    "one with both": [(("image", *TEXT), TEXT)],
+    "without the last": [(TEXT, TEXT[:-1]), (TEXT, TEXT)],
+    "without the first": [(TEXT, TEXT[1:]), (TEXT[1:], TEXT)],
+    "another order": [(TEXT, ("text", *BLOCKS[::-1], "head"))],
+    "blocks left out": [(TEXT, ("text", "blocks.2", "head")), (("blocks.1", "head"), TEXT)],
+    "nothing alike": [(("text",), ("image", "head")), (BLOCKS, ("text", "image"))],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: int
+    paths: str
+    offload: str = "none"
+    accumulation: int = 1
+    clipping: float = 0.0
+    schedule: str = "auto"
+    tiering: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, path: Path) -> dict[str, Any]:
+        where = {"device": self.offload, "nvme_path": str(path)}
+        zero = {"stage": self.stage, "stage3_param_persistence_threshold": 0}
+        if self.stage:
+            zero["offload_optimizer"] = where
+        if self.stage == 3:
+            zero["offload_param"] = where
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clipping,
+            "optimizer": {"type": "AdamW", "params": ADAM},
+            "zero_optimization": zero | self.zero,
+            "tiering": {"update_schedule": self.schedule, "tile_size": "4KiB"} | self.tiering,
+        }
+
+
+STEPS = 4
+
+
+def data_of(case: Case) -> list[tuple[torch.Tensor, tuple[Path_, Path_]]]:
+    generator = torch.Generator().manual_seed(1)
+    count, paths = STEPS * case.accumulation, PATHS[case.paths]
+    return [(torch.randn(2, 2, WIDTH, generator=generator), paths[index % len(paths)]) for index in range(count)]
+
+
+def train_here(cases: list[Case], path: Path) -> list[dict[str, torch.Tensor]]:
+    rank, found = dist.get_rank(), []
+    for case in cases:
+        with infinity.initialize(model=Parts(), config=case.config(path))[0] as engine:
+            for x, paths in data_of(case):
+                engine.backward(engine(x[rank], paths[rank]))
+                engine.step()
+                with torch.no_grad():
+                    engine(x[rank], paths[1 - rank])
+            found.append({name: values.clone() for name, values in engine.named_parameters()})
+    return found
+
+
+def train_plainly(case: Case) -> dict[str, torch.Tensor]:
+    model = Parts()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    for index, (x, paths) in enumerate(data_of(case)):
+        loss = sum(model(x[rank], paths[rank]) for rank in range(2)) / (2 * case.accumulation)
+        loss.backward()
+        if (index + 1) % case.accumulation == 0:
+            if case.clipping:
+                nn.utils.clip_grad_norm_(model.parameters(), case.clipping)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def assert_trained(cases: list[Case], path: Path) -> None:
+    for ours in run_ranks(2, train_here, cases, path, path=path):
+        for case, values in zip(cases, ours, strict=True):
+            for name, value in train_plainly(case).items():
+                torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5, msg=f"{case} {name}")
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.05])
+@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "cpu"), (2, "none"), (2, "nvme")])
+def test_below_stage_3_ranks_train_their_mean(stage, offload, clipping, tmp_path) -> None:
+    assert_trained([Case(stage, paths, offload, clipping=clipping) for paths in PATHS], tmp_path)
+
+
+@pytest.mark.parametrize("schedule", ["backward", "deferred", "barrier", "speculative"])
+def test_so_they_do_under_every_schedule(schedule, tmp_path) -> None:
+    clipping = 0.0 if schedule == "backward" else 100.0
+    cases = [Case(stage, paths, "nvme", 1, clipping, schedule) for stage in (1, 2) for paths in PATHS]
+    assert_trained(cases, tmp_path)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_so_they_do_with_accumulation(stage, tmp_path) -> None:
+    cases = [Case(stage, paths, accumulation=2, clipping=clipping) for paths in PATHS for clipping in (0.0, 0.05)]
+    assert_trained(cases, tmp_path)
+
+
+def test_so_they_do_with_cut_blocks(tmp_path) -> None:
+    cases = [
+        Case(stage, paths, "nvme", clipping=clipping, tiering={"max_unit_size": "2KiB"})
+        for stage in (1, 2)
+        for paths in PATHS
+        for clipping in (0.0, 0.05)
+    ]
+    assert_trained(cases, tmp_path)
