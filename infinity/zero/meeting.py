@@ -24,6 +24,18 @@ _POLL_S = (0.0002, 0.05)  # between looks: at first, and at most
 _PROGRESS_S = 1.0  # at most so often a rank says that it gets on
 
 
+class OtherCallError(RankError):
+    """Ranks have called different things.
+
+    Attributes:
+        calls: by rank.
+    """
+
+    def __init__(self, words: str, calls: dict[int, str]) -> None:
+        super().__init__(words)
+        self.calls = calls
+
+
 class Meeting:
     """The doors of one process group.
 
@@ -77,9 +89,10 @@ class Meeting:
             self._gave_up = False
         for rank, call in calls.items():
             if call != what:
-                raise RankError(
+                raise OtherCallError(
                     f"rank {self._rank} called {what} while rank {rank} called {call}: all ranks must call the same "
-                    "together"
+                    "together",
+                    dict(sorted({self._rank: what, **calls}.items())),
                 )
 
     def progress(self) -> None:
@@ -107,6 +120,11 @@ class Meeting:
                     "what it said last is the message to look at"
                 )
         return ranks
+
+    def waiting(self) -> list[str]:
+        """What other ranks have called, which wait for this one at a door."""
+        door = str(self._passed)
+        return [self._call(door, rank) for rank in range(self._size) if rank != self._rank and self._is_at(door, rank)]
 
     def lonely(self) -> str | None:
         """A rank that waits for this one at a door, or has given up there."""

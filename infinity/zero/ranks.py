@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,36 +23,17 @@ from infinity.tiers import Piece, accelerator
 from infinity.zero.ending import abandon, leave_at_exit
 from infinity.zero.launch import launch_of, local_size
 from infinity.zero.meeting import Meeting, meeting_of
+from infinity.zero.path import Path
 from infinity.zero.processes import Process, this_process
 
 Result = TypeVar("Result")
 
 _ANSWER_S = 5.0
+_LOOK_S = 0.5  # of waiting, before looking whether the others come
 
 # torch 2.13 renamed them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Path:
-    """Which units this rank has exchanged so far, in their order, as a number.
-
-    Collectives do not say whose they are: ranks that come to different ones mix values of different units, without a
-    word if these have one size.
-    """
-
-    def __init__(self) -> None:
-        self._number = 0
-
-    def add(self, what: str) -> None:
-        """One more exchange has begun."""
-        self._number = zlib.crc32(what.encode(), self._number)
-
-    def flags(self) -> torch.Tensor:
-        """Bytes whose greatest over the ranks (`Ranks.any_of`) are these again if all have come the same way, and on no
-        rank else."""
-        number = self._number.to_bytes(4, "big")
-        return torch.tensor([*number, *(255 - byte for byte in number)], dtype=torch.uint8, device="cpu")
 
 
 class Pending:
@@ -78,12 +59,19 @@ class Pending:
             if not self._timed:
                 self._work.wait()
                 return
-            try:
-                self._work.wait(timedelta(seconds=self._ranks.timeout_s))
-            except RuntimeError:
-                if not self._work.is_completed():
-                    abandon()
-                raise
+            until_s = time.monotonic() + self._ranks.timeout_s
+            while True:
+                left_s = until_s - time.monotonic()
+                try:
+                    self._work.wait(timedelta(seconds=min(max(left_s, 0), _LOOK_S)))
+                    return
+                except RuntimeError:
+                    if self._work.is_completed():
+                        raise
+                    if left_s <= _LOOK_S:
+                        abandon()
+                        raise
+                self._ranks.path.look()
 
 
 class Vote:
@@ -246,6 +234,18 @@ class Ranks:
         total = torch.tensor([value], dtype=torch.float64, device="cpu")
         self._combine(total, dist.ReduceOp.SUM, "the sum of the squared gradients").wait()
         return float(total.item())
+
+    def same(self, number: int) -> bool:
+        """All ranks have this number."""
+        if self.size == 1:
+            return True
+        ends = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
+        self._combine(ends, dist.ReduceOp.MAX, "an agreement").wait()
+        return int(ends[0]) == -int(ends[1])
+
+    def waiting(self) -> list[str]:
+        """What other ranks have called `together` with, and wait for this one."""
+        return [] if self.meeting is None else self.meeting.waiting()
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values."""

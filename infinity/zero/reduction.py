@@ -373,6 +373,7 @@ class Reduction:
         """Reduce what no module has reduced, so that every rank has its sums."""
         yield from self.rest()
         if self._reduces:
+            self.groups.all.path.mark("the end of the backward pass")
             left, order_suits = self._left()
             for unit in left:
                 yield from self._reduce(unit)
@@ -452,19 +453,17 @@ class Reduction:
             whole.tensor.copy_(collected.loan.tensor)
             self._scratch.give(collected.loan)
         stays = self._stays(index)
-        if stays:
-            partial = self._partial_sums.of(index, slots)
-            told: _Told = (None, ())
-        else:
-            partial = self._partial_sums.take(index)
-            told = self._tell(index, slots, collected.of_pass)
-        present, flags = told
+        partial = self._partial_sums.of(index, slots) if stays else self._partial_sums.take(index)
         if journey.sharding.count == 1:
             sums = self.groups.replicas.all_reduce(whole.tensor, unit.name)
-            self._averaging = _Reduction(index, None, whole, present, (*flags, sums))
         else:
             own = self._scratch.take(numel // journey.sharding.count, journey.dtype)
             sums = self.groups.sharing.reduce_scatter(own.tensor, whole.tensor, unit.name)
+        # Behind the sums, before which ranks that are not at the same unit find that out.
+        present, flags = (None, ()) if stays else self._tell(index, slots, collected.of_pass)
+        if journey.sharding.count == 1:
+            self._averaging = _Reduction(index, None, whole, present, (*flags, sums))
+        else:
             self._scattering = _Reduction(index, whole, own, present, (*flags, sums), partial, stays)
 
     def _tell(self, unit: int, slots: set[int], of_pass: set[int]) -> _Told:

@@ -124,6 +124,8 @@ class Step:
         self._config = config
         self._runtime = runtime
         self._executor, self._counters, self._ranks = runtime.executor, runtime.counters, runtime.ranks
+        if config.zero.stage == 3 and self._ranks.size > 1:
+            self._ranks.path.check(self._ranks)
         self.all_units = frozenset(range(len(runtime.partition.units)))
         self.gradients = make_gradients(runtime)
         self.updates = Updates(
@@ -281,7 +283,7 @@ class Step:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, StorageError) or self.updates.under_way or self._runtime.torn:
+            if isinstance(error, (StorageError, DivergedError)) or self.updates.under_way or self._runtime.torn:
                 self.fail(error)
             raise
 
@@ -299,8 +301,12 @@ class Step:
         """A micro-batch begins."""
         self.check()
         if self._phase is not Phase.FORWARD:
-            self._executor.begin_cycle()
+            self._begin_cycle("the last training pass" if self.is_last else "a training pass")
         self._go(Phase.FORWARD)
+
+    def _begin_cycle(self, kind: str) -> None:
+        self._executor.begin_cycle()
+        self._ranks.path.begin(kind)
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
@@ -312,7 +318,7 @@ class Step:
         with self.stopped_by_failures(), self.running(phase):
             try:
                 if before is not Phase.FORWARD:
-                    self._executor.begin_cycle()
+                    self._begin_cycle(f"a pass of {phase.value}")
                 self._go(phase)
                 with self.hooks.forward(training=training), self.saving():
                     yield
@@ -321,9 +327,17 @@ class Step:
                 self.abort(error)
                 raise
             if not training:
-                self._executor.meet_ranks()
+                self._meet_ranks("the end of the evaluation")
+                if before is not Phase.FORWARD:
+                    self._ranks.path.end()
                 self._back_to(before, learn=self._only_evaluates)
         self._open = None
+
+    def _meet_ranks(self, why: str) -> None:
+        """The ranks are about to exchange something that is no unit of the forward pass."""
+        with self.stopped_by_failures():
+            self._executor.meet_ranks()
+            self._ranks.path.mark(why)
 
     def _back_to(self, before: Phase, *, learn: bool = False) -> None:
         if before is not Phase.FORWARD:
@@ -365,7 +379,7 @@ class Step:
 
     def check_finite(self, loss: torch.Tensor) -> None:
         """Under the `backward` schedule, which updates before all gradients are known, the loss must be finite."""
-        self._executor.meet_ranks()
+        self._meet_ranks("the loss")
         try:
             self.losses.check(loss, self.counts.global_steps, late=self._is_whole)
         except NonFiniteError:
@@ -388,7 +402,7 @@ class Step:
                 "parameters already. Call step() after each, set gradient_accumulation_steps, or set the schedule to "
                 '"deferred", which adds their gradients up'
             )
-        self._executor.meet_ranks()
+        self._meet_ranks("the backward pass")
         self._optimizer.check_groups()
         self._pass_failed = False
         self._uncounted = 0  # the step is run again
@@ -416,6 +430,7 @@ class Step:
         for addend in self.gradients.end_backward():
             self.updates.add(addend)
         self.updates.end_backward()
+        self._ranks.path.end()
         self._executor.follow(self.gradients.forward_order())
         self._stand_ins.place(self._arrived)
         self.losses.scaled = False
@@ -564,11 +579,17 @@ class Step:
         """
         if self._open is not None and self._open.direct is not None:
             self._open.direct.close()
+        self._ranks.path.give_up()
+        if isinstance(error, DivergedError):  # gathered units may be mixtures, and some never come
+            self.hooks.abandon()
+            self.gradients.abort_backward()
+            self.fail(error)
+            return
         if self._open is None or self._open.phase is Phase.BACKWARD:
             self._pass_failed = True
             self.gradients.abort_backward()
             self._end_cycle(learn=False)
-            if self.updates.under_way or isinstance(error, DivergedError):  # gathered units may be mixtures, too
+            if self.updates.under_way:
                 self.fail(error or InfinityError("a backward pass stopped after it had updated some units"))
                 return
             self.updates.undo_ahead(grads=False)
@@ -640,6 +661,8 @@ class Step:
         self._stand_ins.forget(gone)
 
     def _end_cycle(self, *, learn: bool) -> None:
+        if not learn:
+            self._ranks.path.give_up()
         self.hooks.abandon()
         self.hooks.end_backward()
         self._executor.end_cycle(learn=learn)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,3 +163,88 @@ def test_so_they_do_with_cut_blocks(tmp_path) -> None:
         for clipping in (0.0, 0.05)
     ]
     assert_trained(cases, tmp_path)
+
+
+# Stage 3 #
+
+
+def refused_here(cases: list[Case], path: Path) -> list[tuple[str, float]]:
+    """What each case is refused with, and after how long."""
+    rank, found = dist.get_rank(), []
+    for case in cases:
+        said = "", 0.0
+        with infinity.initialize(model=Parts(), config=case.config(path))[0] as engine:
+            for x, paths in data_of(case):
+                began_s = time.monotonic()
+                try:
+                    engine.backward(engine(x[rank], paths[rank]))
+                    engine.step()
+                except infinity.InfinityError as error:
+                    said = f"{type(error).__name__}: {error}", time.monotonic() - began_s
+                    with pytest.raises(infinity.InfinityError, match="has stopped after an error"):
+                        engine(x[rank], paths[rank])
+                    break
+        found.append(said)
+    return found
+
+
+def assert_refused(cases: list[Case], path: Path) -> None:
+    for of_rank in run_ranks(2, refused_here, cases, path, path=path):
+        for case, (said, took_s) in zip(cases, of_rank, strict=True):
+            words = r"DivergedError: the ranks have run different modules .*rank 0: .*; rank 1: .*stage to 2"
+            assert re.search(words, said), f"{case}: {said}"
+            assert took_s < 30
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.05])
+@pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
+def test_at_stage_3_ranks_are_told_what_differs(offload, clipping, tmp_path) -> None:
+    assert_refused([Case(3, paths, offload, clipping=clipping) for paths in PATHS], tmp_path)
+
+
+def test_so_they_are_with_accumulation_and_cut_blocks(tmp_path) -> None:
+    cases = [
+        Case(3, paths, "nvme", accumulation, tiering=tiering)
+        for paths in PATHS
+        for accumulation, tiering in ((2, {}), (1, {"max_unit_size": "2KiB"}))
+    ]
+    assert_refused(cases, tmp_path)
+
+
+def test_a_refusal_names_both_modules(tmp_path) -> None:
+    for said, _ in (
+        of[0] for of in run_ranks(2, refused_here, [Case(3, "from the second step on")], tmp_path, path=tmp_path)
+    ):
+        assert re.search(r"rank 0: .*unit `image.*rank 1: .*unit `text", said), said
+
+
+ALIKE: list[Path_] = [TEXT, ("text", "blocks.2", "head"), IMAGE, ("text", *BLOCKS[::-1]), TEXT, ("blocks.1",)]
+
+
+def alike_here(path: Path) -> list[dict[str, torch.Tensor]]:
+    """All ranks take the same way, another one in each step, with evaluations between."""
+    found = []
+    for offload in ("none", "nvme"):
+        with infinity.initialize(model=Parts(), config=Case(3, "", offload, clipping=0.05).config(path))[0] as engine:
+            for index, way in enumerate(ALIKE):
+                x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(index))
+                engine.backward(engine(x, way))
+                engine.step()
+                with torch.no_grad():
+                    engine(x, ALIKE[-index])
+            found.append({name: values.clone() for name, values in engine.named_parameters()})
+    return found
+
+
+def test_at_stage_3_a_way_that_all_ranks_take_is_no_error(tmp_path) -> None:
+    model = Parts()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    for index, way in enumerate(ALIKE):
+        model(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(index)), way).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    for of_rank in run_ranks(2, alike_here, tmp_path, path=tmp_path):
+        for values in of_rank:
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(values[name], param.detach(), rtol=1e-4, atol=1e-5, msg=name)
