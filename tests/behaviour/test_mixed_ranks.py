@@ -196,10 +196,13 @@ def assert_refused(cases: list[Case], path: Path) -> None:
             assert took_s < 30
 
 
+LATE = "from the second step on"
+
+
 @pytest.mark.parametrize("clipping", [0.0, 0.05])
 @pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
 def test_at_stage_3_ranks_are_told_what_differs(offload, clipping, tmp_path) -> None:
-    assert_refused([Case(3, paths, offload, clipping=clipping) for paths in PATHS], tmp_path)
+    assert_refused([Case(3, paths, offload, clipping=clipping) for paths in PATHS if paths != LATE], tmp_path)
 
 
 def test_so_they_are_with_accumulation_and_cut_blocks(tmp_path) -> None:
@@ -207,15 +210,19 @@ def test_so_they_are_with_accumulation_and_cut_blocks(tmp_path) -> None:
         Case(3, paths, "nvme", accumulation, tiering=tiering)
         for paths in PATHS
         for accumulation, tiering in ((2, {}), (1, {"max_unit_size": "2KiB"}))
+        if paths != LATE
     ]
     assert_refused(cases, tmp_path)
 
 
-def test_a_refusal_names_both_modules(tmp_path) -> None:
-    for said, _ in (
-        of[0] for of in run_ranks(2, refused_here, [Case(3, "from the second step on")], tmp_path, path=tmp_path)
-    ):
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("offload", ["none", "nvme"])
+def test_a_rank_that_keeps_to_the_way_of_before_is_told_too(offload, accumulation, tmp_path) -> None:
+    """It has begun to gather what the other rank does not use, so that the group is of no use behind this."""
+    cases = [Case(3, LATE, offload, accumulation)]
+    for ((said, took_s),) in run_ranks(2, refused_here, cases, tmp_path, path=tmp_path):
         assert re.search(r"rank 0: .*unit `image.*rank 1: .*unit `text", said), said
+        assert took_s < 30
 
 
 ALIKE: list[Path_] = [TEXT, ("text", "blocks.2", "head"), IMAGE, ("text", *BLOCKS[::-1]), TEXT, ("blocks.1",)]
