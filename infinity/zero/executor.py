@@ -279,7 +279,7 @@ class Executor:
         others = {
             each.name: each.nbytes
             for other, each in enumerate(specs)
-            if other != unit and each.offloaded and self._params.is_pinned(other)
+            if other != unit and other in self._moving and self._params.is_pinned(other)
         }
         raise CapacityError(
             f"unit `{spec.name}` needs {spec.nbytes} bytes but {', '.join(others)} are in use together and fill the "

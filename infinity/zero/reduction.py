@@ -454,6 +454,7 @@ class Reduction:
             self._scratch.give(collected.loan)
         stays = self._stays(index)
         partial = self._partial_sums.of(index, slots) if stays else self._partial_sums.take(index)
+        own = None
         if journey.sharding.count == 1:
             sums = self.groups.replicas.all_reduce(whole.tensor, unit.name)
         else:
@@ -461,7 +462,7 @@ class Reduction:
             sums = self.groups.sharing.reduce_scatter(own.tensor, whole.tensor, unit.name)
         # Behind the sums, before which ranks that are not at the same unit find that out.
         present, flags = (None, ()) if stays else self._tell(index, slots, collected.of_pass)
-        if journey.sharding.count == 1:
+        if own is None:
             self._averaging = _Reduction(index, None, whole, present, (*flags, sums))
         else:
             self._scattering = _Reduction(index, whole, own, present, (*flags, sums), partial, stays)
