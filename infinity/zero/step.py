@@ -421,7 +421,8 @@ class Step:
             in_parts = self.hooks.in_parts() if before is Phase.FORWARD else self.all_units
         self._began_with = self._optimizer.rules()
         self.updates.begin_backward(last=last, in_parts=in_parts, early=self._is_whole)
-        self.gradients.begin_backward(last=last, uses=self._executor.uses)
+        uses = None if in_parts == self.all_units else self._executor.uses  # forward passes may come within this one
+        self.gradients.begin_backward(last=last, uses=uses)
 
     def close_backward(self) -> None:
         """The backward pass is over."""
@@ -692,7 +693,10 @@ class Step:
 
     def leave(self, units: tuple[int, ...]) -> None:
         self._executor.leave(units)
-        if self._open is None and not self.hooks.in_forward and not self._only_evaluates:
+        if self.hooks.in_forward:
+            return
+        self.forward_end = GraphPosition.now()
+        if self._open is None and not self._only_evaluates:
             self._executor.rest()  # the model was called past the engine
 
     def backward_left(self, units: tuple[int, ...]) -> None:

@@ -97,7 +97,6 @@ CALLS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "changing": lambda engine, weight: GatheredParameters([weight], modifier_rank=0).__enter__(),
     "looking": lambda engine, weight: safe_get_full_fp32_param(weight),
     "gradient": lambda engine, weight: safe_get_full_grad(weight),
-    "forward": lambda engine, weight: engine(inputs(0)),
     "saving": lambda engine, weight: engine.save_checkpoint("nowhere"),
     "dropping": lambda engine, weight: engine.zero_grad(),
 }
