@@ -6,7 +6,6 @@ A quantised base is tens of gigabytes of them, so at most one parameter is in me
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from torch import nn
 from infinity.checkpoint.blocks import Staging
 from infinity.checkpoint.format import CODE_FIELD, Manifest, code_params
 from infinity.checkpoint.shards import Specs
-from infinity.checkpoint.stored import StoredReader, StoredTensor, TensorPart
+from infinity.checkpoint.stored import StoredReader, StoredTensor, write_whole
 from infinity.checkpoint.sums import crc32
-from infinity.checkpoint.tensors import TensorFile
 from infinity.errors import CheckpointError
 from infinity.zero.model_parts import is_distributed
 from infinity.zero.outside_units import codes
@@ -53,22 +51,15 @@ def write_codes(
     """
     if not specs:
         return {}
+    names = {f"{CODE_FIELD}.{name}": name for name in specs}
+
+    def pieces(key: str) -> Iterator[torch.Tensor]:
+        for piece in _pieces(value(names[key])):
+            yield piece
+            progress()
+
     with Staging() as staging:
-        file = TensorFile(directory / FILE, {f"{CODE_FIELD}.{name}": spec for name, spec in specs.items()}, staging)
-        try:
-            for name in specs:
-                for piece in _pieces(value(name)):
-                    file.write(f"{CODE_FIELD}.{name}", piece)
-                    progress()
-        except BaseException:
-            file.abandon()
-            raise
-        return {
-            key: StoredTensor(
-                entry.dtype, entry.shape, (TensorPart(entry.file, entry.start, math.prod(entry.shape), sums),)
-            )
-            for key, (entry, sums) in file.finish().items()
-        }
+        return write_whole(directory / FILE, {key: specs[name] for key, name in names.items()}, pieces, staging)
 
 
 def check_codes(path: Path, manifest: Manifest, values: Codes, *, all_of_them: bool) -> None:

@@ -50,11 +50,11 @@ from infinity.checkpoint.format import (
     frozen_params,
     trained_params,
 )
-from infinity.checkpoint.imported import Foreign, ForeignParam, plain_extra, write_imported
+from infinity.checkpoint.imported import Foreign, ForeignParam, named_as_damaged, plain_extra, write_imported
 from infinity.checkpoint.inspection import verify
 from infinity.checkpoint.pickles import check_sums, stranger
 from infinity.checkpoint.stored import StoredReader
-from infinity.errors import CheckpointError, InfinityError
+from infinity.errors import CheckpointError
 from infinity.optim.formats import layout_with_moments
 from infinity.zero.model_parts import is_code
 
@@ -201,12 +201,8 @@ def import_dcp(
         source = source / tag
     if target.resolve() in (source.resolve(), source.resolve().parent):
         raise CheckpointError(f"{target} has the checkpoint that is imported in it: give the new one another directory")
-    try:
+    with named_as_damaged(source / METADATA):
         return write_imported(target, _Incoming(source).foreign(), progress)
-    except (InfinityError, OSError, MemoryError):
-        raise
-    except Exception as error:  # whatever damaged metadata lead to
-        raise CheckpointError(f"{source / METADATA} is damaged: {type(error).__name__}: {error}") from error
 
 
 class _Reader(FileSystemReader):

@@ -24,9 +24,9 @@ from infinity.checkpoint.conversion import Progress
 from infinity.checkpoint.deepspeed_files import DeepSpeedFiles, deepspeed_at, read_files, states_of
 from infinity.checkpoint.deepspeed_progress import counters_of, extra_of
 from infinity.checkpoint.files import brief
-from infinity.checkpoint.imported import Foreign, ForeignParam, Pieces, Values, Zeros, write_imported
+from infinity.checkpoint.imported import Foreign, ForeignParam, Pieces, Values, Zeros, named_as_damaged, write_imported
 from infinity.checkpoint.pickles import StandIn
-from infinity.errors import CheckpointError, InfinityError
+from infinity.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
@@ -70,15 +70,11 @@ def import_deepspeed(
     if target.resolve() in (path.resolve(), path.resolve().parent):
         raise CheckpointError(f"{target} has the checkpoint of DeepSpeed in it: give the new one another directory")
     files = read_files(path)
-    try:
+    with named_as_damaged(path):
         foreign = describe(files)
         for note in foreign.notes:
             _log.warning("%s: %s", path, note)
         return write_imported(target, foreign, progress)
-    except (InfinityError, OSError, MemoryError):
-        raise
-    except Exception as error:  # whatever values of another kind lead to
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 def describe(files: DeepSpeedFiles) -> Foreign:

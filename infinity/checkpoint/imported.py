@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,8 +20,8 @@ from infinity.checkpoint.files import write_file
 from infinity.checkpoint.format import CODE_FIELD, EXTRA, FROZEN_FIELD, MANIFEST, MASTER, Manifest, check_replaceable
 from infinity.checkpoint.pickles import elements
 from infinity.checkpoint.save import serialise
-from infinity.checkpoint.stored import StoredTensor, TensorPart
-from infinity.checkpoint.tensors import TensorFile
+from infinity.checkpoint.stored import StoredTensor, write_whole
+from infinity.errors import CheckpointError, InfinityError
 from infinity.optim.formats import layout_with_moments
 from infinity.zero.model_parts import is_code
 
@@ -138,6 +139,21 @@ def plain_extra(
     }
 
 
+@contextmanager
+def named_as_damaged(source: Path) -> Iterator[None]:
+    """What values of another kind than they should have lead to inside is an error that names where they are from.
+
+    Raises:
+        CheckpointError: that.
+    """
+    try:
+        yield
+    except (InfinityError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{source} is damaged: {type(error).__name__}: {error}") from error
+
+
 def write_imported(target: Path, foreign: Foreign, progress: Progress = lambda done, total: None) -> Path:
     """Write a checkpoint into a directory of checkpoints, where it is loaded by default.
 
@@ -187,19 +203,12 @@ def _files(params: Sequence[ForeignParam]) -> list[list[ForeignParam]]:
 
 
 def _write_file(path: Path, params: Sequence[ForeignParam], staging: Staging) -> dict[str, StoredTensor]:
-    keys = {key: param for param in params for key in param.tensors()}
-    file = TensorFile(path, {key: (param.dtype, param.shape) for key, param in keys.items()}, staging)
-    try:
-        for param in params:
-            for key, values in param.tensors().items():
-                for start in range(0, param.numel, _CHUNK):
-                    file.write(key, values.read(start, min(start + _CHUNK, param.numel)).to(param.dtype))
-    except BaseException:
-        file.abandon()
-        raise
-    return {
-        key: StoredTensor(
-            entry.dtype, entry.shape, (TensorPart(entry.file, entry.start, math.prod(entry.shape), sums),)
-        )
-        for key, (entry, sums) in file.finish().items()
-    }
+    found = {key: (param, values) for param in params for key, values in param.tensors().items()}
+
+    def pieces(key: str) -> Iterator[torch.Tensor]:
+        param, values = found[key]
+        for start in range(0, param.numel, _CHUNK):
+            yield values.read(start, min(start + _CHUNK, param.numel)).to(param.dtype)
+
+    specs = {key: (param.dtype, param.shape) for key, (param, _) in found.items()}
+    return write_whole(path, specs, pieces, staging)

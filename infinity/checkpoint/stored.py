@@ -22,8 +22,9 @@ from pathlib import Path
 
 import torch
 
+from infinity.checkpoint.blocks import Staging
 from infinity.checkpoint.sums import BLOCK_BYTES, BlockSums, crc32
-from infinity.checkpoint.tensors import DTYPES, RangeReader, TensorEntry, read_header, shown
+from infinity.checkpoint.tensors import DTYPES, RangeReader, TensorEntry, TensorFile, read_header, shown
 from infinity.errors import CheckpointError
 
 _CHECK_BYTES = 16 * BLOCK_BYTES  # that are read at once to be checked
@@ -85,6 +86,38 @@ class StoredTensor:
             low, high = max(start - first, 0), min(stop - first, part.numel)
             if low < high:
                 yield part, low, high
+
+
+def write_whole(
+    path: Path,
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    pieces: Callable[[str], Iterable[torch.Tensor]],
+    staging: Staging,
+) -> dict[str, StoredTensor]:
+    """Write tensors into one file, each of them whole; it is on the drive when this returns.
+
+    Args:
+        tensors: dtype and shape by key.
+        pieces: the elements of a tensor in their order, flat and in host memory.
+
+    Raises:
+        CheckpointError: the file format has no name for a dtype.
+        OSError: writing failed.
+    """
+    file = TensorFile(path, tensors, staging)
+    try:
+        for key in tensors:
+            for piece in pieces(key):
+                file.write(key, piece)
+    except BaseException:
+        file.abandon()
+        raise
+    return {
+        key: StoredTensor(
+            entry.dtype, entry.shape, (TensorPart(entry.file, entry.start, math.prod(entry.shape), sums),)
+        )
+        for key, (entry, sums) in file.finish().items()
+    }
 
 
 class StoredReader:
