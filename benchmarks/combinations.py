@@ -204,7 +204,7 @@ def trained(chosen: Combination, base: Path, path: Path, device: str) -> Trace:
     finally:
         engine.close()
     if chosen["saves"] and rank == 0:
-        _check_saved(path, trace[1]["weights"])  # of masters
+        _check_saved(path, trace[1]["weights"])
     return trace
 
 
@@ -219,7 +219,7 @@ def _step(engine: infinity.Engine, chosen: Combination, data: Sequence[torch.Ten
 
 
 def _check_saved(path: Path, expected: dict[str, torch.Tensor]) -> None:
-    """The checkpoint has the weights of the step that it was saved after."""
+    """The checkpoint has masters of the weights that the training had after the step that it was saved after."""
     from safetensors.torch import load_file  # noqa: PLC0415
 
     export_weights(path / "saved", path / "exported", dtype=torch.float32)
@@ -228,7 +228,8 @@ def _check_saved(path: Path, expected: dict[str, torch.Tensor]) -> None:
     }
     for name, values in expected.items():
         eps = 0.0 if values.dtype is torch.float32 else torch.finfo(values.dtype).eps
-        if not torch.allclose(saved[name], values.float(), rtol=eps, atol=1e-7 if eps else 0.0):  # fp16 has few below
+        # fp16 has few numbers below 1e-7.
+        if not torch.allclose(saved[name], values.float(), rtol=eps, atol=1e-7 if eps else 0.0):
             raise AssertionError(f"the checkpoint has another {name}")
 
 

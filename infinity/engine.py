@@ -146,9 +146,8 @@ class Engine(Accessors):
         training = torch.is_grad_enabled()
         if self.config.casts_inputs:
             args, kwargs = tree_map_only(torch.Tensor, _half, (args, kwargs))
-        if (
-            self._step.in_backward_now
-        ):  # as a hook of a cached contrastive loss does: a part of the pass that is running
+        if self._step.in_backward_now:
+            # A hook of a cached contrastive loss does this; the call is a part of the pass that is running.
             with self._autocast():
                 return self.module(*args, **kwargs)
         if training:

@@ -83,7 +83,7 @@ class Executor:
             for unit in units:
                 self._ready(unit)
                 entered.append(unit)
-                self._gather_owed(unit)
+                self.gather_owed(unit)
                 self._gathering.enter(unit)
                 self._look_ahead()
                 self.views.show(unit)
@@ -111,14 +111,11 @@ class Executor:
             self._todo.extend(step.actions)
             self._work_off()
 
-    def _gather_owed(self, unit: int | None = None) -> None:
+    def gather_owed(self, unit: int | None = None) -> None:
+        """Gather what all ranks gather before this unit; None before they exchange something that is no unit."""
         for other in self._gathering.owed(unit):
             self._bring(other)
             self._gathering.gather(other)
-
-    def meet_ranks(self) -> None:
-        """All ranks are about to exchange something that is no unit of the forward pass."""
-        self._gather_owed()
 
     def follow(self, order: Sequence[int]) -> None:
         """Gather units that stay in this order, which all ranks know."""

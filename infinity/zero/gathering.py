@@ -201,8 +201,7 @@ class Gathering:
 
     def _drop(self, unit: int) -> None:
         self._take(unit)
-        if unit not in self._uses:
-            self.let_go(unit)
+        self.let_go(unit)
 
     def _take(self, unit: int) -> None:
         """What was gathered ahead is whole now."""

@@ -322,7 +322,6 @@ class Step:
                 self._go(phase)
                 with self.hooks.forward(training=training), self.saving():
                     yield
-                self.forward_end = GraphPosition.now()
             except BaseException as error:
                 self.abort(error)
                 raise
@@ -336,7 +335,7 @@ class Step:
     def _meet_ranks(self, why: str) -> None:
         """The ranks are about to exchange something that is no unit of the forward pass."""
         with self.stopped_by_failures():
-            self._executor.meet_ranks()
+            self._executor.gather_owed()
             self._ranks.path.mark(why)
 
     def _back_to(self, before: Phase, *, learn: bool = False) -> None:

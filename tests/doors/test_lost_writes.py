@@ -16,17 +16,15 @@ from infinity.integrations.dialect.parameters import Init
 from infinity.zero import GatheredParameters
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import (
-    LR,
-    WEIGHT_DECAY,
     Placement,
     Recipe,
     batches,
-    loss_of,
     tiny_gpt2,
     tiny_llama,
     train_on,
 )
 from tests.doors.placements import PLACEMENTS, engine_in
+from tests.doors.test_raw_parameters import trained_plainly
 
 STEPS = 3
 LOST = r"modification of `lm_head\.weight` in GatheredParameters without modifier_rank"
@@ -77,17 +75,11 @@ def shrunk_each_step(
 
 
 def shrunk_plainly(write: Write, clipping: float) -> dict[str, torch.Tensor]:
-    model = tiny_gpt2()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
-    for ids in batches(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, ids).backward()
-        if clipping:
-            nn.utils.clip_grad_norm_(model.parameters(), clipping)
-        optimizer.step()
+    def change(model: nn.Module) -> None:
         for param in model.parameters():
             write(param)
-    return {name: param.detach() for name, param in model.named_parameters()}
+
+    return trained_plainly(change, clipping, STEPS)
 
 
 @pytest.mark.parametrize("write", WRITES)
