@@ -296,6 +296,7 @@ class Commits:
         try:
             if self.resumable_step is None and self._step.at_rest:
                 self._step.drain()
+                self._raise_not_noted()
                 self._gate.result()
         except Exception as error:  # the engine closes whatever is the matter
             _log.warning("the last step is not committed: %s", error)

@@ -570,6 +570,20 @@ def test_a_space_without_a_run_keeps_nothing() -> None:
     space.close()
 
 
+def test_closing_tells_of_a_last_step_that_a_failing_client_state_kept_from_being_committed(tmp_path, caplog) -> None:
+    def state() -> dict[str, Any]:
+        raise OSError("no position")
+
+    with start(tmp_path) as engine:
+        train(engine, DATA[:1])
+        engine.keep_with_steps(state)
+        train(engine, DATA[:2])
+    assert "the last step is not committed: no position" in caplog.text
+    with start(tmp_path) as engine:
+        engine.resume()
+        assert engine.global_steps == 1
+
+
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 def test_a_client_state_that_fails_does_not_fail_the_step_that_is_applied(clipping, whole, tmp_path) -> None:
     """A loop that runs a step again when `step()` raises must not train a batch twice."""
