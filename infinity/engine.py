@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from infinity.accessors import Accessors
 from infinity.checkpoint import Options, Parts, Session
+from infinity.checkpoint.unfreezing import check_possible, kept
 from infinity.config import Config
 from infinity.errors import ConfigError, InfinityError
 from infinity.memory import Level
@@ -31,6 +33,7 @@ from infinity.zero.gathered import check_room, claim, disclaim, newest_values
 from infinity.zero.guards import Guards
 from infinity.zero.micro_batches import LossFn, call, loss_of
 from infinity.zero.phases import Phase
+from infinity.zero.rebuild import rebuild
 from infinity.zero.stand_ins import StandIn
 from infinity.zero.status import publisher_of
 from infinity.zero.step import LAYER_MAJOR, Step
@@ -62,9 +65,14 @@ class Engine(Accessors):
         self.config = config
         self.optimizer = optimizer
         self.device = runtime.link.device
+        self._begin(runtime)
+        self.lr_scheduler = lr_scheduler
+
+    def _begin(self, runtime: Runtime) -> None:
+        """Train the model with these tiers."""
+        model, optimizer, config = self.module, self.optimizer, self.config
         self._runtime = runtime
         self._step = Step(model, config, runtime, optimizer)
-        self.lr_scheduler = lr_scheduler
         optimizer.keep_groups()
         self._session = Session(model, optimizer, runtime, self._step, config.gradient_accumulation_steps)
         optimizer.run_step = self._step.finish
@@ -75,7 +83,7 @@ class Engine(Accessors):
             undo.callback(self._session.close_commits)
             claim(self, model, runtime.partition.units)
             undo.callback(disclaim, model)
-            self._guards = Guards(model, runtime, self)
+            self._guards = Guards(model, runtime, self, optimizer.frozen)
             undo.callback(self._guards.remove)
             runtime.settle()
             undo.pop_all()
@@ -151,9 +159,50 @@ class Engine(Accessors):
             with self._autocast():
                 return self.module(*args, **kwargs)
         if training:
-            self._guards.check()
+            self._look_at_model()
         with self._step.forward(training=training), self._autocast():
             return self.module(*args, **kwargs)
+
+    def _look_at_model(self) -> None:
+        """A training forward is about to begin."""
+        self._guards.check()
+        if unfrozen := self._guards.unfrozen():
+            self._make_states(unfrozen)
+
+    def _make_states(self, names: list[str]) -> None:
+        """Train parameters that were frozen so far, see [Note: states that are laid out anew] in unfreezing.py.
+
+        Raises:
+            InfinityError: a step is under way, or this engine cannot; it is as it was.
+        """
+        if self.awaits_backward:
+            raise InfinityError(
+                f"parameter `{names[0]}` requires a gradient since a forward pass whose backward is to come: call "
+                "requires_grad_ between two steps. Was the pass an evaluation? Run those under torch.no_grad()"
+            )
+        check_possible(names[0], self.config, self._runtime.ranks)
+        self._step.check_boundary(f"making states for `{names[0]}`, which requires a gradient now,")
+        optimizer, before = self.optimizer, self._step
+        trained, frozen = optimizer.trained, optimizer.frozen
+        _log.info("`%s` and %d others require gradients now: states are laid out anew", names[0], len(names) - 1)
+        failure: InfinityError | None = None
+        with kept(self._session, self.config, self._runtime.ranks) as state:
+            old = replace(self._runtime, monitor=self._runtime.monitor.follow())
+            self._close()
+            more = {name: frozen[name] for name in names}
+            try:
+                self._rebuild(old, {**trained, **more}, {name: frozen[name] for name in frozen.keys() - more.keys()})
+            except InfinityError as error:
+                failure = error
+                self._rebuild(old, trained, frozen)
+            state.restore(self._session)
+            self._step.go_on_from(before)
+        if failure is not None:
+            raise failure
+
+    def _rebuild(self, old: Runtime, trained: Mapping[str, int], frozen: Mapping[str, int]) -> None:
+        self.optimizer.bind(self.module, trained, frozen)
+        self._begin(rebuild(old, self.module, trained, self.config, self.optimizer.kind.layout))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self.torch_autocast_dtype()
@@ -284,7 +333,7 @@ class Engine(Accessors):
                 f"{what} ends a step by itself, and managed_gradient_accumulation is false: call backward() and step()"
             )
         self._step.boundary = None
-        self._guards.check()
+        self._look_at_model()
         steps = self.config.gradient_accumulation_steps
         if self.micro_steps % steps:
             raise InfinityError(

@@ -113,7 +113,7 @@ def initialize(
     refuse_cuda_graphs(model, fixed=addresses_stay(resolved, discrete=link.discrete))
     if trains is None:
         trains = optimizer is not None or resolved.optimizer is not None
-    tiered, groups, facts = _agreed_optimizer(
+    tiered, groups, frozen, facts = _agreed_optimizer(
         model, resolved, ranks, model_parameters, optimizer, engine_class.optimizer_class(resolved), trains=trains
     )
     apply_leaf_modules(model, resolved.zero.leaf_modules)
@@ -123,7 +123,7 @@ def initialize(
     try:
         dataloader = _dataloader(training_data, resolved, ranks, collate_fn)
         values.detach()
-        _rebind(tiered, model, groups)
+        tiered.bind(model, groups, frozen)  # those that came on meta were replaced
         outside.place(compute_dtype(resolved), link.device, ranks)
         runtime = build_runtime(
             model,
@@ -209,33 +209,35 @@ def _agreed_optimizer(
     optimizer_class: type[TieredOptimizer],
     *,
     trains: bool,
-) -> tuple[TieredOptimizer, dict[str, int], RunFacts]:
-    """What is trained and how, the group of each parameter, and all facts of it, once all ranks have the same.
+) -> tuple[TieredOptimizer, dict[str, int], dict[str, int], RunFacts]:
+    """What is trained and how, the group of each parameter, trained and frozen, and all facts of it, once all ranks
+    have the same.
 
     Raises:
         ConfigError: a rank's model or optimizer cannot work, or they are not the same on all ranks.
     """
-    made: list[tuple[TieredOptimizer, dict[str, int]]] = []
+    made: list[tuple[TieredOptimizer, dict[str, int], dict[str, int]]] = []
 
     def make() -> None:
         _check_parameters(model)
         tiered = optimizer_class([{"params": []}], {})
         if trains:
             tiered = optimizer_class(*_parameters(model, config, model_parameters, optimizer))
-        made.append((tiered, _group_of_each(model, tiered)))
+        made.append((tiered, *_group_of_each(model, tiered)))
 
     ranks.each(make, "infinity.initialize(): the model", ConfigError)
-    tiered, groups = made[0]
+    tiered, groups, frozen = made[0]
     topics: dict[str, Facts] = {
         "versions": versions(),
         "configuration": configuration_facts(config),
         "model": model_facts(model),
         "optimizer": {**optimizer_facts(tiered.param_groups, groups), "trains": trains},
+        "frozen members of groups": dict(frozen),
     }
     agree(ranks, topics)
     tell_of_machines(ranks, config)
-    alike = {topic: facts for topic, facts in topics.items() if topic != "versions"}
-    return tiered, groups, alike | {"identity of the model": identity_facts(model_identity(model))}
+    alike = {topic: topics[topic] for topic in ("configuration", "model", "optimizer")}
+    return tiered, groups, frozen, alike | {"identity of the model": identity_facts(model_identity(model))}
 
 
 def _check_arguments(model: Any, config: Any, optimizer: Any) -> None:
@@ -369,14 +371,15 @@ def _check_memory_of_their_own(model: nn.Module) -> None:
             before = span
 
 
-def _group_of_each(model: nn.Module, optimizer: TieredOptimizer) -> dict[str, int]:
-    """Parameter group by parameter name.
+def _group_of_each(model: nn.Module, optimizer: TieredOptimizer) -> tuple[dict[str, int], dict[str, int]]:
+    """Parameter group by parameter name, of those that are trained, and of those that are frozen.
 
     Raises:
         ConfigError: a group has a parameter that is not the model's.
     """
     names = {id(param): name for name, param in model.named_parameters()}
-    groups: dict[str, int] = {}
+    trained: dict[str, int] = {}
+    frozen: dict[str, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             name = names.get(id(param))
@@ -384,15 +387,9 @@ def _group_of_each(model: nn.Module, optimizer: TieredOptimizer) -> dict[str, in
                 raise ConfigError(
                     f"parameter group {index} has a parameter of shape {tuple(param.shape)} that is not the model's"
                 )
-            if param.requires_grad and has_numbers(param):
-                groups[name] = index
-    return groups
-
-
-def _rebind(optimizer: TieredOptimizer, model: nn.Module, groups: Mapping[str, int]) -> None:
-    """Have the groups hold the model's present parameters (those that came on meta were replaced)."""
-    for index, group in enumerate(optimizer.param_groups):
-        group["params"] = [model.get_parameter(name) for name, member in groups.items() if member == index]
+            if has_numbers(param):
+                (trained if param.requires_grad else frozen)[name] = index
+    return trained, frozen
 
 
 def _default_link(device: torch.device | str | None) -> Link:

@@ -54,7 +54,7 @@ def _check_model(path: Path, manifest: Manifest, run: Run, *, strict: bool) -> N
 
 
 def _check_moments(path: Path, manifest: Manifest, runtime: Runtime) -> None:
-    """The checkpoint, of this model, has moments of this optimizer for the parameters that are trained here."""
+    """The checkpoint, of this model, has moments of this optimizer, and of no parameter that is not trained here."""
     ours = (runtime.layout.first, runtime.layout.second)
     if manifest.moments != ours:
         raise CheckpointError(
@@ -64,10 +64,17 @@ def _check_moments(path: Path, manifest: Manifest, runtime: Runtime) -> None:
     slots = [slot for unit in runtime.partition.units for slot in unit.slots]
     trained = {slot.name for slot in slots if slot.trainable}
     saved = trained_params(manifest.tensors).keys()
-    for name in sorted(trained ^ saved):
-        here, there = ("is trained", "was frozen") if name in trained else ("is frozen", "was trained")
+    for name in sorted(saved - trained):
         raise CheckpointError(
-            f"{name} {here}, but in {path} it {there}: load with load_module_only=True to take the weights alone"
+            f"{name} is frozen, but in {path} it was trained: load with load_module_only=True to take the weights alone"
+        )
+    if fresh := sorted(trained - saved):
+        _log.warning(
+            "`%s` and %d other parameters were frozen in %s and are trained here: they begin with fresh optimizer "
+            "states",
+            fresh[0],
+            len(fresh) - 1,
+            path,
         )
     for name in manifest.steps.keys() - trained:
         raise CheckpointError(f"{path} counts the updates of {name}, which is no parameter that is trained")

@@ -171,7 +171,7 @@ def _slices(part: SlotPart, manifest: Manifest, *, moments: bool) -> Iterator[tu
     for key in (f"{MASTER.name}.{name}", f"{FROZEN_FIELD}.{name}"):
         if key in manifest.tensors:
             yield key, start, stop - start
-    if moments and part.slot.trainable:
+    if moments and part.slot.trainable and f"{MASTER.name}.{name}" in manifest.tensors:
         fields = manifest.layout.moment_fields
         begin = min((start // field.block * field.block for field in fields), default=start)
         for field in fields:
@@ -184,7 +184,7 @@ def load_tensors(loaded: Loaded, runtime: Runtime, codes: Codes, *, moments: boo
     Args:
         codes: the model's own, which get the checkpoint's values.
         moments: also the optimizer's moments, converted if they were saved in another state format; otherwise they
-            become zero.
+            become zero, as those of parameters do that were frozen when the checkpoint was saved.
 
     Raises:
         CheckpointError: the files have changed since they were checked, or cannot be read any more. Some parameters
@@ -272,7 +272,7 @@ def _load_part(
 ) -> None:
     """A part of one trained parameter."""
     write_master(layout, source.weights(part).float(), param, states)
-    if source.moments is None:
+    if source.moments is None or part.slot.name not in source.trained:
         for field in layout.moment_fields:
             states[field.name].zero_()
         return

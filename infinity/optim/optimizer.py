@@ -44,6 +44,8 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     Attributes:
         kind: which optimizer it is.
+        trained: group of every parameter that an engine trains, by name.
+        frozen: likewise of the groups' other parameters, which have no states: they required no gradient.
         loss_scaler: the engine's loss scale, of fp16 training; its `value` is 1 otherwise.
         run_step: what `step()` does, and `drop_gradients` what `zero_grad()` does; the engine that owns the states sets
             them.
@@ -58,6 +60,16 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.run_step: Callable[[], object] | None = None
         self.drop_gradients: Callable[[], None] | None = None
         self.loss_scaler = LossScale.of(None)
+        self.trained: dict[str, int] = {}
+        self.frozen: dict[str, int] = {}
+        self._without_states: list[tuple[str, nn.Parameter]] = []
+
+    def bind(self, model: nn.Module, trained: Mapping[str, int], frozen: Mapping[str, int]) -> None:
+        """Have the groups hold these parameters of the model, those that are trained."""
+        self.trained, self.frozen = dict(trained), dict(frozen)
+        self._without_states = [(name, model.get_parameter(name)) for name in frozen]
+        for index, group in enumerate(self.param_groups):
+            group["params"] = [model.get_parameter(name) for name, member in trained.items() if member == index]
 
     def keep_groups(self) -> None:
         """An engine has the groups' parameters as they are now: from here on, hyper-parameters may change alone."""
@@ -85,6 +97,19 @@ class TieredOptimizer(torch.optim.Optimizer):
             f"{change}: form groups before initialize (model_parameters, or an optimizer). To leave parameters out for "
             "a while call requires_grad_(False) on them; hyper-parameters of a group may change at any time"
         )
+
+    def check_frozen(self) -> None:
+        """No parameter without states has a gradient to come; asked where a pass has gone past the engine.
+
+        Raises:
+            InfinityError: by name: one requires a gradient now.
+        """
+        for name, param in self._without_states:
+            if param.requires_grad:
+                raise InfinityError(
+                    f"parameter `{name}` requires a gradient since the last forward pass of the engine, which makes "
+                    "its states: call the engine, not its model, for the next forward pass"
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, before an engine has the groups.

@@ -92,6 +92,12 @@ class Monitor:
                 self._writers.append(_made(_Csv, "csv_monitor", config.csv))
             undo.pop_all()
 
+    def follow(self) -> Monitor:
+        """What goes on in the place of this one, which writes nothing more."""
+        other = Monitor(self._config, writes=self._writes)
+        self._writers, other._writers = [], self._writers
+        return other
+
     def write_events(self, event_list: Iterable[tuple[str, Any, int]]) -> None:
         """Write events in all places; nothing on other ranks than the one that writes.
 

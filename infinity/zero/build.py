@@ -75,6 +75,7 @@ class Runtime:
         host, device: what the two memories are used for; with a CPU as the compute device, the host's pays for all.
         loss_norm: of the loss, where the device measures it.
         summed_once: units whose replicas add their gradients up once a step.
+        in_files: where values are that stay in files, by name of the parameter.
     """
 
     sizing: Sizing
@@ -96,6 +97,7 @@ class Runtime:
     parts: ModelParts
     monitor: Monitor
     summed_once: frozenset[int]
+    in_files: Mapping[str, StoredTensor]
     owner_pid: int = field(default_factory=os.getpid)
 
     @property
@@ -174,6 +176,7 @@ def build_runtime(
     made: Collection[str] = (),
     in_files: Mapping[str, StoredTensor] | None = None,
     facts: RunFacts | None = None,
+    monitor: Monitor | None = None,
 ) -> Runtime:
     """Lay out the model's states and acquire what they need.
 
@@ -186,6 +189,7 @@ def build_runtime(
         made: parameters whose values do not come with the model.
         in_files: frozen ones that are to stay where they are stored.
         facts: what another process must have alike to go on from this one's states.
+        monitor: of an engine that this one follows; else one is made, which is not open.
 
     Raises:
         CheckpointError: an earlier process has left states that this one cannot go on from.
@@ -307,8 +311,9 @@ def build_runtime(
         link=link,
         loss_norm=Norms(sizing.rules.measured_there(1), link),
         parts=parts,
-        monitor=Monitor(config.monitors, writes=is_first_process()),
+        monitor=monitor or Monitor(config.monitors, writes=is_first_process()),
         summed_once=frozenset(once),
+        in_files=in_files or {},
     )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,9 +42,10 @@ class Guards:
     Args:
         model: with the parameters that the engine has.
         owner: the engine, which is not kept alive.
+        frozen: parameters without states that may come to need them, by name.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, owner: Owner) -> None:
+    def __init__(self, model: nn.Module, runtime: Runtime, owner: Owner, frozen: Collection[str] = ()) -> None:
         self._runtime = runtime
         self._owner = weakref.ref(owner)
         self._model = weakref.ref(model)
@@ -55,7 +56,8 @@ class Guards:
         self._saving = False
         self._copying = False
         self._loading: list[tuple[nn.Module, Loan]] = []
-        self._shape = _Shape(model)
+        self._frozen = {id(param := model.get_parameter(name)): (name, param) for name in frozen}
+        self._shape = _Shape(model, self._frozen)
         self._handles = self._drop_gradients_left_out()
         self._seams = [_Seam(self, module) for module in model.modules()]
 
@@ -83,7 +85,11 @@ class Guards:
         if not self._shape.is_kept():
             model = self._model()
             assert model is not None  # it is being called
-            self._shape = _Shape(model, before=self._shape)
+            self._shape = _Shape(model, self._frozen, before=self._shape)
+
+    def unfrozen(self) -> list[str]:
+        """Names of the parameters without states that require a gradient now."""
+        return [name for name, param in self._frozen.values() if param.requires_grad]
 
     def check_loss(self, loss: torch.Tensor, since: GraphPosition) -> None:
         """Called before the loss's backward.
@@ -251,16 +257,18 @@ class _Shape:
     """Which modules and parameters the model has, and which of those may need a gradient.
 
     Args:
+        may_train: identities of the frozen parameters that need not stay frozen.
         before: what it was so far. Parameters that need a gradient may not have come since.
     """
 
-    def __init__(self, model: nn.Module, before: _Shape | None = None) -> None:
+    def __init__(self, model: nn.Module, may_train: Collection[int], before: _Shape | None = None) -> None:
         self._known: dict[int, tuple[nn.Parameter, bool]] = (
             before._known if before is not None else {id(p): (p, p.requires_grad) for p in model.parameters()}
         )
         self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # as they are, and as they were
         self._parameters: list[tuple[str, dict[str, Any], list[str], list[int]]] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._may_train = may_train
         self._names: dict[str, int] = {} if before is None else before._names
         for prefix, module in model.named_modules():
             path = f"{prefix}." if prefix else ""
@@ -282,7 +290,7 @@ class _Shape:
                 raise InfinityError(
                     f"parameter `{path}{key}` has come after initialize, so nothing would train it: add it before"
                 )
-            if id(param) not in self._known or not self._known[id(param)][1]:
+            if id(param) not in self._may_train and not (id(param) in self._known and self._known[id(param)][1]):
                 self._frozen.append((path + key, param))
 
     def is_kept(self) -> bool:
@@ -294,8 +302,9 @@ class _Shape:
         for name, param in self._frozen:
             if param.requires_grad:
                 raise InfinityError(
-                    f"parameter `{name}` requires a gradient now but did not when initialize made its states, so "
-                    "nothing trains it: call requires_grad_(True) before initialize, or requires_grad_(False) again"
+                    f"parameter `{name}` requires a gradient now, did not at initialize and is in no parameter group, "
+                    "so nothing trains it: give initialize a group that has it (model_parameters, or an optimizer), or "
+                    "call requires_grad_(False) again"
                 )
         kept = all(now == before for now, before in self._children)
         for path, now, names, before in self._parameters:

@@ -50,6 +50,20 @@ def materialize(runtime: Runtime, values: InitialValues, *, rounds: bool) -> Non
         values.placed(unit, {name for name in frozen if not _holds(layout.param_dtype, initial[name])})
 
 
+def materialize_zeros(runtime: Runtime) -> None:
+    """As `materialize`, of values that are loaded afterwards, but for those that stay in files."""
+
+    def zeros(name: str, elements: slice) -> torch.Tensor:
+        return torch.zeros(elements.stop - elements.start, dtype=torch.float32, device="cpu")
+
+    for unit in runtime.partition.units:
+        if unit.runs:
+            _fetch_from_files(runtime, unit)
+            continue
+        with runtime.executor.created(unit.index) as flat:
+            _fill_unit(runtime.pipeline, runtime.layout, runtime.partition, unit, flat, zeros, rounds=False)
+
+
 def _fetch_from_files(runtime: Runtime, unit: Unit) -> None:
     """A unit that is in files already, of which there may be room for a copy nearer by."""
     if runtime.params.units[unit.index].is_stored():

@@ -112,6 +112,11 @@ class Ranks:
     called: str = ""  # this rank in messages, where it is one of a part of those that meet
     path: Path = field(default_factory=Path, compare=False)
 
+    @property
+    def on_one_machine(self) -> bool:
+        """All of them are on this one."""
+        return self.neighbours == self.size
+
     @staticmethod
     def of_group(group: Any = None, timeout_s: float = 300.0) -> Ranks:
         """The ranks of a process group, which all call this; of the default group if it is None and there is one."""

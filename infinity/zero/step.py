@@ -184,6 +184,11 @@ class Step:
         self.hooks.remove()
         self.hooks = self._watch(model)
 
+    def go_on_from(self, before: Step) -> None:
+        """Stand in the place of another step of the same model, which is closed, with its counts and states."""
+        self.outcome, self.stats, self.loss, self.told = before.outcome, before.stats, before.loss, before.told
+        self.lr_scheduler, self.boundary, self.at_end = before.lr_scheduler, before.boundary, before.at_end
+
     # Phases #
 
     @property
@@ -403,6 +408,7 @@ class Step:
             )
         self._meet_ranks("the backward pass")
         self._optimizer.check_groups()
+        self._optimizer.check_frozen()
         self._pass_failed = False
         self._uncounted = 0  # the step is run again
         if direct is None:

@@ -245,3 +245,27 @@ def least_device_memory(placement: Placement, recipe: Recipe, architecture: str)
     found = re.search(r"raise it to (\d+)", str(refused.value))
     assert found is not None, refused.value
     return int(found.group(1))
+
+
+@pytest.mark.parametrize("placement", [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+def test_parameters_that_are_unfrozen_between_two_steps(placement, tmp_path) -> None:
+    """As on the CPU, where they had states from the start."""
+    recipe = Recipe("bf16", clipping=0.5)
+    ends = []
+    for device, late in (("simdev", True), ("cpu", False)):
+        model = tiny("llama").bfloat16().float()
+        block = model.model.layers[1]
+        block.requires_grad_(not late)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        where = Placement(*(placement if late else ("none", "none")), tmp_path)
+        config = recipe.config(where)
+        del config["optimizer"]
+        with infinity.initialize(model=model, config=config, optimizer=optimizer, device=device)[0] as engine:
+            block.requires_grad_(False)
+            losses = train_over(engine, batches(2))
+            block.requires_grad_(True)
+            losses += train_over(engine, batches(3, seed=2))
+            ends.append((losses, {name: param.detach().cpu() for name, param in engine.named_parameters()}))
+    assert ends[0][0] == ends[1][0]
+    for name, values in ends[0][1].items():
+        assert torch.equal(values, ends[1][1][name]), name

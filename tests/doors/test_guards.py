@@ -93,11 +93,11 @@ def frozen_llama() -> nn.Module:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_unfreezing_is_refused_before_the_next_training_forward(placement, tmp_path) -> None:
+def test_unfreezing_what_is_in_no_group_is_refused_before_the_next_training_forward(placement, tmp_path) -> None:
     with engine_in(placement, tmp_path, frozen_llama()) as engine:
         losses = train_on(engine, DATA[:2])
         engine.module.requires_grad_(True)
-        named = r"`model\.layers\.1\.self_attn\.q_proj\.weight` requires a gradient now but did not"
+        named = r"`model\.layers\.1\.self_attn\.q_proj\.weight` requires a gradient now, did not at initialize"
         with pytest.raises(InfinityError, match=named):
             loss_of(engine, DATA[2])
         with torch.no_grad():

@@ -1,0 +1,88 @@
+"""States for parameters that were frozen at `initialize` and are to be trained from now on.
+
+[Note: states that are laid out anew]
+How many states a unit has decides where everything lies: tiles, files, budgets, even where units are cut. So nothing is
+moved about. Between two steps the engine's state is saved as a checkpoint, its tiers are given up and built again as
+`initialize` builds them, and the checkpoint is loaded. To that, the parameters are frozen ones, so that they begin with
+their values and fresh states. Where the new tiers cannot be built, for want of memory, the old ones are, and the engine
+is as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from infinity.checkpoint.extra import Parts
+from infinity.checkpoint.save import Options
+from infinity.checkpoint.session import Session
+from infinity.config import Config
+from infinity.errors import ConfigError
+from infinity.zero.ranks import Ranks
+
+_log = logging.getLogger(__name__)
+_TAG = "before"
+_ANEW = "save a checkpoint, and load it into an engine that is made with the parameter unfrozen"
+
+
+def check_possible(name: str, config: Config, ranks: Ranks) -> None:
+    """See that an engine can make states for a parameter that was frozen.
+
+    Raises:
+        ConfigError: it cannot; the message says what to do.
+    """
+    reason = ""
+    if config.tiering.crash_consistent:
+        reason = "the states on the drives (tiering.crash_consistent) are those of the parameters that were trained"
+    elif not ranks.on_one_machine:
+        reason = "the ranks are on several machines, which need not share a directory"
+    if reason:
+        raise ConfigError(
+            f"parameter `{name}` was frozen at initialize and requires a gradient now, but {reason}: {_ANEW}"
+        )
+
+
+class Kept:
+    """The state of an engine on a drive, while there is no engine."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def restore(self, session: Session) -> None:
+        """Load it into an engine with the same schedule, buffers and groups, which has other states."""
+        parts = Parts(optimizer=True, lr_scheduler=False, progress=True)
+        session.load(self._directory, _TAG, parts, strict_model=True)
+
+
+@contextmanager
+def kept(session: Session, config: Config, ranks: Ranks) -> Iterator[Kept]:
+    """Save an engine's state for the time that the context lasts; all ranks call this between two steps.
+
+    It is on the first of the drives, else where temporary files are, and stays there if the context fails.
+
+    Raises:
+        StorageError: it cannot be written; nothing has changed.
+    """
+
+    def make() -> str:
+        drives = config.tiering.nvme
+        return tempfile.mkdtemp(prefix="infinity-unfreezing-", dir=drives[0].path if drives else None)
+
+    directory = Path(ranks.on_rank_0(make))
+    try:
+        session.save(directory, _TAG, {}, options=Options(), blocking=True)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    try:
+        yield Kept(directory)
+    except BaseException:
+        _log.error("what was trained so far is in %s: engine.load_checkpoint takes it", directory)
+        raise
+    ranks.together("the end of unfreezing")
+    if ranks.rank == 0:
+        shutil.rmtree(directory, ignore_errors=True)
