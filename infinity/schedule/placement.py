@@ -391,7 +391,8 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     twice = [spec.nbytes for spec in moving if spec.beside or (rules.one_memory and rules.gathers)]
     most = sum(map(_nbytes, moving)) - sum(twice[3:])
     most += min(sum(twice[3:]), rules.ahead_numel * specs[0].dtype.itemsize)
-    computed = Share(staying + beside, _together_bytes(moving), most)
+    together = _together_bytes(moving)
+    computed = Share(staying + beside, together, max(together, most))
     if rules.site is Memory.DEVICE:
         return ParamBytes(computed, Share(), 0)
     # What is updated on the device passes through when it is made or looked at.

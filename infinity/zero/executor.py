@@ -70,6 +70,7 @@ class Executor:
         self._todo: deque[tuple[str, int]] = deque()  # of the plan, in its order
         self._fetching: dict[int, None] = {}  # units on their way, oldest first
         self._recency: dict[int, None] = {}  # units that come and go, least recently used first
+        self._step_is_over = True  # else units that are updated already do not show it, as in torch before `step()`
 
     # Uses #
 
@@ -422,9 +423,18 @@ class Executor:
         if self._todo and self._in_flight.some_ended:
             self.settle()
 
+    def begin_step(self) -> None:
+        """Parameters are about to be updated, from the first unit to the last."""
+        self._step_is_over = False
+
+    def end_step(self) -> None:
+        """All units have this step's update, or will have."""
+        self._step_is_over = True
+        self._show_finished()
+
     def _show_finished(self) -> None:
         """Units whose updates are over have their values again."""
-        while self._in_flight.finished:
+        while self._step_is_over and self._in_flight.finished:
             unit = self._in_flight.finished.pop()
             behind = unit in self._params.coming or unit in self._in_flight.pending or unit in self._in_flight.ahead
             if behind or self._rests(unit):

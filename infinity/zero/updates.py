@@ -269,6 +269,7 @@ class Updates:
         """All gradients of the step are there: update what was not updated yet, now or later."""
         self.outcome = self._finish_step()
         self.under_way = False
+        self._executor.end_step()
 
     def _finish_step(self) -> StepOutcome:
         self._executor.prefer_updates(begun=False)
@@ -318,6 +319,7 @@ class Updates:
 
     def _update(self, unit: int, segments: tuple[Segment, ...]) -> None:
         self.under_way = True
+        self._executor.begin_step()
         self._count(unit)
         slots = self._gradients.slots_with_gradients(unit)
         self._gradients.forget(unit)

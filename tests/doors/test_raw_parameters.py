@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -43,6 +44,27 @@ def test_after_a_step_parameters_are_the_newest(stage, offload, clipping, tmp_pa
             train_on(engine, [ids])
             here = raw(model)
             assert all(torch.equal(here[name], values) for name, values in engine.named_parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_before_step_no_parameter_shows_its_update(stage) -> None:
+    """Under the schedule `backward` it has it by then: it is NaN, also when something has looked at what has ended."""
+    model = tiny_gpt2()
+    with infinity.initialize(model=model, config=config_of(stage, precision="bf16"))[0] as engine:
+        data = batches(STEPS)
+        train_on(engine, data[:2])
+        before = dict(engine.named_parameters())
+        engine.backward(loss_of(engine, data[2]))
+        deadline = time.monotonic() + 10
+        while not engine._runtime.executor.all_computed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(infinity.InfinityError, match="between the last backward pass of a step and step"):
+            loss_of(engine, data[3])
+        for name, values in raw(model).items():
+            assert values.isnan().all() or torch.equal(values, before[name]), name
+        engine.step()
+        if stage < 3:
+            assert not any(values.isnan().any() for values in raw(model).values())
 
 
 def _in_place(model: nn.Module) -> None:

@@ -164,6 +164,14 @@ def test_units_inside_of_one_another_are_needed_together() -> None:
     assert param_bytes(rules(3, "nvme"), specs[:1]).computed.least == 2 * 50
 
 
+def test_no_memory_has_less_than_the_least() -> None:
+    """Units of one size, three inside of one another and one beside, where the ranks gather nothing ahead."""
+    shared = replace(rules(3, "nvme", ranks=2), ahead_numel=0)
+    specs = [FlatSpec(name, 10, 10, torch.bfloat16, offloaded=True) for name in ("0", "0.mlp", "0.mlp.up", "1", "2")]
+    computed = param_bytes(shared, specs).computed
+    assert computed.least <= computed.most
+
+
 def test_what_is_computed_on_is_counted_beside_its_shards() -> None:
     """Units of 40, 20, 20 and 20 bytes: two must be there at once."""
     alone = rules(3, "nvme")
