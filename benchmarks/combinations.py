@@ -59,10 +59,11 @@ AXES: dict[str, tuple[Any, ...]] = {
     "lora": ("none", "loaded", "in_place"),
     "budget": ("auto", "least"),
 }
-# What changes numbers, so that the reference has it, too. Over several ranks shards do, by the last digit of the norm;
-# moments are rounded with random bits that depend on the unit.
+# What changes numbers, so that the reference has it, too. Over several ranks shards do, by the last digit of the norm,
+# and so does whether micro-batches are added up before the ranks are. Moments are rounded with random bits that depend
+# on the unit.
 OF_REFERENCE = ("precision", "accumulation", "clipping", "compile", "lora")
-OF_RANKS = ("stage", "groups", "cut", "leaf")
+OF_RANKS = ("stage", "groups", "cut", "leaf", "order")
 OF_ROUNDING = ("cut", "leaf")
 ROUNDED = ("bf16", "int8")
 Combination = dict[str, Any]
