@@ -410,6 +410,10 @@ class Engine(Accessors):
         in_pass = self._step.hooks.in_forward or self._step.in_backward_now
         return in_pass and self._runtime.executor.views.shows(unit)
 
+    def model_was_zeroed(self) -> None:
+        """The model's own `zero_grad` was called."""
+        self._step.drop_failed()
+
     def settle(self, what: str) -> None:
         """Have the parameters' values be those of the last step, for a look at them."""
         self._step.check_values(what)

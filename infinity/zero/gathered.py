@@ -56,6 +56,9 @@ class Owner(Protocol):
     def shows(self, unit: int, slot: int) -> bool:
         """It is, or a pass of the model that is running uses it."""
 
+    def model_was_zeroed(self) -> None:
+        """The model's own `zero_grad` was called."""
+
 
 @dataclass(frozen=True, eq=False)
 class Place:
@@ -204,8 +207,8 @@ class Loan:
                 unit = group[0].unit
                 values = unit_values(runtime, unit, [place.index for place in group], device)
                 for place, copy in zip(group, values, strict=True):
-                    runtime.executor.views.lend(unit.index, place.index, copy, watched=watched)
-                    self._lent.append(place)
+                    self._lent.append(place)  # first: an interrupt leaves none lent
+                    views.lend(unit.index, place.index, copy, watched=watched)
         except BaseException:
             self.end()
             raise
@@ -258,8 +261,10 @@ class Loan:
 
     def end(self) -> None:
         """The parameters are the engine's again."""
+        executor = self.runtime.executor
         for place in self._lent:
-            self.runtime.executor.take_back(place.unit.index, place.index)
+            if executor.views.lent_values(place.unit.index, place.index) is not None:
+                executor.take_back(place.unit.index, place.index)
         self._lent.clear()
 
 

@@ -59,7 +59,12 @@ class Guards:
         self._frozen = {id(param := model.get_parameter(name)): (name, param) for name in frozen}
         self._shape = _Shape(model, self._frozen)
         self._handles = self._drop_gradients_left_out()
-        self._seams = [_Seam(self, module) for module in model.modules()]
+        self._seams = [_Seam(self, module, root=module is model) for module in model.modules()]
+
+    @property
+    def owner(self) -> Owner | None:
+        """The engine, while there is one."""
+        return self._owner()
 
     def remove(self) -> None:
         """The model is torch's alone again."""
@@ -325,7 +330,7 @@ class _Shape:
 class _Seam:
     """The guards of one module, see [Note: a method of one module]. Neither it nor the engine is kept alive."""
 
-    def __init__(self, guards: Guards, module: nn.Module) -> None:
+    def __init__(self, guards: Guards, module: nn.Module, *, root: bool) -> None:
         self._guards = weakref.ref(guards)
         self._module = weakref.ref(module)
         self._methods: dict[str, Callable[..., Any]] = {
@@ -334,6 +339,8 @@ class _Seam:
             "__deepcopy__": self.deepcopy,
             "__reduce_ex__": self.refuse_pickling,
         }
+        if root:
+            self._methods["zero_grad"] = self.zero_grad
         self._before: dict[str, Any] = {}
         self._install(module)
         self._handles = [module.register_load_state_dict_pre_hook(self.before_load)]
@@ -390,6 +397,14 @@ class _Seam:
             return self._of_torch(module, "state_dict", *args, **kwargs)
         with guards.saving(module):
             return self._of_torch(module, "state_dict", *args, **kwargs)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Beside what is found to be gone from the parameters, what a failed pass has left counts as dropped."""
+        module, guards = self._both()
+        self._of_torch(module, "zero_grad", *args, **kwargs)
+        owner = None if guards is None else guards.owner
+        if owner is not None:
+            owner.model_was_zeroed()
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Module:
         """A copy that is torch's alone."""

@@ -641,6 +641,11 @@ class Step:
         if self._phase is Phase.BACKWARD:  # a forward pass keeps its graph, and its backward may follow
             self._go(Phase.IDLE)
 
+    def drop_failed(self) -> None:
+        """As `drop`, if a backward pass has failed, which has left no gradient that would be seen to go."""
+        if self._pass_failed:
+            self.drop()
+
     def _count_dropped(self) -> None:
         """The step ends where it would have: what a failed backward pass took along is not run again, but left out."""
         uncounted, self._uncounted = self._uncounted, 0

@@ -255,10 +255,7 @@ def evaluate_past_the_engine(run: Run) -> None:
 def zero_grad(run: Run) -> None:
     chosen = run.random.choice([run.engine, run.engine.optimizer, run.engine.module])
     chosen.zero_grad()
-    if chosen is run.engine.module:  # after a failed backward pass it has no gradients, and the engine does not see it
-        run.torch.optimizer.zero_grad()
-    else:
-        run.torch.zero_grad()
+    run.torch.zero_grad()
 
 
 @door

@@ -62,7 +62,7 @@ def test_the_step_ends_where_it_would(schedule, door, before_step, tmp_path) -> 
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("door", ["engine", "optimizer"])
+@pytest.mark.parametrize("door", DOORS)
 def test_a_step_left_out_after_a_failed_backward_ends_where_it_would(door, tmp_path) -> None:
     with accumulating("deferred", tmp_path) as engine:
         for step in range(STEPS):

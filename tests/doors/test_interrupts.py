@@ -24,7 +24,9 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 import infinity
+from infinity.integrations.dialect import parameters as dialect
 from infinity.tiers import Link, Params, SameMemory
+from infinity.zero import GatheredParameters
 from infinity.zero.foresight import Foresight
 from tests.doors.sequences import WIDTH, Blocks
 
@@ -344,3 +346,38 @@ def test_an_interrupt_of_updates_with_before_images_is_refused_or_nothing(
 def test_an_interrupt_while_gradients_spill_is_refused_or_nothing(file, tmp_path) -> None:
     outcomes = sweep(Case("deferred", "nvme", accumulation=2, host_memory=106_496), tmp_path, EVERY, file)
     assert outcomes["nothing"] > 0
+
+
+@pytest.mark.parametrize("context", [GatheredParameters, dialect.GatheredParameters])
+def test_an_interrupt_on_the_way_into_gathered_parameters_leaves_none_gathered(context, tmp_path) -> None:
+    case = Case("deferred", "cpu")
+    lines = 0
+
+    def count(_: Line) -> None:
+        nonlocal lines
+        lines += 1
+
+    def at(number: int) -> Callable[[Line], None]:
+        left = [number]
+
+        def line(_: Line) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+
+        return line
+
+    with engine_at(case, tmp_path) as engine:
+        gathered = context(list(engine.module.parameters()))
+        traced(gathered.__enter__, count)
+        gathered.__exit__(None, None, None)
+        weights = State.of(engine).weights
+        for number in range(1, lines, 11):
+            gathered = context(list(engine.module.parameters()))
+            with suppress(KeyboardInterrupt):
+                traced(gathered.__enter__, at(number))
+                gathered.__exit__(None, None, None)
+            for name, value in State.of(engine).weights.items():
+                assert torch.equal(value, weights[name]), f"{name}, interrupted at line {number} of {lines}"
+            engine(data(AT, 0))
+        one_step(engine, AT)

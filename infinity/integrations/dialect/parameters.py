@@ -238,24 +238,20 @@ class GatheredParameters(Gathered):
         self._in_init: list[nn.Parameter] = []
 
     def __enter__(self) -> None:
-        super().__enter__()
-        self._in_init = [param for param in self._params if hasattr(param, "ds_id") and owner_of(param) is None]
-        for param in self._in_init:
-            _looked_at.setdefault(id(param), _Look(version_of(param))).contexts += 1
+        try:
+            for param in self._params:
+                if hasattr(param, "ds_id") and owner_of(param) is None:
+                    self._in_init.append(param)
+                    _looked_at.setdefault(id(param), _Look(version_of(param))).contexts += 1
+            super().__enter__()  # last: an interrupt leaves nothing gathered
+        except BaseException:
+            self._end_looks()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        changed = False
-        for param in self._in_init:
-            look = _looked_at[id(param)]
-            look.contexts -= 1
-            if self._modifier_rank is not None:
-                look.version = version_of(param)
-            elif not look.contexts:
-                changed |= look.version != version_of(param)
-            if not look.contexts:
-                del _looked_at[id(param)]
+        changed = self._end_looks()
         try:
             if self._in_init and self._modifier_rank:
                 self._send(self._modifier_rank, failed=kind is not None)
@@ -267,6 +263,22 @@ class GatheredParameters(Gathered):
         finally:
             self._in_init = []
             super().__exit__(kind, error, trace)
+
+    def _end_looks(self) -> bool:
+        """The context no longer looks at parameters; whether one of them was changed that may not be."""
+        changed = False
+        for param in self._in_init:
+            look = _looked_at.get(id(param))
+            if look is None:  # an interrupt came before it
+                continue
+            look.contexts -= 1
+            if self._modifier_rank is not None:
+                look.version = version_of(param)
+            elif not look.contexts:
+                changed |= look.version != version_of(param)
+            if not look.contexts:
+                del _looked_at[id(param)]
+        return changed
 
     def _send(self, source: int, *, failed: bool) -> None:
         ranks = join_ranks()
