@@ -5,7 +5,9 @@ from __future__ import annotations
 import bisect
 import copy
 import ctypes
+import mmap
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
 
@@ -13,10 +15,12 @@ import torch
 
 from infinity.errors import CapacityError, InfinityError
 from infinity.io import Span
+from infinity.kernels import thread_count
 from infinity.memory.hand_over import HandingOver
 from infinity.memory.mapping import HUGE_PAGE_BYTES, make_mapping, tensor_at
 
 LEASE_ALIGN_BYTES = 4096
+_TOUCHED_BYTES = 256 << 20  # by a thread at a time
 
 
 class FreeList:
@@ -66,7 +70,8 @@ class Arena:
 
     Args:
         capacity_bytes: rounded up to whole pages. Physical memory is taken when it is first touched.
-        pin: also register it with this device's driver, so that the device copies from and to it directly.
+        pin: also register it with this device's driver, so that the device copies from and to it directly. All of the
+            memory is taken then, by the threads of the optimizer.
 
     Attributes:
         used_bytes, peak_bytes: leased now, and at most so far.
@@ -80,7 +85,10 @@ class Arena:
         self._mapping.open()
         self._address = self._mapping.address
         self._pinned_for: torch.device | None = None
-        if pin is not None and _register(pin, self._mapping.address, self._mapping.nbytes):
+        if pin is None:
+            return
+        _touch(tensor_at(self._address, self._mapping.nbytes, self._mapping))
+        if _register(pin, self._mapping.address, self._mapping.nbytes):
             self._pinned_for = pin
 
     def _begin(self, capacity_bytes: int) -> None:
@@ -228,6 +236,18 @@ class Lease:
 
 def _round_up(nbytes: int) -> int:
     return -(-nbytes // LEASE_ALIGN_BYTES) * LEASE_ALIGN_BYTES
+
+
+def _touch(memory: torch.Tensor) -> None:
+    """Have physical pages behind bytes that nobody has written to: a driver that pins them makes them on one thread."""
+    pages = memory[:: mmap.PAGESIZE].split(_TOUCHED_BYTES // mmap.PAGESIZE)
+    with ThreadPoolExecutor(min(thread_count(), len(pages)), "infinity-touch") as threads:
+        for _ in threads.map(_fill, pages):
+            pass
+
+
+def _fill(pages: torch.Tensor) -> None:
+    pages.numpy().fill(0)  # on this thread, without Python's lock
 
 
 # Registering host memory is a driver's own call, which torch has no common name for: `register_host` and

@@ -9,6 +9,12 @@ little but the checkpoints.
 
 A saved tensor is a field: on the device until it is downloaded, in the arena while there is room, on the drive. What
 autograd is given for it in backward is a tensor of its own; the store keeps no copy of that.
+
+[Note: uploads ahead]
+An upload waits for all that the compute stream was given before it, since its target's memory may be in use until then.
+So one that begins when its tensor is asked for never overlaps with what is computed. When a tensor is asked for, the
+uploads of those that backward needs next begin, too: two of the largest, and no more, are on the device ahead of their
+use. Host and streams wait for events alone.
 """
 
 from __future__ import annotations
@@ -26,11 +32,12 @@ from infinity.io import IoStats, Priority
 from infinity.memory import Arena, Lease
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers.activation_file import ActivationFiles, Place
-from infinity.tiers.copies import Field, Memory, Move, State
+from infinity.tiers.copies import Field, Memory, Move, State, Transfer
 from infinity.tiers.link import Link
 
 _NVME, _HOST, _DEVICE = Memory.NVME, Memory.HOST, Memory.DEVICE
 _LEAST_BYTES = 32 << 10  # of a tensor that is worth a request
+_AHEAD = 2  # of the largest tensors, so many are on the device ahead of their use
 
 
 class ActivationStore:
@@ -55,6 +62,8 @@ class ActivationStore:
         self._count = 0
         self._turn = (0, 0)
         self._downloads: deque[tuple[_Entry, Move]] = deque()  # under way, in their order
+        self._largest_bytes = 0
+        self._ahead_bytes = 0  # of what is on the device ahead of its use
         self._here = _ByNeed()  # with memory in the arena
         self._away = _ByNeed()  # without
         self._dropped: deque[_Entry] = deque()  # autograd has freed them; filled from any thread
@@ -117,6 +126,7 @@ class ActivationStore:
             return _Packed(tensor, None, self._dropped)
         entry = _Entry((*self._turn, self._count), tensor, lease)
         self._count += 1
+        self._largest_bytes = max(self._largest_bytes, entry.nbytes)
         download = self._link.download(entry.view(), tensor)
         self._downloads.append((entry, entry.begin_move(_DEVICE, _HOST, download, StallCause.HOST_LINK)))
         self._counters.moved("device_to_host", entry.nbytes, download, field="activations")
@@ -134,17 +144,53 @@ class ActivationStore:
         self._settle()
         if entry.source is not None:
             return entry.source
-        if entry.lease is None:
-            self._read(entry, Priority.DEMAND, self._needed_room(entry))
-        if entry.state(_HOST) is State.ARRIVING:
-            self._finish(entry)
+        if entry.ahead is None:
+            if entry.lease is None:
+                self._read(entry, Priority.DEMAND, self._needed_room(entry))
+            if entry.state(_HOST) is State.ARRIVING:
+                self._finish(entry)
+            self._upload(entry)
+        target = self._take_ahead(entry)
+        assert target is not None
+        self._upload_ahead(entry)
+        self._read_ahead(entry)
+        return target
+
+    # Uploads #
+
+    def _upload(self, entry: _Entry) -> None:
+        """Start to bring an entry's values, which are in the arena, to a tensor on the device."""
         target = torch.empty_strided(entry.size, entry.stride, dtype=entry.dtype, device=self._link.device)
         upload = self._link.upload(target, entry.view())
         entry.lend(_HOST, upload, StallCause.HOST_LINK)
+        entry.ahead = target, upload
+        self._ahead_bytes += entry.nbytes
         self._counters.moved("host_to_device", entry.nbytes, upload, field="activations")
+
+    def _take_ahead(self, entry: _Entry) -> torch.Tensor | None:
+        """The tensor on the device, behind whose upload the compute stream goes on: it may be read then, or freed."""
+        if entry.ahead is None:
+            return None
+        (target, upload), entry.ahead = entry.ahead, None
+        self._ahead_bytes -= entry.nbytes
         self._link.compute_waits(upload)
-        self._read_ahead(entry)
         return target
+
+    def _upload_ahead(self, used: _Entry) -> None:
+        """Start the uploads of what backward needs next, see [Note: uploads ahead]."""
+        for entry in self._here.after(used):
+            fits = self._ahead_bytes + entry.nbytes <= _AHEAD * self._largest_bytes
+            if entry.source is not None or not fits:
+                return
+            if entry.ahead is None:
+                if entry.state(_HOST) is not State.VALID:
+                    if not all(move.done() for move in entry.moves()):
+                        return
+                    self._finish(entry)
+                try:
+                    self._upload(entry)
+                except torch.OutOfMemoryError:  # it is uploaded when it is asked for, and there may be room by then
+                    return
 
     def _takes(self, tensor: torch.Tensor) -> bool:
         return (
@@ -218,6 +264,7 @@ class ActivationStore:
         while self._dropped:
             entry = self._dropped.popleft()
             (self._here if entry.lease is not None else self._away).remove(entry)
+            self._take_ahead(entry)
             entry.consume()
             self._leaving.append(entry)
         for entry in [entry for entry in self._leaving if entry.has_left()]:
@@ -281,6 +328,11 @@ class _ByNeed:
     def remove(self, entry: _Entry) -> None:
         del self._entries[bisect_left(self._entries, entry.need, key=_need)]
 
+    def after(self, entry: _Entry) -> Iterator[_Entry]:
+        """What backward needs after this, in its order."""
+        for index in range(bisect_left(self._entries, entry.need, key=_need) - 1, -1, -1):
+            yield self._entries[index]
+
     def next_after(self, entry: _Entry) -> _Entry | None:
         """What backward needs next after this, which need not be one of these."""
         index = bisect_left(self._entries, entry.need, key=_need)
@@ -329,6 +381,7 @@ class _Entry(Field):
         source: the tensor's storage, until its values are in the arena.
         lease: its memory in the arena; None while it is on the drive only.
         place: where it is on the drive.
+        ahead: a tensor on the device that has its values once the upload is over, before autograd asks for it.
     """
 
     def __init__(self, need: tuple[int, int, int], tensor: torch.Tensor, lease: Lease) -> None:
@@ -340,6 +393,7 @@ class _Entry(Field):
         self.source: torch.Tensor | None = _without_graph(tensor)
         self.lease: Lease | None = lease
         self.place: Place | None = None
+        self.ahead: tuple[torch.Tensor, Transfer] | None = None
         self.begin_write(_DEVICE)
         self.end_write(_DEVICE)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import closing
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity import CapacityError
 from infinity.memory import Arena
+from infinity.memory import arena as arena_module
 
 
 class _BlamesTheNextKernel(TorchDispatchMode):
@@ -36,3 +40,32 @@ def test_a_refused_registration_is_not_blamed_on_the_next_kernel(monkeypatch) ->
         with pytest.raises(CapacityError, match="cannot pin 4096 bytes"):
             Arena(4096, pin=device)
         assert torch.ones(1, device=device).sum().item() == 1
+
+
+def test_memory_is_there_before_it_is_registered(monkeypatch) -> None:
+    """A driver would make its pages one by one; several threads have made them."""
+    nbytes = 600 << 20
+    process, device = psutil.Process(), torch.device("simdev")
+    threads, resident = set(), []
+    fill = arena_module._fill
+
+    def noted(pages: torch.Tensor) -> None:
+        threads.add(threading.get_ident())
+        started.wait(10)
+        fill(pages)
+
+    def register(address: int, size: int) -> int:
+        resident.append(process.memory_info().rss - before)
+        return 0
+
+    started = threading.Barrier(2)
+    monkeypatch.setattr(arena_module, "_fill", noted)
+    monkeypatch.setattr(arena_module, "_TOUCHED_BYTES", nbytes // 2)
+    monkeypatch.setattr(arena_module, "thread_count", lambda: 2)
+    monkeypatch.setattr(torch.get_device_module(device), "register_host", register)
+    before = process.memory_info().rss
+    with closing(Arena(nbytes, pin=device)) as made:
+        assert resident[0] > 0.9 * nbytes
+        assert len(threads) == 2
+        monkeypatch.undo()
+        made._pinned_for = None
