@@ -151,4 +151,6 @@ PYBIND11_MODULE(_adam, m) {
     m.def("use_instruction_set", &use_instruction_set);
     m.def("thread_count", &thread_count);
     m.def("set_thread_count", &set_thread_count);
+    m.def("cpus", &cpus);
+    m.def("set_cpus", &set_cpus);
 }

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #ifdef __linux__
@@ -35,6 +36,20 @@ class DefaultFloatMode {
 #endif
 };
 
+// Binds the calling thread; where the system refuses, it runs anywhere, as the numbers are the same.
+void run_on([[maybe_unused]] const std::vector<int>& cpus) {
+#ifdef __linux__
+    if (cpus.empty())
+        return;
+    const size_t nbytes = CPU_ALLOC_SIZE(*std::max_element(cpus.begin(), cpus.end()) + 1);
+    std::vector<char> memory(nbytes);
+    cpu_set_t* set = reinterpret_cast<cpu_set_t*>(memory.data());
+    for (int cpu : cpus)
+        CPU_SET_S(static_cast<size_t>(cpu), nbytes, set);
+    sched_setaffinity(0, nbytes, set);
+#endif
+}
+
 struct Job {
     size_t count;
     const std::function<void(size_t)>* task;
@@ -50,7 +65,7 @@ struct Job {
 class Pool {
   public:
     // Has fewer threads than asked for where the system gives no more: results do not depend on how many there are.
-    explicit Pool(int workers) : wanted_(workers), owner_(getpid()) {
+    Pool(int workers, std::vector<int> cpus) : wanted_(workers), cpus_(std::move(cpus)), owner_(getpid()) {
         try {
             for (int i = 0; i < workers; ++i)
                 threads_.emplace_back([this] { serve(); });
@@ -68,7 +83,7 @@ class Pool {
             thread.join();
     }
 
-    int wanted() const { return wanted_; }
+    bool is(int workers, const std::vector<int>& cpus) const { return wanted_ == workers && cpus_ == cpus; }
     bool survived_fork() const { return owner_ == getpid(); }
 
     void run(Job& job) {
@@ -86,6 +101,7 @@ class Pool {
 
   private:
     void serve() {
+        run_on(cpus_);
         size_t seen = 0;
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
@@ -104,6 +120,7 @@ class Pool {
     }
 
     const int wanted_;
+    const std::vector<int> cpus_;
     const pid_t owner_;
     std::mutex mutex_;
     std::condition_variable wake_, idle_;
@@ -124,8 +141,10 @@ int available_cpus() {
 }
 
 std::atomic<int> wanted_threads{0}; // 0: not asked for yet
-std::mutex pool_mutex;              // held by the caller that has the pool
-Pool* pool = nullptr;               // never destroyed at exit: no order among static destructors to get wrong
+std::mutex cpus_mutex;
+std::vector<int> wanted_cpus; // of the pool's threads; none for those of the process
+std::mutex pool_mutex;        // held by the caller that has the pool
+Pool* pool = nullptr;         // never destroyed at exit: no order among static destructors to get wrong
 
 } // namespace
 
@@ -138,6 +157,16 @@ void set_thread_count(int count) {
     wanted_threads.store(count);
 }
 
+void set_cpus(std::vector<int> cpus) {
+    std::lock_guard<std::mutex> lock(cpus_mutex);
+    wanted_cpus = std::move(cpus);
+}
+
+std::vector<int> cpus() {
+    std::lock_guard<std::mutex> lock(cpus_mutex);
+    return wanted_cpus;
+}
+
 void parallel_for(size_t count, const std::function<void(size_t)>& task) {
     Job job{count, &task};
     const int workers = thread_count() - 1;
@@ -148,10 +177,11 @@ void parallel_for(size_t count, const std::function<void(size_t)>& task) {
     }
     if (pool != nullptr && !pool->survived_fork())
         pool = nullptr; // the parent's threads do not exist here and cannot be joined
-    if (pool == nullptr || pool->wanted() != workers) {
+    const std::vector<int> on = cpus();
+    if (pool == nullptr || !pool->is(workers, on)) {
         delete pool;
         pool = nullptr;
-        pool = new Pool(workers);
+        pool = new Pool(workers, on);
     }
     pool->run(job);
 }

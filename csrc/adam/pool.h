@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <vector>
 
 namespace infinity::adam {
 
@@ -14,5 +15,9 @@ void parallel_for(size_t count, const std::function<void(size_t)>& task);
 // Threads that one parallel_for uses, the caller among them. At first: the CPUs that this process may run on.
 int thread_count();
 void set_thread_count(int count);
+
+// CPUs that the pool's threads run on from the next parallel_for on; none for all that the process may run on.
+std::vector<int> cpus();
+void set_cpus(std::vector<int> cpus);
 
 } // namespace infinity::adam

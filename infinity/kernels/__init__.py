@@ -3,12 +3,14 @@
 from infinity.kernels.convert import GradStats, grad_store, join_master, split_master
 from infinity.kernels.machine import (
     active_instruction_set,
+    bind_this_thread,
     instruction_sets,
     set_threads,
     share_threads,
     thread_count,
     use_instruction_set,
 )
+from infinity.kernels.nodes import cpus_near
 from infinity.kernels.on_device import norm_on_device, update_on_device
 from infinity.kernels.rules import AdagradHyper, Hyper, LionHyper, Rule, SgdHyper
 from infinity.kernels.torch_ops import scratch_bytes, update_in_torch
@@ -45,7 +47,9 @@ __all__ = [
     "adam_fp32",
     "adam_split",
     "bare_loop",
+    "bind_this_thread",
     "can_recover",
+    "cpus_near",
     "grad_store",
     "instruction_sets",
     "join_master",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from contextlib import suppress
 
 from infinity.kernels._native import _adam
 
@@ -21,15 +23,26 @@ def set_threads(count: int) -> None:
     _adam.set_thread_count(count)
 
 
-def share_threads(processes: int, *, launches: bool) -> None:
+def share_threads(processes: int, *, launches: bool, near: Collection[int] = ()) -> None:
     """Use this process's share of the machine's CPUs from now on, unless `set_threads` was called.
 
     Args:
         processes: how many train on this machine. Those that are bound to CPUs of their own have theirs.
         launches: some CPUs are left for the threads that launch what a device computes.
+        near: CPUs that the threads are bound to; none to run on all that the process has.
     """
+    _adam.set_cpus(sorted(near))
     if not _chosen:
-        _adam.set_thread_count(_share(os.cpu_count() or 1, len(os.sched_getaffinity(0)), processes, launches=launches))
+        allowed = len(os.sched_getaffinity(0))
+        count = _share(os.cpu_count() or 1, allowed, processes, launches=launches)
+        _adam.set_thread_count(min(count, len(near)) if near else count)
+
+
+def bind_this_thread() -> None:
+    """Have the calling thread run where the kernels' threads do."""
+    if cpus := _adam.cpus():
+        with suppress(OSError):  # it runs anywhere then, with the same results
+            os.sched_setaffinity(0, cpus)
 
 
 def _share(machine: int, allowed: int, processes: int, *, launches: bool) -> int:

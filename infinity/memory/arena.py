@@ -15,7 +15,7 @@ import torch
 
 from infinity.errors import CapacityError, InfinityError
 from infinity.io import Span
-from infinity.kernels import thread_count
+from infinity.kernels import bind_this_thread, thread_count
 from infinity.memory.hand_over import HandingOver
 from infinity.memory.mapping import HUGE_PAGE_BYTES, make_mapping, tensor_at
 
@@ -247,6 +247,7 @@ def _touch(memory: torch.Tensor) -> None:
 
 
 def _fill(pages: torch.Tensor) -> None:
+    bind_this_thread()  # near the device: memory lies where it is touched first
     pages.numpy().fill(0)  # on this thread, without Python's lock
 
 

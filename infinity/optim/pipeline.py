@@ -25,7 +25,7 @@ import torch
 
 from infinity.errors import InfinityError
 from infinity.io.threads import start_thread
-from infinity.kernels import Dither, Rule
+from infinity.kernels import Dither, Rule, bind_this_thread
 from infinity.memory import Lease
 from infinity.optim.before_images import BeforeImages, Image
 from infinity.optim.formats import StateLayout, update
@@ -321,6 +321,7 @@ class UpdatePipeline:
     # The worker #
 
     def _run(self) -> None:
+        bind_this_thread()
         while self._has_work():
             self._ring.reap()
             self._run_errand()

@@ -15,7 +15,7 @@ from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.io import IoOptions, open_engine
 from infinity.io.gds import DeviceReads
-from infinity.kernels import share_threads
+from infinity.kernels import cpus_near, share_threads
 from infinity.memory import Arena, Budget, Ledger, Level
 from infinity.optim.before_images import BeforeImages
 from infinity.optim.formats import StateLayout
@@ -218,7 +218,7 @@ def build_runtime(
 
     config, sizing, cut_bytes = cut_to_fit(config, layout, is_enough)
     facts = {**(facts or {}), "configuration": configuration_facts(config)}  # as it is cut
-    share_threads(ranks_on_this_machine(ranks), launches=link.discrete)
+    share_threads(ranks_on_this_machine(ranks), launches=link.discrete, near=cpus_near(link.device))
     groups_of_ranks = Groups.of(ranks, sizing.rules.sharding)
     needs = sizing.host_needs()
     host = Ledger("host memory", host_capacity(config, needs, ranks))
