@@ -171,9 +171,10 @@ def test_what_initialize_accepts_trains(ranks, count, tmp_path) -> None:
 def main(ranks: int, count: int, first: int = 0) -> None:
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)
-        results = [try_seeds(first, count, path)]
         if ranks > 1:
-            results = run_ranks(ranks, try_seeds, first, count, path, path=path, timeout_s=3600)
-        for words in results[0]:
+            wrong = run_ranks(ranks, try_seeds, first, count, path, path=path, timeout_s=3600)[0]
+        else:
+            wrong = try_seeds(first, count, path)
+        for words in wrong:
             print(words)
-        print(f"{count} seeds on {ranks} ranks: {len(results[0])} wrong")
+        print(f"{count} seeds on {ranks} ranks: {len(wrong)} wrong")
