@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from infinity.optim.bench import AdamBenchResult
 
 _PEERS = {"torch-fused": "torch fused", "torch-foreach": "torch foreach"}
+_QUARTILES = ("low", "median", "high")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -75,7 +76,9 @@ def _count(text: str) -> int:
 
 def _record(result: AdamBenchResult, all_results: list[AdamBenchResult], numel: int, threads: int) -> dict[str, Any]:
     from infinity import kernels  # noqa: PLC0415  (torch takes seconds to load)
+    from infinity.optim.bench import TRIAD  # noqa: PLC0415  (likewise)
 
+    triad = next(other for other in all_results if other.name == TRIAD)
     rate = result.params_per_s(numel)
     return {
         "name": result.name,
@@ -88,23 +91,26 @@ def _record(result: AdamBenchResult, all_results: list[AdamBenchResult], numel: 
         "bytes_per_s": rate * result.bytes_per_param,
         "seconds": list(result.seconds),
         "speed_relative_to": {
-            other.name: dict(zip(("low", "median", "high"), result.ratio(other), strict=True))
+            other.name: dict(zip(_QUARTILES, result.ratio(other), strict=True))
             for other in all_results
-            if other is not result
+            if other is not result and other.name != TRIAD
         },
+        "bandwidth_relative_to_triad": dict(zip(_QUARTILES, result.bandwidth_ratio(triad), strict=True)),
     }
 
 
 def _print_table(block: list[dict[str, Any]], formats: list[str]) -> None:
-    """Rates, and speed relative to everything that is no format of ours, with quartiles."""
+    """Rates, and speed relative to everything that is no format of ours, with quartiles; of the triad, of bytes."""
     first = block[0]
     print(f"{first['params']:,} parameters, {first['threads']} threads, {first['instruction_set']}")
-    others = [record["name"] for record in block if record["name"] not in formats]
-    print(f"  {'':<16}{'G params/s':>11}{'GB/s':>7}  " + "".join(f"{'x ' + name:>26}" for name in others))
+    others = [record["name"] for record in block if record["name"] in block[0]["speed_relative_to"]]
+    others = [block[0]["name"], *(name for name in others if name not in formats)]
+    titles = ["GB/s / triad's", *(f"x {name}" for name in others)]
+    print(f"  {'':<16}{'G params/s':>11}{'GB/s':>7}  " + "".join(f"{title:>26}" for title in titles))
     for record in block:
+        found = [record["bandwidth_relative_to_triad"], *map(record["speed_relative_to"].get, others)]
         ratios = ""
-        for name in others:
-            ratio = record["speed_relative_to"].get(name)
+        for ratio in found:
             text = "" if ratio is None else f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
             ratios += f"{text:>26}"
         rate, bandwidth = record["params_per_s"] / 1e9, record["bytes_per_s"] / 1e9

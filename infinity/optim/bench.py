@@ -1,7 +1,8 @@
 """Measures the optimizer kernels beside their peers and the memory's limit: the numbers of `infinity bench-adam`.
 
 All contenders take turns, one step each, round after round, so that whatever else the machine does hits all alike.
-The roofline is `bare_loop`: fp32 Adam's reads and writes with next to no arithmetic.
+The roofline is `bare_loop`: fp32 Adam's reads and writes with next to no arithmetic. The triad of McCalpin's STREAM,
+a = b + s * c, tells what the memory gives to a program that only streams: two arrays read and one written.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from infinity.memory import Arena
 from infinity.optim.formats import StateLayout, init_states, state_layout, update
 
 ROOFLINE = "bare loop"
+TRIAD = "triad"
 TORCH_PEERS = ("torch fused", "torch foreach")
 DEEPSPEED = "DeepSpeedCPUAdam"
 _PEER_SCRIPT = Path(__file__).with_name("bench_peer.py")
 _LR = 1e-3
 _PAGE_BYTES = 4096
 _FP32_BYTES = 28  # read p, g, m, v; write p, m, v
+_TRIAD_BYTES = 12  # of float32
 
 Step = Callable[[], float]  # does one step and returns its seconds
 
@@ -74,6 +77,12 @@ class AdamBenchResult:
         """How many times as fast as `other`: lower quartile, median and upper quartile over the rounds."""
         ratios = sorted(b / a for a, b in zip(self.seconds, other.seconds, strict=True))
         return tuple(ratios[round(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))  # type: ignore[return-value]
+
+    def bandwidth_ratio(self, other: AdamBenchResult) -> tuple[float, float, float]:
+        """Likewise of the bytes that both move in a second."""
+        low, median, high = self.ratio(other)
+        more = self.bytes_per_param / other.bytes_per_param
+        return low * more, median * more, high * more
 
 
 def run_adam_bench(job: AdamBenchJob, progress: Callable[[str], None]) -> list[AdamBenchResult]:
@@ -123,11 +132,17 @@ def _contenders(job: AdamBenchJob, stack: ExitStack) -> Iterator[tuple[str, floa
             )
         if name in job.formats:
             yield name, _traffic(layout), _format_step(layout, param, states, grad)
+    yield TRIAD, _TRIAD_BYTES, _triad(source)
     for name in job.peers:
         yield name, _FP32_BYTES, _torch_step(name, source)
     if job.peer_python is not None:
         peer = stack.enter_context(_DeepSpeed(job.peer_python, job.numel, job.threads))
         yield DEEPSPEED, _FP32_BYTES, peer.step
+
+
+def _triad(values: torch.Tensor) -> Step:
+    first, second, out = values.clone(), values.clone(), torch.zeros_like(values)
+    return _timed(lambda: torch.add(first, second, alpha=3.0, out=out))
 
 
 def _timed(body: Callable[[], object]) -> Step:

@@ -12,13 +12,12 @@ import torch
 
 from infinity import kernels
 from infinity.memory import FRESH_BYTES
-from infinity.optim.bench import ROOFLINE, AdamBenchJob, run_adam_bench
+from infinity.optim.bench import ROOFLINE, TRIAD, AdamBenchJob, run_adam_bench
 from infinity.optim.formats import FORMATS
 
 _ROUNDS = 5
 _MATMUL_S = 0.4
 _LEAST_ROWS, _MOST_ROWS = 64, 4096
-_TRIAD_BYTES = 12  # of float32: two read, one written
 Rates = dict[str, Any]
 
 
@@ -54,11 +53,11 @@ def optimizer_rates(numel: int, counts: list[int], progress: Callable[[str], Non
     for count in counts:
         with threads(count):
             job = AdamBenchJob(numel, count, FORMATS, (), None, _ROUNDS)
-            in_place = 0.0
+            passes = {}
             for result in run_adam_bench(job, lambda _: None):
                 rate = result.params_per_s(numel)
-                if result.name == ROOFLINE:
-                    in_place = rate * result.bytes_per_param
+                if result.name in (ROOFLINE, TRIAD):
+                    passes[result.name] = rate * result.bytes_per_param
                     continue
                 facts = {"format": result.name, "threads": count, "params_per_s": rate}
                 optimizer.append({**facts, "bytes_per_s": rate * result.bytes_per_param})
@@ -66,19 +65,12 @@ def optimizer_rates(numel: int, counts: list[int], progress: Callable[[str], Non
             memory.append(
                 {
                     "threads": count,
-                    "triad_bytes_per_s": _triad_bytes_per_s(numel),
-                    "in_place_bytes_per_s": in_place,
+                    "triad_bytes_per_s": passes[TRIAD],
+                    "in_place_bytes_per_s": passes[ROOFLINE],
                     "fresh_bytes_per_s": _fresh_bytes_per_s(),
                 }
             )
     return optimizer, memory
-
-
-def _triad_bytes_per_s(numel: int) -> float:
-    """a = b + s * c, of float32."""
-    a, b, c = (torch.ones(numel) for _ in range(3))
-    seconds = [timed(lambda: torch.add(b, c, alpha=3.0, out=a)) for _ in range(_ROUNDS + 1)]
-    return numel * _TRIAD_BYTES / statistics.median(seconds[1:])
 
 
 def _fresh_bytes_per_s() -> float:

@@ -26,13 +26,16 @@ def test_it_prints_a_json_line_for_every_contender(capsys: pytest.CaptureFixture
     arguments = ["--size", "4K", "--threads", "1", "--format", "fp32", "split", "int8", "--rounds", "3", "--json"]
     assert main(["bench-adam", *arguments]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [record["name"] for record in records] == ["bare loop", "fp32", "split", "int8", "torch fused"]
+    assert [record["name"] for record in records] == ["bare loop", "fp32", "split", "int8", "triad", "torch fused"]
     for record in records:
         assert len(record["seconds"]) == 3
         assert record["params_per_s"] == pytest.approx(4000 / sorted(record["seconds"])[1])
     assert [record["bytes_per_param"] for record in records[:3]] == [28, 28, 26]
     ratio = records[1]["speed_relative_to"]["torch fused"]
     assert ratio["low"] <= ratio["median"] <= ratio["high"]
+    of_triad = records[1]["bandwidth_relative_to_triad"]
+    assert of_triad["low"] <= of_triad["median"] <= of_triad["high"]
+    assert records[4]["bandwidth_relative_to_triad"]["median"] == 1
 
 
 def test_a_peer_that_cannot_work_is_an_error_with_its_last_words(capsys: pytest.CaptureFixture[str]) -> None:
