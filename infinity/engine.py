@@ -202,7 +202,18 @@ class Engine(Accessors):
 
     def _rebuild(self, old: Runtime, trained: Mapping[str, int], frozen: Mapping[str, int]) -> None:
         self.optimizer.bind(self.module, trained, frozen)
-        self._begin(rebuild(old, self.module, trained, self.config, self.optimizer.kind.layout))
+        runtime = rebuild(old, self.module, trained, self.config, self.optimizer.kind.layout)
+        paused = [param for param in map(self.module.get_parameter, trained) if not param.requires_grad]
+        try:
+            for param in paused:  # they have states, and are watched, as at `initialize`
+                param.requires_grad_(True)
+            self._begin(runtime)
+        except BaseException:
+            runtime.close()
+            raise
+        finally:
+            for param in paused:
+                param.requires_grad_(False)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self.torch_autocast_dtype()

@@ -186,6 +186,7 @@ class Step:
 
     def go_on_from(self, before: Step) -> None:
         """Stand in the place of another step of the same model, which is closed, with its counts and states."""
+        self.counts = before.counts  # also where micro-batches are counted of which nothing is left
         self.outcome, self.stats, self.loss, self.told = before.outcome, before.stats, before.loss, before.told
         self.lr_scheduler, self.boundary, self.at_end = before.lr_scheduler, before.boundary, before.at_end
 

@@ -53,13 +53,23 @@ def _raise(error: type[BaseException]) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """Where the states live."""
+    """Where the states live.
+
+    Attributes:
+        frozen: the second block requires no gradient at first.
+    """
 
     stage: int = 3
     offload: str = "none"
     schedule: str = "auto"
     accumulation: int = 1
     clipping: float = 0.0
+    frozen: bool = False
+
+    def model(self) -> Blocks:
+        model = Blocks()
+        model.blocks[1].requires_grad_(not self.frozen)
+        return model
 
     def config(self, path: Path) -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.stage, "stage3_param_persistence_threshold": 100}
@@ -70,7 +80,7 @@ class Case:
         tiering: dict[str, Any] = {"update_schedule": self.schedule, "tile_size": 4096}
         if self.offload == "nvme":
             tiering["nvme"] = [{"path": str(path / "swap")}]
-            tiering["host_memory"] = 120_000 if self.stage < 3 else 110_000
+            tiering["host_memory"] = (120_000 if self.stage < 3 else 110_000) + 40_000 * self.frozen
             (path / "swap").mkdir(exist_ok=True)
         return {
             "train_micro_batch_size_per_gpu": BATCH,
@@ -96,6 +106,9 @@ CASES = (
     Case(stage=3, offload="cpu", schedule="speculative", clipping=0.1),
     Case(stage=3, offload="cpu", schedule="speculative", clipping=1e6, accumulation=2),
     Case(stage=3, offload="nvme", schedule="speculative", clipping=1e6, accumulation=2),
+    Case(stage=1, frozen=True),
+    Case(stage=3, offload="nvme", clipping=0.1, frozen=True),
+    Case(stage=3, offload="cpu", schedule="deferred", accumulation=2, frozen=True),
 )
 
 
@@ -104,7 +117,7 @@ class Torch:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.model = Blocks()
+        self.model = case.model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, eps=EPS, weight_decay=DECAY)
         self.micro_steps = 0
         self.uncounted = 0  # micro-batches before a failed backward pass: run again, or left out by zero_grad
@@ -158,7 +171,10 @@ class Run:
 
     def __post_init__(self) -> None:
         self.torch = Torch(self.case)
-        self.engine = infinity.initialize(model=Blocks(), config=self.case.config(self.path))[0]
+        model = self.case.model()
+        self.engine = infinity.initialize(
+            model=model, config=self.case.config(self.path), model_parameters=model.parameters()
+        )[0]
 
     def x(self) -> torch.Tensor:
         return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(self.random.randrange(1000)))
@@ -348,6 +364,16 @@ def freeze(run: Run) -> None:
 def unfreeze(run: Run) -> None:
     run.engine.module.blocks[2].weight.requires_grad_(True)
     run.torch.model.blocks[2].weight.requires_grad_(True)
+
+
+@door
+def unfreeze_late(run: Run) -> None:
+    """What was frozen at `initialize`, between two steps: elsewhere the engine's next call is refused."""
+    step = run.engine._step
+    within = step.gradients.held() or step.updates.under_way or run.engine.awaits_backward
+    if not within and run.torch.micro_steps % run.case.accumulation == 0:
+        run.engine.module.blocks[1].requires_grad_(True)
+        run.torch.model.blocks[1].requires_grad_(True)
 
 
 @door

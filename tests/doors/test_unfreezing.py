@@ -140,6 +140,35 @@ def test_parameters_may_be_unfrozen_one_after_the_other(tmp_path) -> None:
     alike(*ends)
 
 
+def test_what_is_paused_meanwhile_trains_again(tmp_path) -> None:
+    ends = []
+    for late in (True, False):
+        with engine_for("moves", tmp_path, late=late) as engine:
+            head = engine.module.lm_head.weight
+            losses = train_on(engine, DATA[:2])
+            head.requires_grad_(False)
+            losses += train_on(engine, DATA[2:4])
+            freeze(engine.module, False)
+            losses += train_on(engine, DATA[4:6])
+            assert not head.requires_grad
+            head.requires_grad_(True)
+            ends.append((losses + train_on(engine, DATA[6:8]), dict(engine.named_parameters())))
+    alike(*ends)
+
+
+def test_micro_batches_of_which_nothing_is_left_stay_counted(tmp_path) -> None:
+    ends = []
+    for late in (True, False):
+        with engine_for("stays", tmp_path, late=late, recipe=Recipe("fp32", accumulation=2)) as engine:
+            train_on(engine, DATA[:1])
+            engine.zero_grad()
+            freeze(engine.module, False)
+            losses = train_on(engine, DATA[1:2])
+            assert (engine.micro_steps, engine.global_steps) == (2, 1)
+            ends.append((losses, dict(engine.named_parameters())))
+    alike(*ends)
+
+
 def test_a_base_in_its_files_is_unfrozen_in_part(tmp_path) -> None:
     ends = []
     (tmp_path / "swap").mkdir()
