@@ -79,6 +79,7 @@ class Regime:
             there: the embedding.
         schedule: of updates.
         clips: every step is taken for one whose gradients are clipped, so that no update stands that ran ahead.
+        activations: checkpoints of so many bytes, for the large model, are kept in host memory; 0 to keep them there.
     """
 
     compute_s: float
@@ -92,6 +93,7 @@ class Regime:
     ratio: float | None = None
     schedule: str = "auto"
     clips: bool = False
+    activations: float = 0.0
 
 
 H200 = {"link": 53e9, "adam": 9e9}
@@ -107,6 +109,7 @@ REGIMES = {
     "h200-states-on-device": Regime(1.2, states="none", **H200),
     "4090": Regime(3.2, link=25e9, adam=3e9),
     "few-tokens": Regime(0.15, **H200),
+    "h200-32k-activations": Regime(4.8, activations=8.6e9, **H200),  # 32 checkpoints of 32,768 tokens of 4,096 numbers
     "h200-nvme": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", **H200),
     "h200-nvme-clip": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, **H200),
     "h200-nvme-clip-ahead": Regime(
@@ -173,6 +176,9 @@ def config_of(regime: Regime, path: str, params: int) -> dict[str, Any]:
         "device_memory": "auto",
         "update_schedule": regime.schedule,
     }
+    if regime.activations:
+        kept = int(regime.activations * params / GPU_PARAMS)
+        tiering |= {"activations": "cpu", "activation_memory": kept + (64 << 20)}
     if regime.host_share:
         tiering["host_memory"] = int(regime.host_share * 12 * params) + (96 << 20)
     return {
@@ -224,7 +230,11 @@ def made() -> tuple[Model, int]:
 
 
 def step_of(engine: infinity.Engine, regime: Regime) -> None:
-    ids = torch.zeros(BATCH, SEQ, dtype=torch.long).to("simdev")
+    seq = SEQ
+    if regime.activations:  # so many that their checkpoints are as large beside the parameters as the large model's
+        kept = regime.activations * sum(param.numel() for param in engine.module.parameters()) / GPU_PARAMS
+        seq = round(kept / (LAYERS * BATCH * WIDTH * torch.bfloat16.itemsize))
+    ids = torch.zeros(BATCH, seq, dtype=torch.long).to("simdev")
     for _ in range(regime.accumulation):
         engine.backward(engine(ids))
         engine.step()

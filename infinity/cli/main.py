@@ -20,6 +20,7 @@ from infinity.cli import (
     profile,
     report,
     run,
+    selftest,
     states,
     timeline,
     top,
@@ -44,6 +45,7 @@ COMMANDS = (
     bench_io,
     bench_adam,
     profile,
+    selftest,
     env,
 )
 EXIT_ERROR = 2

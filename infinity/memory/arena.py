@@ -88,7 +88,7 @@ class Arena:
         if pin is None:
             return
         _touch(tensor_at(self._address, self._mapping.nbytes, self._mapping))
-        if _register(pin, self._mapping.address, self._mapping.nbytes):
+        if register(pin, self._mapping.address, self._mapping.nbytes):
             self._pinned_for = pin
 
     def _begin(self, capacity_bytes: int) -> None:
@@ -179,7 +179,7 @@ class Arena:
     def close(self) -> None:
         """Give the physical memory back. Nothing may use a lease any more."""
         if self._pinned_for is not None:
-            _unregister(self._pinned_for, self._mapping.address)
+            unregister(self._pinned_for, self._mapping.address)
             self._pinned_for = None
         self._mapping.shut()
 
@@ -255,7 +255,7 @@ def _fill(pages: torch.Tensor) -> None:
 # `unregister_host` are what a device module other than CUDA's may offer.
 
 
-def _register(device: torch.device, address: int, nbytes: int) -> bool:
+def register(device: torch.device, address: int, nbytes: int) -> bool:
     """Page-lock a range for a device; False for a device that takes memory as it is.
 
     Raises:
@@ -285,7 +285,7 @@ def _clear_error(device: torch.device) -> None:
         torch.empty(1, device=device).fill_(0)
 
 
-def _unregister(device: torch.device, address: int) -> None:
+def unregister(device: torch.device, address: int) -> None:
     if device.type == "cuda":
         torch.cuda.cudart().cudaHostUnregister(address)
     else:

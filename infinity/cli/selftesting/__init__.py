@@ -1,0 +1,1 @@
+"""What `infinity selftest` tries, each a file: trainings, a race, host memory and the optimizer on the device."""

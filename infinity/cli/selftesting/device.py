@@ -1,0 +1,119 @@
+"""Host memory that the device's driver has registered, and the optimizer's update on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+
+import torch
+
+from infinity.cli.selftesting.outcome import Check
+from infinity.errors import CapacityError
+from infinity.kernels import (
+    AdagradHyper,
+    Hyper,
+    LionHyper,
+    Moment,
+    Rule,
+    SgdHyper,
+    norm_on_device,
+    update,
+    update_on_device,
+)
+from infinity.memory import Arena
+from infinity.memory.arena import register, unregister
+from infinity.tiers import AcceleratorLink
+
+_NBYTES = 32 << 20
+_NUMEL = 4099  # no multiple of what a kernel takes at once
+_UPDATES = 3
+# Of a parameter, and of what lies beside it.
+_FORMS = ((torch.float32, None), (torch.bfloat16, torch.int16), (torch.float16, torch.float32))
+
+
+def checks(device: torch.device) -> Iterator[Check]:
+    """Nothing where the model computes on the CPU."""
+    if device.type == "cpu":
+        return
+    yield Check("host memory", "registered, copied up and down", partial(_round_trip, device))
+    yield Check("host memory", "a refused registration and the kernel after it", partial(_refused, device))
+    yield Check("optimizer on the device", "norms", partial(_norms, device))
+    for name in _rules(1):
+        for dtype, beside in _FORMS:
+            form = str(dtype).removeprefix("torch.")
+            yield Check(
+                "optimizer on the device", f"{name}, {form}", partial(_same_update, device, name, dtype, beside)
+            )
+
+
+def _rules(step: int) -> dict[str, Rule]:
+    return {
+        "AdamW": Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, step, decoupled=True, grad_scale=0.37),
+        "Adam": Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, step, decoupled=False),
+        "Adagrad": AdagradHyper(1e-2, 1e-3, 1e-10, 0.1, step),
+        "Lion": LionHyper(1e-3, 0.9, 0.99, 0.1, step),
+        "SGD": SgdHyper(1e-2, 0.9, 0.1, step),
+    }
+
+
+def _round_trip(device: torch.device) -> str:
+    link = AcceleratorLink(device)
+    with closing(Arena(2 * _NBYTES, pin=device)) as arena, arena.lease(_NBYTES) as source, arena.lease(_NBYTES) as back:
+        values = source.tensor(torch.uint8)
+        values.copy_(torch.arange(256, dtype=torch.uint8).repeat(_NBYTES // 256))
+        there = torch.empty(_NBYTES, dtype=torch.uint8, device=device)
+        link.compute_waits(link.upload(there, values))
+        there += 1
+        link.download(back.tensor(torch.uint8), there).result()
+        same = torch.equal(back.tensor(torch.uint8), values + 1)
+    return "" if same else "what came back is not what was sent"
+
+
+def _refused(device: torch.device) -> str:
+    """A driver that registers no memory twice must not have the next kernel pay for it."""
+    with closing(Arena(_NBYTES, pin=device)) as arena, arena.lease(_NBYTES) as lease:
+        try:
+            if register(device, lease.address, lease.nbytes):
+                unregister(device, lease.address)
+        except CapacityError:
+            pass
+        right = torch.ones(8, device=device).sum().item() == 8
+    return "" if right else "a kernel after it computes something else"
+
+
+def _norms(device: torch.device) -> str:
+    values = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0))
+    here, there = values.double().norm().item(), norm_on_device(values.to(device)).item()
+    return "" if abs(here - there) <= 1e-12 * here else f"the norm of {_NUMEL} values is {there} there, and {here} here"
+
+
+def _same_update(device: torch.device, name: str, dtype: torch.dtype, beside: torch.dtype | None) -> str:
+    """Some updates there have the bits of the host's kernels."""
+    made = torch.Generator().manual_seed(2)
+    param = torch.randn(_NUMEL, generator=made).to(dtype)
+    master = None
+    if beside is not None:
+        drawn = torch.randint(-30000, 30000, (_NUMEL,), generator=made)
+        master = drawn.to(beside) if beside is torch.int16 else param.float()
+    rule = _rules(1)[name]
+    first = None if rule.first is None else torch.randn(_NUMEL, generator=made) * 1e-3
+    second = None if rule.second is None else torch.rand(_NUMEL, generator=made) * 1e-6
+    here = [param, master, first, second]
+    there = [None if each is None else each.to(device) for each in here]
+    for step in range(1, _UPDATES + 1):
+        rule = _rules(step)[name]
+        grad = (torch.randn(_NUMEL, generator=made) * 1e-3).to(dtype)
+        moments = [None if each is None else Moment(each) for each in (first, second)]
+        update(rule, param, grad, master=master, first=moments[0], second=moments[1])
+        assert there[0] is not None
+        update_on_device(rule, there[0], grad.to(device), master=there[1], first=there[2], second=there[3])
+    names = ("parameters", "masters", "first moments", "second moments")
+    for what, ours, its in zip(names, here, there, strict=True):
+        if ours is not None and its is not None and not _same_bits(ours, its.cpu()):
+            return f"{what} have other bits than the host's kernels give"
+    return ""
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))

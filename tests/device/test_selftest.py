@@ -1,0 +1,40 @@
+"""`infinity selftest` on the emulated device: right as it is, and not with a wait taken away."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.cli.main import main
+from infinity.cli.selftest import all_checks
+from infinity.cli.selftesting.outcome import Verdict, outcomes
+from tests.behaviour.ranks import run_ranks
+from tests.device import mutants, simdev
+from tests.device.test_mutants import CASES
+
+
+def test_everything_is_right_there(tmp_path, capsys) -> None:
+    assert main(["selftest", "--path", str(tmp_path), "--json"]) == 0
+    *checks, summary = map(json.loads, capsys.readouterr().out.splitlines())
+    assert summary["device"] == "simdev"
+    assert (summary["right"], summary["wrong"], summary["refused"]) == (len(checks), 0, 0)
+    assert {"host memory", "optimizer on the device", "races"} < {check["area"] for check in checks}
+
+
+def first_wrong(mutant: str, path: Path) -> str | None:
+    """Which check notices a wait that is taken away, in a process that has no other use."""
+    simdev.load()
+    getattr(mutants, mutant)()
+    device = torch.device("simdev")
+    found = outcomes(all_checks(device, path), lambda text, share: None)
+    return next((outcome.name for outcome in found if outcome.verdict is Verdict.WRONG), None)
+
+
+@pytest.mark.parametrize("mutant", dict.fromkeys(mutant.__name__ for mutant, *_ in CASES.values()))
+def test_a_missing_wait_is_found(mutant, tmp_path) -> None:
+    (tmp_path / "drive").mkdir()
+    (found,) = run_ranks(1, first_wrong, mutant, tmp_path / "drive", path=tmp_path, timeout_s=120)
+    assert found is not None
