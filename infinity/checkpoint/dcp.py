@@ -8,6 +8,7 @@ is in memory, on either way.
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import pickle
@@ -164,10 +165,18 @@ def _alone() -> Iterator[dict[str, Any]]:
     """One process does it, and need not be told so; what goes wrong is raised as it is.
 
     Yields:
-        What to tell torch, where there is a process group; older versions do not know the word.
+        What to tell torch, where there is a process group.
+
+    Raises:
+        CheckpointError: there is one, and this version of torch has all of its ranks take part.
     """
+    if dist.is_initialized() and "no_dist" not in inspect.signature(save).parameters:
+        raise CheckpointError(
+            f"torch {torch.__version__} reads and writes torch.distributed.checkpoint directories on all ranks together: "
+            "convert in a process without ranks (infinity checkpoint import, export), or take a newer torch"
+        )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings("ignore", "torch.distributed is (disabled, )?unavailable or uninitialized")
         try:
             yield {"no_dist": True} if dist.is_initialized() else {}
         except CheckpointException as error:  # no Exception, and it holds what went wrong on each rank

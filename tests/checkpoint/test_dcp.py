@@ -75,7 +75,7 @@ def test_torch_reads_it_on_two_ranks(saved, tmp_path) -> None:
 def save_by_torch(state: dict[str, object], path: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one process is what is wanted
-        dcp.save(state, checkpoint_id=path, no_dist=True)
+        dcp.save(state, checkpoint_id=path)
 
 
 def train_plainly(path: str) -> list[float]:
