@@ -177,6 +177,7 @@ def _alone() -> Iterator[dict[str, Any]]:
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled, )?unavailable or uninitialized")
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # which older versions of it use
         try:
             yield {"no_dist": True} if dist.is_initialized() else {}
         except CheckpointException as error:  # no Exception, and it holds what went wrong on each rank
