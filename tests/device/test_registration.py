@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity import CapacityError
 from infinity.memory import Arena
+from tests.device import target
 
 
 class _BlamesTheNextKernel(TorchDispatchMode):
@@ -29,6 +30,7 @@ class _BlamesTheNextKernel(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@target.emulated_only
 def test_a_refused_registration_is_not_blamed_on_the_next_kernel(monkeypatch) -> None:
     device = torch.device("simdev")
     with _BlamesTheNextKernel() as runtime:
