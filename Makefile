@@ -36,7 +36,7 @@ gpu-selftest: $(VENV)/.built
 gpu-test: $(VENV)/.built
 	INFINITY_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/device
 
-GPU_STEP = $(BIN)/python benchmarks/gpu_step.py --device cuda --into benchmarks/results --json
+GPU_STEP = $(BIN)/python benchmarks/gpu_step.py --device cuda --into benchmarks/results
 gpu-step: $(VENV)/.built
 	$(GPU_STEP) --preset 1.3b
 	$(GPU_STEP) --preset 1.3b --clip 1.0 --name 1.3b-clip

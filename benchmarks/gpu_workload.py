@@ -105,7 +105,7 @@ def device_of(args: argparse.Namespace) -> torch.device:
     return chosen
 
 
-def decoder(args: argparse.Namespace, values_on: torch.device | None = None) -> nn.Module:
+def decoder(args: argparse.Namespace, values_on: torch.device | None = None) -> Any:
     """The model in training mode with activation checkpoints; its parameters are on "meta" where no device is given."""
     shape = shape_of(args)
     config = LlamaConfig(
@@ -133,7 +133,8 @@ def decoder(args: argparse.Namespace, values_on: torch.device | None = None) -> 
                 setattr(module, name, buffer.to(values_on))
             fill(module)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
+    model.train()
+    return model
 
 
 @torch.no_grad()
@@ -229,8 +230,8 @@ def measure(
 
 def profiled(device: torch.device, step: Callable[[], torch.Tensor], steps: int) -> StepProfile | None:
     """The profile of so many steps; None where torch's profiler sees nothing of this device."""
-    activity = getattr(torch.profiler.ProfilerActivity, device.type.upper(), None)
-    if device.type == "cpu" or not steps or activity not in torch.profiler.supported_activities():
+    activity = next((each for each in torch.profiler.supported_activities() if each.name == device.type.upper()), None)
+    if activity is None or device.type == "cpu" or not steps:
         return None
     with torch.profiler.profile(activities=[activity]) as found:
         synchronize(device)

@@ -33,14 +33,11 @@ def main() -> None:
     start_s = time.perf_counter()
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_card else "gloo")
     mesh = init_device_mesh(device.type, (1,))
-    policies = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        "offload_policy": CPUOffloadPolicy() if on_card else OffloadPolicy(),
-    }
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    offload = CPUOffloadPolicy() if on_card else OffloadPolicy()
     model = decoder(args, torch.device("cpu")).float()
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, **policies)
-    fully_shard(model, mesh=mesh, **policies)
+    for each in [*model.model.layers, model]:
+        fully_shard(each, mesh=mesh, mp_policy=precision, offload_policy=offload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     params = sum(param.numel() for param in model.parameters())
     step = torch_step(model, optimizer, args, token_ids(args, device))

@@ -20,8 +20,8 @@ def main() -> None:
     device = device_of(args)
     start_s = time.perf_counter()
     model = decoder(args, device)
-    how = {"fused": True} if device.type == "cuda" else {"foreach": False}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **how)
+    fused = device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=fused, foreach=False)
     params = sum(param.numel() for param in model.parameters())
     step = torch_step(model, optimizer, args, token_ids(args, device))
     measure("torch", args, device, params, time.perf_counter() - start_s, step)
