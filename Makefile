@@ -1,6 +1,7 @@
 # make demo   train GPT-2 124M on real text with its states on disk
 # make test   pass the tests
 # make test-device   pass those on an emulated accelerator
+# make gpu   on a machine with a CUDA device: self-test, device tests and measured steps
 # make lint   what CI checks beside them
 # make docs   the documentation as a site, in build/site
 # Each sets up what it needs, once.
@@ -12,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 DEMO_STEPS ?= 50
 
-.PHONY: demo test test-device lint docs format sanitize clean
+.PHONY: demo test test-device gpu gpu-selftest gpu-test gpu-step lint docs format sanitize clean
 
 demo: $(VENV)/.built
 	$(BIN)/infinity train --model gpt2 --config configs/nvme-fp32.json --steps $(DEMO_STEPS)
@@ -24,6 +25,23 @@ test: $(VENV)/.built
 # Apart: the emulated device is the accelerator of the whole process.
 test-device: $(VENV)/.built
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal tests/device
+
+# `make --keep-going gpu` measures even if a test fails.
+gpu: gpu-selftest gpu-test gpu-step
+
+gpu-selftest: $(VENV)/.built
+	$(BIN)/infinity selftest --device cuda
+
+# One process: several would share the card's memory, which some tests measure.
+gpu-test: $(VENV)/.built
+	INFINITY_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/device
+
+GPU_STEP = $(BIN)/python benchmarks/gpu_step.py --device cuda --into benchmarks/results
+gpu-step: $(VENV)/.built
+	$(GPU_STEP) --preset 1.3b
+	$(GPU_STEP) --preset 1.3b --clip 1.0 --name 1.3b-clip
+	$(GPU_STEP) --preset 1.3b --offload-param none --offload-optimizer none --systems infinity,torch --name 1.3b-on-device
+	$(GPU_STEP) --preset 8b --offload-param none --systems infinity
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check .

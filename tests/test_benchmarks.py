@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import prepared
 
@@ -57,3 +58,10 @@ def test_tests_of_others_are_counted_with_their_causes(tmp_path, monkeypatch) ->
         "test_comes_behind_one_that_hangs": ("passed", None),
     }
     assert "| `test_small.py` | 2 | 2 | 1 |" in foreign_tests.table(json.loads(json.dumps(found)))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_a_step_on_a_gpu_needs_one() -> None:
+    done = prepared.run([FOLDER / "gpu_step.py", "--device", "cuda"])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "no accelerator: torch sees none on this machine\n"

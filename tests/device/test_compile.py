@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 import infinity
 from infinity import ConfigError
 from tests.behaviour.reference import Placement, Recipe, batches
-from tests.device import simdev
+from tests.device import target
 from tests.device.training import STEPS, engine_on, tiny, train_over
 
 # What torch says while it compiles a part of a model, also without an engine.
@@ -28,7 +28,7 @@ RECIPE = Recipe("bf16", 1, 0.5, STEPS)
 def afresh() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
-    with simdev.configured(launch_us=100):
+    with target.configured(launch_us=100):
         yield
     torch._dynamo.reset()
 
@@ -36,12 +36,12 @@ def afresh() -> Iterator[None]:
 @pytest.mark.parametrize("tier", ["none", "cpu"])
 def test_compiled_blocks_have_the_same_losses(tier) -> None:
     placement, data = Placement(tier, tier), batches(STEPS)
-    with engine_on("simdev", tiny("llama"), RECIPE, placement) as engine:
+    with engine_on(target.DEVICE, tiny("llama"), RECIPE, placement) as engine:
         losses = train_over(engine, data)
     model = tiny("llama")
     for block in model.model.layers:
         block.compile(backend="eager")
-    with engine_on("simdev", model, RECIPE, placement) as engine:
+    with engine_on(target.DEVICE, model, RECIPE, placement) as engine:
         assert train_over(engine, data) == losses
     assert counters["stats"]["calls_captured"] > 50
     assert not counters["graph_break"]
@@ -65,11 +65,11 @@ def test_cuda_graphs_are_refused_where_parameters_come_and_go(how, wrapped) -> N
     else:
         model.model.layers[1].compile(**how)
     with pytest.raises(ConfigError, match=r"`model\.layers\.1` was compiled with CUDA graphs"):
-        engine_on("simdev", model, RECIPE, Placement("none", "cpu"))
+        engine_on(target.DEVICE, model, RECIPE, Placement("none", "cpu"))
 
 
 def test_engine_compile_refuses_cuda_graphs_and_leaves_blocks_as_they_were() -> None:
-    with engine_on("simdev", tiny("llama"), RECIPE, Placement("cpu", "cpu")) as engine:
+    with engine_on(target.DEVICE, tiny("llama"), RECIPE, Placement("cpu", "cpu")) as engine:
         with pytest.raises(ConfigError, match="CUDA graphs"):
             engine.compile(compile_kwargs={"mode": "reduce-overhead"})
         assert not engine.is_compiled
@@ -79,10 +79,10 @@ def test_engine_compile_refuses_cuda_graphs_and_leaves_blocks_as_they_were() -> 
 def test_cuda_graphs_are_of_no_matter_where_all_stays_or_none_can_be_recorded() -> None:
     config = RECIPE.config(Placement("none", "none"))
     config["zero_optimization"]["stage"] = 2
-    for device, settings in (("simdev", config), ("cpu", RECIPE.config(Placement("none", "cpu")))):
+    for device, settings in ((target.DEVICE, config), ("cpu", RECIPE.config(Placement("none", "cpu")))):
         model = tiny("llama")
         model.model.layers[1].compile(mode="reduce-overhead")
         infinity.initialize(model=model, config=settings, device=device)[0].close()
     model = tiny("llama")
     model.model.layers[1].compile(mode="max-autotune-no-cudagraphs")
-    engine_on("simdev", model, RECIPE, Placement("none", "cpu")).close()
+    engine_on(target.DEVICE, model, RECIPE, Placement("none", "cpu")).close()

@@ -9,6 +9,7 @@ import pytest
 import infinity
 from infinity.errors import ConfigError
 from tests.behaviour.reference import Placement, Recipe, batches
+from tests.device import target
 from tests.device.training import engine_on, tiny, train_over
 
 RECIPE = Recipe("bf16", clipping=0.5)
@@ -17,7 +18,7 @@ DATA = batches(5)
 
 def start(path: Path, params: str, optimizer: str, *, keeps: bool) -> infinity.Engine:
     placement = Placement(params, optimizer, path, "64KiB")
-    return engine_on("simdev", tiny(), RECIPE, placement, crash_consistent=keeps)
+    return engine_on(target.DEVICE, tiny(), RECIPE, placement, crash_consistent=keeps)
 
 
 @pytest.mark.parametrize(("params", "optimizer"), [("nvme", "nvme"), ("cpu", "nvme"), ("none", "nvme")])

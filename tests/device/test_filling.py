@@ -15,7 +15,7 @@ import infinity
 from infinity import ConfigError
 from infinity.schedule import placement as placement_module
 from tests.behaviour.reference import Placement, Recipe, batches
-from tests.device import simdev
+from tests.device import simdev, target
 from tests.device.training import SPEEDS, engine_on, on_cpu, tiny, train_over
 
 STEPS = 6
@@ -25,7 +25,7 @@ CLIPPED = Recipe("bf16", 1, 0.5, STEPS)
 
 
 def filled(recipe: Recipe, placement: Placement, **tiering: Any) -> Any:
-    return engine_on("simdev", tiny(), recipe, placement, fill_device=True, **tiering)
+    return engine_on(target.DEVICE, tiny(), recipe, placement, fill_device=True, **tiering)
 
 
 def there(engine: Any) -> list[int]:
@@ -51,7 +51,7 @@ def test_any_order_of_coming_and_leaving_has_the_same_bits(speed, recipe, tier, 
     data = batches(recipe.steps * recipe.accumulation)
     losses = []
     with (
-        simdev.configured(**SPEEDS[speed]),
+        target.configured(**SPEEDS[speed]),
         filled(recipe, Placement("none", tier, tmp_path, "64KiB"), tile_size="64KiB") as engine,
     ):
         filling, runtime = engine._step._filling, engine._runtime
@@ -79,7 +79,7 @@ def small_device() -> Iterator[float]:
     torch.accelerator.synchronize()
     capacity = torch.accelerator.memory_allocated() + ROOM
     torch.accelerator.reset_peak_memory_stats()
-    with simdev.configured(capacity=capacity):
+    with target.configured(capacity=capacity):
         yield HEADROOM / capacity
 
 
@@ -126,13 +126,13 @@ def test_a_budget_that_is_given_is_kept_to() -> None:
 def test_a_longer_batch_has_units_go_back(lengths, small_device) -> None:
     """One that takes of the headroom, at its end; one that finds no room, so that it can be tried again."""
     steps = list(enumerate(lengths))
-    losses, held = train_steps("simdev", steps, fill_device=True, device_headroom=small_device)
+    losses, held = train_steps(target.DEVICE, steps, fill_device=True, device_headroom=small_device)
     assert held[:2] == [6, 6]
     assert 0 < held[2] < 6
     assert set(held[2:]) == {held[2]}
     assert [index for index, loss in enumerate(losses) if math.isnan(loss)] == ([2] if 5 in lengths else [])
     done = [index for index, loss in enumerate(losses) if not math.isnan(loss)]
-    assert [losses[index] for index in done] == train_steps("cpu", [steps[index] for index in done])[0]
+    assert [losses[index] for index in done] == train_steps(target.REFERENCE, [steps[index] for index in done])[0]
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
@@ -181,7 +181,7 @@ def test_what_the_process_took_before_is_no_step_s(small_device) -> None:
         expected = there(engine)
     gc.collect()
     del engine
-    torch.empty(ROOM * 9 // 10, dtype=torch.uint8, device="simdev")
+    torch.empty(ROOM * 9 // 10, dtype=torch.uint8, device=target.DEVICE)
     with filled(CLIPPED, Placement("none", "cpu"), device_headroom=small_device) as engine:
         train_over(engine, batches(1))
         assert there(engine) == expected

@@ -10,8 +10,10 @@ import pytest
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe
 from tests.behaviour.test_parity import assert_same_bits
-from tests.device import mutants
+from tests.device import mutants, target
 from tests.device.training import CRAWL, SPEEDS, on_cpu_like
+
+pytestmark = target.emulated_only
 
 RECIPE = Recipe("bf16", 1, 0.0, 3)
 

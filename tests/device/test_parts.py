@@ -12,7 +12,7 @@ from infinity.tiers import unit_params
 from infinity.tiers.unit_params import UnitParams
 from tests.behaviour.reference import Placement, Recipe, batches
 from tests.behaviour.test_parity import assert_same_bits
-from tests.device import simdev
+from tests.device import target
 from tests.device.training import SPEEDS, STEPS, engine_on, on_cpu_like, tiny, train_here, train_over
 
 RECIPES = {"in_backward": Recipe("bf16", 1, 0.0, STEPS), "clipped": Recipe("fp32", 2, 0.5, STEPS)}
@@ -53,7 +53,7 @@ def with_a_slow_optimizer(engine: infinity.Engine) -> infinity.Engine:
 @pytest.mark.parametrize(("where", "optimizer"), [("none", "cpu"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "cpu")])
 def test_same_bits_and_as_many_bytes(where, optimizer, recipe, speed, sent, tmp_path) -> None:
     placement = Placement(where, optimizer, tmp_path, "8KiB")
-    with simdev.configured(**SPEEDS[speed]), engine_on("simdev", tiny(), recipe, placement) as engine:
+    with target.configured(**SPEEDS[speed]), engine_on(target.DEVICE, tiny(), recipe, placement) as engine:
         ours = train_here(with_a_slow_optimizer(engine), recipe)
         moved = engine.stats().tier_bytes["host_to_device"]
         values = sum(spec.nbytes for spec in engine._runtime.params.specs)
@@ -65,7 +65,7 @@ def test_same_bits_and_as_many_bytes(where, optimizer, recipe, speed, sent, tmp_
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_an_interrupt_between_two_parts_loses_none(at, sent, tmp_path) -> None:
     recipe = RECIPES["in_backward"]
-    with engine_on("simdev", tiny(), recipe, Placement("cpu", "cpu", tmp_path, "8KiB")) as engine:
+    with engine_on(target.DEVICE, tiny(), recipe, Placement("cpu", "cpu", tmp_path, "8KiB")) as engine:
         first, *others = batches(STEPS)
         losses = train_over(with_a_slow_optimizer(engine), [first])
         sent.count, sent.interrupts_at = 0, at

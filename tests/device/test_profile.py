@@ -7,7 +7,9 @@ import torch
 
 from infinity.profiling.link import link_rates
 from infinity.profiling.processor import matmul_rates
-from tests.device import simdev
+from tests.device import simdev, target
+
+pytestmark = target.emulated_only
 
 COPY_BYTES = 4 << 20
 MIB = 1 << 20

@@ -18,9 +18,11 @@ from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of
 from tests.behaviour.test_parity import assert_same_bits
 from tests.behaviour.test_ranks import Case
-from tests.device import simdev
+from tests.device import simdev, target
 from tests.device.staged_group import staged_group
 from tests.device.training import SPEEDS, tiny
+
+pytestmark = target.emulated_only
 
 RANKS = 2
 RECIPES = {"clipped": Recipe("bf16", 2, 0.5, steps=3), "in_backward": Recipe("bf16", steps=3)}

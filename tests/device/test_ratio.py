@@ -12,13 +12,13 @@ import infinity
 from infinity import ConfigError
 from tests.behaviour.reference import Placement, Recipe, Result, batches
 from tests.behaviour.test_parity import assert_same_bits
-from tests.device import simdev
+from tests.device import target
 from tests.device.training import SPEEDS, STEPS, on_cpu_like, tiny, train_here, train_over
 
 CLIPPED = Recipe("bf16", 1, 0.5, STEPS)
 
 
-def engine_with(ratio: float, recipe: Recipe, placement: Placement, device: str = "simdev", **more: Any) -> Any:
+def engine_with(ratio: float, recipe: Recipe, placement: Placement, device: str = target.DEVICE, **more: Any) -> Any:
     config = recipe.config(placement)
     config["zero_optimization"]["offload_optimizer"]["ratio"] = ratio
     config["zero_optimization"] |= more.pop("zero", {})
@@ -48,7 +48,7 @@ def parted(engine: Any) -> tuple[int, int]:
 )
 def test_same_bits_wherever_a_unit_is_updated(speed, recipe, params, optimizer, ratio, tmp_path) -> None:
     placement = Placement(params, optimizer, tmp_path, "64KiB")
-    with simdev.configured(**SPEEDS[speed]), engine_with(ratio, recipe, placement) as engine:
+    with target.configured(**SPEEDS[speed]), engine_with(ratio, recipe, placement) as engine:
         there, below = parted(engine)
         assert 0 < there <= (1 - ratio) * (there + below)
         assert bool(below) == bool(ratio)
@@ -59,7 +59,7 @@ def test_same_bits_wherever_a_unit_is_updated(speed, recipe, params, optimizer, 
 @pytest.mark.parametrize("schedule", ["backward", "barrier"])
 def test_only_gradients_of_units_below_cross_the_link(schedule) -> None:
     recipe = Recipe("bf16", 1, 0.0, STEPS)
-    with simdev.configured(launch_us=100), engine_with(0.5, recipe, Placement("none", "cpu", schedule=schedule)) as e:
+    with target.configured(launch_us=100), engine_with(0.5, recipe, Placement("none", "cpu", schedule=schedule)) as e:
         moved: Counter[str] = Counter()
         losses = []
         for ids in batches(STEPS):
@@ -87,6 +87,7 @@ def test_a_checkpoint_goes_on_with_another_ratio(saved_with, loaded_with, tmp_pa
     assert losses == on_cpu_like(CLIPPED).losses
 
 
+@target.emulated_only
 def test_on_the_cpu_it_changes_nothing() -> None:
     with engine_with(0.3, CLIPPED, Placement("none", "cpu"), device="cpu") as engine:
         assert parted(engine)[0] == 0

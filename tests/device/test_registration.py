@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from infinity import CapacityError
 from infinity.memory import Arena
 from infinity.memory import arena as arena_module
+from tests.device import target
 
 
 class _BlamesTheNextKernel(TorchDispatchMode):
@@ -33,6 +34,7 @@ class _BlamesTheNextKernel(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@target.emulated_only
 def test_a_refused_registration_is_not_blamed_on_the_next_kernel(monkeypatch) -> None:
     device = torch.device("simdev")
     with _BlamesTheNextKernel() as runtime:
@@ -42,6 +44,7 @@ def test_a_refused_registration_is_not_blamed_on_the_next_kernel(monkeypatch) ->
         assert torch.ones(1, device=device).sum().item() == 1
 
 
+@target.emulated_only
 def test_memory_is_there_before_it_is_registered(monkeypatch) -> None:
     """A driver would make its pages one by one; several threads have made them."""
     nbytes = 600 << 20

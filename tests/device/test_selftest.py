@@ -12,14 +12,14 @@ from infinity.cli.main import main
 from infinity.cli.selftest import all_checks
 from infinity.cli.selftesting.outcome import Verdict, outcomes
 from tests.behaviour.ranks import run_ranks
-from tests.device import mutants, simdev
+from tests.device import mutants, simdev, target
 from tests.device.test_mutants import CASES
 
 
 def test_everything_is_right_there(tmp_path, capsys) -> None:
-    assert main(["selftest", "--path", str(tmp_path), "--json"]) == 0
+    assert main(["selftest", "--device", target.DEVICE, "--path", str(tmp_path), "--json"]) == 0
     *checks, summary = map(json.loads, capsys.readouterr().out.splitlines())
-    assert summary["device"] == "simdev"
+    assert summary["device"] == target.DEVICE
     assert (summary["right"], summary["wrong"], summary["refused"]) == (len(checks), 0, 0)
     assert {"host memory", "optimizer on the device", "races"} < {check["area"] for check in checks}
 
@@ -33,6 +33,7 @@ def first_wrong(mutant: str, path: Path) -> str | None:
     return next((outcome.name for outcome in found if outcome.verdict is Verdict.WRONG), None)
 
 
+@target.emulated_only
 @pytest.mark.parametrize("mutant", dict.fromkeys(mutant.__name__ for mutant, *_ in CASES.values()))
 def test_a_missing_wait_is_found(mutant, tmp_path) -> None:
     (tmp_path / "drive").mkdir()

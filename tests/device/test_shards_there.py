@@ -28,9 +28,11 @@ from infinity.tiers.unit_params import UnitParams
 from infinity.zero import landing
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of
-from tests.device import simdev
+from tests.device import simdev, target
 from tests.device.staged_group import staged_group
 from tests.device.training import SPEEDS, tiny
+
+pytestmark = target.emulated_only
 
 STEPS = 3
 CLIPPED = Recipe("bf16", 1, 0.5, STEPS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from benchmarks import soak_device
+from tests.device import target
 
 
+@target.emulated_only
 def test_a_short_soak() -> None:
     seen = soak_device.soak(steps=30, seed=1, round_steps=5)
     assert not seen["wrong"]

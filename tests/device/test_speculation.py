@@ -15,7 +15,7 @@ from infinity.zero.in_flight import InFlight
 from tests.behaviour.reference import Placement, Recipe, named_budget
 from tests.behaviour.test_parity import assert_same_bits
 from tests.behaviour.test_speculation import SOMETIMES, middle_norm
-from tests.device import simdev
+from tests.device import target
 from tests.device.training import SPEEDS, engine_on, on_cpu_like, tiny, train_here, train_on_device
 
 STEPS = 5
@@ -23,7 +23,7 @@ STEPS = 5
 
 @pytest.fixture(params=SPEEDS)
 def _speed(request):
-    with simdev.configured(**SPEEDS[request.param]):
+    with target.configured(**SPEEDS[request.param]):
         yield
 
 
@@ -33,7 +33,7 @@ def least_memory(accumulation: int) -> int:
     with tempfile.TemporaryDirectory() as path:
         placement = Placement("nvme", "nvme", Path(path), "64KiB", 1, "speculative")
         with pytest.raises(CapacityError) as refused:
-            engine_on("simdev", tiny(), Recipe("bf16", accumulation, 1.0), placement)
+            engine_on(target.DEVICE, tiny(), Recipe("bf16", accumulation, 1.0), placement)
     return named_budget(refused.value)
 
 
@@ -84,7 +84,7 @@ def test_the_bits_are_those_of_the_cpu(params, states, keeps, clipping, accumula
 )
 def test_in_memory_it_is_chosen_by_itself(params, states, clipping, more, schedule, tmp_path) -> None:
     recipe = Recipe("bf16", 1, clipping, STEPS)
-    for device, expected in (("simdev", schedule), ("cpu", schedule if clipping == 0 else "deferred")):
+    for device, expected in ((target.DEVICE, schedule), ("cpu", schedule if clipping == 0 else "deferred")):
         placement = Placement(params, states, tmp_path, "64KiB", schedule="auto")
         with engine_on(device, tiny(), recipe, placement, **more) as engine:
             assert engine._runtime.sizing.schedule.value == expected
@@ -99,7 +99,7 @@ def test_beside_an_embedding_that_stays(params, states, clipping, tmp_path, monk
     monkeypatch.setattr(on_device, "_WORTH_NUMEL", 1)
     recipe = Recipe("bf16", 1, middle_norm("gpt2", "bf16", 1) if clipping else 0.0, STEPS)
     placement = Placement(params, states, tmp_path, "64KiB", schedule="auto")
-    with engine_on("simdev", tiny(), recipe, placement) as engine:
+    with engine_on(target.DEVICE, tiny(), recipe, placement) as engine:
         assert engine._runtime.states.is_there(0)
         assert not engine._runtime.states.is_there(1)
         trained = train_here(engine, recipe)

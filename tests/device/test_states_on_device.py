@@ -10,7 +10,7 @@ from infinity import CapacityError
 from infinity.tiers import Memory
 from tests.behaviour.reference import Placement, Recipe, batches
 from tests.behaviour.test_parity import assert_same_bits
-from tests.device import simdev
+from tests.device import target
 from tests.device.training import STEPS, engine_on, on_cpu_like, tiny, train_here, train_on_device, train_over
 
 RECIPES = [
@@ -24,7 +24,7 @@ ON_DEVICE = Placement("none", "none")
 
 @pytest.fixture(autouse=True)
 def _slow_kernels():
-    with simdev.configured(launch_us=100):
+    with target.configured(launch_us=100):
         yield
 
 
@@ -32,7 +32,7 @@ def _slow_kernels():
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.precision}-{r.accumulation}-{r.clipping:g}")
 def test_same_bits_and_nothing_on_the_link(recipe, schedule) -> None:
     placement = Placement("none", "none", schedule=schedule)
-    with engine_on("simdev", tiny("llama"), recipe, placement) as engine:
+    with engine_on(target.DEVICE, tiny("llama"), recipe, placement) as engine:
         assert engine._runtime.sizing.rules.states is Memory.DEVICE
         ours = train_here(engine, recipe)
         moved = engine.stats().tier_bytes
@@ -41,14 +41,14 @@ def test_same_bits_and_nothing_on_the_link(recipe, schedule) -> None:
 
 
 def test_layer_major_micro_batches() -> None:
-    def train(device: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    def train(device: str, placement: Placement) -> tuple[list[float], dict[str, torch.Tensor]]:
         recipe = Recipe("bf16", 4, 0.5, STEPS)
-        with engine_on(device, tiny(), recipe, ON_DEVICE, accumulation="layer") as engine:
+        with engine_on(device, tiny(), recipe, placement, accumulation="layer") as engine:
             data = [{"input_ids": ids.to(device), "labels": ids.to(device)} for ids in batches(STEPS * 4)]
             losses = [engine.train_batch(iter(data[4 * step : 4 * step + 4])).item() for step in range(STEPS)]
             return losses, {name: param.detach().cpu() for name, param in engine.named_parameters()}
 
-    ours, theirs = train("simdev"), train("cpu")
+    ours, theirs = train(target.DEVICE, ON_DEVICE), train(target.REFERENCE, target.PLAIN)
     assert ours[0] == theirs[0]
     assert all(torch.equal(values, theirs[1][name]) for name, values in ours[1].items())
 
@@ -61,13 +61,16 @@ def test_no_more_gradients_than_have_room() -> None:
     ) as e:
         train_on_device(recipe, ON_DEVICE, device_memory="64KiB")
     least = int(str(e.value).split("device_memory to ")[1].split()[0])
-    with engine_on("simdev", tiny(), recipe, ON_DEVICE, device_memory=least) as engine:
+    with engine_on(target.DEVICE, tiny(), recipe, ON_DEVICE, device_memory=least) as engine:
         ours = train_here(engine, recipe)
         assert engine._runtime.device.peak_bytes <= least
     assert_same_bits(ours, on_cpu_like(recipe))
 
 
-@pytest.mark.parametrize(("saved_on", "loaded_on"), [("simdev", "cpu"), ("cpu", "simdev"), ("simdev", "simdev")])
+@pytest.mark.parametrize(
+    ("saved_on", "loaded_on"),
+    [(target.DEVICE, target.REFERENCE), (target.REFERENCE, target.DEVICE), (target.DEVICE, target.DEVICE)],
+)
 def test_a_checkpoint_goes_on_anywhere(saved_on, loaded_on, tmp_path) -> None:
     recipe = Recipe("bf16", 1, 0.5, STEPS)
     data = batches(STEPS)
@@ -84,18 +87,19 @@ def test_a_checkpoint_goes_on_anywhere(saved_on, loaded_on, tmp_path) -> None:
 def test_dropped_gradients_are_not_trained_on() -> None:
     recipe = Recipe("bf16", 1, 0.5, STEPS)
     strange, *data = batches(STEPS + 1)
-    with engine_on("simdev", tiny(), recipe, ON_DEVICE) as engine:
-        ids = strange.to("simdev")
+    with engine_on(target.DEVICE, tiny(), recipe, ON_DEVICE) as engine:
+        ids = strange.to(target.DEVICE)
         engine.backward(engine(ids, labels=ids).loss)
         engine.zero_grad()
         losses = train_over(engine, data)
-    with engine_on("cpu", tiny(), recipe, Placement()) as engine:
+    with engine_on(target.REFERENCE, tiny(), recipe, target.PLAIN) as engine:
         assert train_over(engine, data) == losses
 
 
 def test_what_is_written_to_parameters_and_through_the_doors_is_trained_on() -> None:
-    def train(device: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-        model, config = tiny(), Recipe("bf16", 1, 0.5, STEPS).config(ON_DEVICE)
+    def train(device: str, schedule: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+        placement = Placement("none", "none", schedule=schedule)
+        model, config = tiny(), Recipe("bf16", 1, 0.5, STEPS).config(placement)
         config["zero_optimization"] = {"stage": 2}
         with infinity.initialize(model=model, config=config, device=device)[0] as engine:
             losses = []
@@ -107,7 +111,7 @@ def test_what_is_written_to_parameters_and_through_the_doors_is_trained_on() -> 
                     model.transformer.wte.weight.data.mul_(0.75)
             return losses, {name: param.detach().cpu() for name, param in engine.named_parameters()}
 
-    ours, theirs = train("simdev"), train("cpu")
+    ours, theirs = train(target.DEVICE, "auto"), train(target.REFERENCE, target.PLAIN.schedule)
     assert ours[0] == theirs[0]
     assert all(torch.equal(values, theirs[1][name]) for name, values in ours[1].items())
 
@@ -115,7 +119,7 @@ def test_what_is_written_to_parameters_and_through_the_doors_is_trained_on() -> 
 def test_a_gradient_that_is_not_finite_is_refused_or_skipped() -> None:
     for schedule, refused in (("backward", True), ("deferred", False)):
         model = tiny()
-        with engine_on("simdev", model, Recipe("bf16"), Placement("none", "none", schedule=schedule)) as engine:
+        with engine_on(target.DEVICE, model, Recipe("bf16"), Placement("none", "none", schedule=schedule)) as engine:
             before = {name: param.detach().cpu() for name, param in engine.named_parameters()}
             model.transformer.h[0].mlp.c_fc.weight.register_hook(lambda grad: grad * float("inf"))
             if refused:
@@ -128,5 +132,5 @@ def test_a_gradient_that_is_not_finite_is_refused_or_skipped() -> None:
 
 
 def test_formats_that_round_stay_with_the_native_kernels() -> None:
-    with engine_on("simdev", tiny(), Recipe("bf16"), ON_DEVICE, state_format="int8") as engine:
+    with engine_on(target.DEVICE, tiny(), Recipe("bf16"), ON_DEVICE, state_format="int8") as engine:
         assert engine._runtime.sizing.rules.states is Memory.HOST

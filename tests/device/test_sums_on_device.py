@@ -11,7 +11,7 @@ from torch import nn
 import infinity
 from tests.behaviour.reference import Placement, Recipe, batches
 from tests.behaviour.test_parity import assert_same_bits
-from tests.device import simdev
+from tests.device import target
 from tests.device.training import SPEEDS, STEPS, engine_on, on_cpu_like, tiny, train_here, train_over
 
 MICRO_BATCHES = 4
@@ -22,8 +22,8 @@ RECIPE = Recipe("bf16", MICRO_BATCHES, 0.5, STEPS)
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_as_many_bytes_as_of_one_micro_batch(tier, speed, tmp_path) -> None:
     with (
-        simdev.configured(**SPEEDS[speed]),
-        engine_on("simdev", tiny(), RECIPE, Placement(tier, tier, tmp_path, "64KiB")) as engine,
+        target.configured(**SPEEDS[speed]),
+        engine_on(target.DEVICE, tiny(), RECIPE, Placement(tier, tier, tmp_path, "64KiB")) as engine,
     ):
         ours = train_here(engine, RECIPE)
         moved = engine.stats().tier_bytes["device_to_host"]
@@ -36,12 +36,12 @@ def test_as_many_bytes_as_of_one_micro_batch(tier, speed, tmp_path) -> None:
 @pytest.mark.parametrize("room", [0, 40_000, 200_000])
 def test_what_has_no_room_is_added_up_below(room, tmp_path) -> None:
     placement = Placement("cpu", "cpu", tmp_path, "64KiB")
-    with engine_on("simdev", tiny(), RECIPE, placement) as engine:
+    with engine_on(target.DEVICE, tiny(), RECIPE, placement) as engine:
         ledger = engine._runtime.device
         others = sum(part.capacity_bytes for name, part in ledger.parts.items() if name != "sums of gradients")
     with (
-        simdev.configured(launch_us=100),
-        engine_on("simdev", tiny(), RECIPE, placement, device_memory=others + room) as engine,
+        target.configured(launch_us=100),
+        engine_on(target.DEVICE, tiny(), RECIPE, placement, device_memory=others + room) as engine,
     ):
         ours = train_here(engine, RECIPE)
         sums = engine._runtime.device.parts.get("sums of gradients")
@@ -65,9 +65,9 @@ class Experts(nn.Module):
         return self.head(x).float().square().mean()
 
 
-def train_experts(device: str, do: Any = None) -> dict[str, torch.Tensor]:
+def train_experts(device: str, schedule: str, do: Any = None) -> dict[str, torch.Tensor]:
     """Three micro-batches a step; the last of them does not use what the first has used."""
-    config = Recipe("bf16", 3, 0.5).config(Placement("cpu", "cpu"))
+    config = Recipe("bf16", 3, 0.5).config(Placement("cpu", "cpu", schedule=schedule))
     config["train_micro_batch_size_per_gpu"] = 2
     with infinity.initialize(model=Experts(), config=config, device=device)[0] as engine:
         for step in range(STEPS):
@@ -97,9 +97,9 @@ def drop_one(engine: infinity.Engine, step: int, micro_batch: int) -> None:
 
 @pytest.mark.parametrize("do", [None, look, drop, drop_one])
 def test_parameters_without_a_gradient_in_the_last_micro_batch(do) -> None:
-    with simdev.configured(launch_us=100):
-        ours = train_experts("simdev", do)
-    theirs = train_experts("cpu", do)
+    with target.configured(launch_us=100):
+        ours = train_experts(target.DEVICE, "auto", do)
+    theirs = train_experts(target.REFERENCE, target.PLAIN.schedule, do)
     for name, values in theirs.items():
         assert torch.equal(ours[name], values), name
 
@@ -113,14 +113,15 @@ def test_a_look_that_has_no_room_loses_no_sum() -> None:
                 with pytest.raises(infinity.InfinityError, match="no room to look at gradients"):
                     look(engine, 0, 0)
 
-    ours, theirs = train_experts("simdev", look_in_vain), train_experts("cpu")
+    ours = train_experts(target.DEVICE, "auto", look_in_vain)
+    theirs = train_experts(target.REFERENCE, target.PLAIN.schedule)
     for name, values in theirs.items():
         assert torch.equal(ours[name], values), name
 
 
 def test_the_last_micro_batch_may_be_declared_after_its_backward() -> None:
-    def train(device: str) -> dict[str, torch.Tensor]:
-        with engine_on(device, tiny(), RECIPE, Placement("cpu", "cpu")) as engine:
+    def train(device: str, schedule: str) -> dict[str, torch.Tensor]:
+        with engine_on(device, tiny(), RECIPE, Placement("cpu", "cpu", schedule=schedule)) as engine:
             for ids in batches(2 * STEPS):
                 ids = ids.to(device)
                 engine.set_gradient_accumulation_boundary(False)
@@ -129,7 +130,7 @@ def test_the_last_micro_batch_may_be_declared_after_its_backward() -> None:
                 engine.step()
             return {name: param.detach().cpu() for name, param in engine.named_parameters()}
 
-    ours, theirs = train("simdev"), train("cpu")
+    ours, theirs = train(target.DEVICE, "auto"), train(target.REFERENCE, target.PLAIN.schedule)
     for name, values in theirs.items():
         assert torch.equal(ours[name], values), name
 
@@ -141,16 +142,16 @@ def test_a_pass_that_fails_leaves_nothing_behind() -> None:
     def stop(_: torch.Tensor) -> None:
         raise StopError
 
-    with engine_on("simdev", tiny(), RECIPE, Placement("cpu", "cpu")) as engine:
+    with engine_on(target.DEVICE, tiny(), RECIPE, Placement("cpu", "cpu")) as engine:
         strange, broken, *data = batches(2 + STEPS * MICRO_BATCHES, seed=1)
-        ids = strange.to("simdev")
+        ids = strange.to(target.DEVICE)
         engine.backward(engine(ids, labels=ids).loss)
         engine.step()
         handle = engine.module.transformer.h[0].mlp.c_fc.weight.register_hook(stop)
-        ids = broken.to("simdev")
+        ids = broken.to(target.DEVICE)
         with pytest.raises(StopError):
             engine.backward(engine(ids, labels=ids).loss)
         handle.remove()
         losses = train_over(engine, data)
-    with engine_on("cpu", tiny(), RECIPE, Placement()) as engine:
+    with engine_on(target.REFERENCE, tiny(), RECIPE, target.PLAIN) as engine:
         assert train_over(engine, data) == losses

@@ -17,7 +17,7 @@ from infinity.zero.ranks import Vote
 from infinity.zero.updates import Updates
 from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of
 from tests.behaviour.test_parity import assert_same_bits
-from tests.device import simdev
+from tests.device import target
 from tests.device.training import (
     SPEEDS,
     STEPS,
@@ -36,7 +36,7 @@ CLIPPED = Recipe("bf16", 1, 0.5, STEPS)
 
 @pytest.fixture(params=SPEEDS)
 def _speed(request):
-    with simdev.configured(**SPEEDS[request.param]):
+    with target.configured(**SPEEDS[request.param]):
         yield
 
 
@@ -73,12 +73,12 @@ def test_the_host_waits_for_units_and_not_for_every_gradient(monkeypatch) -> Non
     model = tiny()
     trained = sum(1 for _ in model.parameters())
     with (
-        simdev.configured(launch_us=300),
-        engine_on("simdev", model, Recipe("bf16"), Placement("cpu", "cpu")) as engine,
+        target.configured(launch_us=300),
+        engine_on(target.DEVICE, model, Recipe("bf16"), Placement("cpu", "cpu")) as engine,
     ):
         train_over(engine, batches(2))
         monkeypatch.setattr(link._EventToken, "result", counted)
-        ids = batches(1)[0].to("simdev")
+        ids = batches(1)[0].to(target.DEVICE)
         loss = loss_of(engine, ids)
         waits.clear()
         engine.backward(loss)
@@ -102,8 +102,8 @@ def test_a_unit_is_updated_before_the_next_ones_gradients_are_waited_for(monkeyp
     monkeypatch.setattr(Updates, "_update_final", updated)
     placement = Placement("cpu", "cpu", schedule="backward")
     with (
-        simdev.configured(link_us=2000),
-        engine_on("simdev", tiny(), Recipe("bf16"), placement) as engine,
+        target.configured(link_us=2000),
+        engine_on(target.DEVICE, tiny(), Recipe("bf16"), placement) as engine,
     ):
         train_over(engine, batches(1))
     assert told
@@ -156,7 +156,7 @@ def test_activation_checkpoints(reentrant, tmp_path) -> None:
 def test_layer_major_accumulation(tier, clipping, tmp_path) -> None:
     recipe = Recipe("bf16", 2, clipping, STEPS)
     with engine_on(
-        "simdev", tiny("llama"), recipe, Placement(tier, tier, tmp_path, "64KiB"), accumulation="layer"
+        target.DEVICE, tiny("llama"), recipe, Placement(tier, tier, tmp_path, "64KiB"), accumulation="layer"
     ) as engine:
         ids = (ids.to(engine.device) for ids in batches(recipe.steps * recipe.accumulation))
         data = ({"input_ids": each, "labels": each} for each in ids)
@@ -171,16 +171,17 @@ def test_layer_major_accumulation(tier, clipping, tmp_path) -> None:
 def test_an_evaluation_between_steps(tmp_path) -> None:
     placement = Placement("nvme", "nvme", tmp_path, "64KiB")
     with (
-        engine_on("simdev", tiny(), CLIPPED, placement) as engine,
-        engine_on("cpu", tiny(), CLIPPED, Placement()) as cpu,
+        engine_on(target.DEVICE, tiny(), CLIPPED, placement) as engine,
+        engine_on(target.REFERENCE, tiny(), CLIPPED, target.PLAIN) as plain,
     ):
         for ids in batches(CLIPPED.steps):
-            for each in (engine, cpu):
+            for each in (engine, plain):
                 loss = loss_of(each, ids.to(each.device))
                 each.backward(loss)
                 each.step()
             with torch.no_grad():
-                assert loss_of(engine, ids.to(engine.device)).item() == loss_of(cpu, ids).item()
+                ours, theirs = (loss_of(each, ids.to(each.device)).item() for each in (engine, plain))
+                assert ours == theirs
 
 
 # What begins and ends #
@@ -191,9 +192,9 @@ def test_an_evaluation_between_steps(tmp_path) -> None:
 def test_the_first_forward_has_the_initial_values(tier, tmp_path) -> None:
     ids = batches(1)[0]
     with torch.no_grad():
-        with engine_on("cpu", tiny(), CLIPPED, Placement()) as engine:
-            expected = loss_of(engine, ids).item()
-        with engine_on("simdev", tiny(), CLIPPED, Placement(tier, tier, tmp_path, "64KiB")) as engine:
+        with engine_on(target.REFERENCE, tiny(), CLIPPED, target.PLAIN) as engine:
+            expected = loss_of(engine, ids.to(engine.device)).item()
+        with engine_on(target.DEVICE, tiny(), CLIPPED, Placement(tier, tier, tmp_path, "64KiB")) as engine:
             assert loss_of(engine, ids.to(engine.device)).item() == expected
 
 
@@ -204,9 +205,9 @@ def test_closing_while_copies_are_under_way(passes, activations, tmp_path) -> No
     """No copy is left that uses memory which is given back, and no memory that nobody uses."""
     placement = Placement("nvme", "nvme", tmp_path, "64KiB")
     tiering = {"device_memory": "400KB", "activations": activations, "activation_memory": "4MiB"}
-    before = torch.accelerator.memory_allocated()
+    before = target.allocated_bytes()
     model = tiny()
-    engine = engine_on("simdev", model, CLIPPED, placement, **tiering)
+    engine = engine_on(target.DEVICE, model, CLIPPED, placement, **tiering)
     for ids in batches(2):
         loss = loss_of(engine, ids.to(engine.device))
         if passes != "forward":
@@ -219,20 +220,20 @@ def test_closing_while_copies_are_under_way(passes, activations, tmp_path) -> No
     torch.accelerator.synchronize()
     del loss, engine, model
     gc.collect()
-    assert torch.accelerator.memory_allocated() == before
+    assert target.allocated_bytes() == before
 
 
 @pytest.mark.usefixtures("_speed")
 def test_checkpoints_move_between_placements(tmp_path) -> None:
     data = batches(6)
 
-    with engine_on("simdev", tiny(), CLIPPED, Placement("cpu", "cpu")) as engine:
+    with engine_on(target.DEVICE, tiny(), CLIPPED, Placement("cpu", "cpu")) as engine:
         train_over(engine, data[:3])
         engine.save_checkpoint(tmp_path / "saved", blocking=False)
         expected = train_over(engine, data[3:])
     swap = tmp_path / "swap"
     swap.mkdir()
-    for device, tier in (("simdev", "nvme"), ("cpu", "none")):
+    for device, tier in ((target.DEVICE, "nvme"), (target.REFERENCE, "none")):
         with engine_on(device, tiny(seed=5), CLIPPED, Placement(tier, tier, swap, "64KiB")) as engine:
             engine.load_checkpoint(tmp_path / "saved")
             assert train_over(engine, data[3:]) == expected
@@ -241,7 +242,7 @@ def test_checkpoints_move_between_placements(tmp_path) -> None:
 def least_device_memory(placement: Placement, recipe: Recipe, architecture: str) -> int:
     """The least device memory that this recipe runs in, as the error for too small a one states it."""
     with pytest.raises(infinity.CapacityError, match=r"tiering\.device_memory is 1 B") as refused:
-        engine_on("simdev", tiny(architecture), recipe, placement, device_memory=1)
+        engine_on(target.DEVICE, tiny(architecture), recipe, placement, device_memory=1)
     found = re.search(r"raise it to (\d+)", str(refused.value))
     assert found is not None, refused.value
     return int(found.group(1))
@@ -252,12 +253,12 @@ def test_parameters_that_are_unfrozen_between_two_steps(placement, tmp_path) -> 
     """As on the CPU, where they had states from the start."""
     recipe = Recipe("bf16", clipping=0.5)
     ends = []
-    for device, late in (("simdev", True), ("cpu", False)):
+    for device, late in ((target.DEVICE, True), (target.REFERENCE, False)):
         model = tiny("llama").bfloat16().float()
         block = model.model.layers[1]
         block.requires_grad_(not late)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        where = Placement(*(placement if late else ("none", "none")), tmp_path)
+        where = Placement(*placement, tmp_path) if late else target.PLAIN
         config = recipe.config(where)
         del config["optimizer"]
         with infinity.initialize(model=model, config=config, optimizer=optimizer, device=device)[0] as engine:

@@ -21,12 +21,12 @@ from tests.behaviour.test_speculation import (  # noqa: F401
     test_with_room_for_some_of_what_was_before,
     withdrawn,
 )
-from tests.device import simdev
+from tests.device import target
 from tests.device.training import SPEEDS
 
 
 @pytest.fixture(autouse=True)
 def _slow_link() -> Iterator[None]:
     """Whoever does not wait for a copy is there before it."""
-    with simdev.configured(**SPEEDS["slow_link"]):
+    with target.configured(**SPEEDS["slow_link"]):
         yield

@@ -1,7 +1,8 @@
-"""Training on the emulated device, and what it is held against: the CPU, with everything in memory."""
+"""Training on the device, and what it is held against: the CPU, with everything in memory (see target.py)."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import cache
 
 import torch
@@ -16,6 +17,7 @@ from tests.behaviour.reference import (
     batches,
     train_on,
 )
+from tests.device import target
 
 STEPS = 3
 
@@ -23,6 +25,8 @@ STEPS = 3
 SPEEDS: dict[str, dict[str, float]] = {"slow_kernels": {"launch_us": 300}, "slow_link": {"h2d": 1.5e7, "d2h": 1.5e7}}
 # Uploads that are still running when the next ones are due, and kernels that lag on a busy machine, too.
 CRAWL: dict[str, dict[str, float]] = {"crawl": {"h2d": 1e6, "d2h": 15e6}, "crawling_kernels": {"launch_us": 1500}}
+if not target.EMULATED:  # a real device has one speed, whichever a test names
+    SPEEDS = defaultdict(dict, own_speed={})
 
 
 def tiny(architecture: str = "gpt2", seed: int = 0) -> nn.Module:
@@ -53,15 +57,15 @@ def train_here(engine: infinity.Engine, recipe: Recipe) -> Result:
 
 
 def train_on_device(recipe: Recipe, placement: Placement, model: nn.Module | None = None, **tiering: object) -> Result:
-    with engine_on("simdev", model or tiny(), recipe, placement, **tiering) as engine:
+    with engine_on(target.DEVICE, model or tiny(), recipe, placement, **tiering) as engine:
         return train_here(engine, recipe)
 
 
 @cache
 def on_cpu(architecture: str, precision: str, accumulation: int, clipping: float, steps: int = STEPS) -> Result:
-    """The same training on the CPU, with everything in memory."""
+    """The same training on the CPU, with everything in memory; for a real device, on itself without overlap."""
     recipe = Recipe(precision, accumulation, clipping, steps)
-    with engine_on("cpu", tiny(architecture), recipe, Placement()) as engine:
+    with engine_on(target.REFERENCE, tiny(architecture), recipe, target.PLAIN) as engine:
         return train_here(engine, recipe)
 
 

@@ -1,0 +1,52 @@
+"""Worker of gpu_step.py: infinity."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from gpu_workload import LR, WEIGHT_DECAY, arguments, decoder, device_of, fill, measure, shape_of, token_ids
+
+import infinity
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    device = device_of(args)
+    config = {
+        "train_micro_batch_size_per_gpu": shape_of(args).batch,
+        "gradient_clipping": args.clip,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": args.offload_param},
+            "offload_optimizer": {"device": args.offload_optimizer},
+        },
+        "tiering": {
+            "nvme": [{"path": str(args.nvme)}],
+            "host_memory": args.host_memory,
+            "update_schedule": args.schedule,
+        },
+    }
+    ids = token_ids(args, device)
+    start_s = time.perf_counter()
+    model = decoder(args)
+    params = sum(param.numel() for param in model.parameters())
+    with infinity.initialize(model=model, config=config, init_function=fill, device=str(device))[0] as engine:
+
+        def step() -> torch.Tensor:
+            loss: torch.Tensor = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            return loss
+
+        measure("infinity", args, device, params, time.perf_counter() - start_s, step)
+
+
+if __name__ == "__main__":
+    main()
