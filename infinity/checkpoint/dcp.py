@@ -172,8 +172,8 @@ def _alone() -> Iterator[dict[str, Any]]:
     """
     if dist.is_initialized() and "no_dist" not in inspect.signature(save).parameters:
         raise CheckpointError(
-            f"torch {torch.__version__} reads and writes torch.distributed.checkpoint directories on all ranks together: "
-            "convert in a process without ranks (infinity checkpoint import, export), or take a newer torch"
+            f"torch {torch.__version__} converts torch.distributed.checkpoint directories on all ranks together: "
+            "do it in a process without ranks (infinity checkpoint import, export), or take a newer torch"
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled, )?unavailable or uninitialized")
