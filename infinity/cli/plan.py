@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     asked, plan, needs = draft.asked, draft.plan, draft.needs
     step = draft.step or predict_step(plan, asked.config, draft.work, asked.rates)
-    later = filled_later(plan, needs, asked.config.tiering.device_headroom)
+    later = filled_later(plan, asked.config, draft.work)
     sweep = Sweep(asked.model, asked.config, asked.machine, asked.rates, asked.seq_len, asked.checkpointing)
     points = sweep.over(args.sweep) if args.sweep else []
     if args.plot is not None:
@@ -71,11 +71,11 @@ def run(args: argparse.Namespace) -> int:
     if asked.emulated:
         print(f"machine         {asked.emulated}, which is not here: all of this is computed, nothing measured on it")
     _print_sizes(plan)
-    print("\n".join(estimate_lines(plan, needs)))
+    print("\n".join(estimate_lines(draft)))
     if later:
         print(
             f"filled later    {format_size(plan.sizing.shards.states_bytes(later))} of states, of {len(later)} units, "
-            "come to the device after the first step, which is the one that follows"
+            "come to the device after the first step; the step below is one that follows"
         )
     if len(step.unknown) < len(step.parts):
         _print_step(step, args.tbw)

@@ -26,9 +26,11 @@ _BUSY, _SHORT = -1 << 62, -1 << 61  # in place of bytes: nothing can move now; t
 
 
 def filling_of(runtime: Runtime, config: Config) -> Filling | None:
-    """What fills the device's memory, if that is asked for."""
+    """What fills the device's memory; None where nothing may come to it."""
     if not runtime.sizing.may_come:
         return None
+    if config.tiering.fill_device == "auto" and runtime.parts.ranks.size > 1:
+        return None  # several ranks could not try a batch again that found no memory
     assert runtime.grads.device is not None
     return Filling(runtime, runtime.grads.device.budget, config)
 
