@@ -115,8 +115,8 @@ class TieringConfig:
     """Budgets and policies of the tiers; None means chosen at initialize (for `timeline`: none is written).
 
     Attributes:
-        fill_device: optimizer states come to the device as far as its memory has room; "auto" does nothing where True is
-            refused, or is of no use.
+        fill_device: optimizer states come to the device as far as its memory has room; "auto" does nothing where they
+            cannot.
         device_headroom: the share of the device's memory that `fill_device` leaves free.
     """
 

@@ -89,9 +89,10 @@ class StepTime:
 
 
 def predict_step(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> StepTime:
-    """Predict a step of `plan` whose micro-batches are `work`, on machines of these rates; not the first one, after which
-    the device may be filled."""
-    speeds = speeds_of(rates, _most_rows(work), shared=(shared := not plan.machine.discrete))
+    """Predict a step of `plan` whose micro-batches are `work`, on machines of these rates: not the first one, after
+    which the device is filled with optimizer states."""
+    shared = not plan.machine.discrete
+    speeds = speeds_of(rates, _most_rows(work), shared=shared)
     before, later = plan, filled_later(plan, config, work)
     plan = once_filled(before, config, later)
     asked = step_work(plan, config, work, rates)

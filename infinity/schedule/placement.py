@@ -217,6 +217,7 @@ def rules_of(
     if may_be_there and home is there:
         states_home, share = Memory.DEVICE, 1.0
     fills = states_home is not Memory.DEVICE and may_fill(config, ranks, discrete=discrete, exact=exact)
+    asked_there = share > 0 or (fills and config.tiering.fill_device is True)
     streams = discrete and states_home is not Memory.DEVICE
     return Rules(
         sharding=sharding,
@@ -241,9 +242,7 @@ def rules_of(
         grads_stream=streams,
         sums_there=streams and summed and (ranks == 1 or every_pass),
         sums_once=every_pass and summed and 1 < sharing < ranks,
-        least_tile_bytes=_least_tile_bytes(
-            states_home, there=share > 0 or (fills and config.tiering.fill_device is True)
-        ),
+        least_tile_bytes=_least_tile_bytes(states_home, there=asked_there),
         # Users read and write parameters between steps at these stages, as in torch.
         settles=stage < 3 and config.tiering.update_schedule == "auto",
         params_pass_host=config.aio.use_gds and discrete and home is Memory.NVME,
