@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None and args.sweep is None:
         raise ConfigError("--plot draws a sweep: give --sweep tokens, host-memory or drives, too")
     draft = lay_out(args, "plan")
-    from infinity.planner import Sweep, filled_later, predict_step  # noqa: PLC0415  (torch takes seconds)
+    from infinity.planner import Sweep, filled_later, predict_step, states_on_device  # noqa: PLC0415  (torch takes seconds)
 
     asked, plan, needs = draft.asked, draft.plan, draft.needs
     step = draft.step or predict_step(plan, asked.config, draft.work, asked.rates)
@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
             "step": _step_facts(step, args.tbw),
             "sweep": [asdict(point) for point in points],
             "problems": draft.problems,
+            "optimizer_states": states_on_device(plan, asked.config, draft.work),
             "filled_later": [plan.units[unit].name for unit in later],
             "emulated": asked.emulated or None,
             "measured": False,
