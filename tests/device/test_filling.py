@@ -170,7 +170,9 @@ def test_units_go_back_before_the_forward_pass_of_a_longer_batch(
     recipe = replace(CLIPPED, accumulation=accumulation)
     lengths = [1] * 2 * accumulation + [samples] * accumulation + [1] * accumulation
     data = [torch.cat([ids] * length) for ids, length in zip(batches(len(lengths)), lengths, strict=True)]
-    with engine_on("simdev", tiny(), recipe, Placement("none", "cpu"), device_headroom=small_device) as engine:
+    config = recipe.config(Placement("none", "cpu"))
+    config["tiering"]["device_headroom"] = small_device
+    with infinity.initialize(model=tiny(), config=config, device="simdev")[0] as engine:
         losses, held = [], []
         for step in range(4):
             losses += train_over(engine, data[step * accumulation :][:accumulation])
@@ -255,8 +257,11 @@ def test_the_device_is_filled_after_the_first_step(
 ) -> None:
     """Of units that come and go, those whose updates nothing hides stay."""
     monkeypatch.setattr(on_device, "_WORTH_NUMEL", 1)
-    placement = Placement(params, tier, tmp_path, "64KiB")
-    with simdev.configured(**SPEEDS[speed]), engine_on("simdev", tiny(architecture), recipe, placement) as engine:
+    config = recipe.config(Placement(params, tier, tmp_path, "64KiB"))
+    with (
+        simdev.configured(**SPEEDS[speed]),
+        infinity.initialize(model=tiny(architecture), config=config, device="simdev")[0] as engine,
+    ):
         assert not there(engine)
         data = batches(recipe.steps * recipe.accumulation)
         losses = train_over(engine, data[: recipe.accumulation])
@@ -292,6 +297,8 @@ def test_where_it_cannot_be_filled_or_is_not_to_be_nothing_is_said(zero, tiering
 
 @pytest.mark.usefixtures("small_device")
 def test_a_headroom_that_leaves_no_room_keeps_states_below() -> None:
-    with engine_on("simdev", tiny(), CLIPPED, Placement("none", "cpu"), device_headroom=0.9) as engine:
+    with engine_on(
+        "simdev", tiny(), CLIPPED, Placement("none", "cpu"), fill_device="auto", device_headroom=0.9
+    ) as engine:
         train_over(engine, batches(2))
         assert not there(engine)

@@ -80,6 +80,7 @@ def test_the_bits_are_those_of_the_cpu(params, states, keeps, clipping, accumula
         ("none", "cpu", 0.0, {}, "backward"),
         ("nvme", "cpu", 1.0, {}, "deferred"),  # which would need two slots
         ("cpu", "nvme", 1.0, {}, "deferred"),
+        ("none", "cpu", 1.0, {"fill_device": "auto"}, "speculative"),
         ("none", "cpu", 1.0, {"fill_device": True}, "speculative"),
         ("none", "nvme", 1.0, {"fill_device": True}, "deferred"),
     ],
@@ -102,7 +103,7 @@ def test_beside_an_embedding_that_stays(params, states, clipping, tmp_path, monk
     monkeypatch.setattr(filling, "that_fit", lambda rules, shards, order, spare_bytes: order[:1])
     recipe = Recipe("bf16", 1, middle_norm("gpt2", "bf16", 1) if clipping else 0.0, STEPS)
     placement = Placement(params, states, tmp_path, "64KiB", schedule="auto")
-    with engine_on("simdev", tiny(), recipe, placement) as engine:
+    with engine_on("simdev", tiny(), recipe, placement, fill_device="auto") as engine:
         trained = train_here(engine, recipe)
         assert engine._runtime.states.is_there(0)
         assert not engine._runtime.states.is_there(1)
