@@ -75,8 +75,10 @@ class Regime:
         accumulation: micro-batches a step.
         host_share: budget of host memory, as a share of all states; 0 for what is useful.
         states: the optimizer's home.
-        ratio: the share of the states that has it; the rest is on the device. None for all but what is updated sooner
-            there: the embedding.
+        ratio: the share of the states that has it; the rest is on the device. None for what `fills` leaves there.
+        fills: whether states come to the device after the first step. Parameters come and go, so that of all states the
+            embedding's come, unless a `card` is given.
+        card: bytes of the device's memory; parameters stay in it. 0 for one that has room for everything.
         schedule: of updates.
         clips: every step is taken for one whose gradients are clipped, so that no update stands that ran ahead.
         activations: checkpoints of so many bytes, for the large model, are kept in host memory; 0 to keep them there.
@@ -91,14 +93,21 @@ class Regime:
     host_share: float = 0.0
     states: str = "cpu"
     ratio: float | None = None
+    fills: bool | str = "auto"
+    card: float = 0.0
     schedule: str = "auto"
     clips: bool = False
     activations: float = 0.0
 
 
 H200 = {"link": 53e9, "adam": 9e9}
+EMBEDDING = {"ratio": 0.92}  # on the device, where nothing comes to it later
 REGIMES = {
     "h200": Regime(1.2, **H200),
+    "h200-all-on-host": Regime(1.2, fills=False, **H200),
+    "h100-filled": Regime(1.2, card=80e9, **H200),
+    "h100-filled-clip": Regime(1.2, card=80e9, clip=1.0, host_share=1.75, **H200),
+    "h100-all-on-host": Regime(1.2, card=80e9, fills=False, **H200),
     "h200-clip": Regime(1.2, clip=1.0, schedule="deferred", **H200),
     "h200-clip-ahead": Regime(1.2, clip=1.0, host_share=1.75, **H200),  # of 8B 170 GB; which "auto" runs ahead
     "h200-clipping": Regime(1.2, clip=1.0, host_share=1.75, schedule="deferred", clips=True, **H200),
@@ -113,11 +122,19 @@ REGIMES = {
     "h200-nvme": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", **H200),
     "h200-nvme-clip": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, **H200),
     "h200-nvme-clip-ahead": Regime(
-        1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, schedule="speculative", **H200
+        1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, schedule="speculative", **EMBEDDING, **H200
     ),
     "h200-nvme-clipping": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, clips=True, **H200),
     "h200-nvme-clipping-ahead": Regime(
-        1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, schedule="speculative", clips=True, **H200
+        1.2,
+        drive=6e9,
+        host_share=1 / 3,
+        states="nvme",
+        clip=1.0,
+        schedule="speculative",
+        clips=True,
+        **EMBEDDING,
+        **H200,
     ),
     "4090-nvme": Regime(3.2, link=25e9, adam=3e9, drive=6e9, host_share=1 / 3, states="nvme"),
 }
@@ -170,11 +187,12 @@ def drive_rate(path: Path) -> float:
 
 
 def config_of(regime: Regime, path: str, params: int) -> dict[str, Any]:
-    on_drive = regime.drive > 0
+    on_drive, stays = regime.drive > 0, regime.states == "none" or regime.card > 0
     tiering: dict[str, Any] = {
         "nvme": [{"path": path}],
         "device_memory": "auto",
         "update_schedule": regime.schedule,
+        "fill_device": regime.fills,
     }
     if regime.activations:
         kept = int(regime.activations * params / GPU_PARAMS)
@@ -189,7 +207,7 @@ def config_of(regime: Regime, path: str, params: int) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {
             "stage": 3,
-            "offload_param": {"device": "nvme" if on_drive else "none" if regime.states == "none" else "cpu"},
+            "offload_param": {"device": "nvme" if on_drive else "none" if stays else "cpu"},
             "offload_optimizer": {"device": regime.states, "ratio": "auto" if regime.ratio is None else regime.ratio},
         },
         "tiering": tiering,
@@ -211,7 +229,7 @@ def probe(regime: Regime, path: str) -> tuple[float, float]:
     simdev.configure(hollow=1, copy=0, poison=0, flops=PROBE_FLOPS)
     model, params = made()
     config = config_of(regime, path, params)
-    config["tiering"]["update_schedule"] = "deferred"
+    config["tiering"] |= {"update_schedule": "deferred", "fill_device": False}
     computed, worked = [], []
     with infinity.initialize(model=model, config=config, device="simdev")[0] as engine:
         for _ in range(PROBE_STEPS):
@@ -269,6 +287,8 @@ def train(
     if regime.clips:
         clip_always()
     model, params = made()
+    if regime.card:
+        simdev.configure(capacity=regime.card * params / GPU_PARAMS)
     rows = []
     with infinity.initialize(model=model, config=config_of(regime, path, params), device="simdev")[0] as engine:
         touch(engine)
@@ -301,6 +321,7 @@ def train(
             engines |= {"optimizer": stats.optimizer_s, "drive": drive_bytes / drive_rate}
             rows.append({"step_s": wall_s, **engines, "stalls": stats.stall_s, "tier_bytes": moved})
         torch.accelerator.synchronize()
+        share = on_device(engine)
     if trace is not None:
         simdev.write_trace(trace)
     rows = rows[2:]
@@ -317,6 +338,7 @@ def train(
     return {
         "params": params,
         "stretched": slower,
+        "states_on_device": share,
         "adam_rate": adam_rate,
         "step_s": step_s,
         "predicted_s": predicted(regime, path, slower, compute_s, drive_rate),
@@ -329,6 +351,13 @@ def train(
         "stall_s": rows[-1]["stalls"],
         "bytes_a_param": {route: nbytes / params for route, nbytes in rows[-1]["tier_bytes"].items()},
     }
+
+
+def on_device(engine: infinity.Engine) -> float:
+    """The share of the optimizer states that is on the device."""
+    units, states = engine._runtime.partition.units, engine._runtime.states
+    there = sum(unit.trainable_numel for unit in units if states.is_there(unit.index))
+    return there / sum(unit.trainable_numel for unit in units)
 
 
 def predicted(regime: Regime, path: str, slower: float, compute_s: float, drive_rate: float) -> float:
@@ -351,7 +380,8 @@ def predicted(regime: Regime, path: str, slower: float, compute_s: float, drive_
         disk=Duplex(*(drive_rate,) * 3) if regime.drive else None,
         link=Duplex(link, link, 2 * link),
     )
-    work = Work(BATCH * SEQ, forward, backward, 0, 0, 0)
+    logits = BATCH * SEQ * VOCAB * 10  # bytes, in bfloat16 and float32, and their gradient
+    work = Work(BATCH * SEQ, forward, backward, 0, 0, logits)
     return predict_step(plan, config, work, rates).seconds
 
 
@@ -414,7 +444,8 @@ def main() -> None:
                 f"{name:24} {row['step_s']:7.3f} s (predicted {row['predicted_s']:.3f})  "
                 f"floor {row['floor_s']:7.3f} s ({row['floor']})  "
                 f"{row['over_floor']:.2f}  over its schedule {row['over_schedule']:.2f}  "
-                f"computes {row['device_computes']:4.0%}  {row['bytes_a_param']}",
+                f"computes {row['device_computes']:4.0%}  has {row['states_on_device']:4.0%} of the states  "
+                f"{row['bytes_a_param']}",
                 flush=True,
             )
     if args.json:

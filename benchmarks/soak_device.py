@@ -61,7 +61,7 @@ def draw(random_: random.Random, steps: int) -> Round:
     on_drive = random_.random() < 0.3
     tiering: dict[str, Any] = {"update_schedule": random_.choice(["auto", "deferred", "speculative", "barrier"])}
     if tiering["update_schedule"] != "speculative":
-        tiering["fill_device"] = random_.random() < 0.4
+        tiering["fill_device"] = random_.choice([True, False, "auto"])
     if on_drive:
         tiering |= {"activations": "nvme", "activation_memory": random_.choice(["512KiB", "2MiB"])}
     return Round(

@@ -160,6 +160,7 @@ class Engine(Accessors):
                 return self.module(*args, **kwargs)
         if training:
             self._look_at_model()
+            self._step.make_room(args, kwargs)
         with self._step.forward(training=training), self._autocast():
             return self.module(*args, **kwargs)
 

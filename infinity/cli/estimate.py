@@ -6,13 +6,10 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from infinity.cli.planning import add_arguments, lay_out
+from infinity.cli.planning import Draft, add_arguments, lay_out
 from infinity.config import format_size
-
-if TYPE_CHECKING:
-    from infinity.planner import Estimate, TrainingPlan
 
 EXIT_TOO_SMALL = 2
 
@@ -46,18 +43,22 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(facts))
     else:
         print(f"model           {asked.name}: {plan.params:,} parameters")
-        print("\n".join(estimate_lines(plan, needs)))
+        print("\n".join(estimate_lines(draft)))
         if args.largest:
             print(f"largest here    {'none' if largest is None else f'{largest.params:,} parameters, by their states'}")
     return report_problems(draft.problems)
 
 
-def estimate_lines(plan: TrainingPlan, needs: Estimate) -> list[str]:
+def estimate_lines(draft: Draft) -> list[str]:
     """For people."""
+    from infinity.planner import states_on_device  # noqa: PLC0415  (torch takes seconds)
+
+    plan, needs = draft.plan, draft.needs
     where = "" if plan.machine.ranks == 1 else ", each rank"
     lines = []
     if plan.machine.discrete:
         lines.append(f"device memory   {format_size(needs.device_bytes)}{where}")
+        lines.append(f"  optimizer states: {states_on_device(plan, draft.asked.config, draft.work)}")
     lines += [
         f"process memory  {format_size(needs.process_bytes)}{where}",
         f"  budget        {format_size(needs.budget_bytes)} of tiering.host_memory {format_size(plan.host_bytes)}",

@@ -44,11 +44,11 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None and args.sweep is None:
         raise ConfigError("--plot draws a sweep: give --sweep tokens, host-memory or drives, too")
     draft = lay_out(args, "plan")
-    from infinity.planner import Sweep, filled_later, predict_step  # noqa: PLC0415  (torch takes seconds)
+    from infinity.planner import Sweep, filled_later, predict_step, states_on_device  # noqa: PLC0415  (torch takes seconds)
 
     asked, plan, needs = draft.asked, draft.plan, draft.needs
     step = draft.step or predict_step(plan, asked.config, draft.work, asked.rates)
-    later = filled_later(plan, needs, asked.config.tiering.device_headroom)
+    later = filled_later(plan, asked.config, draft.work)
     sweep = Sweep(asked.model, asked.config, asked.machine, asked.rates, asked.seq_len, asked.checkpointing)
     points = sweep.over(args.sweep) if args.sweep else []
     if args.plot is not None:
@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
             "step": _step_facts(step, args.tbw),
             "sweep": [asdict(point) for point in points],
             "problems": draft.problems,
+            "optimizer_states": states_on_device(plan, asked.config, draft.work),
             "filled_later": [plan.units[unit].name for unit in later],
             "emulated": asked.emulated or None,
             "measured": False,
@@ -71,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
     if asked.emulated:
         print(f"machine         {asked.emulated}, which is not here: all of this is computed, nothing measured on it")
     _print_sizes(plan)
-    print("\n".join(estimate_lines(plan, needs)))
+    print("\n".join(estimate_lines(draft)))
     if later:
         print(
             f"filled later    {format_size(plan.sizing.shards.states_bytes(later))} of states, of {len(later)} units, "
-            "come to the device after the first step, which is the one that follows"
+            "come to the device after the first step; the step below is one that follows"
         )
     if len(step.unknown) < len(step.parts):
         _print_step(step, args.tbw)

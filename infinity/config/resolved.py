@@ -115,6 +115,8 @@ class TieringConfig:
     """Budgets and policies of the tiers; None means chosen at initialize (for `timeline`: none is written).
 
     Attributes:
+        fill_device: optimizer states come to the device as far as its memory has room; "auto" does nothing where they
+            cannot.
         device_headroom: the share of the device's memory that `fill_device` leaves free.
     """
 
@@ -134,7 +136,7 @@ class TieringConfig:
     timeline: Path | None
     timeline_steps: int
     status: bool = True
-    fill_device: bool = False
+    fill_device: bool | Literal["auto"] = "auto"
     device_headroom: float = 0.05
 
 

@@ -198,7 +198,7 @@ class ActivationSection(Section):
 
 class TieringSection(Section):
     device_memory: SizeOrAuto = None
-    fill_device: Bool = False
+    fill_device: Bool | Literal["auto"] = "auto"
     device_headroom: Number = Field(0.05, ge=0, lt=1)
     host_memory: SizeOrAuto = None
     nvme: list[NvmeSection] = []

@@ -75,7 +75,8 @@ class BeforeImages:
     once.
 
     Args:
-        capacity_bytes: of memory of their own, which no device copies from or to; whole pages of it are used.
+        capacity_bytes: of memory of their own, which is not pinned: no device copies from or to it in a step. Whole
+            pages of it are used.
     """
 
     def __init__(self, capacity_bytes: int) -> None:

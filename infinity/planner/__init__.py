@@ -1,6 +1,7 @@
 """What a training will need, do and cost, before anything is allocated."""
 
-from infinity.planner.memory import Drive, Estimate, drives_here, estimate, filled_later, largest_model, problems
+from infinity.planner.filled import filled_later, once_filled, states_on_device
+from infinity.planner.memory import Drive, Estimate, drives_here, estimate, largest_model, problems
 from infinity.planner.rates import Duplex, Rates, rates_of, with_numbers
 from infinity.planner.roofline import Intensity, bandwidth_for, efficiency, intensity
 from infinity.planner.stand_in import WIDTH_STEP, Shape, shape_of, stand_in
@@ -31,11 +32,13 @@ __all__ = [
     "filled_later",
     "intensity",
     "largest_model",
+    "once_filled",
     "plan_training",
     "predict_step",
     "problems",
     "rates_of",
     "shape_of",
     "stand_in",
+    "states_on_device",
     "with_numbers",
 ]

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 from infinity.config import Config, format_size
 from infinity.errors import CapacityError
+from infinity.planner.filled import activation_bytes, computing_bytes, gradient_bytes
 from infinity.planner.stand_in import Shape, shape_of, stand_in
 from infinity.planner.step_time import StepTime
 from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
 from infinity.planner.work import Work
-from infinity.schedule.placement import that_fit
-from infinity.zero.partition import PERSISTENT
 
 _LEAST_PARAMS, _MOST_PARAMS = 5e6, 1e15
 _TRIES = 14  # halvings of a factor of 2e8: within a few percent
@@ -64,12 +63,8 @@ def estimate(plan: TrainingPlan, work: Work | None, libraries_bytes: int, step: 
         step: as predicted, which says how long gradients wait for their updates; they may take all that they are
             granted if there is none, or something in it is not known.
     """
-    activations = 0
-    if work is not None:  # what autograd saves may move, into a part of the budget
-        moves = plan.sizing.rules.activations_bytes > 0
-        activations = int(work.activation_bytes - (work.saved_bytes if moves else 0))
-    grads, added_up = _gradient_bytes(plan)
-    computing = max(activations + grads, added_up)
+    grads, added_up = gradient_bytes(plan)
+    computing = computing_bytes(plan, work)
     discrete = plan.machine.discrete
     budget_bytes = plan.host_used_bytes - _never_taken_bytes(plan, step)
     return Estimate(
@@ -77,7 +72,7 @@ def estimate(plan: TrainingPlan, work: Work | None, libraries_bytes: int, step: 
         budget_bytes=budget_bytes,
         granted_bytes=plan.host_used_bytes,
         libraries_bytes=libraries_bytes,
-        activation_bytes=activations,
+        activation_bytes=activation_bytes(plan, work),
         unit_grad_bytes=max(grads, added_up),
         process_bytes=budget_bytes + libraries_bytes + (0 if discrete else computing),
         nvme_bytes=plan.nvme_bytes,
@@ -99,37 +94,6 @@ def _never_taken_bytes(plan: TrainingPlan, step: StepTime | None) -> int:
     if step is None or step.unknown:
         return params
     return params + max(0, shared - step.leased_grads_bytes)
-
-
-def _gradient_bytes(plan: TrainingPlan) -> tuple[int, int]:
-    """Gradients that backward has made and nobody has taken yet, at most: while it goes through the model, and at its
-    end.
-
-    torch keeps the gradient of a parameter that several modules have (a tied head) from the first of them to the last,
-    and adds another up in new memory.
-    """
-    partition = plan.sizing.partition
-    shared = partition.shared
-    most, kept, added_up = 0, 0, 0
-    for unit, spec in zip(partition.units, plan.sizing.specs, strict=True):
-        nbytes = unit.trainable_numel * spec.dtype.itemsize
-        if unit.index in shared and unit.name != PERSISTENT:
-            kept += nbytes
-            added_up = max(added_up, nbytes)
-        else:
-            most = max(most, nbytes)
-    return most + kept, kept + 2 * added_up
-
-
-def filled_later(plan: TrainingPlan, needs: Estimate, headroom: float) -> list[int]:
-    """Units whose states come to the device after the first step, if it is filled then.
-
-    Args:
-        headroom: the share of the device's memory that is left free.
-    """
-    sizing = plan.sizing
-    spare_bytes = int((plan.machine.device_bytes or 0) * (1 - headroom)) - needs.device_bytes
-    return that_fit(sizing.rules, sizing.shards, sizing.may_come, spare_bytes)
 
 
 def drives_here(config: Config) -> list[Drive]:

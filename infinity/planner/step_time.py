@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from infinity.config import Config
+from infinity.planner.filled import filled_later, once_filled
 from infinity.planner.lanes import Speeds
 from infinity.planner.rates import Duplex, Rates
 from infinity.planner.rehearsal import PARTS, rehearse
@@ -88,9 +89,16 @@ class StepTime:
 
 
 def predict_step(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> StepTime:
-    """Predict a step of `plan` whose micro-batches are `work`, on machines of these rates."""
-    asked, shared = step_work(plan, config, work, rates), not plan.machine.discrete
-    done = rehearse(asked, speeds_of(rates, _most_rows(work), shared=shared))
+    """Predict a step of `plan` whose micro-batches are `work`, on machines of these rates: not the first one, after
+    which the device is filled with optimizer states."""
+    shared = not plan.machine.discrete
+    speeds = speeds_of(rates, _most_rows(work), shared=shared)
+    before, later = plan, filled_later(plan, config, work)
+    plan = once_filled(before, config, later)
+    asked = step_work(plan, config, work, rates)
+    done = rehearse(asked, speeds)
+    # The first step's gradients need what nothing on the device spares them yet.
+    first = rehearse(step_work(before, config, work, rates), speeds) if later else done
     micro = config.gradient_accumulation_steps
     return StepTime(
         done.seconds,
@@ -103,7 +111,7 @@ def predict_step(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -
         (work.forward.total_flops + work.backward.total_flops) * micro,
         shared,
         plan.write_bytes * plan.machine.neighbours,
-        done.leased_bytes,
+        first.leased_bytes,
     )
 
 

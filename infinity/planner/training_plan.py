@@ -78,6 +78,7 @@ class TrainingPlan:
         nvme_bytes: space that will be reserved on the drives.
         placement: where everything lives.
         params_bytes: memory for units that come and go, where they are computed on.
+        sums_bytes: memory for sums of gradients over micro-batches, where they are computed.
         uses: units in the order of a forward pass, one entry for each module that uses one; backward is the reverse.
         steps: of one cycle in steady state, through those of the uses whose units come and go.
         traffic: what moves in a step.
@@ -96,6 +97,7 @@ class TrainingPlan:
     nvme_bytes: int
     placement: Placement
     params_bytes: int
+    sums_bytes: int
     uses: tuple[Use, ...]
     steps: Plan
     traffic: Traffic
@@ -195,6 +197,7 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
         else _nvme_bytes(sizing, placement),
         placement=placement,
         params_bytes=there.params.capacity_bytes,
+        sums_bytes=there.sums.capacity_bytes,
         uses=uses,
         steps=steps,
         traffic=traffic_of(sizing, placement, steps, config.gradient_accumulation_steps, there.sums.capacity_bytes),

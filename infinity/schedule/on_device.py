@@ -17,7 +17,6 @@ from infinity.config import Config
 from infinity.errors import ConfigError
 
 _WORTH_NUMEL = 1 << 24  # an update of fewer elements takes the host's cores 2 to 5 ms
-_SPARE_SHARE = 10  # of what the device has beside parameters: most is for activations
 
 _log = logging.getLogger(__name__)
 
@@ -39,42 +38,17 @@ def share_there(config: Config, *, discrete: bool, exact: bool) -> float:
     return 1.0 - ratio if _can_be_there(key, "ratio", config, discrete=discrete, exact=exact) else 0.0
 
 
-def spare_bytes(config: Config, ranks: int, free_bytes: int, *, discrete: bool, exact: bool) -> int:
-    """Of the device's memory, what states may take there without being asked to.
-
-    Not on several ranks, whose devices would have to agree; the others are the arguments of `share_there`.
-
-    Args:
-        ranks: how many train the model together.
-        free_bytes: what the device has beside all parameters, or has not, below 0.
-    """
-    offload = config.zero.offload_optimizer
-    left_open = offload.ratio is None and offload.device != "none" and not config.tiering.crash_consistent
-    if not (left_open and ranks == 1 and discrete and exact):
-        return 0
-    return max(0, free_bytes) // _SPARE_SHARE
-
-
-def first_there(first: Sequence[int], numels: Sequence[int], bytes_per_param: int, spare_bytes: int) -> frozenset[int]:
-    """Units that stay on the device without being asked to: those whose updates nothing hides, or none.
-
-    Args:
-        first: these units.
-        numels: trained elements of each unit.
-        bytes_per_param: of parameters, states and gradients.
-        spare_bytes: what they may take.
-    """
-    trained = sum(numels[unit] for unit in first)
-    fit = trained >= _WORTH_NUMEL and trained * bytes_per_param <= spare_bytes
-    return frozenset(unit for unit in first if numels[unit]) if fit else frozenset()
-
-
 def may_fill(config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool:
-    """Whether `tiering.fill_device` lets states come to the device later; the arguments are those of `spare_bytes`.
+    """Whether optimizer states may come to the device after the first step, see `tiering.fill_device`.
+
+    Args:
+        ranks: how many train the model together; the others are the arguments of `share_there`.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: `fill_device` is true, and they cannot.
     """
+    if config.tiering.fill_device == "auto":
+        return not why_not_filled(config, ranks, discrete=discrete, exact=exact)
     key = "tiering.fill_device is true"
     if not config.tiering.fill_device:
         return False
@@ -92,6 +66,47 @@ def may_fill(config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool
             "two out"
         )
     return True
+
+
+def why_not_filled(config: Config, ranks: int, *, discrete: bool, exact: bool) -> str:
+    """Why `tiering.fill_device: auto` leaves optimizer states off the device, in words; empty if it fills the device.
+
+    The arguments are those of `may_fill`.
+    """
+    offload, tiering = config.zero.offload_optimizer, config.tiering
+    if not discrete:
+        return "the model computes on the CPU, whose memory has all states"
+    if offload.device == "none":
+        return "zero_optimization.offload_optimizer.device is none"
+    if offload.ratio is not None:
+        return f"zero_optimization.offload_optimizer.ratio {offload.ratio:g} says how much stays on the device"
+    if not exact:
+        return f"tiering.state_format {tiering.state_format} is rounded, as only the kernels of the host do it"
+    if tiering.crash_consistent:
+        return "tiering.crash_consistent writes through what is updated in host memory"
+    if tiering.update_schedule == "speculative":
+        return "tiering.update_schedule is speculative"
+    if ranks > 1:
+        # One rank can try a batch again that found no memory; several would end, where without filling they go on.
+        return f"{ranks} ranks train together: set tiering.fill_device to true at stages 1 and 2"
+    return ""
+
+
+def first_to_stay(first: Sequence[int], numels: Sequence[int], bytes_per_param: int, free_bytes: int) -> frozenset[int]:
+    """Units that would come and go, but whose parameters stay on the device so that their states can come to it.
+
+    Whether these come is decided beside measured activations. Their parameters take no memory from anything else: there
+    is room for all parameters of the model beside the states and gradients of these units.
+
+    Args:
+        first: units whose updates nothing hides.
+        numels: trained elements of each unit.
+        bytes_per_param: of states and gradients.
+        free_bytes: what the device has beside all parameters, or has not, below 0.
+    """
+    trained = sum(numels[unit] for unit in first)
+    fit = trained >= _WORTH_NUMEL and trained * bytes_per_param <= free_bytes
+    return frozenset(unit for unit in first if numels[unit]) if fit else frozenset()
 
 
 def _can_be_there(key: str, name: str, config: Config, *, discrete: bool, exact: bool) -> bool:

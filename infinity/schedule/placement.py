@@ -138,12 +138,6 @@ class Rules:
         on_drives = self.states is Memory.NVME and (params or self.params is Memory.NVME)
         return replace(self, recovers_grads=self.spills_grads and on_drives)
 
-    def with_share_there(self, share: float) -> Rules:
-        """As these, where as many of the states as that turn out to be on the device."""
-        share = max(share, self.share_there)
-        least_bytes = _least_tile_bytes(self.states, there=bool(share or self.fills))
-        return replace(self, share_there=share, least_tile_bytes=least_bytes)
-
     def param_home(self, *, stays: bool, updated_there: bool) -> Memory:
         """Of a unit's parameters, which may `stay` by themselves or as they are updated on the device, before a budget
         moves it up from the drive."""
@@ -223,6 +217,7 @@ def rules_of(
     if may_be_there and home is there:
         states_home, share = Memory.DEVICE, 1.0
     fills = states_home is not Memory.DEVICE and may_fill(config, ranks, discrete=discrete, exact=exact)
+    asked_there = share > 0 or (fills and config.tiering.fill_device is True)
     streams = discrete and states_home is not Memory.DEVICE
     return Rules(
         sharding=sharding,
@@ -247,7 +242,7 @@ def rules_of(
         grads_stream=streams,
         sums_there=streams and summed and (ranks == 1 or every_pass),
         sums_once=every_pass and summed and 1 < sharing < ranks,
-        least_tile_bytes=_least_tile_bytes(states_home, there=bool(share or fills)),
+        least_tile_bytes=_least_tile_bytes(states_home, there=asked_there),
         # Users read and write parameters between steps at these stages, as in torch.
         settles=stage < 3 and config.tiering.update_schedule == "auto",
         params_pass_host=config.aio.use_gds and discrete and home is Memory.NVME,
@@ -257,7 +252,7 @@ def rules_of(
 
 
 def _least_tile_bytes(states: Memory, *, there: bool) -> int:
-    """Of a tile, some of which are on the device; tiles of a drive keep the size that is best for it."""
+    """Of a tile, some of which are asked to be on the device; tiles of a drive keep the size that is best for it."""
     return _DEVICE_TILE_BYTES if there and states is not Memory.NVME else 0
 
 
@@ -281,7 +276,7 @@ def may_run_ahead(config: Config, ranks: int, *, discrete: bool) -> bool:
         return config.zero.stage == 3
     in_memory = config.zero.offload_optimizer.device == "cpu" and config.zero.offload_param.device != "nvme"
     # Several ranks would tell one another about each unit, where they now do so once a step.
-    return discrete and ranks == 1 and in_memory and not config.tiering.fill_device
+    return discrete and ranks == 1 and in_memory
 
 
 @dataclass(frozen=True)

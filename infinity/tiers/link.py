@@ -64,6 +64,9 @@ class Link(Protocol):
     def forget_peak(self) -> None:
         """Have `level` give the most that tensors take from now on."""
 
+    def release_cached(self) -> None:
+        """Give the device's memory back that torch keeps for tensors to come."""
+
 
 def accelerator() -> torch.device | None:
     """The kind of device that torch sees beside the CPU; None without one."""
@@ -110,6 +113,9 @@ class AcceleratorLink:
 
     def forget_peak(self) -> None:
         torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
+
+    def release_cached(self) -> None:
+        torch.get_device_module(self.device).empty_cache()
 
     def _copy(
         self, stream: torch.Stream, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None
@@ -232,6 +238,9 @@ class SameMemory:
 
     def forget_peak(self) -> None:
         """It keeps none."""
+
+    def release_cached(self) -> None:
+        """Torch keeps none."""
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
         start_s = time.perf_counter()

@@ -3,11 +3,15 @@
 [Note: what is left]
 Torch counts what is allocated, and the most that ever was. The difference between the two at the end of a step is what
 a step takes beside what lies on the device between steps: activations, gradients on their way, a kernel's scratch. What
-is free less that, less a headroom for the allocator's slack and for batches that are a little longer, can be filled. A
-longer batch raises the most that was, and shows at the end of its step if there was room for it: where half of the
-headroom was used, units go back, the last first, until it is there again. If there was no room, the device is out of
-memory in the middle of the step, which is lost as any step that fails; half of what had come goes back, so that the
-same batch can be tried again.
+is free less that, less a headroom for the allocator's slack and for batches that are a little longer, can be filled.
+
+[Note: longer batches]
+A batch with more elements than any before is taken to need more in proportion. Where that leaves too little free, units
+go back before its forward pass, the last first, on one rank between two steps. What grows faster than in proportion, or
+is no input of the model, raises the most that was, and shows at the end of its step if there was room for it: where
+half of the headroom was used, units go back until it is there again. If there was no room, the device is out of memory
+in the middle of the step, which is lost as any step that fails; half of what had come goes back, so that the same batch
+can be tried again.
 """
 
 from __future__ import annotations
@@ -26,9 +30,11 @@ _BUSY, _SHORT = -1 << 62, -1 << 61  # in place of bytes: nothing can move now; t
 
 
 def filling_of(runtime: Runtime, config: Config) -> Filling | None:
-    """What fills the device's memory, if that is asked for."""
+    """What fills the device's memory; None where nothing may come to it."""
     if not runtime.sizing.may_come:
         return None
+    if config.tiering.fill_device == "auto" and runtime.parts.ranks.size > 1:
+        return None  # several ranks could not try a batch again that found no memory
     assert runtime.grads.device is not None
     return Filling(runtime, runtime.grads.device.budget, config)
 
@@ -51,7 +57,27 @@ class Filling:
         self._short = False  # a pass has failed for lack of memory, and nothing has gone back yet
         self._most_bytes = 0  # that was ever allocated
         self._extra_bytes = 0  # see [Note: what is left]
+        self._longest = 0  # elements of the largest batch so far
+        self._bytes_per_element = 0.0  # of a batch, before states came, whose gradients and updates take their own part
         runtime.link.forget_peak()  # what the process took before, a model on the device say, is no step's
+
+    def before_forward(self, elements: int, *, at_rest: bool) -> None:
+        """A training forward begins, see [Note: longer batches].
+
+        Args:
+            elements: of all tensors that the model is given.
+            at_rest: there are no gradients, no step that goes on, and no other rank.
+        """
+        before, self._longest = self._longest, max(self._longest, elements)
+        if not (self.came and at_rest and 0 < before < elements) or self._runtime.pipeline.before_update is not None:
+            return
+        level = self._level()
+        assert level is not None  # or nothing could have come
+        expected_bytes = self._extra_bytes + int(self._bytes_per_element * (elements - before))
+        missing_bytes = expected_bytes + self._headroom_bytes(level) - level.free_bytes
+        if missing_bytes > self._headroom_bytes(level) // 2:
+            self._extra_bytes = expected_bytes
+            self._shrink(missing_bytes, "a batch is longer than those before")
 
     def after_step(self) -> None:
         """A step is over, and its updates are done or queued; all ranks call this together, and do the same."""
@@ -63,11 +89,12 @@ class Filling:
             return
         if not self._filled:
             self._filled = True
+            self._bytes_per_element = self._extra_bytes / max(1, self._longest)
             self._fill(spare_bytes)
         elif spare_bytes == _SHORT:
             self._give_half()
         elif self.came and spare_bytes < 0:
-            self._shrink(-spare_bytes)
+            self._shrink(-spare_bytes, "a step took more of the device's memory than those before")
 
     def _told(self, level: DeviceLevel) -> int:
         """What this rank could fill; below 0 what is to go back."""
@@ -122,6 +149,9 @@ class Filling:
         """Have as many units come as there is room for."""
         runtime = self._runtime
         runtime.executor.drain()
+        # States are to lie in segments of their own: in one that a step's large tensors have left, the next step would
+        # find no piece of that size again.
+        runtime.link.release_cached()
         sizing = runtime.sizing
         for unit in that_fit(sizing.rules, sizing.shards, sizing.may_come, spare_bytes):
             if not self._come(unit):
@@ -150,7 +180,7 @@ class Filling:
             executor.move_states(unit, there=False)
         return False
 
-    def _shrink(self, missing_bytes: int) -> None:
+    def _shrink(self, missing_bytes: int, why: str) -> None:
         """Have units go back until so much more is free."""
         count = 0
         for unit in reversed(self.came):
@@ -158,7 +188,7 @@ class Filling:
                 break
             missing_bytes -= self._runtime.states.nbytes(unit)
             count += 1
-        self._move_back(count, "a step took more of the device's memory than those before")
+        self._move_back(count, why)
 
     def _move_back(self, count: int, why: str) -> None:
         runtime = self._runtime

@@ -17,7 +17,7 @@ from infinity.optim.before_images import image_bytes
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, can_recover, can_recover_param, state_layout
 from infinity.optim.pipeline import LEAST_SLOTS, MOST_SLOTS
 from infinity.schedule import MemoryNeeds
-from infinity.schedule.on_device import as_far_as_fits, first_there, promotion_order, spare_bytes
+from infinity.schedule.on_device import as_far_as_fits, first_to_stay, promotion_order
 from infinity.schedule.placement import (
     DeviceShare,
     ParamBytes,
@@ -189,6 +189,11 @@ def compute_dtype(config: Config) -> torch.dtype:
     return _DTYPES[config.precision]
 
 
+def is_exact(layout: StateLayout) -> bool:
+    """The state format rounds nothing, so that a device can update it as the host does."""
+    return layout.format not in _ROUNDING
+
+
 def choose_schedule(config: Config, ranks: int = 1, *, discrete: bool = False) -> UpdateSchedule:
     """Resolve `tiering.update_schedule`.
 
@@ -249,7 +254,7 @@ def size_up(
     dtype = compute_dtype(config)
     layout = state_layout(_format(config), optimizer)
     schedule = choose_schedule(config, ranks.size, discrete=discrete)
-    exact = layout.format not in _ROUNDING
+    exact = is_exact(layout)
     rules = rules_of(
         config,
         ranks.rank,
@@ -274,21 +279,23 @@ def size_up(
         leaves=called_leaves(model, config.zero.leaf_modules),
     )
     accumulates = config.accumulates
-    budget_bytes = min(device_bytes, config.tiering.device_memory_bytes or device_bytes)
-    free_bytes = budget_bytes - dtype.itemsize * sum(unit.numel for unit in partition.units)
-    spare = spare_bytes(config, ranks.size, free_bytes, discrete=discrete, exact=exact)
-    there = _there(partition, rules.share_there, layout.bytes_per_param + 2 * dtype.itemsize, spare)
-    rules = rules.with_share_there(_share_of(partition, there))
+    there = _there(partition, rules.share_there)
     grad_dtype = _DTYPES[config.grad_accum_dtype] if accumulates else _held_dtype(config, rules)
     if schedule is UpdateSchedule.SPECULATIVE and not accumulates and _recovers(layout, grad_dtype):
         rules = rules.with_grads_recovered(params=can_recover_param(layout))
+    budget_bytes = min(device_bytes, config.tiering.device_memory_bytes or device_bytes)
+    free_bytes = budget_bytes - dtype.itemsize * sum(unit.numel for unit in partition.units)
+    stay = _staying(partition, rules, layout.bytes_per_param + grad_dtype.itemsize, free_bytes)
     return Sizing(
         partition=partition,
         layout=layout,
         schedule=schedule,
         rules=rules,
         there=there,
-        specs=tuple(_flat_spec(unit, dtype, rules, there=unit.index in there) for unit in partition.units),
+        specs=tuple(
+            _flat_spec(unit, dtype, rules, stays=unit.index in stay, there=unit.index in there)
+            for unit in partition.units
+        ),
         grad_dtype=grad_dtype,
         communication_dtype=_DTYPES[config.communication_data_type],
         tile_numel=_tile_numel(partition, layout, max(config.tiering.tile_size_bytes, rules.least_tile_bytes)),
@@ -304,17 +311,17 @@ def _limit_numel(config: Config, dtype: torch.dtype) -> int | None:
     return None if nbytes is None else nbytes // dtype.itemsize
 
 
-def _there(partition: Partition, share: float, bytes_per_param: int, spare_bytes: int) -> frozenset[int]:
-    """Units that have this share of all states, as near to it from below as whole units come, or need no asking."""
-    numels, first = [unit.trainable_numel for unit in partition.units], first_to_go(partition)
-    asked = as_far_as_fits(promotion_order(numels, first), numels, int(share * sum(numels)))
-    return asked or first_there(first, numels, bytes_per_param, spare_bytes)
-
-
-def _share_of(partition: Partition, units: Collection[int]) -> float:
-    """The share of all states that these units have."""
+def _there(partition: Partition, share: float) -> frozenset[int]:
+    """Units that have this share of all states, as near to it from below as whole units come."""
     numels = [unit.trainable_numel for unit in partition.units]
-    return sum(numels[unit] for unit in units) / max(1, sum(numels))
+    order = promotion_order(numels, first_to_go(partition))
+    return as_far_as_fits(order, numels, int(share * sum(numels)))
+
+
+def _staying(partition: Partition, rules: Rules, bytes_per_param: int, free_bytes: int) -> frozenset[int]:
+    """Units whose parameters stay on the device for their states, which may come to it later."""
+    numels = [unit.trainable_numel for unit in partition.units]
+    return first_to_stay(first_to_go(partition), numels, bytes_per_param, free_bytes) if rules.fills else frozenset()
 
 
 def first_to_go(partition: Partition) -> list[int]:
@@ -334,8 +341,8 @@ def _recovers(layout: StateLayout, grad_dtype: torch.dtype) -> bool:
     return (layout.first, layout.second) == (rule.first, rule.second) and can_recover(layout, rule, grad_dtype)
 
 
-def _flat_spec(unit: Unit, dtype: torch.dtype, rules: Rules, *, there: bool) -> FlatSpec:
-    home = rules.param_home(stays=unit.persistent, updated_there=there)
+def _flat_spec(unit: Unit, dtype: torch.dtype, rules: Rules, *, stays: bool, there: bool) -> FlatSpec:
+    home = rules.param_home(stays=unit.persistent or stays, updated_there=there)
     moves, beside = home is not Memory.DEVICE, home is Memory.SHARD
     return FlatSpec(unit.name, unit.numel, unit.trainable_numel, dtype, moves, rules.sharding, unit.runs, beside)
 

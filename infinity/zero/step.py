@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from infinity.config import Config
 from infinity.errors import ConfigError, DivergedError, InfinityError, NonFiniteError, StorageError
@@ -302,6 +303,20 @@ class Step:
                 self.keeper.look()
 
     # Forward #
+
+    def make_room(self, *inputs: Any) -> None:
+        """A training forward of these inputs begins: what fills the device makes way for a longer batch."""
+        if self._filling is None:
+            return
+        elements = sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+        at_rest = self._phase is Phase.IDLE and self._is_alone_without_gradients
+        with self.stopped_by_failures():
+            self._filling.before_forward(elements, at_rest=at_rest)
+
+    @property
+    def _is_alone_without_gradients(self) -> bool:
+        """No other rank, and no gradients of the step so far: units may change their places."""
+        return self.gradients.alone and not self.gradients.held()
 
     def begin(self) -> None:
         """A micro-batch begins."""
@@ -619,7 +634,7 @@ class Step:
         self.losses.forget()
         self._open = None
         if self._filling is not None and isinstance(error, torch.OutOfMemoryError):
-            self._filling.out_of_memory(at_rest=self.gradients.alone and not self.gradients.held())
+            self._filling.out_of_memory(at_rest=self._is_alone_without_gradients)
 
     def drop(self) -> None:
         """Throw the gradients of the step away, as `zero_grad` does; its micro-batches stay counted.

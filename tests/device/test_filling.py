@@ -6,6 +6,7 @@ import gc
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,16 @@ import torch
 
 import infinity
 from infinity import ConfigError
+from infinity.schedule import on_device
 from infinity.schedule import placement as placement_module
-from tests.behaviour.reference import Placement, Recipe, batches
+from infinity.zero.filling import Filling
+from infinity.zero.foresight import Foresight
+from infinity.zero.in_flight import InFlight
+from tests.behaviour.reference import Placement, Recipe, Result, batches
+from tests.behaviour.test_parity import assert_same_bits
+from tests.behaviour.test_speculation import SOMETIMES, middle_norm
 from tests.device import simdev, target
-from tests.device.training import SPEEDS, engine_on, on_cpu, tiny, train_over
+from tests.device.training import SPEEDS, engine_on, on_cpu, on_cpu_like, tiny, train_over
 
 STEPS = 6
 # A tiny model's parameters take 0.35 MB, its states 1.65, what updates them 2; a step 0.86 times the batch's length.
@@ -42,11 +49,28 @@ def there(engine: Any) -> list[int]:
         ("slow_link", Recipe("bf16", 4, 0.5, STEPS), "cpu"),
         ("slow_kernels", Recipe("fp16", 1, 0.5, STEPS), "nvme"),
         ("slow_link", Recipe("fp32", 2, 0.0, STEPS), "cpu"),
+        ("slow_kernels", Recipe("bf16", 1, SOMETIMES, STEPS), "cpu"),
+        ("slow_link", Recipe("bf16", 2, SOMETIMES, STEPS), "cpu"),
     ],
 )
 def test_any_order_of_coming_and_leaving_has_the_same_bits(speed, recipe, tier, tmp_path, monkeypatch) -> None:
-    """Units come and leave by chance after every step; those that the policy moves are as good as any."""
+    """Units come and leave by chance after every step; those that the policy moves are as good as any.
+
+    With `SOMETIMES` the updates of those below run ahead of the norm, and some are undone.
+    """
     monkeypatch.setattr(placement_module, "_DEVICE_TILE_BYTES", 0)  # several tiles a unit
+    ahead: list[int] = []
+    if recipe.clipping == SOMETIMES:
+        recipe = replace(recipe, clipping=middle_norm("gpt2", recipe.precision, recipe.accumulation))
+        run_ahead = InFlight.run_ahead
+
+        def counted(self: InFlight, unit: int, *rest: Any, may_leave: bool) -> None:
+            ahead.append(unit)
+            run_ahead(self, unit, *rest, may_leave=may_leave)
+
+        monkeypatch.setattr(Foresight, "runs_ahead", True)
+        monkeypatch.setattr(InFlight, "run_ahead", counted)
+    sometimes = recipe.clipping not in (0.0, 0.5)
     chance = random.Random(f"{recipe}{tier}")
     data = batches(recipe.steps * recipe.accumulation)
     losses = []
@@ -66,6 +90,7 @@ def test_any_order_of_coming_and_leaving_has_the_same_bits(speed, recipe, tier, 
                 (filling.came.append if comes else filling.came.remove)(unit)
                 filling._count(runtime.states.nbytes(unit) * (1 if comes else -1))
             assert there(engine) == sorted(filling.came)
+        assert bool(ahead) == sometimes
         weights = {name: param.detach().cpu() for name, param in engine.named_parameters()}
     cpu = on_cpu("gpt2", recipe.precision, recipe.accumulation, recipe.clipping, recipe.steps)
     assert losses == cpu.losses
@@ -122,17 +147,40 @@ def test_a_budget_that_is_given_is_kept_to() -> None:
         assert before < device.shares_bytes <= device.capacity_bytes == 3_000_000
 
 
+@pytest.mark.parametrize("fills", [True, "auto"])
 @pytest.mark.parametrize("lengths", [[1, 1, 4, 1], [1, 1, 5, 5, 1]])
-def test_a_longer_batch_has_units_go_back(lengths, small_device) -> None:
+def test_a_longer_batch_has_units_go_back(lengths, fills, small_device, monkeypatch) -> None:
     """One that takes of the headroom, at its end; one that finds no room, so that it can be tried again."""
+    monkeypatch.setattr(Filling, "before_forward", lambda *_, **__: None)  # as if what grows were no input
     steps = list(enumerate(lengths))
-    losses, held = train_steps(target.DEVICE, steps, fill_device=True, device_headroom=small_device)
+    losses, held = train_steps(target.DEVICE, steps, fill_device=fills, device_headroom=small_device)
     assert held[:2] == [6, 6]
     assert 0 < held[2] < 6
     assert set(held[2:]) == {held[2]}
     assert [index for index, loss in enumerate(losses) if math.isnan(loss)] == ([2] if 5 in lengths else [])
     done = [index for index, loss in enumerate(losses) if not math.isnan(loss)]
     assert [losses[index] for index in done] == train_steps(target.REFERENCE, [steps[index] for index in done])[0]
+
+
+@pytest.mark.parametrize(("samples", "accumulation", "some_stay"), [(4, 1, True), (5, 1, False), (5, 2, False)])
+def test_units_go_back_before_the_forward_pass_of_a_longer_batch(
+    samples, accumulation, some_stay, small_device
+) -> None:
+    """So that 5 times as many samples, for which there was no room beside these units, are trained on at once."""
+    recipe = replace(CLIPPED, accumulation=accumulation)
+    lengths = [1] * 2 * accumulation + [samples] * accumulation + [1] * accumulation
+    data = [torch.cat([ids] * length) for ids, length in zip(batches(len(lengths)), lengths, strict=True)]
+    config = recipe.config(Placement("none", "cpu"))
+    config["tiering"]["device_headroom"] = small_device
+    with infinity.initialize(model=tiny(), config=config, device=target.DEVICE)[0] as engine:
+        losses, held = [], []
+        for step in range(4):
+            losses += train_over(engine, data[step * accumulation :][:accumulation])
+            held.append(len(there(engine)))
+    assert held[0] == held[1] > held[2] == held[3]
+    assert bool(held[2]) == some_stay
+    with engine_on("cpu", tiny(), recipe, Placement()) as engine:
+        assert train_over(engine, data) == losses
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
@@ -185,3 +233,72 @@ def test_what_the_process_took_before_is_no_step_s(small_device) -> None:
     with filled(CLIPPED, Placement("none", "cpu"), device_headroom=small_device) as engine:
         train_over(engine, batches(1))
         assert there(engine) == expected
+
+
+# By default #
+
+
+@pytest.mark.parametrize("speed", SPEEDS)
+@pytest.mark.parametrize(
+    ("architecture", "recipe", "params", "tier"),
+    [
+        ("gpt2", Recipe("bf16", 1, 0.0, STEPS), "none", "cpu"),
+        ("llama", Recipe("bf16", 1, 0.5, STEPS), "none", "cpu"),
+        ("gpt2", Recipe("bf16", 4, 0.5, STEPS), "none", "cpu"),
+        ("llama", Recipe("fp16", 1, 0.5, STEPS), "none", "cpu"),
+        ("gpt2", Recipe("fp32", 2, 0.0, STEPS), "none", "cpu"),
+        ("llama", Recipe("bf16", 1, 0.5, STEPS), "none", "nvme"),
+        ("gpt2", Recipe("bf16", 1, 0.5, STEPS), "cpu", "cpu"),
+        ("llama", Recipe("bf16", 2, 0.0, STEPS), "nvme", "nvme"),
+    ],
+)
+def test_the_device_is_filled_after_the_first_step(
+    architecture, recipe, params, tier, speed, tmp_path, monkeypatch
+) -> None:
+    """Of units that come and go, those whose updates nothing hides stay."""
+    monkeypatch.setattr(on_device, "_WORTH_NUMEL", 1)
+    config = recipe.config(Placement(params, tier, tmp_path, "64KiB"))
+    with (
+        simdev.configured(**SPEEDS[speed]),
+        infinity.initialize(model=tiny(architecture), config=config, device=target.DEVICE)[0] as engine,
+    ):
+        assert not there(engine)
+        data = batches(recipe.steps * recipe.accumulation)
+        losses = train_over(engine, data[: recipe.accumulation])
+        trained = [unit.index for unit in engine._runtime.partition.units if unit.trainable_numel]
+        came = there(engine)
+        assert came == trained if params == "none" else 0 in came and set(came) < set(trained)
+        losses += train_over(engine, data[recipe.accumulation :])
+        weights = {name: param.detach().cpu() for name, param in engine.named_parameters()}
+    assert_same_bits(Result(losses, weights), on_cpu_like(recipe, architecture))
+
+
+@pytest.mark.parametrize(
+    ("zero", "tiering"),
+    [
+        ({}, {"fill_device": False}),
+        ({}, {"state_format": "int8"}),
+        ({}, {"state_format": "bf16"}),
+        ({}, {"update_schedule": "speculative"}),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 1.0}}, {}),
+        ({"offload_optimizer": {"device": "nvme"}}, {"crash_consistent": True}),
+    ],
+)
+def test_where_it_cannot_be_filled_or_is_not_to_be_nothing_is_said(zero, tiering, tmp_path, caplog) -> None:
+    config = CLIPPED.config(Placement("none", "cpu", tmp_path))
+    config["zero_optimization"] |= zero
+    config["tiering"] |= tiering | {"nvme": [{"path": str(tmp_path)}]}
+    with infinity.initialize(model=tiny(), config=config, device=target.DEVICE)[0] as engine:
+        assert engine._step._filling is None
+        train_over(engine, batches(2))
+        assert not there(engine)
+    assert "fill_device" not in caplog.text
+
+
+@pytest.mark.usefixtures("small_device")
+def test_a_headroom_that_leaves_no_room_keeps_states_below() -> None:
+    with engine_on(
+        target.DEVICE, tiny(), CLIPPED, Placement("none", "cpu"), fill_device="auto", device_headroom=0.9
+    ) as engine:
+        train_over(engine, batches(2))
+        assert not there(engine)

@@ -10,6 +10,7 @@ import pytest
 
 from infinity.errors import CapacityError
 from infinity.schedule import on_device
+from infinity.zero import filling
 from infinity.zero.foresight import Foresight
 from infinity.zero.in_flight import InFlight
 from tests.behaviour.reference import Placement, Recipe, named_budget
@@ -79,7 +80,9 @@ def test_the_bits_are_those_of_the_cpu(params, states, keeps, clipping, accumula
         ("none", "cpu", 0.0, {}, "backward"),
         ("nvme", "cpu", 1.0, {}, "deferred"),  # which would need two slots
         ("cpu", "nvme", 1.0, {}, "deferred"),
-        ("none", "cpu", 1.0, {"fill_device": True}, "deferred"),
+        ("none", "cpu", 1.0, {"fill_device": "auto"}, "speculative"),
+        ("none", "cpu", 1.0, {"fill_device": True}, "speculative"),
+        ("none", "nvme", 1.0, {"fill_device": True}, "deferred"),
     ],
 )
 def test_in_memory_it_is_chosen_by_itself(params, states, clipping, more, schedule, tmp_path) -> None:
@@ -94,13 +97,14 @@ def test_in_memory_it_is_chosen_by_itself(params, states, clipping, more, schedu
 @pytest.mark.parametrize("clipping", [0.0, SOMETIMES])
 @pytest.mark.parametrize(("params", "states"), [("cpu", "cpu"), ("none", "cpu"), ("nvme", "nvme")])
 def test_beside_an_embedding_that_stays(params, states, clipping, tmp_path, monkeypatch) -> None:
-    """The embedding is updated on the device unasked, and the blocks ahead of the norm."""
+    """The embedding is updated on the device after the first step, unasked, and the blocks ahead of the norm."""
     monkeypatch.setattr(Foresight, "runs_ahead", True)
     monkeypatch.setattr(on_device, "_WORTH_NUMEL", 1)
+    monkeypatch.setattr(filling, "that_fit", lambda rules, shards, order, spare_bytes: order[:1])
     recipe = Recipe("bf16", 1, middle_norm("gpt2", "bf16", 1) if clipping else 0.0, STEPS)
     placement = Placement(params, states, tmp_path, "64KiB", schedule="auto")
-    with engine_on(target.DEVICE, tiny(), recipe, placement) as engine:
+    with engine_on(target.DEVICE, tiny(), recipe, placement, fill_device="auto") as engine:
+        trained = train_here(engine, recipe)
         assert engine._runtime.states.is_there(0)
         assert not engine._runtime.states.is_there(1)
-        trained = train_here(engine, recipe)
     assert_same_bits(trained, on_cpu_like(recipe))

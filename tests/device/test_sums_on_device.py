@@ -69,6 +69,7 @@ def train_experts(device: str, schedule: str, do: Any = None) -> dict[str, torch
     """Three micro-batches a step; the last of them does not use what the first has used."""
     config = Recipe("bf16", 3, 0.5).config(Placement("cpu", "cpu", schedule=schedule))
     config["train_micro_batch_size_per_gpu"] = 2
+    config["tiering"]["fill_device"] = False
     with infinity.initialize(model=Experts(), config=config, device=device)[0] as engine:
         for step in range(STEPS):
             for micro_batch, used in enumerate(([0, 1], [1, 2], [2, 3])):

@@ -248,9 +248,11 @@ def least_device_memory(placement: Placement, recipe: Recipe, architecture: str)
     return int(found.group(1))
 
 
-@pytest.mark.parametrize("placement", [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+@pytest.mark.parametrize(
+    "placement", [("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme")], ids="-".join
+)
 def test_parameters_that_are_unfrozen_between_two_steps(placement, tmp_path) -> None:
-    """As on the CPU, where they had states from the start."""
+    """As on the CPU, where they had states from the start; states in host memory come to the device by themselves."""
     recipe = Recipe("bf16", clipping=0.5)
     ends = []
     for device, late in ((target.DEVICE, True), (target.REFERENCE, False)):

@@ -39,8 +39,9 @@ def tiny(architecture: str = "gpt2", seed: int = 0) -> nn.Module:
 def engine_on(
     device: str, model: nn.Module, recipe: Recipe, placement: Placement, **tiering: object
 ) -> infinity.Engine:
+    """States stay where `placement` has them, unless `fill_device` is given."""
     config = recipe.config(placement)
-    config["tiering"] |= tiering
+    config["tiering"] |= {"fill_device": False} | tiering
     return infinity.initialize(model=model, config=config, device=device)[0]
 
 

@@ -49,9 +49,13 @@ def test_what_the_command_line_says_comes_first(capsys, tmp_path) -> None:
     assert planned(capsys, "--emulate", str(file), *homes)["step"]["parts_s"]["compute"] == pytest.approx(slow)
 
 
-def test_states_on_the_device_put_nothing_on_the_link_and_sums_leave_once(capsys) -> None:
+def test_states_on_the_device_put_nothing_on_the_link_and_sums_leave_once(capsys, tmp_path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"bf16": {"enabled": True}, "tiering": {"fill_device": False}}))
+
     def link_s(*more: str) -> float:
-        plan = planned(capsys, "--emulate", "H200", "--offload-param", "none", *more)
+        homes = ("--stage", "3", "--micro-batch-size", "1", "--offload-param", "none")
+        plan = planned(capsys, "--emulate", "H200", "--config", str(file), *homes, *more)
         return plan["step"]["parts_s"]["link"]
 
     once = link_s("--offload-optimizer", "cpu")
@@ -109,6 +113,58 @@ def test_the_share_of_the_states_on_the_device_is_in_the_plan(capsys, tmp_path) 
         below = half["step"]["parts_s"][part] / whole["step"]["parts_s"][part]
         assert below == pytest.approx(1 - half["states_on_device_bytes"] / nothing["states_on_device_bytes"], abs=0.02)
         assert nothing["step"]["parts_s"][part] == 0
+
+
+def test_the_plan_fills_the_device_by_default_and_says_so(capsys, tmp_path) -> None:
+    """The step is one after the first."""
+    file = tmp_path / "config.json"
+    base = {
+        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }
+
+    def plan(*more: str, **tiering: object) -> dict:
+        file.write_text(json.dumps(base | {"tiering": tiering}))
+        return planned(capsys, "--emulate", "4090", "--config", str(file), "--params", "1.5e9", *more)
+
+    def share_below(one: dict, part: str) -> float:
+        return one["step"]["parts_s"][part] / below["step"]["parts_s"][part]
+
+    filled, below = plan(), plan(fill_device=False)
+    assert filled["filled_later"][0] == filled["units"][0]["name"]
+    assert filled["optimizer_states"] == "100% stay on the device: beside measured activations, after the first step"
+    assert filled["step"]["parts_s"]["optimizer"] == filled["step"]["parts_s"]["link"] == 0
+    assert filled["step"]["step_s"] < below["step"]["step_s"]
+    assert below["optimizer_states"] == "none stay on the device: tiering.fill_device is false"
+    part = plan(device_headroom=0.5)
+    assert part["optimizer_states"].endswith("beside measured activations, after the first step")
+    share = int(part["optimizer_states"].split("%")[0]) / 100
+    assert 0 < share < 1
+    assert share_below(part, "optimizer") == pytest.approx(1 - share, abs=0.01)
+    assert share_below(part, "link") == pytest.approx(1 - share, abs=0.02)
+    limited = plan(device_memory="8GB")
+    assert 0 < len(limited["filled_later"]) < len(filled["filled_later"])
+    speculative = plan(update_schedule="speculative")
+    assert speculative["optimizer_states"] == "none stay on the device: tiering.update_schedule is speculative"
+    assert share_below(speculative, "optimizer") == 1
+    streamed = plan("--offload-param", "cpu")
+    assert set(streamed["filled_later"]) < set(filled["filled_later"])
+    assert streamed["filled_later"][0] == filled["filled_later"][0]
+    assert plan(device_headroom=0.97)["optimizer_states"] == (
+        "none stay on the device: beside activations and tiering.device_headroom there is no room for those of a unit"
+    )
+    assert main([*SMALL[:-1], "--emulate", "4090", "--config", str(file)]) == 0
+    assert "  optimizer states: none stay on the device: beside" in capsys.readouterr().out
+
+
+def test_states_of_the_drives_that_come_to_the_device_are_not_moved_any_more(capsys) -> None:
+    """All are on NVMe without a configuration."""
+    filled = planned(capsys, "--emulate", "H100", "--offload-param", "none", "--host-memory", "450MB")
+    assert filled["optimizer_states"].startswith("100% stay on the device")
+    assert filled["step"]["parts_s"]["disk"] == 0
+    assert filled["nvme_bytes"] > 0
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from infinity.config import load_config
 from infinity.errors import ConfigError
 from infinity.schedule.on_device import (
     as_far_as_fits,
-    first_there,
+    first_to_stay,
     may_fill,
     promotion_order,
     share_there,
-    spare_bytes,
+    why_not_filled,
 )
 
 
@@ -65,25 +65,44 @@ def test_parameters_that_are_in_shards_do_not_come_later() -> None:
         fills(3, 2)
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=10), st.integers(0, 100))
-def test_what_stays_unasked_is_all_of_the_first_or_none(sizes, spare) -> None:
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=10), st.integers(-5, 100))
+def test_what_stays_for_its_states_to_come_is_all_of_the_first_or_none(sizes, free) -> None:
     numels = [size << 22 for size in sizes]
     first = [0, len(numels) - 1] if len(numels) > 1 else [0]
-    there = first_there(first, numels, bytes_per_param=1, spare_bytes=spare << 22)
+    stay = first_to_stay(first, numels, bytes_per_param=2, free_bytes=free << 22)
     trained = sum(sizes[unit] for unit in first)
-    assert there == frozenset(unit for unit in first if sizes[unit] and 4 <= trained <= spare)
+    assert stay == frozenset(unit for unit in first if sizes[unit] and 4 <= trained <= free / 2)
 
 
-def test_room_is_spared_for_one_rank_with_a_device_that_nobody_has_divided() -> None:
-    def spare(
-        ranks: int = 1, *, discrete: bool = True, exact: bool = True, states: object = "cpu", **more: object
-    ) -> int:
-        ratio = {key: more.pop(key) for key in ("ratio",) if key in more}
-        section = {"stage": 2, "offload_optimizer": {"device": states, **ratio}}
-        config = load_config({"zero_optimization": section, "tiering": more}, world_size=ranks)
-        return spare_bytes(config, ranks, 1000, discrete=discrete, exact=exact)
-
-    assert spare() == 100
-    assert spare(ratio="auto") == 100
-    assert spare(ratio=1.0) == spare(ratio=0.5) == spare(states="none") == 0
-    assert spare(2) == spare(discrete=False) == spare(exact=False) == 0
+@pytest.mark.parametrize(
+    ("changes", "facts", "reason"),
+    [
+        ({}, {}, ""),
+        ({"offload": {"device": "nvme"}, "nvme": [{"path": "/drive"}]}, {}, ""),
+        ({"offload": {"device": "cpu", "ratio": "auto"}}, {}, ""),
+        ({"update_schedule": "deferred"}, {}, ""),
+        ({}, {"discrete": False}, "computes on the CPU"),
+        ({"offload": {"device": "none"}}, {}, "offload_optimizer.device is none"),
+        ({"offload": {"device": "cpu", "ratio": 1.0}}, {}, "ratio 1 says how much stays"),
+        ({"state_format": "int8"}, {"exact": False}, "state_format int8 is rounded"),
+        (
+            {"offload": {"device": "nvme"}, "nvme": [{"path": "/drive"}], "crash_consistent": True},
+            {},
+            "crash_consistent writes through",
+        ),
+        ({"update_schedule": "speculative"}, {}, "update_schedule is speculative"),
+        ({}, {"ranks": 2}, "2 ranks train together"),
+        ({"stage": 3}, {"ranks": 2}, "2 ranks train together"),
+    ],
+)
+def test_by_default_the_device_is_filled_where_it_can_be(changes, facts, reason) -> None:
+    """And where it cannot, nothing is raised."""
+    tiering = dict(changes)
+    section = {"stage": tiering.pop("stage", 2), "offload_optimizer": tiering.pop("offload", {"device": "cpu"})}
+    asked = {"ranks": 1, "discrete": True, "exact": True} | facts
+    config = load_config({"zero_optimization": section, "tiering": tiering}, world_size=asked["ranks"])
+    found = why_not_filled(config, **asked)
+    assert (reason in found) if reason else not found
+    assert may_fill(config, **asked) == (not reason)
+    never = load_config({"zero_optimization": section, "tiering": tiering | {"fill_device": False}}, world_size=2)
+    assert not may_fill(never, **asked)

@@ -136,6 +136,7 @@ def config_of(recipe: Recipe, place: Place, path: Path) -> dict[str, Any]:
             "nvme": [{"path": str(path)}],
             "tile_size": "64KiB",
             "update_schedule": place.schedule,
+            "fill_device": False,  # states stay where the place says
             "status": False,
         }
         | place.tiering,

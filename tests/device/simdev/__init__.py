@@ -131,6 +131,7 @@ def _device_module(lib: ctypes.CDLL) -> types.ModuleType:
         "mem_get_info": lambda device=None: torch.accelerator.get_memory_info(),
         "memory_allocated": lambda device=None: torch.accelerator.memory_allocated(),
         "max_memory_allocated": lambda device=None: torch.accelerator.max_memory_allocated(),
+        "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda device=None: torch.accelerator.reset_peak_memory_stats(),
         "memory_reserved": lambda device=None: torch.accelerator.memory_reserved(),
         "register_host": register_host,

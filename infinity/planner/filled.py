@@ -1,0 +1,144 @@
+"""What a step takes of the device beside what stays there, and the optimizer states that fill the rest.
+
+The engine measures the first step and fills what is left (infinity/zero/filling.py); here both are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from infinity.config import Config
+from infinity.planner.traffic import traffic_of
+from infinity.planner.training_plan import TrainingPlan
+from infinity.planner.work import Work
+from infinity.schedule.on_device import why_not_filled
+from infinity.schedule.placement import Home, Placement, cut_into_tiles, that_fit
+from infinity.tiers import Memory
+from infinity.zero.partition import PERSISTENT
+from infinity.zero.sizing import is_exact
+
+
+def activation_bytes(plan: TrainingPlan, work: Work | None) -> int:
+    """What autograd holds at most where the model computes; what it saves may move, into a part of the host's budget.
+
+    Args:
+        work: of a micro-batch; None leaves activations out.
+    """
+    if work is None:
+        return 0
+    moves = plan.sizing.rules.activations_bytes > 0
+    return int(work.activation_bytes - (work.saved_bytes if moves else 0))
+
+
+def gradient_bytes(plan: TrainingPlan) -> tuple[int, int]:
+    """Gradients that backward has made and nobody has taken yet, at most: while it goes through the model, and at its
+    end.
+
+    torch keeps the gradient of a parameter that several modules have (a tied head) from the first of them to the last,
+    and adds another up in new memory.
+    """
+    partition = plan.sizing.partition
+    shared = partition.shared
+    most, kept, added_up = 0, 0, 0
+    for unit, spec in zip(partition.units, plan.sizing.specs, strict=True):
+        nbytes = unit.trainable_numel * spec.dtype.itemsize
+        if unit.index in shared and unit.name != PERSISTENT:
+            kept += nbytes
+            added_up = max(added_up, nbytes)
+        else:
+            most = max(most, nbytes)
+    return most + kept, kept + 2 * added_up
+
+
+def computing_bytes(plan: TrainingPlan, work: Work | None) -> int:
+    """Activations and gradients that are there at once, where the model computes."""
+    grads, added_up = gradient_bytes(plan)
+    return max(activation_bytes(plan, work) + grads, added_up)
+
+
+def filled_later(plan: TrainingPlan, config: Config, work: Work | None) -> list[int]:
+    """Units whose optimizer states come to the device after the first step, in order."""
+    tiering = config.tiering
+    free_share = 1 - tiering.device_headroom
+    used_bytes = plan.device_used_bytes
+    spare_bytes = int((plan.machine.device_bytes or 0) * free_share) - used_bytes - computing_bytes(plan, work)
+    if tiering.device_memory_bytes is not None:
+        spare_bytes = min(spare_bytes, tiering.device_memory_bytes - used_bytes)
+    return that_fit(plan.sizing.rules, plan.sizing.shards, plan.sizing.may_come, spare_bytes)
+
+
+def once_filled(plan: TrainingPlan, config: Config, later: Collection[int]) -> TrainingPlan:
+    """The plan of the steps after these units' states have come to the device; host memory stays divided as it was."""
+    if not later:
+        return plan
+    sizing = replace(plan.sizing, there=plan.sizing.there.union(later))
+    placement = _moved(plan, later)
+    micro = config.gradient_accumulation_steps
+    traffic = traffic_of(sizing, placement, plan.steps, micro, plan.sums_bytes)
+    return replace(plan, sizing=sizing, placement=placement, traffic=traffic)
+
+
+def _moved(plan: TrainingPlan, later: Collection[int]) -> Placement:
+    """Where everything lives once the states and gradients of these units are on the device."""
+    placement, shards = plan.placement, plan.sizing.shards
+
+    def there(home: Home) -> Home:
+        return replace(home, memory=Memory.DEVICE, moves=False)
+
+    def tiles() -> Iterator[tuple[int, int, Home]]:
+        homes = iter(placement.tiles)
+        for unit, numel in enumerate(shards.numels):
+            for elements in cut_into_tiles([numel], shards.tile_numel):
+                yield unit, elements, next(homes)
+
+    spilled = [unit for unit in placement.grad_homes.spilled if unit in later]
+    stored = [shards.tile_bytes(n) for unit, n, home in tiles() if unit in later and home.memory is Memory.NVME]
+    return replace(
+        placement,
+        grads=tuple(there(home) if unit in later else home for unit, home in enumerate(placement.grads)),
+        tiles=tuple(there(home) if unit in later else home for unit, _, home in tiles()),
+        stored_bytes=placement.stored_bytes - sum(stored) - sum(shards.grad_sizes[unit] for unit in spilled),
+    )
+
+
+def states_on_device(plan: TrainingPlan, config: Config, work: Work | None) -> str:
+    """How much of the optimizer states stays on the device, and why, in words; empty where there is no device."""
+    sizing, machine = plan.sizing, plan.machine
+    if not machine.discrete:
+        return ""
+    later = filled_later(plan, config, work)
+    share = _share(plan, sizing.there.union(later))
+    if later:
+        first = f" ({_share(plan, sizing.there):.0%} from the start)" if sizing.there else ""
+        return f"{share:.0%} stay on the device{first}: beside measured activations, after the first step"
+    if sizing.there:
+        return f"{share:.0%} stay on the device: {_asked(config)}"
+    return f"none stay on the device: {_why_not(plan, config)}"
+
+
+def _share(plan: TrainingPlan, units: Collection[int]) -> float:
+    """Of all optimizer states, in elements."""
+    numels = plan.sizing.shards.numels
+    return sum(numels[unit] for unit in units) / max(1, sum(numels))
+
+
+def _asked(config: Config) -> str:
+    """Which key has states on the device from the start."""
+    offload = config.zero.offload_optimizer
+    if offload.device == "none":
+        return "zero_optimization.offload_optimizer.device is none"
+    return f"zero_optimization.offload_optimizer.ratio is {offload.ratio:g}"
+
+
+def _why_not(plan: TrainingPlan, config: Config) -> str:
+    if not config.tiering.fill_device:
+        return "tiering.fill_device is false"
+    if config.tiering.fill_device == "auto":
+        exact = is_exact(plan.sizing.layout)
+        reason = why_not_filled(config, plan.machine.ranks, discrete=plan.machine.discrete, exact=exact)
+        if reason:
+            return reason
+    if not plan.sizing.may_come:
+        return "parameters come and go (zero_optimization.offload_param.device), so states cannot stay"
+    return "beside activations and tiering.device_headroom there is no room for those of a unit"
