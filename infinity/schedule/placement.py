@@ -29,7 +29,7 @@ import torch
 from infinity.config import Config, NvmeConfig
 from infinity.kernels import scratch_bytes
 from infinity.schedule.budget import MemoryNeeds, MemorySplit
-from infinity.schedule.on_device import as_far_as_fits, may_fill, promotion_order, share_there
+from infinity.schedule.on_device import as_far_as_fits, first_to_stay, may_fill, promotion_order, share_there
 from infinity.tiers import ARRIVING_UNITS, WHOLE, FlatSpec, GradHomes, Memory, Sharding
 
 _SPILL_SLOTS = 3  # one filled, one written, one read
@@ -139,9 +139,15 @@ class Rules:
         return replace(self, recovers_grads=self.spills_grads and on_drives)
 
     def param_home(self, *, stays: bool, updated_there: bool) -> Memory:
-        """Of a unit's parameters, which may `stay` by themselves or as they are updated on the device, before a budget
-        moves it up from the drive."""
+        """Of a unit's parameters, which may `stay` by themselves, or because they are updated on the device or will be,
+        before a budget moves it up from the drive."""
         return Memory.DEVICE if stays else self.params_there if updated_there else self.params
+
+    def first_to_stay(
+        self, first: Sequence[int], numels: Sequence[int], bytes_per_param: int, free_bytes: int
+    ) -> frozenset[int]:
+        """Units whose parameters stay on the device for their states, which may come later; see the function."""
+        return first_to_stay(first, numels, bytes_per_param, free_bytes) if self.fills else frozenset()
 
     def measured_there(self, parts: int) -> int:
         """Of so many parts of units, each measured by itself, those whose gradients' norms are made on the device."""

@@ -33,7 +33,7 @@ def filling_of(runtime: Runtime, config: Config) -> Filling | None:
     """What fills the device's memory; None where nothing may come to it."""
     if not runtime.sizing.may_come:
         return None
-    if config.tiering.fill_device == "auto" and runtime.parts.ranks.size > 1:
+    if config.tiering.fill_device == "auto" and runtime.parts.are_several:
         return None  # several ranks could not try a batch again that found no memory
     assert runtime.grads.device is not None
     return Filling(runtime, runtime.grads.device.budget, config)

@@ -50,6 +50,11 @@ class ModelParts:
     ranks: Ranks
     shares: Mapping[str, float]
 
+    @property
+    def are_several(self) -> bool:
+        """The model is divided."""
+        return self.ranks.size > 1
+
     def share(self, name: str) -> float:
         return self.shares.get(name, 1.0)
 

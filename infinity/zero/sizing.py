@@ -17,7 +17,7 @@ from infinity.optim.before_images import image_bytes
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, can_recover, can_recover_param, state_layout
 from infinity.optim.pipeline import LEAST_SLOTS, MOST_SLOTS
 from infinity.schedule import MemoryNeeds
-from infinity.schedule.on_device import as_far_as_fits, first_to_stay, promotion_order
+from infinity.schedule.on_device import as_far_as_fits, promotion_order
 from infinity.schedule.placement import (
     DeviceShare,
     ParamBytes,
@@ -285,17 +285,16 @@ def size_up(
         rules = rules.with_grads_recovered(params=can_recover_param(layout))
     budget_bytes = min(device_bytes, config.tiering.device_memory_bytes or device_bytes)
     free_bytes = budget_bytes - dtype.itemsize * sum(unit.numel for unit in partition.units)
-    stay = _staying(partition, rules, layout.bytes_per_param + grad_dtype.itemsize, free_bytes)
+    numels = [unit.trainable_numel for unit in partition.units]
+    bytes_per_param = layout.bytes_per_param + grad_dtype.itemsize  # of states and gradients
+    stay = there | rules.first_to_stay(first_to_go(partition), numels, bytes_per_param, free_bytes)
     return Sizing(
         partition=partition,
         layout=layout,
         schedule=schedule,
         rules=rules,
         there=there,
-        specs=tuple(
-            _flat_spec(unit, dtype, rules, stays=unit.index in stay, there=unit.index in there)
-            for unit in partition.units
-        ),
+        specs=tuple(_flat_spec(unit, dtype, rules, there=unit.index in stay) for unit in partition.units),
         grad_dtype=grad_dtype,
         communication_dtype=_DTYPES[config.communication_data_type],
         tile_numel=_tile_numel(partition, layout, max(config.tiering.tile_size_bytes, rules.least_tile_bytes)),
@@ -318,12 +317,6 @@ def _there(partition: Partition, share: float) -> frozenset[int]:
     return as_far_as_fits(order, numels, int(share * sum(numels)))
 
 
-def _staying(partition: Partition, rules: Rules, bytes_per_param: int, free_bytes: int) -> frozenset[int]:
-    """Units whose parameters stay on the device for their states, which may come to it later."""
-    numels = [unit.trainable_numel for unit in partition.units]
-    return first_to_stay(first_to_go(partition), numels, bytes_per_param, free_bytes) if rules.fills else frozenset()
-
-
 def first_to_go(partition: Partition) -> list[int]:
     """Units whose updates nothing hides: the first, and the small parameters outside of blocks."""
     return [unit.index for unit in partition.units if unit.index == 0 or unit.name == PERSISTENT]
@@ -341,8 +334,8 @@ def _recovers(layout: StateLayout, grad_dtype: torch.dtype) -> bool:
     return (layout.first, layout.second) == (rule.first, rule.second) and can_recover(layout, rule, grad_dtype)
 
 
-def _flat_spec(unit: Unit, dtype: torch.dtype, rules: Rules, *, stays: bool, there: bool) -> FlatSpec:
-    home = rules.param_home(stays=unit.persistent or stays, updated_there=there)
+def _flat_spec(unit: Unit, dtype: torch.dtype, rules: Rules, *, there: bool) -> FlatSpec:
+    home = rules.param_home(stays=unit.persistent, updated_there=there)
     moves, beside = home is not Memory.DEVICE, home is Memory.SHARD
     return FlatSpec(unit.name, unit.numel, unit.trainable_numel, dtype, moves, rules.sharding, unit.runs, beside)
 
