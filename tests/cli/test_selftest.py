@@ -25,7 +25,6 @@ def test_everything_is_right_on_this_machine(tmp_path, capsys) -> None:
     assert all(check["verdict"] == "right" and not check["words"] for check in checks)
     assert summary["device"] == "cpu"
     assert (summary["right"], summary["wrong"], summary["refused"]) == (len(checks), 0, 0)
-    assert summary["seconds"] < 120
     assert not list(tmp_path.iterdir())
 
 

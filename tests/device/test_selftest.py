@@ -14,6 +14,7 @@ from infinity.cli.selftesting.outcome import Verdict, outcomes
 from tests.behaviour.ranks import run_ranks
 from tests.device import mutants, simdev, target
 from tests.device.test_mutants import CASES
+from tests.device.training import SPEEDS
 
 
 def test_everything_is_right_there(tmp_path, capsys) -> None:
@@ -24,9 +25,10 @@ def test_everything_is_right_there(tmp_path, capsys) -> None:
     assert {"host memory", "optimizer on the device", "races"} < {check["area"] for check in checks}
 
 
-def first_wrong(mutant: str, path: Path) -> str | None:
+def first_wrong(mutant: str, speed: dict[str, float], path: Path) -> str | None:
     """Which check notices a wait that is taken away, in a process that has no other use."""
     simdev.load()
+    simdev.configure(**speed)
     getattr(mutants, mutant)()
     device = torch.device("simdev")
     found = outcomes(all_checks(device, path), lambda text, share: None)
@@ -37,5 +39,9 @@ def first_wrong(mutant: str, path: Path) -> str | None:
 @pytest.mark.parametrize("mutant", dict.fromkeys(mutant.__name__ for mutant, *_ in CASES.values()))
 def test_a_missing_wait_is_found(mutant, tmp_path) -> None:
     (tmp_path / "drive").mkdir()
-    (found,) = run_ranks(1, first_wrong, mutant, tmp_path / "drive", path=tmp_path, timeout_s=120)
-    assert found is not None
+    speeds = ({}, *SPEEDS.values())  # on a busy machine, what is missing may not show at once
+    tried = (
+        run_ranks(1, first_wrong, mutant, speed, tmp_path / "drive", path=tmp_path, timeout_s=120)[0]
+        for speed in speeds
+    )
+    assert any(found is not None for found in tried)

@@ -16,7 +16,8 @@ from torch.nn import functional
 from infinity.setup import initialize
 
 VOCAB, TOKENS, ROWS, HEADS = 64, 16, 2, 4
-LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.999), 1e-8, 0.1
+LR, BETAS, DECAY = 1e-2, (0.9, 0.999), 0.1
+EPS = 1e-2  # as large as gradients are: without it, Adam's steps would be the same whatever these are multiplied by
 SCALE_POWER = 8  # of the loss, in fp16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
