@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.io import IoEngine, IoFile, IoFuture, Priority, Span, open_engine
 from infinity.io.gds import DeviceReader, HostReader
-from infinity.memory import Arena, Lease, StableBuffer
+from infinity.memory import Arena, DeviceLevel, Lease, StableBuffer
 from infinity.telemetry import Times, now
 from tests.behaviour.disks import Disk
 
@@ -256,6 +256,15 @@ class LateLink:
 
     def keep_times(self) -> None:
         """They are known anyway."""
+
+    def level(self) -> DeviceLevel | None:
+        return None  # so that nothing fills it
+
+    def forget_peak(self) -> None:
+        """It keeps none."""
+
+    def release_cached(self) -> None:
+        """It keeps none."""
 
     def free_bytes(self) -> int:
         return sys.maxsize
