@@ -33,7 +33,7 @@ _PEER_SCRIPT = Path(__file__).with_name("bench_peer.py")
 _LR = 1e-3
 _PAGE_BYTES = 4096
 _FP32_BYTES = 28  # read p, g, m, v; write p, m, v
-_TRIAD_BYTES = 12  # of float32
+TRIAD_BYTES = 12  # of float32
 
 Step = Callable[[], float]  # does one step and returns its seconds
 
@@ -132,7 +132,7 @@ def _contenders(job: AdamBenchJob, stack: ExitStack) -> Iterator[tuple[str, floa
             )
         if name in job.formats:
             yield name, _traffic(layout), _format_step(layout, param, states, grad)
-    yield TRIAD, _TRIAD_BYTES, _triad(source)
+    yield TRIAD, TRIAD_BYTES, triad(source)
     for name in job.peers:
         yield name, _FP32_BYTES, _torch_step(name, source)
     if job.peer_python is not None:
@@ -140,7 +140,8 @@ def _contenders(job: AdamBenchJob, stack: ExitStack) -> Iterator[tuple[str, floa
         yield DEEPSPEED, _FP32_BYTES, peer.step
 
 
-def _triad(values: torch.Tensor) -> Step:
+def triad(values: torch.Tensor) -> Step:
+    """One pass over arrays as long as these values."""
     first, second, out = values.clone(), values.clone(), torch.zeros_like(values)
     return _timed(lambda: torch.add(first, second, alpha=3.0, out=out))
 

@@ -12,7 +12,7 @@ import torch
 
 from infinity import kernels
 from infinity.memory import FRESH_BYTES
-from infinity.optim.bench import ROOFLINE, TRIAD, AdamBenchJob, run_adam_bench
+from infinity.optim.bench import ROOFLINE, TRIAD, TRIAD_BYTES, AdamBenchJob, run_adam_bench, triad
 from infinity.optim.formats import FORMATS
 
 _ROUNDS = 5
@@ -53,11 +53,12 @@ def optimizer_rates(numel: int, counts: list[int], progress: Callable[[str], Non
     for count in counts:
         with threads(count):
             job = AdamBenchJob(numel, count, FORMATS, (), None, _ROUNDS)
-            passes = {}
+            in_place = 0.0
             for result in run_adam_bench(job, lambda _: None):
                 rate = result.params_per_s(numel)
+                if result.name == ROOFLINE:
+                    in_place = rate * result.bytes_per_param
                 if result.name in (ROOFLINE, TRIAD):
-                    passes[result.name] = rate * result.bytes_per_param
                     continue
                 facts = {"format": result.name, "threads": count, "params_per_s": rate}
                 optimizer.append({**facts, "bytes_per_s": rate * result.bytes_per_param})
@@ -65,12 +66,18 @@ def optimizer_rates(numel: int, counts: list[int], progress: Callable[[str], Non
             memory.append(
                 {
                     "threads": count,
-                    "triad_bytes_per_s": passes[TRIAD],
-                    "in_place_bytes_per_s": passes[ROOFLINE],
+                    "triad_bytes_per_s": _triad_bytes_per_s(numel),
+                    "in_place_bytes_per_s": in_place,
                     "fresh_bytes_per_s": _fresh_bytes_per_s(),
                 }
             )
     return optimizer, memory
+
+
+def _triad_bytes_per_s(numel: int) -> float:
+    step = triad(torch.ones(numel))
+    seconds = [step() for _ in range(_ROUNDS + 1)]
+    return numel * TRIAD_BYTES / statistics.median(seconds[1:])
 
 
 def _fresh_bytes_per_s() -> float:
