@@ -83,7 +83,7 @@ class Engine(Accessors):
             undo.callback(self._session.close_commits)
             claim(self, model, runtime.partition.units)
             undo.callback(disclaim, model)
-            self._guards = Guards(model, runtime, self, optimizer.frozen)
+            self._guards = Guards(model, runtime, self, {id(model.get_parameter(name)) for name in optimizer.frozen})
             undo.callback(self._guards.remove)
             runtime.settle()
             undo.pop_all()
@@ -167,7 +167,7 @@ class Engine(Accessors):
     def _look_at_model(self) -> None:
         """A training forward is about to begin."""
         self._guards.check()
-        if unfrozen := self._guards.unfrozen():
+        if unfrozen := self.optimizer.unfrozen():
             self._make_states(unfrozen)
 
     def _make_states(self, names: list[str]) -> None:

@@ -98,18 +98,21 @@ class TieredOptimizer(torch.optim.Optimizer):
             "a while call requires_grad_(False) on them; hyper-parameters of a group may change at any time"
         )
 
+    def unfrozen(self) -> list[str]:
+        """Names of the parameters without states that require a gradient now."""
+        return [name for name, param in self._without_states if param.requires_grad]
+
     def check_frozen(self) -> None:
         """No parameter without states has a gradient to come; asked where a pass has gone past the engine.
 
         Raises:
             InfinityError: by name: one requires a gradient now.
         """
-        for name, param in self._without_states:
-            if param.requires_grad:
-                raise InfinityError(
-                    f"parameter `{name}` requires a gradient since the last forward pass of the engine, which makes "
-                    "its states: call the engine, not its model, for the next forward pass"
-                )
+        for name in self.unfrozen():
+            raise InfinityError(
+                f"parameter `{name}` requires a gradient since the last forward pass of the engine, which makes its "
+                "states: call the engine, not its model, for the next forward pass"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, before an engine has the groups.

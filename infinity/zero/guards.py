@@ -42,10 +42,10 @@ class Guards:
     Args:
         model: with the parameters that the engine has.
         owner: the engine, which is not kept alive.
-        frozen: parameters without states that may come to need them, by name.
+        may_train: identities of the frozen parameters that need not stay frozen.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, owner: Owner, frozen: Collection[str] = ()) -> None:
+    def __init__(self, model: nn.Module, runtime: Runtime, owner: Owner, may_train: Collection[int] = ()) -> None:
         self._runtime = runtime
         self._owner = weakref.ref(owner)
         self._model = weakref.ref(model)
@@ -56,8 +56,8 @@ class Guards:
         self._saving = False
         self._copying = False
         self._loading: list[tuple[nn.Module, Loan]] = []
-        self._frozen = {id(param := model.get_parameter(name)): (name, param) for name in frozen}
-        self._shape = _Shape(model, self._frozen)
+        self._may_train = may_train
+        self._shape = _Shape(model, may_train)
         self._handles = self._drop_gradients_left_out()
         self._seams = [_Seam(self, module, root=module is model) for module in model.modules()]
 
@@ -90,11 +90,7 @@ class Guards:
         if not self._shape.is_kept():
             model = self._model()
             assert model is not None  # it is being called
-            self._shape = _Shape(model, self._frozen, before=self._shape)
-
-    def unfrozen(self) -> list[str]:
-        """Names of the parameters without states that require a gradient now."""
-        return [name for name, param in self._frozen.values() if param.requires_grad]
+            self._shape = _Shape(model, self._may_train, before=self._shape)
 
     def check_loss(self, loss: torch.Tensor, since: GraphPosition) -> None:
         """Called before the loss's backward.
@@ -262,7 +258,7 @@ class _Shape:
     """Which modules and parameters the model has, and which of those may need a gradient.
 
     Args:
-        may_train: identities of the frozen parameters that need not stay frozen.
+        may_train: as of `Guards`.
         before: what it was so far. Parameters that need a gradient may not have come since.
     """
 

@@ -246,6 +246,7 @@ class GatheredParameters(Gathered):
             super().__enter__()  # last: an interrupt leaves nothing gathered
         except BaseException:
             self._end_looks()
+            self._in_init = []
             raise
 
     def __exit__(
