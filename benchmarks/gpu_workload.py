@@ -176,6 +176,18 @@ def torch_step(
     return step
 
 
+def engine_step(engine: Any, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """One step of an engine with DeepSpeed's calls."""
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
 def be_the_only_rank() -> None:
     """Set the environment in which `torch.distributed` starts with one rank."""
     with socket.socket() as probe:

@@ -17,6 +17,7 @@ from gpu_workload import (
     be_the_only_rank,
     decoder,
     device_of,
+    engine_step,
     measure,
     shape_of,
     token_ids,
@@ -46,14 +47,7 @@ def main() -> None:
     model = decoder(args, torch.device("cpu"))
     params = sum(param.numel() for param in model.parameters())
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
-    ids = token_ids(args, device)
-
-    def step() -> torch.Tensor:
-        loss: torch.Tensor = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        return loss
-
+    step = engine_step(engine, token_ids(args, device))
     measure("deepspeed", args, device, params, time.perf_counter() - start_s, step)
 
 

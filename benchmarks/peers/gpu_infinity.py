@@ -8,8 +8,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch
-from gpu_workload import LR, WEIGHT_DECAY, arguments, decoder, device_of, fill, measure, shape_of, token_ids
+from gpu_workload import (
+    LR,
+    WEIGHT_DECAY,
+    arguments,
+    decoder,
+    device_of,
+    engine_step,
+    fill,
+    measure,
+    shape_of,
+    token_ids,
+)
 
 import infinity
 
@@ -38,13 +48,7 @@ def main() -> None:
     model = decoder(args)
     params = sum(param.numel() for param in model.parameters())
     with infinity.initialize(model=model, config=config, init_function=fill, device=str(device))[0] as engine:
-
-        def step() -> torch.Tensor:
-            loss: torch.Tensor = engine(input_ids=ids, labels=ids).loss
-            engine.backward(loss)
-            engine.step()
-            return loss
-
+        step = engine_step(engine, ids)
         measure("infinity", args, device, params, time.perf_counter() - start_s, step)
 
 
