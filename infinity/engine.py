@@ -187,7 +187,7 @@ class Engine(Accessors):
         trained, frozen = optimizer.trained, optimizer.frozen
         _log.info("`%s` and %d others require gradients now: states are laid out anew", names[0], len(names) - 1)
         failure: InfinityError | None = None
-        with kept(self._session, self.config, self._runtime.ranks) as state:
+        with kept(self._session, self.config, self._runtime.ranks) as restore:
             old = replace(self._runtime, monitor=self._runtime.monitor.follow())
             self._close()
             more = {name: frozen[name] for name in names}
@@ -196,7 +196,7 @@ class Engine(Accessors):
             except InfinityError as error:
                 failure = error
                 self._rebuild(old, trained, frozen)
-            state.restore(self._session)
+            restore(self._session)
             self._step.go_on_from(before)
         if failure is not None:
             raise failure

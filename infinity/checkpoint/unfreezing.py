@@ -3,9 +3,9 @@
 [Note: states that are laid out anew]
 How many states a unit has decides where everything lies: tiles, files, budgets, even where units are cut. So nothing is
 moved about. Between two steps the engine's state is saved as a checkpoint, its tiers are given up and built again as
-`initialize` builds them, and the checkpoint is loaded. To that, the parameters are frozen ones, so that they begin with
-their values and fresh states. Where the new tiers cannot be built, for want of memory, the old ones are, and the engine
-is as it was.
+`initialize` builds them, and the checkpoint is loaded. In that checkpoint the parameters are frozen, so they begin with
+their values and fresh states. If memory is too small for the new tiers, the old ones are built, and the engine is as it
+was.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,23 +46,14 @@ def check_possible(name: str, config: Config, ranks: Ranks) -> None:
         )
 
 
-class Kept:
-    """The state of an engine on a drive, while there is no engine."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def restore(self, session: Session) -> None:
-        """Load it into an engine with the same schedule, buffers and groups, which has other states."""
-        parts = Parts(optimizer=True, lr_scheduler=False, progress=True)
-        session.load(self._directory, _TAG, parts, strict_model=True)
-
-
 @contextmanager
-def kept(session: Session, config: Config, ranks: Ranks) -> Iterator[Kept]:
+def kept(session: Session, config: Config, ranks: Ranks) -> Iterator[Callable[[Session], None]]:
     """Save an engine's state for the time that the context lasts; all ranks call this between two steps.
 
     It is on the first of the drives, else where temporary files are, and stays there if the context fails.
+
+    Yields:
+        What loads it into the session of an engine with the same schedule, buffers and groups, which has other states.
 
     Raises:
         StorageError: it cannot be written; nothing has changed.
@@ -72,6 +63,10 @@ def kept(session: Session, config: Config, ranks: Ranks) -> Iterator[Kept]:
         drives = config.tiering.nvme
         return tempfile.mkdtemp(prefix="infinity-unfreezing-", dir=drives[0].path if drives else None)
 
+    def restore(into: Session) -> None:
+        parts = Parts(optimizer=True, lr_scheduler=False, progress=True)
+        into.load(directory, _TAG, parts, strict_model=True)
+
     directory = Path(ranks.on_rank_0(make))
     try:
         session.save(directory, _TAG, {}, options=Options(), blocking=True)
@@ -79,7 +74,7 @@ def kept(session: Session, config: Config, ranks: Ranks) -> Iterator[Kept]:
         shutil.rmtree(directory, ignore_errors=True)
         raise
     try:
-        yield Kept(directory)
+        yield restore
     except BaseException:
         _log.error("what was trained so far is in %s: engine.load_checkpoint takes it", directory)
         raise

@@ -176,7 +176,6 @@ def build_runtime(
     made: Collection[str] = (),
     in_files: Mapping[str, StoredTensor] | None = None,
     facts: RunFacts | None = None,
-    monitor: Monitor | None = None,
 ) -> Runtime:
     """Lay out the model's states and acquire what they need.
 
@@ -189,7 +188,6 @@ def build_runtime(
         made: parameters whose values do not come with the model.
         in_files: frozen ones that are to stay where they are stored.
         facts: what another process must have alike to go on from this one's states.
-        monitor: of an engine that this one follows; else one is made, which is not open.
 
     Raises:
         CheckpointError: an earlier process has left states that this one cannot go on from.
@@ -311,7 +309,7 @@ def build_runtime(
         link=link,
         loss_norm=Norms(sizing.rules.measured_there(1), link),
         parts=parts,
-        monitor=monitor or Monitor(config.monitors, writes=is_first_process()),
+        monitor=Monitor(config.monitors, writes=is_first_process()),
         summed_once=frozenset(once),
         in_files=in_files or {},
     )

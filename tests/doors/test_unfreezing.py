@@ -332,3 +332,25 @@ def test_ranks_on_several_machines_are_told_to_go_by_a_checkpoint() -> None:
     with pytest.raises(ConfigError, match=r"`head` was frozen at initialize.* several machines.*save a ch"):
         check_possible("head", config, Ranks(size=2, neighbours=1))
     check_possible("head", config, Ranks(size=2, neighbours=2))
+
+
+def test_a_monitor_goes_on_where_new_tiers_cannot_be_filled(tmp_path, monkeypatch) -> None:
+    calls = []
+    real = rebuild.materialize_zeros
+
+    def once(runtime: Any) -> None:
+        calls.append(runtime)
+        if len(calls) == 1:
+            raise infinity.StorageError("No space left on device")
+        real(runtime)
+
+    monkeypatch.setattr(rebuild, "materialize_zeros", once)
+    csv = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}}
+    with engine_for("stays", tmp_path, late=True, **csv) as engine:
+        train_on(engine, DATA[:1])
+        freeze(engine.module, False)
+        with pytest.raises(infinity.StorageError, match="No space left"):
+            loss_of(engine, DATA[1])
+        freeze(engine.module)
+        assert engine.monitor.writes
+        train_on(engine, DATA[1:2])
