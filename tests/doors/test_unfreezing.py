@@ -341,7 +341,7 @@ def test_a_monitor_goes_on_where_new_tiers_cannot_be_filled(tmp_path, monkeypatc
     def once(runtime: Any) -> None:
         calls.append(runtime)
         if len(calls) == 1:
-            raise infinity.StorageError("No space left on device")
+            raise infinity.CapacityError("tiering.host_memory is too small")
         real(runtime)
 
     monkeypatch.setattr(rebuild, "materialize_zeros", once)
@@ -349,7 +349,7 @@ def test_a_monitor_goes_on_where_new_tiers_cannot_be_filled(tmp_path, monkeypatc
     with engine_for("stays", tmp_path, late=True, **csv) as engine:
         train_on(engine, DATA[:1])
         freeze(engine.module, False)
-        with pytest.raises(infinity.StorageError, match="No space left"):
+        with pytest.raises(infinity.CapacityError, match="host_memory is too small"):
             loss_of(engine, DATA[1])
         freeze(engine.module)
         assert engine.monitor.writes
