@@ -194,10 +194,13 @@ def train_plainly(recipe: Recipe, device: torch.device) -> list[float]:
 def same_bits_each_time() -> Iterator[None]:
     """Kernels add up in one order inside, so that only what is wrong differs."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are small: on a busy machine, threads of torch's would wait for one another
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
         yield
     finally:
+        torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cuda.matmul.allow_tf32 = before[1]
