@@ -13,6 +13,7 @@ from infinity.cli import (
     bench_adam,
     bench_io,
     checkpoint,
+    configs,
     convert_checkpoint,
     env,
     estimate,
@@ -33,6 +34,7 @@ from infinity.errors import InfinityError
 COMMANDS = (
     train,
     run,
+    configs,
     estimate,
     plan,
     tune,

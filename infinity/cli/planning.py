@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import path_argument, size_argument
 from infinity.cli.packages import needed_packages
+from infinity.cli.ready import config_argument
 from infinity.config import Config, load_config, with_values
 from infinity.config.schema import OFFLOADED_FROM
 from infinity.errors import ConfigError
@@ -43,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tiles", type=int, default=1, help="cut the layers of --params into so many tiles (TiledLinear)"
     )
     parser.add_argument(
-        "--config", type=path_argument, help="configuration (JSON; default: bf16, stage 3, everything on NVMe)"
+        "--config",
+        type=config_argument,
+        help="configuration file, or the name of a ready one (default: bf16, stage 3, everything on NVMe)",
     )
     parser.add_argument("--host-memory", help="tiering.host_memory, of one rank, in place of the configuration's")
     parser.add_argument("--stage", type=int, choices=range(4), help="of ZeRO, in place of the configuration's")
@@ -227,8 +230,8 @@ def _model(args: argparse.Namespace, command: str) -> tuple[nn.Module, str, int]
     """The model, what it is called, and how many tokens it takes."""
     if args.params is None:
         with needed_packages(command):
-            from infinity.cli.training.models import build_model, max_tokens  # noqa: PLC0415  (takes seconds)
-        model = build_model(args.model)[0]
+            from infinity.cli.training.models import max_tokens, model_shape  # noqa: PLC0415  (takes seconds)
+        model = model_shape(args.model)
         longest = max_tokens(model) or _TOKENS
         if args.seq_len is not None and args.seq_len > longest:
             raise ConfigError(f"--seq-len is {args.seq_len}, but {args.model} takes at most {longest} tokens")

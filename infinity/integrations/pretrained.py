@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from infinity.checkpoint import PretrainedWeights
 from infinity.config import Config, load_config, parse_size
@@ -31,6 +31,7 @@ from infinity.zero.ranks import world_size
 _COUNT = re.compile(r"(?:.*_)?(?:layers?|blocks?|experts|depth)")
 _MOST_MODULES = 10_000
 _SIZE = re.compile(r"(?:.*_)?(?:size|dim|model|embd|inner|heads|head|positions?)")
+_GENERATION = "generation_config.json"
 _MOST_ROWS = 1 << 24  # the largest vocabularies have a million tokens, the longest contexts ten
 
 
@@ -110,6 +111,18 @@ def pretrained_model(
     and errors are those of `from_pretrained`.
     """
     path = Path(path)
+    model = pretrained_shape(path, model_class=model_class)
+    weights = PretrainedWeights(path, model, in_place=in_place)
+    weights.load_buffers(model)
+    return model, weights
+
+
+def pretrained_shape(path: str | Path, *, model_class: Any | None = None) -> nn.Module:
+    """The model of a directory on the meta device, without a look at its weights.
+
+    Arguments and errors are those of `from_pretrained`.
+    """
+    path = Path(path)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is no directory of a transformers model: it has no config.json")
     _check_counts(path / "config.json")
@@ -125,9 +138,19 @@ def pretrained_model(
             model = _build(architecture, model_class or _class_of(path, architecture))
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # of sizes that no tensor can have, too
         raise ConfigError(f"{path} has a model that transformers does not build: {error}") from error
-    weights = PretrainedWeights(path, model, in_place=in_place)
-    weights.load_buffers(model)
-    return model, weights
+    _load_generation_config(path, model)
+    return model
+
+
+def _load_generation_config(path: Path, model: nn.Module) -> None:
+    """Have an export say how the model generates, as its directory says."""
+    if not hasattr(model, "generation_config") or not (path / _GENERATION).is_file():
+        return
+    try:
+        found: Any = GenerationConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # whatever transformers makes of what is written there
+        raise ConfigError(f"{path} has a {_GENERATION} that transformers does not take: {error}") from error
+    model.generation_config = found
 
 
 def _check_counts(path: Path) -> None:

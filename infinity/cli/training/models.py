@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from infinity.checkpoint import PretrainedWeights
 from infinity.errors import ConfigError
-from infinity.integrations import pretrained_model
+from infinity.integrations.pretrained import pretrained_model, pretrained_shape
 from infinity.zero.meta import construct_on_meta
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")  # and the tokenizer
 
 
 def _gpt2(layers: int, hidden: int, heads: int, **more: Any) -> PretrainedConfig:
@@ -83,26 +88,95 @@ _SHAPES: dict[str, Any] = {
 }
 
 
-def build_model(name: str) -> tuple[nn.Module, PretrainedWeights | None]:
-    """A causal language model on the meta device, and where its weights are.
+def model_directory(name: str, *, weights: bool = True) -> Path | None:
+    """The directory of a model's files; None for a known size, which has none.
 
     Args:
-        name: a key of the table above, with fresh weights to come; or a directory in transformers' format.
+        name: a key of the table above, a directory in transformers' format, or a Hugging Face name such as
+            Qwen/Qwen2.5-0.5B, which is taken from its cache or downloaded.
+        weights: they are needed; without, a download brings the description alone.
 
     Raises:
-        ConfigError: neither; the message lists what there is.
-        CheckpointError: a file of the directory is missing or damaged.
+        ConfigError: none of these; the message lists what there is.
     """
     if name in _SHAPES:
-        with construct_on_meta():
-            return AutoModelForCausalLM.from_config(_SHAPES[name](), trust_remote_code=False), None
+        return None
     if (Path(name) / "config.json").is_file():
-        return pretrained_model(name, model_class=AutoModelForCausalLM)
+        return Path(name)
+    if _HUB_NAME.fullmatch(name) and not Path(name).exists():
+        return _from_hub(name, weights=weights)
     nearest = difflib.get_close_matches(name, _SHAPES, 1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     raise ConfigError(
-        f"--model {name} is no model directory and no known size: {hint}choose one of {', '.join(_SHAPES)}"
+        f"--model {name} is no model directory and no known size: {hint}choose one of {', '.join(_SHAPES)}, or give a "
+        "Hugging Face name such as Qwen/Qwen2.5-0.5B"
     )
+
+
+def _from_hub(name: str, *, weights: bool) -> Path:
+    """A model's files in Hugging Face's cache; what is not there is downloaded.
+
+    Raises:
+        ConfigError: they are not in the cache and cannot be downloaded.
+    """
+    needed = ("config.json", "*.safetensors") if weights else ("config.json",)
+    try:
+        cached = Path(snapshot_download(name, local_files_only=True))
+        if all(any(cached.glob(pattern)) for pattern in needed):
+            return cached
+    except FileNotFoundError:  # nothing of it is in the cache
+        pass
+    try:
+        patterns = [*_DESCRIPTION, *(["*.safetensors"] if weights else [])]
+        found = Path(snapshot_download(name, allow_patterns=patterns))  # without a network, what is in the cache
+    except Exception as error:  # of the network, the hub or the disk
+        raise ConfigError(
+            _not_found(name, f"cannot be downloaded ({type(error).__name__}: {_first_line(error)})")
+        ) from error
+    missing = [pattern for pattern in needed if not any(found.glob(pattern))]
+    if missing:
+        raise ConfigError(_not_found(name, f"has no {missing[0]} on the hub, or there is no network"))
+    return found
+
+
+def _not_found(name: str, problem: str) -> str:
+    return (
+        f"--model {name} is no directory, is not in Hugging Face's cache, and {problem}: give a directory that holds "
+        f"the model, or download it where there is a network (hf download {name})"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def build_model(name: str, *, in_place: bool = False) -> tuple[nn.Module, PretrainedWeights | None]:
+    """A causal language model on the meta device, and where its weights are.
+
+    Args:
+        name: as for `model_directory`; a size has fresh weights to come.
+        in_place: frozen parameters are to be used where they lie.
+
+    Raises:
+        ConfigError: there is no such model; the message lists what there is.
+        CheckpointError: a file of the directory is missing or damaged.
+    """
+    directory = model_directory(name)
+    if directory is None:
+        return _fresh(name), None
+    return pretrained_model(directory, model_class=AutoModelForCausalLM, in_place=in_place)
+
+
+def model_shape(name: str) -> nn.Module:
+    """As `build_model`, without a look at the weights, which need not be here."""
+    directory = model_directory(name, weights=False)
+    return _fresh(name) if directory is None else pretrained_shape(directory, model_class=AutoModelForCausalLM)
+
+
+def _fresh(name: str) -> nn.Module:
+    with construct_on_meta():
+        model: nn.Module = AutoModelForCausalLM.from_config(_SHAPES[name](), trust_remote_code=False)
+    return model
 
 
 def checkpoint_activations(model: nn.Module) -> None:
