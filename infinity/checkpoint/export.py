@@ -231,7 +231,10 @@ def _write_config(directory: Path, model: nn.Module, dtype: torch.dtype) -> None
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__]
         setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
-        config.save_pretrained(directory)
+        try:
+            config.save_pretrained(directory)
+        except ValueError:  # of generation parameters in old configurations, which models are loaded with all the same
+            config.to_json_file(directory / "config.json")
     generation: Any = getattr(model, "generation_config", None)
-    if hasattr(generation, "save_pretrained"):
-        generation.save_pretrained(directory)
+    if hasattr(generation, "to_json_file"):
+        generation.to_json_file(directory / "generation_config.json")  # save_pretrained refuses what some models ship

@@ -9,81 +9,142 @@ from pathlib import Path
 
 from infinity.cli.arguments import path_argument
 from infinity.cli.packages import needed_packages
+from infinity.cli.ready import config_argument
 from infinity.errors import ConfigError
+
+_MODEL = "gpt2"
+_COUNTS = ("steps", "seq_len", "save_every", "keep_last", "micro_batch_size", "accumulation", "eval_every", "lora")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
-    parser = subparsers.add_parser("train", help="train a language model with its states in the tiers")
-    parser.add_argument("--model", default="gpt2", help="a size such as gpt2-xl or llama:1.3b, or a model directory")
+    parser = subparsers.add_parser(
+        "train",
+        help="train a language model with its states in the tiers",
+        description="infinity train MODEL DATA --nvme DIR --output OUT trains a model with its states on a drive and "
+        "writes it as a directory that transformers loads. No configuration file is needed.",
+    )
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="as --model")
+    parser.add_argument("data_paths", nargs="*", metavar="DATA", type=path_argument, help="as --data")
+    parser.add_argument(
+        "--model",
+        help="a size with random weights (gpt2-xl, llama:1.3b), a model directory, or a Hugging Face name such as "
+        f"Qwen/Qwen2.5-0.5B (default: {_MODEL})",
+    )
     parser.add_argument(
         "--data",
         type=path_argument,
         nargs="+",
-        help="text files or directories (default: Python's own library), or .jsonl files with `text` or `messages`",
+        help="text files or directories (default: Python's own library); or .jsonl files, or JSON files of one list, "
+        "whose records have `text`, `messages`, `conversations` (ShareGPT), `instruction` and `output` (Alpaca), or "
+        "`prompt` and `completion`",
     )
-    parser.add_argument(
-        "--eval-split", type=float, metavar="SHARE", help="hold this share of the samples out, and evaluate on them"
-    )
-    parser.add_argument(
-        "--eval-data", type=path_argument, nargs="+", help="evaluate on these files, of the same kinds as --data"
-    )
-    parser.add_argument("--eval-every", type=int, default=100, metavar="N", help="steps (default 100), and at the end")
     parser.add_argument(
         "--tokenizer", help="a tokenizer directory, or `bytes` (default: the model directory's, or else bytes)"
     )
-    parser.add_argument("--config", type=path_argument, required=True, help="a DeepSpeed-style JSON file")
-    parser.add_argument("--steps", type=int, default=100, help="updates to train for, those before --resume included")
-    parser.add_argument("--seq-len", type=int, default=256, help="tokens in a sample")
-    parser.add_argument(
-        "--micro-batch-size", type=int, metavar="N", help="samples a forward pass, instead of the JSON's"
+    _add_configuration(parser.add_argument_group("configuration"))
+    _add_steps(parser.add_argument_group("steps"))
+    _add_saving(parser.add_argument_group("saving"))
+    evaluation = parser.add_argument_group("evaluation")
+    evaluation.add_argument(
+        "--eval-split", type=float, metavar="SHARE", help="hold this share of the samples out, and evaluate on them"
     )
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    parser.add_argument("--lr", type=float, help="learning rate, instead of the JSON's or the checkpoint's")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the data")
-    parser.add_argument("--save-dir", type=path_argument, default=Path("checkpoints"), help="where checkpoints go")
-    parser.add_argument(
+    evaluation.add_argument(
+        "--eval-data", type=path_argument, nargs="+", help="evaluate on these files, of the same kinds as --data"
+    )
+    evaluation.add_argument(
+        "--eval-every", type=int, default=100, metavar="N", help="steps (default 100), and at the end"
+    )
+    _add_reports(parser.add_argument_group("reports"))
+    parser.set_defaults(run=run)
+
+
+def _add_configuration(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--nvme", type=path_argument, action="append", metavar="DIR", help="directory on a drive; repeat for several"
+    )
+    group.add_argument(
+        "--config",
+        type=config_argument,
+        help="a DeepSpeed-style JSON file, or the name of a ready one (default, with --nvme: all states on NVMe, as "
+        "much of them in memory as fits)",
+    )
+    group.add_argument("--host-memory", metavar="SIZE", help="host memory for states and buffers (tiering.host_memory)")
+    group.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: the file's, or the faster one")
+    group.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    group.add_argument(
+        "--checkpoint-activations", action="store_true", help="keep the inputs of blocks only, and recompute the rest"
+    )
+    group.add_argument(
+        "--lora", type=int, nargs="?", const=16, metavar="RANK", help="train LoRA adapters (default rank 16) by PEFT"
+    )
+
+
+def _add_steps(group: argparse._ArgumentGroup) -> None:
+    length = group.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, help="updates, those before --resume included (default 100)")
+    length.add_argument("--epochs", type=float, metavar="N", help="passes over the data, in place of --steps")
+    group.add_argument("--seq-len", type=int, default=256, help="tokens in a sample (default 256)")
+    group.add_argument(
+        "--micro-batch-size", type=int, metavar="N", help="samples a forward pass, in place of the file's"
+    )
+    group.add_argument("--accumulation", type=int, metavar="N", help="forward passes an update, in place of the file's")
+    group.add_argument("--lr", type=float, help="learning rate, in place of the file's or the checkpoint's")
+    group.add_argument(
+        "--warmup", type=int, metavar="N", help="steps over which the learning rate rises (default: the file's, or 5%%)"
+    )
+    group.add_argument(
+        "--schedule",
+        choices=("constant", "linear", "cosine"),
+        help="of the learning rate after the warm-up (default: the file's, or linear decay)",
+    )
+    group.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the data")
+
+
+def _add_saving(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--output",
+        type=path_argument,
+        metavar="DIR",
+        help="where the trained model is written at the end and on Ctrl-C (default: trained/MODEL)",
+    )
+    group.add_argument("--no-save", action="store_true", help="do not write the trained model")
+    group.add_argument("--save-dir", type=path_argument, default=Path("checkpoints"), help="where checkpoints go")
+    group.add_argument(
         "--save-every",
         type=int,
         metavar="N",
-        help="save a checkpoint every N steps, while training goes on; at the end, too",
+        help="save a checkpoint, to resume from, every N steps while training goes on, and at the end",
     )
-    parser.add_argument("--keep-last", type=int, metavar="N", help="remove all but the run's last N checkpoints")
-    parser.add_argument(
+    group.add_argument("--keep-last", type=int, metavar="N", help="remove all but the run's last N checkpoints")
+    group.add_argument(
         "--resume",
         action="store_true",
         help="go on from the last step on the drives, or the last whole checkpoint in --save-dir",
     )
-    parser.add_argument(
-        "--checkpoint-activations", action="store_true", help="keep the inputs of blocks only, and recompute the rest"
-    )
-    parser.add_argument(
+
+
+def _add_reports(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--log", type=path_argument, metavar="FILE", help="append every step to it, for `infinity report`"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON line a step on standard output")
-    parser.set_defaults(run=run)
+    group.add_argument("--tensorboard", type=path_argument, metavar="DIR", help="write TensorBoard event files")
+    group.add_argument("--wandb", metavar="PROJECT", help="report to Weights & Biases")
+    group.add_argument("--json", action="store_true", help="one JSON line a step on standard output")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
-    for name in ("steps", "seq_len", "save_every", "keep_last", "micro_batch_size", "eval_every"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-    if args.lr is not None and not 0 <= args.lr < math.inf:
-        raise ConfigError(f"--lr is {args.lr}; it must be a number from 0 on")
-    if args.eval_split is not None and not 0 < args.eval_split < 1:
-        raise ConfigError(f"--eval-split is {args.eval_split}; it must be a share between 0 and 1, such as 0.05")
-    if args.eval_split is not None and args.eval_data is not None:
-        raise ConfigError("both --eval-split and --eval-data are given; give one")
+    _check(args)
     with needed_packages("train"):
-        from infinity.cli.training.loop import Settings, train  # noqa: PLC0415  (torch and transformers take seconds)
+        from infinity.cli.training.configuration import ConfigOptions  # noqa: PLC0415  (torch takes seconds)
+        from infinity.cli.training.loop import Saving, Settings, train  # noqa: PLC0415  (the same)
         from infinity.cli.training.sources import DataOptions  # noqa: PLC0415  (the same)
     return train(
         Settings(
-            model=args.model,
+            model=args.model or args.model_name or _MODEL,
             data=DataOptions(
-                data=tuple(args.data or [Path(sysconfig.get_path("stdlib"))]),
+                data=tuple(args.data or args.data_paths or [Path(sysconfig.get_path("stdlib"))]),
                 seq_len=args.seq_len,
                 seed=args.seed,
                 eval_split=args.eval_split,
@@ -91,17 +152,63 @@ def run(args: argparse.Namespace) -> int:
             ),
             eval_every=args.eval_every,
             tokenizer=args.tokenizer,
-            config=args.config,
+            config=ConfigOptions(
+                config=args.config,
+                nvme=tuple(args.nvme or ()),
+                host_memory=args.host_memory,
+                micro_batch_size=args.micro_batch_size,
+                accumulation=args.accumulation,
+                lr=args.lr,
+                warmup=args.warmup,
+                schedule=args.schedule,
+                precision=args.precision,
+                tensorboard=args.tensorboard,
+                wandb=args.wandb,
+            ),
             steps=args.steps,
-            micro_batch_size=args.micro_batch_size,
+            epochs=args.epochs,
+            lora=args.lora,
             device=args.device,
-            lr=args.lr,
-            save_dir=args.save_dir,
-            save_every=args.save_every,
-            keep_last=args.keep_last,
-            resume=args.resume,
+            saving=Saving(
+                model=not args.no_save,
+                output=args.output,
+                checkpoints=args.save_dir,
+                every=args.save_every,
+                keep_last=args.keep_last,
+                resume=args.resume,
+            ),
             checkpoint_activations=args.checkpoint_activations,
             log=args.log,
             json=args.json,
         )
     )
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse options that contradict one another or are out of range.
+
+    Raises:
+        ConfigError: the message has the option, the value and what it may be.
+    """
+    for name in _COUNTS:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if args.warmup is not None and args.warmup < 0:
+        raise ConfigError(f"--warmup is {args.warmup}; it must be a number of steps, at least 0")
+    if args.epochs is not None and not 0 < args.epochs < math.inf:
+        raise ConfigError(f"--epochs is {args.epochs}; it must be a number above 0, such as 3 or 0.5")
+    if args.lr is not None and not 0 <= args.lr < math.inf:
+        raise ConfigError(f"--lr is {args.lr}; it must be a number from 0 on")
+    if args.eval_split is not None and not 0 < args.eval_split < 1:
+        raise ConfigError(f"--eval-split is {args.eval_split}; it must be a share between 0 and 1, such as 0.05")
+    for one, other in (("--eval-split", "--eval-data"), ("--output", "--no-save")):
+        values = [getattr(args, option.removeprefix("--").replace("-", "_")) for option in (one, other)]
+        if all(value not in (None, False) for value in values):
+            raise ConfigError(f"both {one} and {other} are given; give one")
+    for option, given, positional in (
+        ("--model", args.model, args.model_name),
+        ("--data", args.data, args.data_paths),
+    ):
+        if given and positional:
+            raise ConfigError(f"{option} is given twice, as an option and by its place; give one")

@@ -16,8 +16,10 @@ import torch
 
 from infinity import Engine
 from infinity.cli.main import main
+from infinity.cli.training import precision
 from infinity.cli.training.loop import _slow_precision
 from infinity.cli.training.models import build_model
+from infinity.cli.training.precision import faster_precision, product_seconds
 from tests.prepared import Child
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +53,7 @@ def write_config(workspace: Path, **changes: Any) -> None:
 def train_arguments(workspace: Path, *more: str) -> list[str]:
     return [
         *("train", "--model", "gpt2:tiny", "--data", str(workspace / "text.txt"), "--seq-len", "64", "--json"),
-        *("--config", str(workspace / "config.json"), "--save-dir", str(workspace / "saved"), *more),
+        *("--config", str(workspace / "config.json"), "--save-dir", str(workspace / "saved"), "--no-save", *more),
     ]
 
 
@@ -321,15 +323,15 @@ except SystemExit:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("has", [True, False])
-def test_a_precision_that_the_processor_has_no_instructions_for_is_told(precision, has, monkeypatch) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported", lambda: has, raising=False)
+@pytest.mark.parametrize(("seconds", "told"), [(0.9, False), (1.2, False), (4.0, True)])
+def test_a_precision_that_the_processor_computes_slowly_is_told(seconds, told, monkeypatch) -> None:
+    monkeypatch.setattr(precision, "_product_s", lambda device, dtype: 1.0 if dtype is torch.float32 else seconds)
 
-    def told(precision: str, device: str) -> list[str]:
-        engine = SimpleNamespace(config=SimpleNamespace(precision=precision), device=torch.device(device))
-        return _slow_precision(cast(Engine, engine), Path("mine.json"))
+    def words(name: str, device: str) -> str:
+        engine = SimpleNamespace(config=SimpleNamespace(precision=name), device=torch.device(device))
+        return "".join(_slow_precision(cast(Engine, engine)))
 
-    assert told("fp32", "cpu") == told(precision, "meta") == []
-    words = "".join(told(precision, "cpu"))
-    assert words == "" if has else f"leave {precision} out of mine.json" in words
+    assert words("fp32", "cpu") == words("bf16", "meta") == ""
+    for name in ("bf16", "fp16"):
+        assert (f"matrix products in {name} take 4.0 times as long" in words(name, "cpu")) == told
+    assert faster_precision(product_seconds(torch.device("cpu"), ("fp32", "bf16"))) == ("fp32" if told else "bf16")

@@ -112,7 +112,7 @@ def test_train_leaves_its_notes_one_picture_and_the_sums(columns, terminal, work
         assert line.startswith(begin)
     assert lines[first + 2 + len(wide)].startswith("  steps ")
     notes = "".join(lines[:first])  # those that are longer than the terminal go on in the next line
-    assert notes.startswith("tokens: bytes (256 kinds)")
+    assert notes.startswith("model: gpt2:tiny, 132,864 parameters, random weights")
     assert notes.count("saved ") == 2
     assert len([line for line in lines if "loss" in line]) == (3 if columns >= 120 else 2)
 

@@ -158,6 +158,7 @@ def test_the_command_line_trains_from_a_directory(tmp_path, capsys) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
     (tmp_path / "config.json").write_text(json.dumps(BF16.config(Placement())))
     options = ["--data", str(tmp_path / "text.txt"), "--config", str(tmp_path / "config.json"), "--seq-len", "32"]
+    options += ["--output", str(tmp_path / "trained")]
     few_tokens = saved(tmp_path / "few", tiny_llama())
     assert main(["train", "--model", str(few_tokens), *options, "--steps", "1", "--json"]) == 2
     assert "the tokenizer has 256 tokens, more than" in capsys.readouterr().err

@@ -225,6 +225,11 @@ class Samples:
         self._count = len(source) if chosen is None else len(chosen)
         self._order = lru_cache(maxsize=2)(lambda epoch: self._permutation(seed, epoch))
 
+    @property
+    def count(self) -> int:
+        """Samples of one pass over the data."""
+        return self._count
+
     def fingerprint(self) -> dict[str, int]:
         """What decides which tokens a sample number stands for; `crc` is of tokens at places all over the data."""
         crc = 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -15,105 +16,234 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 from infinity import __version__
+from infinity.checkpoint import PretrainedWeights
 from infinity.cli.training.apart import check_apart, model_inputs
+from infinity.cli.training.configuration import ConfigOptions, base_values, with_schedule
 from infinity.cli.training.data import Samples
 from infinity.cli.training.evaluation import Evaluator
 from infinity.cli.training.log import RunLog
-from infinity.cli.training.models import build_model, checkpoint_activations, max_tokens
+from infinity.cli.training.lora import reads_in_place, with_adapters
+from infinity.cli.training.models import build_model, checkpoint_activations, max_tokens, model_directory
+from infinity.cli.training.opening import model_line, run_lines
+from infinity.cli.training.output import check_room, output_directory, save_trained
+from infinity.cli.training.precision import faster_precision, product_seconds, slowdown
 from infinity.cli.training.progress import Progress, StepReport
 from infinity.cli.training.ranks import agreed, first_sample, mean_over_ranks, rank_and_size
-from infinity.cli.training.sources import DataOptions, open_data
+from infinity.cli.training.schedule import Schedule
+from infinity.cli.training.sources import Data, DataOptions, open_data
 from infinity.cli.training.tokenizers import find_tokenizer
-from infinity.config import with_values
+from infinity.config import load_config
 from infinity.engine import Engine
 from infinity.errors import ConfigError, NonFiniteError
 from infinity.setup import initialize
+from infinity.tiers import accelerator
 from infinity.zero.ranks import join_ranks
 
+_DEFAULT_STEPS = 100
+_FRESH_LR, _PRETRAINED_LR, _LORA_LR = 3e-4, 2e-5, 2e-4  # where neither a file nor --lr says one
 MAX_SKIPPED = 30  # in a row: more than a loss scale needs to settle
 
 
 @dataclass(frozen=True)
+class Saving:
+    """What is saved, and where.
+
+    Attributes:
+        model: write the trained model at the end, and when a signal ends the run.
+        output: where; None for a new directory.
+        checkpoints: directory of the checkpoints, one every `every` steps.
+    """
+
+    model: bool
+    output: Path | None
+    checkpoints: Path
+    every: int | None
+    keep_last: int | None
+    resume: bool
+
+
+@dataclass(frozen=True)
 class Settings:
-    """The command line of `infinity train`."""
+    """The command line of `infinity train`.
+
+    Attributes:
+        steps: updates; None for `epochs` passes over the data.
+        lora: rank of the adapters; None to train all parameters.
+    """
 
     model: str
     data: DataOptions
     eval_every: int
     tokenizer: str | None
-    config: Path
-    steps: int
-    micro_batch_size: int | None
+    config: ConfigOptions
+    steps: int | None
+    epochs: float | None
+    lora: int | None
     device: str | None
-    lr: float | None
-    save_dir: Path
-    save_every: int | None
-    keep_last: int | None
-    resume: bool
+    saving: Saving
     checkpoint_activations: bool
     log: Path | None
     json: bool
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """What a run begins with.
+
+    Attributes:
+        name, source, params: of the model on the command line: its directory, or None for random weights.
+        output: where the trained model goes; None for nowhere.
+    """
+
+    name: str
+    source: Path | None
+    params: int
+    trained: int
+    model: nn.Module
+    weights: PretrainedWeights | None
+    tokenizer: Any | None
+    data: Data
+    values: dict[str, Any]
+    schedule: Schedule | None
+    steps: int
+    output: Path | None
+
+
 def train(settings: Settings) -> int:
-    """Train until `settings.steps`, or until a signal asks to stop; returns the exit code."""
+    """Train until the last step, or until a signal asks to stop; returns the exit code."""
     transformers.logging.set_verbosity_error()  # its remarks on configurations are for model authors
     torch.manual_seed(settings.data.seed)
-    model, weights = build_model(settings.model)
-    if settings.checkpoint_activations:
-        checkpoint_activations(model)
-    longest = max_tokens(model)
-    if longest is not None and settings.data.seq_len > longest:
-        raise ConfigError(f"--seq-len is {settings.data.seq_len}, but {settings.model} takes at most {longest} tokens")
-    tokenizer = find_tokenizer(settings.model, settings.tokenizer)
-    data = open_data(settings.data, tokenizer, model, settings.model, join_ranks())
-    engine, *_ = initialize(model=model, config=_config(settings), weights=weights, device=settings.device)
-    with engine, _progress(settings, engine) as progress, _stop_signal() as stop:
-        kinds = data.source.vocabulary
-        progress.note(f"tokens: {'bytes' if tokenizer is None else tokenizer.name_or_path} ({kinds} kinds)")
-        for note in (*data.notes, *_slow_precision(engine, settings.config)):
-            progress.note(note)
+    prepared = _prepare(settings)
+    engine, *_ = initialize(
+        model=prepared.model,
+        config=prepared.values,
+        weights=prepared.weights,
+        device=settings.device,
+        lr_scheduler=None if prepared.schedule is None else prepared.schedule.made,
+    )
+    data, tokenizer, steps, saving = prepared.data, prepared.tokenizer, prepared.steps, settings.saving
+    with engine, _progress(settings, prepared, engine) as progress, _stop_signal() as stop:
+        if prepared.output is not None:
+            check_room(prepared.output, engine, prepared.params)
+        for line in _opening(settings, prepared, engine):
+            progress.note(line)
         if data.packed:
             check_apart(engine)
         evaluator = None if data.held_out is None else Evaluator(engine, data.source, data.held_out)
-        engine.tell(steps=settings.steps)
+        engine.tell(steps=steps)
         run = _Run(engine, data.samples, settings, progress, stop)
-        if settings.resume:
+        if saving.resume:
             run.resume()
         elif engine.config.tiering.crash_consistent:
             engine.check_resumed("infinity train without --resume")
         signum = 0
-        while engine.global_steps < settings.steps and not signum:
+        while engine.global_steps < steps and not signum:
             run.step()
             signum = agreed(stop[0] if stop else 0, engine.device)
-            last = engine.global_steps == settings.steps
+            last = engine.global_steps == steps
             if evaluator is not None and not signum and (last or engine.global_steps % settings.eval_every == 0):
                 progress.evaluated(evaluator.run())
-            every = settings.save_every
-            if every is not None and (signum or last or engine.global_steps % every == 0):
+            if saving.every is not None and (signum or last or engine.global_steps % saving.every == 0):
                 run.save(wait=bool(signum) or last)
         engine.synchronize()
+        if prepared.output is not None:
+            if signum:
+                progress.note(f"stopped after step {engine.global_steps}; saving the model (Ctrl-C again: do not save)")
+            save_trained(engine, prepared.output, tokenizer)
         if engine.config.tiering.crash_consistent and not signum:
             run.end()
         progress.finish()
+        if prepared.output is not None:
+            progress.note(f"the trained model is in {prepared.output}: AutoModelForCausalLM.from_pretrained loads it")
     return 128 + signum if signum else 0
 
 
-def _slow_precision(engine: Engine, path: Path) -> list[str]:
-    """What to tell where the processor computes, and has nothing for the configuration's 16 bits."""
-    precision = engine.config.precision
-    has = getattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported", None)  # of no other precision
-    if engine.device.type != "cpu" or has is None or has():
-        return []
+def _prepare(settings: Settings) -> _Prepared:
+    """Build the model without memory, read the data, and complete the configuration."""
+    ranks = join_ranks()
+    source = model_directory(settings.model)
+    if settings.lora is not None and source is None:
+        raise ConfigError(
+            f"--lora {settings.lora} adapts a pretrained model, and --model {settings.model} is a size with random "
+            "weights: give a model directory or a Hugging Face name, or leave --lora out"
+        )
+    default_lr = _LORA_LR if settings.lora is not None else _FRESH_LR if source is None else _PRETRAINED_LR
+    options = replace(settings.config, default_lr=default_lr)
+    values = base_values(options, lambda: ranks.on_rank_0(lambda: _measured_precision(settings.device)))
+    config = load_config(values, world_size=ranks.size)
+    in_place = settings.lora is not None and source is not None and reads_in_place(config, source)
+    model, weights = build_model(settings.model, in_place=in_place)
+    params = sum(param.numel() for param in model.parameters())
+    longest = max_tokens(model)
+    if longest is not None and settings.data.seq_len > longest:
+        raise ConfigError(f"--seq-len is {settings.data.seq_len}, but {settings.model} takes at most {longest} tokens")
+    tokenizer = find_tokenizer(settings.model if source is None else str(source), settings.tokenizer)
+    data = open_data(settings.data, tokenizer, model, settings.model, ranks)
+    steps = settings.steps or _DEFAULT_STEPS
+    if settings.epochs is not None:
+        steps = math.ceil(settings.epochs * data.samples.count / config.train_batch_size)
+    values, schedule = with_schedule(values, options, steps)
+    if settings.lora is not None:
+        model = with_adapters(model, settings.lora)
+    if settings.checkpoint_activations:
+        checkpoint_activations(model)
+    saving = settings.saving
+    return _Prepared(
+        name=settings.model,
+        source=source,
+        params=params,
+        trained=sum(param.numel() for param in model.parameters() if param.requires_grad),
+        model=model,
+        weights=weights,
+        tokenizer=tokenizer,
+        data=data,
+        values=values,
+        schedule=schedule,
+        steps=steps,
+        output=output_directory(saving.output, settings.model, source) if saving.model else None,
+    )
+
+
+def _measured_precision(device: str | None) -> str:
+    try:
+        where = torch.device(device or accelerator() or "cpu")
+        return faster_precision(product_seconds(where, ("fp32", "bf16")))
+    except (AssertionError, RuntimeError) as error:  # no such device; torch without its support
+        raise ConfigError(f"--device is {device}, which cannot be used: {error}") from error
+
+
+def _opening(settings: Settings, prepared: _Prepared, engine: Engine) -> list[str]:
+    """What is said before the first step."""
+    tokenizer, data = prepared.tokenizer, prepared.data
+    name = "bytes" if tokenizer is None else tokenizer.name_or_path
+    words = None if prepared.schedule is None else prepared.schedule.words()
     return [
-        f"warning: this processor has no instructions for {precision}, and torch may compute 30 times more slowly "
-        f"with it than in float32: leave {precision} out of {path}, or take configs/nvme-fp32.json"
+        model_line(prepared.name, prepared.source, prepared.params, prepared.trained, settings.lora),
+        f"tokens: {name} ({data.source.vocabulary} kinds)",
+        *data.notes,
+        *run_lines(engine, data, prepared.steps, words, prepared.output),
+        *_slow_precision(engine),
     ]
 
 
-def _progress(settings: Settings, engine: Engine) -> Progress:
+def _slow_precision(engine: Engine) -> list[str]:
+    """What to say where the processor computes the configuration's 16 bits much more slowly than float32."""
+    precision = engine.config.precision
+    if engine.device.type != "cpu":
+        return []
+    ratio = slowdown(engine.device, precision)
+    if ratio == 1:
+        return []
+    return [
+        f"warning: matrix products in {precision} take {ratio:.1f} times as long here as in float32: add --precision "
+        "fp32, or leave the precision out of the configuration"
+    ]
+
+
+def _progress(settings: Settings, prepared: _Prepared, engine: Engine) -> Progress:
     """What shows and logs the run, on rank 0; nothing on others."""
     rank, ranks = rank_and_size()
     log = None
@@ -125,8 +255,8 @@ def _progress(settings: Settings, engine: Engine) -> Progress:
             "infinity": __version__,
             "model": settings.model,
             "data": [str(path) for path in settings.data.data],
-            "resume": settings.resume,
-            "steps": settings.steps,
+            "resume": settings.saving.resume,
+            "steps": prepared.steps,
             "seq_len": settings.data.seq_len,
             "ranks": ranks,
             "host": platform.node(),
@@ -134,7 +264,7 @@ def _progress(settings: Settings, engine: Engine) -> Progress:
             "config": dict(engine.config.source),
         }
         log = RunLog(settings.log, about)
-    return Progress(settings.steps, json_lines=settings.json, silent=rank > 0, log=log)
+    return Progress(prepared.steps, json_lines=settings.json, silent=rank > 0, log=log)
 
 
 class _Run:
@@ -168,7 +298,7 @@ class _Run:
 
     def resume(self) -> None:
         """Go on from the last step that is on the drives, or from the last checkpoint, at the sample where it was."""
-        directory = self._settings.save_dir
+        directory = self._settings.saving.checkpoints
         path, state = None, None
         if self._engine.config.tiering.crash_consistent:
             path, state = self._engine.resume()
@@ -188,8 +318,8 @@ class _Run:
                 f"warning: the data is not what {path} was trained on ({changed} changed): samples may come twice or "
                 "never; give the same --data, --tokenizer, --seq-len and --seed to go on in the same order"
             )
-        if self._settings.lr is not None:
-            _set_lr(self._engine, self._settings.lr)
+        if self._settings.config.lr is not None:
+            _set_lr(self._engine, self._settings.config.lr)
 
     def save(self, *, wait: bool) -> None:
         """Save a checkpoint that `resume` can go on from.
@@ -202,9 +332,9 @@ class _Run:
             engine.wait_checkpoint()
             self._tell_of_saved()
         self._saving = engine.save_checkpoint(
-            self._settings.save_dir,
+            self._settings.saving.checkpoints,
             client_state=self._position(),
-            keep_last=self._settings.keep_last,
+            keep_last=self._settings.saving.keep_last,
             blocking=wait,
         )
         self._saved_step = engine.global_steps
@@ -273,19 +403,6 @@ class _Run:
                 f"{report.loss}): nothing is learned any more. Resume from the last checkpoint with a lower --lr, or "
                 "look for a fault in the data"
             )
-
-
-def _config(settings: Settings) -> dict[str, Any]:
-    """The configuration, with what the command line says in its place."""
-    changes: dict[str, Any] = {}
-    if settings.micro_batch_size is not None:
-        changes["train_micro_batch_size_per_gpu"] = settings.micro_batch_size
-    if settings.lr is not None:
-        changes["optimizer.params.lr"] = settings.lr
-    values = with_values(settings.config, changes)
-    if settings.lr is not None:
-        values["optimizer"].setdefault("type", "AdamW")
-    return values
 
 
 def _set_lr(engine: Engine, lr: float) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from infinity.errors import ConfigError
 
@@ -62,3 +63,17 @@ def check_vocabulary(model: nn.Module, vocabulary: int, name: str) -> None:
             f"the tokenizer has {vocabulary} tokens, more than {name} has embeddings ({embeddings}): give the "
             "tokenizer that the model was trained with, or enlarge the model by resize_token_embeddings and save it"
         )
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer whose tokens are the bytes of UTF-8 text, numbered by their values.
+
+    It gives a model that was trained on bytes to libraries that load a tokenizer with it.
+    """
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for their own character
+    hidden = [byte for byte in range(256) if byte not in shown]
+    characters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + n) for n, byte in enumerate(hidden)}
+    tokenizer = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)

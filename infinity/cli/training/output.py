@@ -1,0 +1,93 @@
+"""The trained model as a directory that plain transformers loads: weights, configuration, tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from infinity.cli.training.tokenizers import byte_tokenizer
+from infinity.config import format_size
+from infinity.engine import Engine
+from infinity.errors import ConfigError
+from infinity.integrations import save_adapters, save_pretrained
+from infinity.zero.sizing import compute_dtype
+
+ADAPTERS = "adapter"  # the directory of LoRA adapters, within the trained model's
+_FOLDER = "trained"
+
+
+def output_directory(asked: Path | None, model: str, source: Path | None) -> Path:
+    """Where the trained model goes: where the command line says, or a new directory below `trained`.
+
+    Args:
+        model: its name on the command line.
+        source: the directory that its weights are read from.
+
+    Raises:
+        ConfigError: the trained model would take the place of the one that training begins with.
+    """
+    if asked is None:
+        return _unused(Path(_FOLDER) / Path(model).name.replace(":", "-"))
+    if source is not None and asked.resolve() == source.resolve():
+        raise ConfigError(
+            f"--output {asked} is the directory of --model, whose weights training begins with: give another directory"
+        )
+    if asked.exists() and not asked.is_dir():
+        raise ConfigError(f"--output {asked} is a file: give a directory")
+    return asked
+
+
+def _unused(directory: Path) -> Path:
+    """This directory, or one with the next number that is not there yet."""
+    number, found = 1, directory
+    while found.exists():
+        number += 1
+        found = directory.with_name(f"{directory.name}-{number}")
+    return found
+
+
+def check_room(directory: Path, engine: Engine, params: int) -> None:
+    """See before the first step that the trained model will find room.
+
+    Args:
+        params: of the model that is written.
+
+    Raises:
+        ConfigError: there is less free space than it needs.
+    """
+    needed = params * compute_dtype(engine.config).itemsize
+    place = directory.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise ConfigError(
+            f"the trained model needs {format_size(needed)}, and {place} has {format_size(free)} free: give --output "
+            "DIRECTORY on another drive, or --no-save"
+        )
+
+
+def save_trained(engine: Engine, directory: Path, tokenizer: Any | None) -> None:
+    """Write the model in the dtype of the training; all ranks call this together, and rank 0 writes.
+
+    LoRA adapters are merged into the weights, and written by themselves as well.
+
+    Args:
+        tokenizer: None for bytes, for which a tokenizer is written whose tokens are bytes.
+
+    Raises:
+        StorageError: writing failed; an earlier model in the directory is still there.
+    """
+    save_pretrained(engine, directory)
+    if has_adapters(engine.module):
+        save_adapters(engine, directory / ADAPTERS)
+    if engine.global_rank == 0:
+        (byte_tokenizer() if tokenizer is None else tokenizer).save_pretrained(directory)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """The model is one of PEFT's."""
+    return hasattr(model, "peft_config")

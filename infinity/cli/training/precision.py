@@ -1,0 +1,57 @@
+"""Which precision to train in, by measuring: a library that supports bf16 may compute it 30 times more slowly."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+
+import torch
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ROWS, _WIDTH = 256, 512  # on one slow core a set of products takes 10 ms in float32
+_RUNS = 5
+# bf16 moves half the bytes of parameters and gradients, so that it may compute somewhat more slowly.
+_MOST_SLOWDOWN = 1.5
+
+
+def product_seconds(device: torch.device, precisions: tuple[str, ...]) -> dict[str, float]:
+    """Seconds of the three matrix products of a linear layer (forward, and backward to input and weight), by precision.
+
+    All three are timed, since a processor may have fast code for one operand order and none for another.
+    """
+    return {precision: _product_s(device, _DTYPES[precision]) for precision in precisions}
+
+
+def faster_precision(seconds: Mapping[str, float]) -> str:
+    """`bf16`, unless fp32 computes so much faster that the larger parameters and gradients pay."""
+    return "bf16" if seconds["bf16"] <= _MOST_SLOWDOWN * seconds["fp32"] else "fp32"
+
+
+def slowdown(device: torch.device, precision: str) -> float:
+    """How many times longer the products of this precision take than those of fp32, if that is worth a change; or 1."""
+    if precision == "fp32":
+        return 1.0
+    seconds = product_seconds(device, ("fp32", precision))
+    ratio = seconds[precision] / seconds["fp32"]
+    return ratio if ratio > _MOST_SLOWDOWN else 1.0
+
+
+def _product_s(device: torch.device, dtype: torch.dtype) -> float:
+    inputs = torch.randn(_ROWS, _WIDTH, device=device).to(dtype)
+    weight = torch.randn(_WIDTH, _WIDTH, device=device).to(dtype)
+
+    def layer() -> None:
+        outputs = inputs @ weight.T
+        outputs @ weight
+        outputs.T @ inputs
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    layer()  # the first call chooses kernels and reserves memory
+    seconds = []
+    for _ in range(_RUNS):
+        start_s = time.perf_counter()
+        layer()
+        seconds.append(time.perf_counter() - start_s)
+    return statistics.median(seconds)
