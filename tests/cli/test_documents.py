@@ -17,6 +17,7 @@ from infinity.cli.training.apart import check_apart, model_inputs
 from infinity.cli.training.documents import Document, read_documents
 from infinity.cli.training.evaluation import Evaluator
 from infinity.cli.training.packing import Packed
+from infinity.cli.training.records import holds_records
 from infinity.errors import ConfigError
 from infinity.setup import initialize
 from tests.behaviour.reference import Placement, Recipe
@@ -102,18 +103,78 @@ def test_only_the_assistants_turns_are_learned(template, tmp_path) -> None:
             "x.jsonl:1: the chat template of words cannot",
         ),
         ("header", ["{"], "x.jsonl:1 is no JSON"),
-        ("header", [{"text": "a"}, "[1]"], "x.jsonl:2 must be an object with either `text` or `messages`"),
-        ("header", [{"text": "a", **chat("a", "b")}], "x.jsonl:1 must be an object with either"),
+        ("header", [{"text": "a"}, "[1]"], "x.jsonl:2 must be an object with one of these: `text`; .* it is no object"),
+        (
+            "header",
+            [{"text": "a", **chat("a", "b")}],
+            "x.jsonl:1 must be an object with one of these: .* it has `text`, `messages`",
+        ),
         ("header", [{"text": 5}], "x.jsonl:1: `text` is int; it must be a string"),
         ("header", [{"messages": "a"}], "x.jsonl:1: `messages` must be a list of objects that have a `role`"),
         ("header", [{"messages": [{"content": "a"}]}], "x.jsonl:1: `messages` must be a list"),
         ("header", [chat("a")], "x.jsonl:1: `messages` has no turn of the role `assistant`"),
+        ("header", [{"conversations": "a"}], "x.jsonl:1: `conversations` must be a list"),
+        (
+            "header",
+            [{"conversations": [{"from": "bing", "value": "a"}]}],
+            "turn 1 of `conversations` has `from` 'bing'",
+        ),
+        ("header", [{"instruction": "a", "output": 1}], "x.jsonl:1: `output` is int"),
+        ("header", [{"instruction": "a", "output": "b", "history": [["a", "b"]]}], "x.jsonl:1 has `history`"),
+        ("header", [{"prompt": [], "completion": "b"}], "x.jsonl:1: `prompt` is list; it must be a string"),
     ],
 )
 def test_lines_that_cannot_be_learned_are_named(template, rows, message, tmp_path) -> None:
     path = write(tmp_path / "x.jsonl", *rows)
     with pytest.raises(ConfigError, match=message):
         list(read_documents([path], tokenizer_of(template)))
+
+
+SHARE_GPT = {"conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c d"}]}
+ALPACA = {"instruction": "a", "input": "b", "output": "c d"}
+
+
+def test_other_formats_of_conversations_are_those_of_messages(tmp_path) -> None:
+    tokenizer = tokenizer_of("header")
+    rows = [SHARE_GPT, {"instruction": "a b", "output": "c d"}, chat("a b", "c d")]
+    first, second, same = read_documents([write(tmp_path / "x.jsonl", *rows)], tokenizer)
+    assert first == second == same
+    assert learned(tokenizer, same).split() == ["c", "d", "</s>"]
+
+
+def test_only_the_completion_is_learned_without_a_chat_template(tmp_path) -> None:
+    tokenizer = tokenizer_of(None)
+    path = write(tmp_path / "x.jsonl", {"prompt": "a b ", "completion": "c d"}, ALPACA)
+    document, _ = read_documents([path], tokenizer)
+    assert learned(tokenizer, document).split() == ["c", "d", "</s>"]
+    assert not document.splits
+    for document in read_documents([path], None):
+        assert document.learned is not None
+        said = bytes(one for one, is_learned in zip(document.ids, document.learned, strict=True) if is_learned)
+        assert said == b"c d"
+    assert bytes(document.ids).endswith(b"### Instruction:\na\n\n### Input:\nb\n\n### Response:\nc d")
+
+
+def test_a_list_of_records_is_read_one_at_a_time(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("infinity.cli.training.records._READ_CHARS", 7)
+    rows = [{"text": "a [1, 2] é"}, {"text": "b" * 50}, {"prompt": "x", "completion": "y"}]
+    path = tmp_path / "x.json"
+    for indent in (None, 2):
+        path.write_text(json.dumps(rows, indent=indent))
+        assert holds_records(path)
+        assert [bytes(document.ids) for document in read_documents([path], None)] == [
+            "a [1, 2] é".encode(),
+            b"b" * 50,
+            b"xy",
+        ]
+    path.write_text(json.dumps(rows)[:-1])
+    with pytest.raises(ConfigError, match=r"x.json, record 4 is no JSON"):
+        list(read_documents([path], None))
+    path.write_text('[{"texts": "a"}]')
+    with pytest.raises(ConfigError, match=r"x.json, record 1 must be an object with .* it has `texts`"):
+        list(read_documents([path], None))
+    path.write_text('{"a": 1}')
+    assert not holds_records(path)
 
 
 def test_what_a_template_raises_is_told_with_the_line(tmp_path) -> None:
@@ -312,7 +373,7 @@ def test_options_that_cannot_work_are_refused(more, message, workspace, capsys) 
 def test_documents_and_plain_text_do_not_mix(workspace, capsys) -> None:
     path = write(workspace / "a.jsonl", {"text": "x"})
     assert main(train_arguments(workspace, "--steps", "1", "--data", str(path), str(workspace / "text.txt"))) == 2
-    assert "give either .jsonl files or plain text" in capsys.readouterr().err
+    assert "give either records (.jsonl files, or JSON files of one list) or plain text" in capsys.readouterr().err
 
 
 class Counted:

@@ -45,6 +45,6 @@ def check_apart(engine: Engine) -> None:
 def apart_problem(model: nn.Module) -> str:
     """Why .jsonl files are none for this model."""
     return (
-        f".jsonl files are packed, several documents to a sample, but {type(model).__name__} does not keep them apart "
+        f"records are packed, several documents to a sample, but {type(model).__name__} does not keep them apart "
         "by position_ids (in this version of transformers, or at all): give plain text files"
     )

@@ -1,4 +1,4 @@
-"""Lines of JSON as documents of tokens: text, or a conversation of which only the assistant's turns are learned.
+"""Records as documents of tokens: text, a conversation of which only the assistant's turns are learned, a completion.
 
 [Note: the assistant's turns]
 A chat template makes one text of a conversation. Where it marks turns itself (`{% generation %}`), the tokenizer says
@@ -9,7 +9,6 @@ comes later changes nothing of what was; a template for which it does not is ref
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,18 +17,18 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from infinity.cli.training.records import Record, read_records
 from infinity.cli.training.turns import in_turns
 from infinity.errors import ConfigError
 from infinity.zero.ranks import ALONE, Ranks
 
-SUFFIX = ".jsonl"
 _TOGETHER = 256  # lines whose texts a tokenizer takes at once, on all cores
 _MARKS = re.compile(r"\{%[-+]?\s*generation\b")
 
 
 @dataclass(frozen=True)
 class Document:
-    """One line.
+    """One record.
 
     Attributes:
         ids: its tokens.
@@ -52,8 +51,8 @@ def read_documents(files: Iterable[Path], tokenizer: Any | None, ranks: Ranks = 
     Raises:
         ConfigError: a line is malformed, by file and line; or the tokenizer cannot do what it takes.
     """
-    lines = chain.from_iterable(map(_lines, files))
-    batches = iter(lambda: tuple(islice(lines, _TOGETHER)), ())
+    records = chain.from_iterable(map(read_records, files))
+    batches = iter(lambda: tuple(islice(records, _TOGETHER)), ())
     if tokenizer is None:
         reader: _Bytes | _Reader = _Bytes()
         ranks = ALONE  # there is nothing to share
@@ -63,55 +62,31 @@ def read_documents(files: Iterable[Path], tokenizer: Any | None, ranks: Ranks = 
         yield from documents
 
 
-def _documents(reader: _Bytes | _Reader, lines: Sequence[tuple[str, dict[str, Any]]]) -> list[Document]:
-    """Of these lines, in their order."""
-    texts = reader.texts([line["text"] for _, line in lines if "text" in line])
-    return [
-        next(texts) if "text" in line else reader.conversation(place, line["messages"], line.get("tools"))
-        for place, line in lines
-    ]
+def _documents(reader: _Bytes | _Reader, records: Sequence[tuple[str, Record]]) -> list[Document]:
+    """Of these records, in their order."""
+    texts = reader.texts([record["text"] for _, record in records if "text" in record])
+    return [next(texts) if "text" in record else _document(reader, place, record) for place, record in records]
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every line with its place, once it is known to be one of the two kinds."""
-    try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                if raw.strip():
-                    place = f"{path}:{number}"
-                    yield place, _checked(place, raw)
-    except OSError as error:
-        raise ConfigError(f"--data {path} cannot be read: {error.strerror}") from error
-
-
-def _checked(place: str, raw: bytes) -> dict[str, Any]:
-    try:
-        line = json.loads(raw)
-    except ValueError as error:  # also of bytes that are no UTF-8
-        raise ConfigError(f"{place} is no JSON: {error}") from error
-    if not isinstance(line, dict) or ("text" in line) == ("messages" in line):
-        raise ConfigError(f"{place} must be an object with either `text` or `messages`")
-    if "text" in line:
-        if not isinstance(line["text"], str):
-            raise ConfigError(f"{place}: `text` is {type(line['text']).__name__}; it must be a string")
-        return line
-    messages = line["messages"]
-    whole = isinstance(messages, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
-    )
-    if not whole:
-        raise ConfigError(f"{place}: `messages` must be a list of objects that have a `role`, and mostly `content`")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ConfigError(f"{place}: `messages` has no turn of the role `assistant`, so there is nothing to learn")
-    return line
+def _document(reader: _Bytes | _Reader, place: str, record: Record) -> Document:
+    """A conversation, or a prompt and its completion; a record that is both is what the tokenizer can do."""
+    if "prompt" in record and not ("messages" in record and reader.chats):
+        return reader.completion(place, record["prompt"], record["completion"])
+    return reader.conversation(place, record["messages"], record["tools"])
 
 
 class _Bytes:
     """Every byte is a token."""
 
+    chats = False
+
     def texts(self, texts: Sequence[str]) -> Iterator[Document]:
         for text in texts:
             yield Document(text.encode("utf-8", errors="replace"), None, splits=True)
+
+    def completion(self, place: str, prompt: str, completion: str) -> Document:
+        asked, said = (text.encode("utf-8", errors="replace") for text in (prompt, completion))
+        return Document(asked + said, [False] * len(asked) + [True] * len(said), splits=False)
 
     def conversation(self, place: str, messages: list[dict[str, Any]], tools: Any) -> Document:
         raise ConfigError(
@@ -127,6 +102,36 @@ class _Reader:
         self._tokenizer = tokenizer
         self._end = tokenizer.eos_token_id
         self._name = tokenizer.name_or_path
+
+    @property
+    def chats(self) -> bool:
+        """The tokenizer has a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    def completion(self, place: str, prompt: str, completion: str) -> Document:
+        """A prompt, and its completion with the end mark, which alone are learned.
+
+        Both are tokenized together, so that no token boundary is forced between them; a token that begins in the
+        prompt is the prompt's.
+        """
+        self._check_fast(place, "`prompt` and `completion`")
+        found = self._tokenizer(prompt + completion, return_offsets_mapping=True)
+        ids: list[int] = list(found["input_ids"])
+        learned = [len(prompt) <= begin < end for begin, end in found["offset_mapping"]]
+        if self._end is not None and not (ids and ids[-1] == self._end):
+            ids.append(self._end)
+            learned.append(True)
+        elif self._end is not None:
+            learned[-1] = True  # the mark that the tokenizer adds stands for no character
+        return Document(ids, learned, splits=False)
+
+    def _check_fast(self, place: str, what: str) -> None:
+        """Refuse a tokenizer that cannot say which characters a token stands for."""
+        if not self._tokenizer.is_fast:
+            raise ConfigError(
+                f"{place} has {what}, but the tokenizer {self._name} cannot say which characters a token stands "
+                "for: give one with a tokenizer.json"
+            )
 
     def texts(self, texts: Sequence[str]) -> Iterator[Document]:
         """Texts as the model was trained on them: with its mark at the beginning, if it has one, and at the end."""
@@ -145,11 +150,7 @@ class _Reader:
                 f"{place} has `messages`, but the tokenizer {self._name} has no chat template: give --tokenizer "
                 "DIRECTORY of a chat model, or lines of `text`"
             ) from error
-        if not self._tokenizer.is_fast:
-            raise ConfigError(
-                f"{place} has `messages`, but the tokenizer {self._name} cannot say which characters a token stands "
-                "for: give one with a tokenizer.json"
-            )
+        self._check_fast(place, "`messages`")
         try:
             if _MARKS.search(template):
                 return self._marked(messages, tools)

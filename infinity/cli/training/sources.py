@@ -13,8 +13,9 @@ from torch import nn
 
 from infinity.cli.training.apart import apart_problem
 from infinity.cli.training.data import ByteTokens, Samples, Source, Stream, TokenizedFiles, find_files, hold_out
-from infinity.cli.training.documents import SUFFIX, read_documents
+from infinity.cli.training.documents import read_documents
 from infinity.cli.training.packing import Packed
+from infinity.cli.training.records import LINES, holds_records
 from infinity.cli.training.tokenizers import check_vocabulary
 from infinity.errors import ConfigError
 from infinity.zero.ranks import ALONE, Ranks
@@ -82,13 +83,17 @@ def _source(
     paths: Sequence[Path], option: str, options: DataOptions, tokenizer: Any | None, model: nn.Module, ranks: Ranks
 ) -> tuple[Source, list[str]]:
     files = find_files(paths, option)
-    documents = [path for path in files if path.suffix == SUFFIX]
+    # In a directory, .json files are text, such as a project's own; one that is named is looked into.
+    documents = [path for path in files if path.suffix == LINES or (path in paths and holds_records(path))]
     if not documents:
         tokens = ByteTokens(files) if tokenizer is None else TokenizedFiles(files, tokenizer, ranks)
         return Stream(tokens, options.seq_len), []
     if len(documents) < len(files):
-        other = next(path for path in files if path.suffix != SUFFIX)
-        raise ConfigError(f"{option} has both {documents[0]} and {other}: give either {SUFFIX} files or plain text")
+        other = next(path for path in files if path not in documents)
+        raise ConfigError(
+            f"{option} has both {documents[0]} and {other}: give either records ({LINES} files, or JSON files of one "
+            "list) or plain text"
+        )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ConfigError(apart_problem(model))
     vocabulary, fill = (256, 0) if tokenizer is None else (len(tokenizer), tokenizer.eos_token_id or 0)
