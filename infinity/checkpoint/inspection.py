@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from infinity.errors import CheckpointError
 from infinity.zero.model_parts import has_numbers
 
 _SHARD_BYTES = 5_000_000_000
+_COMPUTED_IN = {"fp32": torch.float32, "master": torch.float16}  # by state format; all others: bfloat16
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,35 @@ def verify(source: Path, tag: str | None = None, progress: Progress = lambda nby
     return manifest
 
 
-def export_weights(source: Path, target: Path, *, dtype: torch.dtype = torch.bfloat16, tag: str | None = None) -> Path:
-    """Write the weights, codes and persistent buffers of a checkpoint as safetensors, a parameter in memory at a time.
-
-    The directory has no configuration of the model: the checkpoint has none.
+def client_state(source: Path, tag: str | None = None) -> dict[str, Any]:
+    """What the training loop had the checkpoint keep.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged.
+        ConfigError: `tag` is no plain name.
+    """
+    path = checkpoint_at(source, tag)
+    state = read_extra(path, read_manifest(path))["client_state"]
+    return state if isinstance(state, dict) else {}
+
+
+def export_weights(
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    tag: str | None = None,
+    model: nn.Module | None = None,
+) -> Path:
+    """Write the weights, codes and persistent buffers of a checkpoint as safetensors, a parameter in memory at a time.
+
+    Args:
+        dtype: of the weights; the one that the training computed in by default.
+        model: of transformers, on any device: its configurations are written as well, so that transformers loads the
+            directory. A checkpoint has none.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, or is not of `model`.
         StorageError: writing failed.
         ConfigError: `tag` is no plain name.
     """
@@ -119,6 +143,9 @@ def export_weights(source: Path, target: Path, *, dtype: torch.dtype = torch.bfl
     keys |= {name: f"{FROZEN_FIELD}.{name}" for name in frozen_params(manifest.tensors)}
     if not keys:
         raise CheckpointError(f"{path} has no weights")
+    if model is not None:
+        _check_names(path, keys, model)
+    dtype = _COMPUTED_IN.get(manifest.state_format, torch.bfloat16) if dtype is None else dtype
     specs = {name: (dtype, manifest.tensors[key].shape) for name, key in keys.items()}
     specs |= {name: (stored.torch_dtype, stored.shape) for name, stored in coded.items()}
     specs |= {
@@ -132,8 +159,18 @@ def export_weights(source: Path, target: Path, *, dtype: torch.dtype = torch.bfl
                 yield name, reader.read(key, 0, manifest.tensors[key].numel)
         yield from buffers.items()
 
-    write_model(target, nn.Module(), values(), specs, dtype=dtype, shard_bytes=_SHARD_BYTES)
+    write_model(target, model or nn.Module(), values(), specs, dtype=dtype, shard_bytes=_SHARD_BYTES)
     return target
+
+
+def _check_names(path: Path, stored: Collection[str], model: nn.Module) -> None:
+    """The checkpoint has the model's parameters, and no others."""
+    named = {name for name, _ in model.named_parameters()}
+    kind, stored = type(model).__name__, set(stored)
+    problems = [f"it has no parameter `{name}`, which {kind} has" for name in sorted(named - stored)]
+    problems += [f"it has a parameter `{name}`, which {kind} has not" for name in sorted(stored - named)]
+    if problems:
+        raise CheckpointError(f"{path} is the checkpoint of another model ({len(problems)} differences): {problems[0]}")
 
 
 def _elements(shapes: dict[str, tuple[int, ...]]) -> int:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import path_argument
+from infinity.cli.packages import needed_packages
 from infinity.cli.progress import Progress
 from infinity.cli.terminal import plain
 from infinity.config import format_size
+from infinity.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _FORMAT_HELP = "dcp: with the optimizer's states, in float32, as torch.distributed.checkpoint has them"
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -31,9 +38,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     reshard.add_argument("--state-format", help="fp32, split, master, bf16 or int8 (default: the one that it has)")
     reshard.add_argument("--ranks", type=int, default=1, help="how many ranks' shards to write (default: 1)")
-    export = _add(commands, "export", _export, "write its weights as safetensors, without a configuration")
+    export = _add(commands, "export", _export, "write its model as a directory that transformers loads")
     export.add_argument("target", type=path_argument, help="directory for them")
-    export.add_argument("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the weights (default: bfloat16)")
+    export.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: as the training computed)")
+    export.add_argument(
+        "--model",
+        help="directory, size or Hugging Face name that configuration and tokenizer are taken from (default: what "
+        "`infinity train` trained)",
+    )
     export.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors", help=_FORMAT_HELP)
     importing = _add(commands, "import", _import, "take over one of DeepSpeed's (ZeRO 1 to 3) or of torch's")
     importing.add_argument("target", type=path_argument, help="directory of checkpoints for the new one")
@@ -126,7 +138,11 @@ def _export(args: argparse.Namespace) -> int:
     if args.format == "dcp":
         export_dcp(args.source, args.target, tag=args.tag)
     else:
-        export_weights(args.source, args.target, dtype=getattr(torch, args.dtype), tag=args.tag)
+        model, tokenizer = _described(args)
+        dtype = None if args.dtype is None else getattr(torch, args.dtype)
+        export_weights(args.source, args.target, dtype=dtype, tag=args.tag, model=model)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(args.target)
     seconds = time.perf_counter() - start_s
     files = sorted(path.name for pattern in ("*.safetensors", "*.distcp") for path in args.target.glob(pattern))
     nbytes = sum((args.target / name).stat().st_size for name in files)
@@ -135,6 +151,40 @@ def _export(args: argparse.Namespace) -> int:
     else:
         print(f"{args.target}: {', '.join(files)}, {nbytes:,} bytes, {seconds:.1f} s")
     return 0
+
+
+def _described(args: argparse.Namespace) -> tuple[nn.Module | None, Any | None]:
+    """The model on the meta device and its tokenizer, as --model or the checkpoint says; None if neither does.
+
+    Raises:
+        ConfigError: the model is not there any more, or was trained with adapters.
+    """
+    from infinity.checkpoint.inspection import client_state  # noqa: PLC0415  (torch takes seconds to load)
+
+    trained = client_state(args.source, args.tag).get("trained")
+    trained = trained if isinstance(trained, dict) else {}
+    name = args.model or trained.get("model")
+    if name is None:
+        print(
+            f"note: the checkpoint does not say which model it is of, so {args.target} gets no config.json; give "
+            "--model DIRECTORY for a directory that transformers loads",
+            file=sys.stderr,
+        )
+        return None, None
+    if trained.get("lora"):
+        raise ConfigError(
+            f"{args.source} holds LoRA adapters of {name}: `infinity train` with the same options, --resume and the "
+            "steps that it has writes the merged model and the adapters to --output"
+        )
+    with needed_packages("checkpoint export"):
+        from infinity.cli.training.models import model_directory, model_shape  # noqa: PLC0415  (the same)
+        from infinity.cli.training.tokenizers import byte_tokenizer, find_tokenizer  # noqa: PLC0415  (the same)
+    directory = model_directory(name, weights=False)
+    asked = trained.get("tokenizer") if args.model in (None, trained.get("model")) else None
+    tokenizer = find_tokenizer(name if directory is None else str(directory), asked)
+    if tokenizer is None and trained:
+        tokenizer = byte_tokenizer()  # what it was trained with
+    return model_shape(name), tokenizer
 
 
 def _import(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import infinity
 from infinity.cli.main import main
 from infinity.cli.training.models import model_directory
 from infinity.cli.training.schedule import Schedule
@@ -233,3 +234,54 @@ def test_a_model_in_the_cache_is_found_by_its_name(tmp_path, monkeypatch) -> Non
     for name in ("owner/tiny", "owner/other"):
         with pytest.raises(ConfigError, match=f"--model {name} is no directory, is not in Hugging Face's cache"):
             model_directory(name)
+
+
+# infinity checkpoint export #
+
+
+def exported(workspace: Path, *more: str) -> int:
+    command = ["checkpoint", "export", str(workspace / "checkpoints"), str(workspace / "exported"), *more]
+    return main(command)
+
+
+def test_an_exported_checkpoint_is_the_trained_model(workspace, capsys) -> None:
+    saved = ["--save-every", "2", "--save-dir", str(workspace / "checkpoints")]
+    assert main(arguments(workspace, "--steps", "2", *saved)) == 0
+    assert exported(workspace) == 0
+    directories = workspace / "trained", workspace / "exported"
+    trained, again = (AutoModelForCausalLM.from_pretrained(directory) for directory in directories)
+    assert again.dtype is torch.float32
+    for name, value in trained.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    assert continued(workspace / "exported", "the", 5) == continued(workspace / "trained", "the", 5)
+    capsys.readouterr()
+    assert exported(workspace, "--model", "llama:160m") == 2
+    assert "is the checkpoint of another model" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_does_not_name_its_model_is_exported_with_a_note(workspace, tmp_path, capsys) -> None:
+    model = tiny_llama()
+    model.save_pretrained(tmp_path / "model")
+    with infinity.initialize(model=model, config={"optimizer": {"type": "AdamW"}})[0] as engine:
+        engine.save_checkpoint(workspace / "checkpoints")
+    assert exported(workspace) == 0
+    assert "give --model DIRECTORY" in capsys.readouterr().err
+    assert not (workspace / "exported" / "config.json").exists()
+    assert exported(workspace, "--model", str(tmp_path / "model"), "--dtype", "bfloat16") == 0
+    assert AutoModelForCausalLM.from_pretrained(workspace / "exported").dtype is torch.bfloat16
+
+
+def test_adapters_are_not_exported_as_a_model(workspace, tmp_path, capsys) -> None:
+    pytest.importorskip("peft")
+    model = tmp_path / "model"
+    tiny = tiny_llama()
+    tiny.resize_token_embeddings(256)
+    tiny.save_pretrained(model)
+    saved = ["--save-every", "1", "--save-dir", str(workspace / "checkpoints"), "--lora", "2", "--seq-len", "32"]
+    command = ["train", str(model), *arguments(workspace, "--steps", "1", *saved)[2:]]
+    assert main(command) == 0
+    capsys.readouterr()
+    assert exported(workspace) == 2
+    assert "holds LoRA adapters of" in capsys.readouterr().err
+    assert main([*command, "--resume", "--output", str(workspace / "merged")]) == 0
+    assert AutoModelForCausalLM.from_pretrained(workspace / "merged").dtype is torch.float32

@@ -134,7 +134,7 @@ def train(settings: Settings) -> int:
             check_apart(engine)
         evaluator = None if data.held_out is None else Evaluator(engine, data.source, data.held_out)
         engine.tell(steps=steps)
-        run = _Run(engine, data.samples, settings, progress, stop)
+        run = _Run(engine, data.samples, settings, _about(settings, prepared), progress, stop)
         if saving.resume:
             run.resume()
         elif engine.config.tiering.crash_consistent:
@@ -207,6 +207,16 @@ def _prepare(settings: Settings) -> _Prepared:
     )
 
 
+def _about(settings: Settings, prepared: _Prepared) -> dict[str, Any]:
+    """What a checkpoint says of its model, by names that are good in any directory."""
+    source, tokenizer = prepared.source, settings.tokenizer
+    is_path = source is not None and Path(settings.model).is_dir()
+    if tokenizer is not None and Path(tokenizer).is_dir():
+        tokenizer = str(Path(tokenizer).absolute())
+    model = str(Path(settings.model).absolute()) if is_path else settings.model
+    return {"model": model, "tokenizer": tokenizer, "lora": settings.lora}
+
+
 def _measured_precision(device: str | None) -> str:
     try:
         where = torch.device(device or accelerator() or "cpu")
@@ -271,15 +281,23 @@ class _Run:
     """Steps of one engine over one order of samples.
 
     Args:
+        about: the model, for `infinity checkpoint export`.
         stop: signals that were received; after the second a step ends before its next micro-batch.
     """
 
     def __init__(
-        self, engine: Engine, samples: Samples, settings: Settings, progress: Progress, stop: Sequence[int]
+        self,
+        engine: Engine,
+        samples: Samples,
+        settings: Settings,
+        about: dict[str, Any],
+        progress: Progress,
+        stop: Sequence[int],
     ) -> None:
         self._engine = engine
         self._samples = samples
         self._settings = settings
+        self._about = about
         self._progress = progress
         self._stop = stop
         self._next_sample = 0
@@ -333,7 +351,7 @@ class _Run:
             self._tell_of_saved()
         self._saving = engine.save_checkpoint(
             self._settings.saving.checkpoints,
-            client_state=self._position(),
+            client_state={**self._position(), "trained": self._about},
             keep_last=self._settings.saving.keep_last,
             blocking=wait,
         )
