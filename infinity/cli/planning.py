@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import path_argument, size_argument
@@ -104,12 +104,17 @@ class Asked:
 
     def work(self, plan: TrainingPlan) -> Work:
         """Of one micro-batch."""
+        return self.work_of(self.model, plan)
+
+    def work_of(self, model: nn.Module, plan: TrainingPlan, *, checkpointing: bool | None = None) -> Work:
+        """Of one micro-batch of another model, or with other activation checkpoints."""
         from infinity.planner import count_work  # noqa: PLC0415  (torch takes seconds)
         from infinity.zero.sizing import compute_dtype  # noqa: PLC0415
 
         partition, dtype = plan.sizing.partition, compute_dtype(self.config)
         batch = self.config.micro_batch_size
-        return count_work(self.model, partition, dtype, batch, self.seq_len, checkpointing=self.checkpointing)
+        checkpointing = self.checkpointing if checkpointing is None else checkpointing
+        return count_work(model, partition, dtype, batch, self.seq_len, checkpointing=checkpointing)
 
 
 @dataclass(frozen=True)
@@ -137,13 +142,23 @@ def lay_out(args: argparse.Namespace, command: str) -> Draft:
         ConfigError: an option or the configuration cannot work.
         CapacityError: a budget is too small.
     """
-    asked = read_arguments(args, command)
-    from infinity.planner import Rates, estimate, plan_training, predict_step, problems  # noqa: PLC0415
+    return draft_of(read_arguments(args, command))
 
-    plan = plan_training(asked.model, asked.config, asked.machine)
-    work = asked.work(plan)
+
+def draft_of(asked: Asked) -> Draft:
+    """Plan the training; budgets that are "auto" leave room for what it takes beside them.
+
+    Raises:
+        CapacityError: a budget is too small.
+    """
+    from infinity.planner import Rates, estimate, plan_with_room, predict_step, problems  # noqa: PLC0415
+
+    libraries = libraries_bytes()
+    free_bytes = asked.host_bytes - libraries * asked.machine.neighbours
+    config, plan, work = plan_with_room(asked.model, asked.config, asked.machine, asked.work, free_bytes)
+    asked = replace(asked, config=config)
     step = predict_step(plan, asked.config, work, asked.rates) if asked.rates != Rates() else None
-    needs = estimate(plan, work, libraries_bytes(), step)
+    needs = estimate(plan, work, libraries, step)
     return Draft(asked, plan, work, step, needs, list(problems(plan, needs, asked.drives, asked.host_bytes)))
 
 
@@ -180,7 +195,8 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
         config,
         machine,
         drives,
-        args.machine_memory or available_memory_bytes(),
+        # This process has its libraries already; those of a training take their place.
+        args.machine_memory or available_memory_bytes() + libraries_bytes(),
         _rates(args, config, machine),
         args.seq_len or min(_TOKENS, longest),
         args.checkpoint_activations,

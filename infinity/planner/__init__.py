@@ -4,6 +4,7 @@ from infinity.planner.filled import filled_later, once_filled, states_on_device
 from infinity.planner.memory import Drive, Estimate, drives_here, estimate, largest_model, problems
 from infinity.planner.rates import Duplex, Rates, rates_of, with_numbers
 from infinity.planner.roofline import Intensity, bandwidth_for, efficiency, intensity
+from infinity.planner.room import plan_with_room
 from infinity.planner.stand_in import WIDTH_STEP, Shape, shape_of, stand_in
 from infinity.planner.step_time import StepTime, predict_step
 from infinity.planner.sweep import Point, Sweep
@@ -34,6 +35,7 @@ __all__ = [
     "largest_model",
     "once_filled",
     "plan_training",
+    "plan_with_room",
     "predict_step",
     "problems",
     "rates_of",

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from torch import nn
 
 from infinity.config import Config, format_size
 from infinity.errors import CapacityError
 from infinity.planner.filled import activation_bytes, computing_bytes, gradient_bytes
+from infinity.planner.room import plan_with_room
 from infinity.planner.stand_in import Shape, shape_of, stand_in
 from infinity.planner.step_time import StepTime
-from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
+from infinity.planner.training_plan import Machine, TrainingPlan
 from infinity.planner.work import Work
 
+Count = Callable[[nn.Module, TrainingPlan], Work]
+
 _LEAST_PARAMS, _MOST_PARAMS = 5e6, 1e15
+_SURE = 0.98  # of the memory that is free: libraries take a little more or less in another process
+_NEAR = 1.05
+_LEAST_BYTES = 6  # of a parameter and its states, in any format
 _TRIES = 14  # halvings of a factor of 2e8: within a few percent
 
 
@@ -143,16 +151,31 @@ def problems(plan: TrainingPlan, needs: Estimate, drives: list[Drive], host_byte
         )
 
 
-def largest_model(config: Config, machine: Machine, drives: list[Drive]) -> Shape | None:
-    """The largest decoder whose states these budgets and drives hold; None if none does. Activations are left out."""
-    free = sum(drive.free_bytes for drive in drives)
+def largest_model(
+    config: Config, machine: Machine, drives: list[Drive], host_bytes: int, count: Count, libraries_bytes: int
+) -> Shape | None:
+    """The largest decoder that trains there as `estimate` and `problems` have it; None if none does.
+
+    Args:
+        drives, host_bytes: as for `problems`.
+        count: counts the work of a micro-batch of a model.
+    """
+
+    host_bytes = int(_SURE * host_bytes)
+    machines = machine.ranks // machine.neighbours
+    every_byte = machines * (host_bytes + sum(drive.free_bytes for drive in drives))
+    every_byte += machine.ranks * (machine.device_bytes or 0)
 
     def fits(params: float) -> bool:
+        if params * _LEAST_BYTES > every_byte:  # planning what is much too large would take minutes
+            return False
+        model = stand_in(shape_of(params))
+        free_bytes = host_bytes - libraries_bytes * machine.neighbours
         try:
-            plan = plan_training(stand_in(shape_of(params)), config, machine)
+            _, plan, work = plan_with_room(model, config, machine, lambda plan: count(model, plan), free_bytes)
         except CapacityError:
             return False
-        return plan.nvme_bytes * machine.neighbours <= free
+        return not any(problems(plan, estimate(plan, work, libraries_bytes), drives, host_bytes))
 
     low, high = _LEAST_PARAMS, _LEAST_PARAMS
     if not fits(low):
@@ -162,6 +185,6 @@ def largest_model(config: Config, machine: Machine, drives: list[Drive]) -> Shap
     for _ in range(_TRIES):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if fits(middle) else (low, middle)
-        if high / low < 1.02:
+        if high / low < _NEAR:
             break
     return shape_of(low)

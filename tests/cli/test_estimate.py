@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -65,3 +66,37 @@ def test_what_a_stage_lets_go_is_on_nvme(caplog, capsys) -> None:
 def test_what_cannot_be_is_refused_in_words(options, words, capsys) -> None:
     assert main(["estimate", *options]) == 2
     assert words in capsys.readouterr().err
+
+
+# The verdict #
+
+
+MACHINE = ["--machine-memory", "24GB", "--nvme-capacity", "400GB"]
+
+
+def test_the_last_lines_say_whether_it_fits_and_what_limits_it(capsys) -> None:
+    assert main(["estimate", "--params", "8e9", *MACHINE, "--host-memory", "8GiB"]) == 0
+    *_, verdict, advice = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"fits: 1\d\.\d of 22\.4 GiB host; limited by activations", verdict)
+    assert advice.startswith("advice: --checkpoint-activations saves 4.6")
+    assert main(["estimate", "--params", "8e9", *MACHINE, "--host-memory", "22GiB"]) == 2
+    captured = capsys.readouterr()
+    assert "does not fit: 28." in captured.out
+    assert "host memory is too small" in captured.err
+    few = ["--machine-memory", "24GB", "--nvme-capacity", "60GB", "--checkpoint-activations"]
+    assert main(["estimate", "--params", "8e9", *few, "--json"]) == 2
+    assert "GiB NVMe; limited by states on the drives" in json.loads(capsys.readouterr().out)["verdict"]
+
+
+def test_the_largest_is_accepted_by_the_command_itself(capsys) -> None:
+    machine = ["--machine-memory", "16GB", "--nvme-capacity", "60GB", "--device-memory", "8GB"]
+    assert main(["estimate", "--params", "1e9", *machine, "--largest"]) == 0
+    (shape,) = re.findall(r"^largest here .*\((\d+x\d+)\)$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["estimate", "--params", shape, *machine]) == 0
+
+
+def test_the_largest_is_shown_for_a_budget_that_is_too_small_for_what_was_asked(capsys) -> None:
+    assert main(["estimate", "--params", "8e9", *MACHINE, "--host-memory", "768MiB", "--largest"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out.startswith("largest here ")
+    assert "needs at least" in captured.err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 import infinity
 from infinity.config import load_config
@@ -11,6 +13,8 @@ from infinity.planner import (
     Duplex,
     Machine,
     Rates,
+    TrainingPlan,
+    Work,
     count_work,
     drives_here,
     estimate,
@@ -117,10 +121,17 @@ def test_drives_that_are_one_count_once(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == [], "nothing was made"
 
 
+def count_short(model: nn.Module, plan: TrainingPlan) -> Work:
+    return count_work(model, plan.sizing.partition, torch.bfloat16, 1, 128)
+
+
 def test_the_largest_model_fits_and_a_larger_one_does_not(tmp_path) -> None:
     config = load_config(Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "1MiB", "1GiB")))
     drives = [Drive("/a", 2 << 30)]
-    shape = largest_model(config, Machine(), drives)
+    shape = largest_model(config, Machine(), drives, 4 << 30, count_short, 0)
     assert shape is not None
     assert 2 << 30 < 12 * shape.params < 3 << 30, "on the drive and in host memory"
-    assert largest_model(config, Machine(), []) is None
+    assert largest_model(config, Machine(), [], 4 << 30, count_short, 0) is None
+    less = largest_model(config, Machine(), drives, 1 << 30, count_short, 0)
+    assert less is not None
+    assert less.params < shape.params, "activations have no room beside the budget"

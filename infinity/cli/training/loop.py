@@ -32,6 +32,7 @@ from infinity.cli.training.output import check_room, output_directory, save_trai
 from infinity.cli.training.precision import faster_precision, product_seconds, slowdown
 from infinity.cli.training.progress import Progress, StepReport
 from infinity.cli.training.ranks import agreed, first_sample, mean_over_ranks, rank_and_size
+from infinity.cli.training.room import with_room
 from infinity.cli.training.schedule import Schedule
 from infinity.cli.training.sources import Data, DataOptions, open_data
 from infinity.cli.training.tokenizers import find_tokenizer
@@ -172,7 +173,8 @@ def _prepare(settings: Settings) -> _Prepared:
         )
     default_lr = _LORA_LR if settings.lora is not None else _FRESH_LR if source is None else _PRETRAINED_LR
     options = replace(settings.config, default_lr=default_lr)
-    values = base_values(options, lambda: ranks.on_rank_0(lambda: _measured_precision(settings.device)))
+    device = _device(settings.device)
+    values = base_values(options, lambda: ranks.on_rank_0(lambda: _measured_precision(device)))
     config = load_config(values, world_size=ranks.size)
     in_place = settings.lora is not None and source is not None and reads_in_place(config, source)
     model, weights = build_model(settings.model, in_place=in_place)
@@ -190,6 +192,14 @@ def _prepare(settings: Settings) -> _Prepared:
         model = with_adapters(model, settings.lora)
     if settings.checkpoint_activations:
         checkpoint_activations(model)
+    values = with_room(
+        values,
+        model,
+        device,
+        ranks,
+        settings.data.seq_len,
+        checkpointing=settings.checkpoint_activations,
+    )
     saving = settings.saving
     return _Prepared(
         name=settings.model,
@@ -217,11 +227,17 @@ def _about(settings: Settings, prepared: _Prepared) -> dict[str, Any]:
     return {"model": model, "tokenizer": tokenizer, "lora": settings.lora}
 
 
-def _measured_precision(device: str | None) -> str:
+def _device(name: str | None) -> torch.device:
     try:
-        where = torch.device(device or accelerator() or "cpu")
-        return faster_precision(product_seconds(where, ("fp32", "bf16")))
-    except (AssertionError, RuntimeError) as error:  # no such device; torch without its support
+        return torch.device(name or accelerator() or "cpu")
+    except RuntimeError as error:
+        raise ConfigError(f"--device is {name}: {error}") from error
+
+
+def _measured_precision(device: torch.device) -> str:
+    try:
+        return faster_precision(product_seconds(device, ("fp32", "bf16")))
+    except (AssertionError, RuntimeError) as error:  # there is none, or torch cannot use it
         raise ConfigError(f"--device is {device}, which cannot be used: {error}") from error
 
 

@@ -1,0 +1,55 @@
+"""Budgets of a training that leave room for its activations, where the configuration leaves them "auto"."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import load_config, with_values
+from infinity.errors import CapacityError, ConfigError
+from infinity.memory import available_memory_bytes, free_bytes
+from infinity.planner import Machine, TrainingPlan, Work, count_work, plan_with_room
+from infinity.zero.ranks import Ranks
+from infinity.zero.sizing import compute_dtype
+
+_log = logging.getLogger(__name__)
+
+
+def with_room(
+    values: Mapping[str, Any],
+    model: nn.Module,
+    device: torch.device,
+    ranks: Ranks,
+    seq_len: int,
+    *,
+    checkpointing: bool,
+) -> dict[str, Any]:
+    """The configuration with budgets that are "auto" made small enough for activations and gradients.
+
+    All ranks call this together. A model whose work cannot be counted keeps its budgets: `initialize` chooses them.
+    """
+    config = load_config(values, world_size=ranks.size)
+    discrete = device.type != "cpu"
+    if config.tiering.host_memory_bytes is not None and (
+        not discrete or config.tiering.device_memory_bytes is not None
+    ):
+        return dict(values)
+    machine = Machine(ranks.size, ranks.neighbours, free_bytes(device) if discrete else None)
+
+    def count(plan: TrainingPlan) -> Work:
+        partition, batch = plan.sizing.partition, config.micro_batch_size
+        return count_work(model, partition, compute_dtype(config), batch, seq_len, checkpointing=checkpointing)
+
+    try:
+        found = plan_with_room(model, config, machine, count, available_memory_bytes())[0].tiering
+        budgets = {"host_memory": found.host_memory_bytes, "device_memory": found.device_memory_bytes}
+    except (CapacityError, ConfigError) as error:
+        _log.info("budgets are chosen without a look at activations: %s", error)
+        budgets = {"host_memory": config.tiering.host_memory_bytes, "device_memory": config.tiering.device_memory_bytes}
+    agreed = {key: ranks.least(sys.maxsize if nbytes is None else nbytes) for key, nbytes in budgets.items()}
+    return with_values(values, {f"tiering.{key}": nbytes for key, nbytes in agreed.items() if nbytes < sys.maxsize})
