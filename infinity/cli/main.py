@@ -17,6 +17,7 @@ from infinity.cli import (
     convert_checkpoint,
     env,
     estimate,
+    init,
     plan,
     profile,
     report,
@@ -34,6 +35,7 @@ from infinity.errors import InfinityError
 COMMANDS = (
     train,
     run,
+    init,
     configs,
     estimate,
     plan,

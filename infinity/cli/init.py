@@ -1,0 +1,136 @@
+"""`infinity init`: measure this machine for some 20 seconds, and write a configuration for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from infinity.cli.arguments import path_argument
+from infinity.cli.packages import needed_packages
+from infinity.config import format_size, load_config, with_values
+from infinity.errors import ConfigError
+
+_BASE = "nvme-all-memory"
+# Small and short: for choosing, not for predicting, which `infinity profile` measures for.
+_FILE_BYTES = 256 << 20
+_SECONDS = 1.0
+_PARAMS = 2 << 20
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "init",
+        help="measure this machine, and write a configuration for it",
+        description="Takes about 20 seconds. Chooses fp32 or bf16 by measuring matrix products of both on the compute "
+        "device, and measures the drives, the optimizer and the link. Several drives are striped by what they give.",
+    )
+    parser.add_argument(
+        "--nvme",
+        type=path_argument,
+        action="append",
+        required=True,
+        metavar="DIR",
+        help="directory on a drive, which is made if it is not there; repeat for several",
+    )
+    parser.add_argument(
+        "--output", type=path_argument, default=Path("infinity.json"), help="the file (default infinity.json)"
+    )
+    parser.add_argument("--profile", type=path_argument, metavar="FILE", help="write what was measured, for `plan`")
+    parser.add_argument("--host-memory", metavar="SIZE", help="set tiering.host_memory (default: what is free)")
+    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and write; returns the exit code."""
+    if args.output.exists() and not args.force:
+        raise ConfigError(f"--output {args.output} is there already: give another name, or --force to replace it")
+    if not args.output.absolute().parent.is_dir():
+        raise ConfigError(f"--output {args.output}: there is no such directory")
+    for path in args.nvme:
+        _make(path)
+    profile, seconds = _measured(args.nvme)
+    from infinity.cli.training.precision import faster_precision  # noqa: PLC0415  (torch takes seconds)
+
+    precision = faster_precision(seconds)
+    values = _values(args, profile, precision)
+    load_config(values)
+    args.output.write_text(json.dumps(values, indent=2) + "\n")
+    if args.profile is not None:
+        from infinity.profiling import write_profile  # noqa: PLC0415  (the same)
+
+        write_profile(profile, args.profile)
+    if args.json:
+        print(
+            json.dumps({"config": str(args.output), "precision": precision, "product_s": seconds, "profile": profile})
+        )
+    else:
+        print("\n".join(_lines(args, profile, precision, seconds)))
+    return 0
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--nvme {path} cannot be made: {error.strerror}; give a directory on a drive") from error
+
+
+def _measured(paths: list[Path]) -> tuple[dict[str, Any], dict[str, float]]:
+    """A short profile, and the seconds of matrix products by precision on the compute device."""
+    with needed_packages("init"):
+        import torch  # noqa: PLC0415  (it takes seconds, which `--help` must not)
+
+        from infinity.cli.progress import Progress  # noqa: PLC0415
+        from infinity.cli.training.precision import product_seconds  # noqa: PLC0415
+        from infinity.io import IoOptions  # noqa: PLC0415
+        from infinity.profiling import ProfileJob, run_profile  # noqa: PLC0415
+        from infinity.tiers import accelerator  # noqa: PLC0415
+        from infinity.zero.ranks import ALONE  # noqa: PLC0415
+
+    aio = load_config({}).aio
+    options = IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll)
+    progress = Progress()
+    try:
+        seconds = product_seconds(torch.device(accelerator() or "cpu"), ("fp32", "bf16"))
+        job = ProfileJob(tuple(paths), _FILE_BYTES, options, "auto", _SECONDS, _PARAMS)
+        return run_profile(job, ALONE, progress.show), seconds
+    finally:
+        progress.clear()
+
+
+def _values(args: argparse.Namespace, profile: dict[str, Any], precision: str) -> dict[str, Any]:
+    """The configuration."""
+    from infinity.cli.ready import ready_configuration  # noqa: PLC0415
+    from infinity.cli.training.configuration import with_precision  # noqa: PLC0415  (torch takes seconds)
+
+    drives: list[dict[str, Any]] = [{"path": str(path.absolute())} for path in args.nvme]
+    if len(drives) > 1:
+        for drive, measured in zip(drives, profile["drives"], strict=True):
+            drive["bandwidth"] = int(measured["mixed_bytes_per_s"])
+    changes: dict[str, Any] = {"tiering.nvme": drives}
+    if args.host_memory is not None:
+        changes["tiering.host_memory"] = args.host_memory
+    return with_precision(with_values(ready_configuration(_BASE), changes), precision)
+
+
+def _lines(args: argparse.Namespace, profile: dict[str, Any], precision: str, seconds: dict[str, float]) -> list[str]:
+    from infinity.memory import available_memory_bytes  # noqa: PLC0415  (torch takes seconds)
+
+    lines = []
+    for drive in profile["drives"]:
+        rates = ", ".join(f"{name} {drive[f'{name}_bytes_per_s'] / 1e9:.2f}" for name in ("read", "write", "mixed"))
+        lines.append(f"drive {drive['path']}: {rates} GB/s by {drive['backend']}")
+        lines += [f"  note: {caution}" for caution in drive["cautions"]]
+    ratio = seconds["bf16"] / seconds["fp32"]
+    compared = f"{ratio:.1f} times as long as" if ratio > 1 else f"{ratio:.0%} of the time of"
+    lines.append(f"precision: {precision}; products in bf16 take {compared} those in fp32")
+    memory = args.host_memory or f"auto, of {format_size(available_memory_bytes())} that are free"
+    lines.append(f"host memory: {memory}")
+    lines.append(f"written: {args.output}, after {profile['took_s']:.0f} s of measuring")
+    lines.append(f"next: infinity train MODEL DATA --config {args.output}")
+    return lines
