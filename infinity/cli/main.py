@@ -15,6 +15,7 @@ from infinity.cli import (
     checkpoint,
     configs,
     convert_checkpoint,
+    deepspeed_shim,
     env,
     estimate,
     init,
@@ -51,6 +52,7 @@ COMMANDS = (
     profile,
     selftest,
     env,
+    deepspeed_shim,
 )
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130

@@ -12,6 +12,9 @@ from infinity.integrations.as_deepspeed import FOLDER
 
 _COMMAND = Path(__file__).parent / "launch" / "command.py"  # not -m, which looks in the working directory first
 
+# Of DeepSpeed's launcher, which reaches other machines by ssh.
+_DEEPSPEEDS = ("--hostfile", "--include", "--exclude", "--launcher")
+
 _COMMANDS = ("train", "profile")  # that several ranks run together
 
 
@@ -26,9 +29,32 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--ranks", "--num-gpus", "--num_gpus", type=int, metavar="N", help="processes on this node (default: its GPUs)"
     )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines; start the same command on each")
-    parser.add_argument("--node-rank", type=int, metavar="R", help="which of them this is, from 0 (not for Slurm)")
-    parser.add_argument("--address", metavar="HOST[:PORT]", help="of the first machine, for all to meet at")
+    parser.add_argument(
+        *("--nodes", "--num-nodes", "--num_nodes"),
+        type=int,
+        default=1,
+        metavar="N",
+        help="machines; start the same command on each",
+    )
+    parser.add_argument(
+        *("--node-rank", "--node_rank"),
+        type=int,
+        metavar="R",
+        help="which of them this is, from 0 (not for Slurm)",
+    )
+    parser.add_argument(
+        *("--address", "--master-addr", "--master_addr"),
+        metavar="HOST[:PORT]",
+        help="of the first machine, for all to meet at",
+    )
+    parser.add_argument(
+        *("--master-port", "--master_port"),
+        type=int,
+        metavar="PORT",
+        help="for all to meet at (default: a free one on one machine, 29500 on several)",
+    )
+    for option in _DEEPSPEEDS:
+        parser.add_argument(option, dest=f"deepspeeds{option.replace('-', '_')}", help=argparse.SUPPRESS)
     parser.add_argument("--max-restarts", type=int, metavar="N", help="start all ranks again after one fails, N times")
     parser.add_argument(
         "--shutdown-timeout",
@@ -51,6 +77,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Replace this process by torchrun, or by accelerate, which starts torchrun itself."""
+    _check_launcher(args)
     environment = dict(os.environ)
     if not args.no_deepspeed:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER), environment.get("PYTHONPATH")]))
@@ -62,9 +89,28 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--ranks is {ranks}; it must be at least 1")
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *_meeting(args)]
     command += [*_endings(args), *_binding(args), *_target(args)]
+    if ranks * args.nodes > 1 and not args.no_deepspeed and args.script not in _COMMANDS and not _gpus():
+        # Without it, accelerate sees one process where there is no GPU, and all ranks train on the same samples.
+        environment.setdefault("ACCELERATE_USE_CPU", "true")
     # torchrun would give each rank one thread, and the optimizer runs on the processor.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     os.execve(sys.executable, command, environment)
+
+
+def _check_launcher(args: argparse.Namespace) -> None:
+    """Refuse options of DeepSpeed's launcher that have no counterpart.
+
+    Raises:
+        ConfigError: the message says what to do instead.
+    """
+    for option in _DEEPSPEEDS:
+        value = getattr(args, f"deepspeeds{option.replace('-', '_')}")
+        if value is not None:
+            raise ConfigError(
+                f"{option} {value} is an option of DeepSpeed's launcher, which starts other machines by ssh: start the "
+                "same `infinity run` on each machine, with --nodes, --node-rank and --address. CUDA_VISIBLE_DEVICES "
+                "chooses the GPUs of a machine"
+            )
 
 
 def _meeting(args: argparse.Namespace) -> list[str]:
@@ -75,15 +121,22 @@ def _meeting(args: argparse.Namespace) -> list[str]:
     """
     if args.nodes < 1:
         raise ConfigError(f"--nodes is {args.nodes}; it must be at least 1")
+    if args.master_port is not None and not 0 < args.master_port < 1 << 16:
+        raise ConfigError(f"--master-port is {args.master_port}; it must be a port, 1 to 65535")
     if args.nodes == 1:
         if args.address is not None or args.node_rank is not None:
             raise ConfigError("--address and --node-rank are for several machines: give --nodes, too")
+        if args.master_port is not None:
+            return ["--master-addr=127.0.0.1", f"--master-port={args.master_port}"]
         return ["--standalone"]
     node_rank = args.node_rank if args.node_rank is not None else os.environ.get("SLURM_NODEID")
     if args.address is None or node_rank is None:
         missing = "--address HOST of the first machine" if args.address is None else "--node-rank of this machine"
         raise ConfigError(f"--nodes is {args.nodes}: give {missing}")
     host, _, port = args.address.partition(":")
+    if port and args.master_port is not None:
+        raise ConfigError(f"--address {args.address} has a port, and --master-port is {args.master_port}; give one")
+    port = port or args.master_port
     options = [f"--nnodes={args.nodes}", f"--node-rank={node_rank}", f"--master-addr={host}"]
     return [*options, f"--master-port={port or 29500}"]
 

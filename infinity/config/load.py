@@ -22,6 +22,7 @@ from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
+_COMMENTS = ("_comment", "//", "#", "$schema")  # JSON has no comments, so that people write keys
 _AN_OBJECT = "it must be an object of keys and values"
 
 ConfigSource = str | Path | Mapping[str, Any]
@@ -67,6 +68,9 @@ def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
         if not isinstance(key, str):
             raise ConfigError(f"configuration key {key!r} is not a string")
+        if key.startswith(_COMMENTS):
+            _log.info("configuration key %s is taken as a comment", key)
+            continue
         head, _, rest = key.partition(".")
         if rest:
             value = {rest: value}

@@ -169,6 +169,16 @@ class AioSection(Section):
     use_gds: Bool = False
 
 
+def _drives(value: Any) -> Any:
+    """A list is expected, and one path is what people write."""
+    if isinstance(value, str):
+        raise ValueError(f'write a list of drives: [{{"path": "{value}"}}]')
+    if isinstance(value, list | tuple) and value and all(isinstance(drive, str) for drive in value):
+        written = ", ".join(f'{{"path": "{drive}"}}' for drive in value)
+        raise ValueError(f"write a list of objects: [{written}]")
+    return value
+
+
 class NvmeSection(Section):
     path: FileName
     capacity: SizeOrAuto = None
@@ -201,7 +211,7 @@ class TieringSection(Section):
     fill_device: Bool | Literal["auto"] = "auto"
     device_headroom: Number = Field(0.05, ge=0, lt=1)
     host_memory: SizeOrAuto = None
-    nvme: list[NvmeSection] = []
+    nvme: Annotated[list[NvmeSection], BeforeValidator(_drives)] = []
     state_format: Literal["auto", "fp32", "split", "master", "bf16", "int8"] = "auto"
     update_schedule: Literal["auto", "backward", "deferred", "speculative", "barrier"] = "auto"
     accumulation: Literal["micro_batch", "layer"] = "micro_batch"

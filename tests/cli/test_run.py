@@ -73,6 +73,10 @@ def test_every_rank_gets_its_share_of_the_cores(tmp_path: Path) -> None:
         (["--nodes", "2", "train"], "give --address"),
         (["--nodes", "2", "--address", "first", "train"], "give --node-rank"),
         (["--address", "first", "train"], "give --nodes"),
+        (["--master_port", "0", "train"], "--master-port is 0"),
+        (["--num_nodes", "2", "--node_rank", "0", "--master_addr", "a:1", "--master_port", "2", "train"], "give one"),
+        (["--hostfile", "hosts", "train"], "--hostfile hosts is an option of DeepSpeed's launcher"),
+        (["--include", "localhost:0", "train"], "CUDA_VISIBLE_DEVICES chooses the GPUs"),
         (["--numa-binding", "near", "train"], "--numa-binding is near; it is one of node, socket"),
     ],
 )
@@ -80,6 +84,26 @@ def test_what_cannot_run_is_refused(arguments, message, capsys, monkeypatch) -> 
     monkeypatch.delenv("SLURM_NODEID", raising=False)
     assert main(["run", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "started"),
+    [
+        (["--master_port", "1234"], ["--master-addr=127.0.0.1", "--master-port=1234"]),
+        (
+            ["--num_nodes", "2", "--node_rank", "1", "--master_addr", "first", "--master_port", "1234"],
+            ["--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port=1234"],
+        ),
+    ],
+)
+def test_options_of_deepspeeds_launcher_are_taken(options, started, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "script.py").touch()
+    commands: list[list[str]] = []
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda _, command, env: (commands.append(command), environments.append(env)))
+    main(["run", "--num_gpus", "2", *options, str(tmp_path / "script.py")])
+    assert commands[0][4 : 4 + len(started)] == started
+    assert environments[0]["ACCELERATE_USE_CPU"] == "true"
 
 
 def test_ranks_are_bound_as_torchrun_binds_them(tmp_path: Path, monkeypatch) -> None:

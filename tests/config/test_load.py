@@ -220,3 +220,21 @@ def test_a_file_that_is_missing_or_broken_is_named(tmp_path) -> None:
         load_config(broken)
     broken.write_text(json.dumps({"gradient_clipping": 0.5}))
     assert load_config(broken).gradient_clipping == 0.5
+
+
+@pytest.mark.parametrize(
+    ("nvme", "message"),
+    [
+        ("/x", r"tiering.nvme is '/x'; write a list of drives: \[\{\"path\": \"/x\"\}\]"),
+        (["/x", "/y"], r"write a list of objects: \[\{\"path\": \"/x\"\}, \{\"path\": \"/y\"\}\]"),
+    ],
+)
+def test_a_path_in_the_place_of_the_drives_says_how_to_write_them(nvme, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({"tiering": {"nvme": nvme}})
+
+
+def test_keys_that_are_comments_are_left_out() -> None:
+    values = {"_comment": "mine", "//": 1, "tiering": {"_comment_2": [], "# a.b": None, "host_memory": "1GiB"}}
+    config = load_config(values)
+    assert config.source == {"tiering": {"host_memory": "1GiB"}}

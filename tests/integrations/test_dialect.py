@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import pickle
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -373,3 +375,12 @@ def test_a_tag_that_is_not_the_same_on_all_ranks_is_an_assertion_error(monkeypat
         monkeypatch.setattr(infinity.Engine, "save_checkpoint", differ)
         with pytest.raises(AssertionError, match="not the same on all ranks"):
             engine.save_checkpoint(tmp_path, tag="one")
+
+
+def test_ranks_that_accelerate_does_not_know_of_are_refused(monkeypatch) -> None:
+    """Each would train on all samples."""
+    state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state={"num_processes": 1}))
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    monkeypatch.setattr("infinity.integrations.dialect.engine.world_size", lambda: 2)
+    with pytest.raises(infinity.ConfigError, match=r"one process.*`infinity run`, or set ACCELERATE_USE_CPU"):
+        initialize(model=tiny_llama(), config={})

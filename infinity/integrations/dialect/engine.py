@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -34,6 +35,7 @@ from infinity.optim.kinds import KINDS
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.zero.gathered import owner_of
 from infinity.zero.leaf_modules import get_z3_leaf_modules
+from infinity.zero.ranks import world_size
 
 _UNSYNCHRONISED = SimpleNamespace(
     enabled=True, synchronized=False
@@ -362,6 +364,22 @@ def _as_in_deepspeed(config: Config) -> Config:
     return replace(config, rounds_masters=True, keeps_gradients=config.zero.offload_optimizer.device == "none")
 
 
+def _check_accelerate() -> None:
+    """Refuse ranks that accelerate does not know of: each would train on all samples.
+
+    Raises:
+        ConfigError: the message says how accelerate comes to know.
+    """
+    known: Any = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    processes = getattr(known, "_shared_state", {}).get("num_processes")
+    size = world_size()
+    if processes == 1 and size > 1:
+        raise ConfigError(
+            f"{size} ranks were started, but accelerate sees one process, so that all of them would train on the same "
+            "samples: without a GPU, start the ranks by `infinity run`, or set ACCELERATE_USE_CPU=true"
+        )
+
+
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -398,6 +416,7 @@ def initialize(
             "or name one in the configuration"
         )
     check_initialized(dist_init_required)
+    _check_accelerate()
     _take_back(model)
     engine, tiered, dataloader, scheduler = front.initialize(
         args,

@@ -1,0 +1,58 @@
+"""`infinity install-deepspeed-shim`: make `import deepspeed` infinity in all programs of this environment."""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+from infinity.errors import ConfigError
+from infinity.integrations.as_deepspeed import FOLDER
+
+NAME = "infinity-as-deepspeed.pth"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "install-deepspeed-shim",
+        help="make `import deepspeed` infinity without `infinity run`",
+        description="Writes one file into this Python environment, so that `python train.py --deepspeed ds.json` runs "
+        "on infinity. --remove takes it away again.",
+    )
+    parser.add_argument("--remove", action="store_true", help="remove it")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write or remove the file; returns the exit code."""
+    path = Path(sysconfig.get_path("purelib"), NAME)
+    try:
+        if args.remove:
+            path.unlink(missing_ok=True)
+            print(f"removed {path}: `import deepspeed` is what is installed, if anything")
+            return 0
+        _check_no_deepspeed()
+        path.write_text(f"{FOLDER}\n")  # Python adds the lines of such files to its path
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be changed: {error.strerror}; use a virtual environment of your own"
+        ) from error
+    print(f"wrote {path}: `import deepspeed` is infinity in this environment. --remove takes it away again")
+    return 0
+
+
+def _check_no_deepspeed() -> None:
+    """Refuse to stand beside a DeepSpeed that is installed, which Python would find first.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for distribution in metadata.distributions(name="deepspeed"):
+        where = Path(str(distribution.locate_file("")))
+        if where.resolve() != FOLDER.resolve():
+            raise ConfigError(
+                f"DeepSpeed {distribution.version} is installed in {where}, and Python would find it first: uninstall "
+                "it (python -m pip uninstall deepspeed), or start scripts with `infinity run`"
+            )
