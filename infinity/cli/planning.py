@@ -246,7 +246,10 @@ def _model(args: argparse.Namespace, command: str) -> tuple[nn.Module, str, int]
     """The model, what it is called, and how many tokens it takes."""
     if args.params is None:
         with needed_packages(command):
-            from infinity.cli.training.models import max_tokens, model_shape  # noqa: PLC0415  (takes seconds)
+            import transformers  # noqa: PLC0415  (it takes seconds)
+
+            from infinity.cli.training.models import max_tokens, model_shape  # noqa: PLC0415  (the same)
+        transformers.logging.set_verbosity_error()  # its remarks on configurations are for model authors
         model = model_shape(args.model)
         longest = max_tokens(model) or _TOKENS
         if args.seq_len is not None and args.seq_len > longest:

@@ -13,7 +13,9 @@ from infinity.planner.filled import computing_bytes
 from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
 from infinity.planner.work import Work
 
-_SLACK_BYTES = 128 << 20  # stacks, the allocator's remainders and libraries that load late
+# Stacks, the allocator's remainders and libraries that load late: at least so much, or a twentieth of what there is.
+_SLACK_BYTES = 128 << 20
+_SLACK_SHARE = 20
 
 
 def plan_with_room(
@@ -49,11 +51,12 @@ def plan_with_room(
 def _with_room(config: Config, plan: TrainingPlan, beside_bytes: int, host_bytes: int) -> Config:
     """The configuration with smaller budgets; itself where what is chosen leaves room enough."""
     tiering, machine = config.tiering, plan.machine
-    host_limit = host_bytes - min(_SLACK_BYTES, host_bytes // 8) - (0 if machine.discrete else beside_bytes)
+    slack = min(max(_SLACK_BYTES, host_bytes // _SLACK_SHARE), host_bytes // 8)
+    host_limit = host_bytes - slack - (0 if machine.discrete else beside_bytes)
     if tiering.host_memory_bytes is None and plan.host_bytes > host_limit > 0:
         tiering = replace(tiering, host_memory_bytes=host_limit)
     if machine.device_bytes is not None and tiering.device_memory_bytes is None:
-        device_limit = machine.device_bytes - beside_bytes
+        device_limit = int(machine.device_bytes * (1 - tiering.device_headroom)) - beside_bytes
         if plan.device_used_bytes > device_limit > 0:
             tiering = replace(tiering, device_memory_bytes=device_limit)
     return config if tiering is config.tiering else replace(config, tiering=tiering)
