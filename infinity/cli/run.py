@@ -89,9 +89,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--ranks is {ranks}; it must be at least 1")
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *_meeting(args)]
     command += [*_endings(args), *_binding(args), *_target(args)]
-    if ranks * args.nodes > 1 and not args.no_deepspeed and args.script not in _COMMANDS and not _gpus():
-        # Without it, accelerate sees one process where there is no GPU, and all ranks train on the same samples.
-        environment.setdefault("ACCELERATE_USE_CPU", "true")
     # torchrun would give each rank one thread, and the optimizer runs on the processor.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     os.execve(sys.executable, command, environment)

@@ -382,5 +382,5 @@ def test_ranks_that_accelerate_does_not_know_of_are_refused(monkeypatch) -> None
     state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state={"num_processes": 1}))
     monkeypatch.setitem(sys.modules, "accelerate.state", state)
     monkeypatch.setattr("infinity.integrations.dialect.engine.world_size", lambda: 2)
-    with pytest.raises(infinity.ConfigError, match=r"one process.*`infinity run`, or set ACCELERATE_USE_CPU"):
+    with pytest.raises(infinity.ConfigError, match=r"2 ranks .* one process.*PartialState\(backend=\"gloo\"\)"):
         initialize(model=tiny_llama(), config={})

@@ -375,8 +375,11 @@ def _check_accelerate() -> None:
     size = world_size()
     if processes == 1 and size > 1:
         raise ConfigError(
-            f"{size} ranks were started, but accelerate sees one process, so that all of them would train on the same "
-            "samples: without a GPU, start the ranks by `infinity run`, or set ACCELERATE_USE_CPU=true"
+            f"{size} ranks were started, but accelerate sees one process, as there is no GPU: all ranks would train on "
+            "the same samples. Before TrainingArguments, set ACCELERATE_USE_DEEPSPEED=true in os.environ and call "
+            'accelerate.PartialState(backend="gloo"), and give TrainingArguments '
+            'accelerator_config={"use_configured_state": True}; or give Accelerator '
+            'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]'
         )
 
 
