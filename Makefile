@@ -16,7 +16,7 @@ DEMO_STEPS ?= 50
 .PHONY: demo test test-device gpu gpu-selftest gpu-test gpu-step lint docs format sanitize clean
 
 demo: $(VENV)/.built
-	$(BIN)/infinity train --model gpt2 --config configs/nvme-fp32.json --steps $(DEMO_STEPS)
+	$(BIN)/infinity train --model gpt2 --config configs/nvme-fp32.json --steps $(DEMO_STEPS) --output build/demo
 
 # One process more than cores: tests wait for drives, links and ranks for a third of the time.
 test: $(VENV)/.built
