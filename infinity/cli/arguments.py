@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shutil
 from pathlib import Path
 
 from infinity.config import expanded_path, parse_size
@@ -18,11 +20,24 @@ def size_argument(text: str) -> int:
 
 
 def path_argument(text: str) -> Path:
-    """A path, as argparse wants its types; shells leave the `~` of `--path=~/swap` as it is."""
+    """An absolute path, as argparse wants its types; shells leave the `~` of `--path=~/swap` as it is.
+
+    Absolute, because it may be handed to another process or kept in a file, where a relative one names another place.
+    """
     try:
-        return Path(expanded_path(text))
+        return Path(expanded_path(text)).absolute()
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def program_argument(text: str) -> Path:
+    """The absolute path of a program; a name without a slash is looked up in PATH, as a shell does."""
+    if os.sep in text:
+        return path_argument(text)
+    found = shutil.which(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no program in PATH; give its path")
+    return Path(found).absolute()
 
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
