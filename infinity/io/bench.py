@@ -305,7 +305,7 @@ class BenchSession:
                 bytes_per_s = moved_bytes / (time.perf_counter() - begin_s)
                 ahead_s = min(_AHEAD_S, until_s - time.perf_counter())  # what is ahead is waited for, too
                 most = max(least, int(ahead_s * bytes_per_s / request_bytes))
-            if time.perf_counter() >= until_s:
+            if under_way and time.perf_counter() >= until_s:  # something is moved in any case, or it had no rate
                 break
             under_way.append(self._begin(request, span))
         _finish(under_way, len(under_way))

@@ -147,7 +147,15 @@ def _started(job: FioJob, passes: int) -> Iterator[tuple[subprocess.Popen[str], 
         command = [*job.command(passes, log), f"--output={output}"]
         with huge_pages_for_children(job.huge_pages) as environment:
             try:
-                child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=directory, env=environment)
+                child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,  # it would draw its own progress over ours
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    cwd=directory,
+                    env=environment,
+                )
             except FileNotFoundError as error:
                 raise ConfigError("fio is not installed; install it or leave the comparison out") from error
         try:
