@@ -10,6 +10,7 @@ again in turn with the default: the figures that made them stand out are those t
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -19,13 +20,15 @@ from pathlib import Path
 import numpy as np
 
 from infinity.errors import ConfigError
-from infinity.io.bench import BenchSession
+from infinity.io.bench import BenchSession, ring_bytes
 from infinity.io.interface import IoOptions, Span
 from infinity.io.sweep_log import SweepLog
 from infinity.io.sweep_plan import CHALLENGERS, FINAL_PASSES, SweepPlan, SweepPoint
 
 _GOOD_ENOUGH = 0.97  # of the best rate; among these the shallowest queue of the smallest blocks wins
 _WORTHWHILE = 1.1  # of the default's rate; less is not worth another setting
+_BEHIND = 1.5  # depths of blocks that are in flight or wait when the time of a measurement is over
+_HUGE_PAGE_BYTES = 2 << 20
 PROBES = 6  # settings that are measured before a sweep says how long it takes
 _ENDLESS = 1 << 62  # passes: the clock ends them
 
@@ -97,7 +100,7 @@ class _Sweep:
 
     def _measure(self, options: IoOptions, *, final: bool) -> float:
         plan, begin_s = self._plan, time.perf_counter()
-        with BenchSession(self._path, plan.pass_bytes, self._backend, options, self._buffers) as session:
+        with BenchSession(self._path, plan.pass_bytes, self._backend, options, self._some_memory(options)) as session:
             until_s = time.perf_counter() + plan.seconds
             run = session.run(plan.operation, passes=_ENDLESS, most_passes=plan.most_passes, until_s=until_s)
             written_bytes = session.engine.stats().bytes_written
@@ -105,6 +108,13 @@ class _Sweep:
         self._spent_s += time.perf_counter() - begin_s - expected_s(plan, options, run.bytes_per_s)
         self._measured += 1
         return run.bytes_per_s
+
+    def _some_memory(self, options: IoOptions) -> Span:
+        """A part of the buffers at random: a setting must not owe its rate to where its few bytes happen to lie."""
+        nbytes = ring_bytes(options)
+        places = (self._buffers.nbytes - nbytes) // _HUGE_PAGE_BYTES
+        address = self._buffers.address + random.randint(0, max(0, places)) * _HUGE_PAGE_BYTES
+        return Span(address, min(nbytes, self._buffers.nbytes), self._buffers.owner)
 
     # What is known #
 
@@ -138,7 +148,7 @@ class _Sweep:
 
 def expected_s(plan: SweepPlan, options: IoOptions, bytes_per_s: float) -> float:
     """What a measurement takes at a rate: its time or what it may write, and then what is still in flight. Pure."""
-    in_flight_s = options.block_size_bytes * options.queue_depth / bytes_per_s
+    in_flight_s = _BEHIND * options.block_size_bytes * options.queue_depth / bytes_per_s
     if plan.most_passes is None:
         return plan.seconds + in_flight_s
     return min(plan.seconds + in_flight_s, plan.pass_bytes / bytes_per_s)
