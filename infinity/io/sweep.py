@@ -2,7 +2,7 @@
 
 [Note: the choice of a sweep]
 Of forty settings that a drive likes alike, noise makes some other one the fastest in every sweep. The default is
-therefore kept unless another setting is faster by more than the spread of the measurements, and by a tenth, since a
+therefore kept unless another setting is faster by more than the spread of the measurements, and by 15%, since a
 drive's rate differs more from one minute to the next than within one. The few settings that looked better are measured
 again in turn with the default: the figures that made them stand out are those that luck has raised.
 """
@@ -26,7 +26,7 @@ from infinity.io.sweep_log import SweepLog
 from infinity.io.sweep_plan import CHALLENGERS, FINAL_PASSES, SweepPlan, SweepPoint
 
 _GOOD_ENOUGH = 0.97  # of the best rate; among these the shallowest queue of the smallest blocks wins
-_WORTHWHILE = 1.1  # of the default's rate; less is not worth another setting
+_WORTHWHILE = 1.15  # of the default's rate; less is not worth another setting
 _BEHIND = 1.5  # depths of blocks that are in flight or wait when the time of a measurement is over
 _HUGE_PAGE_BYTES = 2 << 20
 PROBES = 6  # settings that are measured before a sweep says how long it takes
@@ -193,7 +193,7 @@ def best_point(points: Sequence[SweepPoint], default: IoOptions | None = None) -
 
 
 def _beats(point: SweepPoint, kept: SweepPoint) -> bool:
-    """Faster by a tenth, and by more than measurements of either differ among themselves."""
+    """Faster by 15%, and by more than measurements of either differ among themselves."""
     if not point.final_rates or not kept.final_rates:
         return False
     one, other = statistics.median(point.final_rates), statistics.median(kept.final_rates)
@@ -212,7 +212,7 @@ def best_for_all(sweeps: Sequence[Sequence[SweepPoint]], default: IoOptions | No
     """The setting that is practically the best compromise of several sweeps.
 
     Each counts by what share of its own fastest rate a setting reaches; those that some sweep has not are left out.
-    With a default, it and what the sweeps choose are compared, and it is kept unless another is better by a tenth.
+    With a default, it and what the sweeps choose are compared, and it is kept unless another is better by 15%.
 
     Raises:
         ConfigError: the sweeps have no setting in common.
