@@ -66,6 +66,7 @@ class _Sweep:
     def __init__(self, path: Path, plan: SweepPlan, backend: str, buffers: Span, log: SweepLog) -> None:
         self._path, self._plan, self._backend, self._buffers, self._log = path, plan, backend, buffers, log
         self._rates = {options: self._known(options, plan.passes, final=False) for options in plan.settings}
+        self._finalists: tuple[IoOptions, ...] | None = None  # not known yet
         self._final_rates: dict[IoOptions, tuple[float, ...]] = {}
         self._spent_s = 0.0  # by measurements, beyond what was expected of them
         self._measured = 0
@@ -81,10 +82,9 @@ class _Sweep:
                 if len(self._rates[options]) <= number:
                     self._rates[options] += (self._measure(options, final=False),)
                     yield self.progress()
-        finalists = _finalists(self._points(), plan.default)
+        self._finalists = finalists = _finalists(self._points(), plan.default)
         self._final_rates = {options: self._known(options, FINAL_PASSES, final=True) for options in finalists}
-        if any(self._final_rates.values()):
-            yield self.progress()
+        yield self.progress()
         for number in range(FINAL_PASSES):
             for options in finalists:
                 if len(self._final_rates[options]) <= number:
@@ -129,8 +129,8 @@ class _Sweep:
         """As far as it is now."""
         points = self._points()
         total = self._plan.measurements
-        if self._final_rates:
-            total = self._plan.passes * len(self._plan.settings) + FINAL_PASSES * len(self._final_rates)
+        if self._finalists is not None:
+            total = self._plan.passes * len(self._plan.settings) + FINAL_PASSES * len(self._finalists)
         done = sum(map(len, self._rates.values())) + sum(map(len, self._final_rates.values()))
         return SweepProgress(done, total, points, self._left_s(points, total - done))
 
