@@ -121,9 +121,11 @@ def show(facts: Facts, job: Job) -> None:
         f"{facts['op']}: {facts['backend']}, {block_text(facts['block_size_bytes'])} x {facts['queue_depth']}, "
         f"{facts['path']}{note}"
     )
-    _show_runs("", facts)
+    both = [facts, facts["fio"]] if "fio" in facts else [facts]
+    unit = _unit(min(one["bytes_per_s"]["median"] for one in both))
+    _show_runs("", facts, unit)
     if "fio" in facts:
-        _show_runs("fio ", facts["fio"])
+        _show_runs("fio ", facts["fio"], unit)
         _show_ratios(facts)
     if "verified_bytes" in facts:
         _row("verified", f"{facts['verified_bytes'] / 1e9:.2f} GB were written, read back and compared")
@@ -138,7 +140,7 @@ def show_together(facts: Facts, job: Job) -> None:
         print(json.dumps({"version": VERSION, **facts}), flush=True)
         return
     print(f"{facts['op']}: all {len(facts['paths'])} paths at once")
-    _show_runs("", facts)
+    _show_runs("", facts, _unit(facts["bytes_per_s"]["median"]))
     for place in facts["paths"]:
         _row(
             "of that",
@@ -151,8 +153,13 @@ def show_together(facts: Facts, job: Job) -> None:
     print(end="", flush=True)
 
 
-def _show_runs(whose: str, facts: Facts) -> None:
-    unit_bytes, unit = (1e9, "GB/s") if facts["bytes_per_s"]["median"] >= 1e8 else (1e6, "MB/s")
+def _unit(bytes_per_s: float) -> tuple[float, str]:
+    """Of rates that are shown together, by the least of them: bytes, and their name."""
+    return (1e9, "GB/s") if bytes_per_s >= 1e8 else (1e6, "MB/s")
+
+
+def _show_runs(whose: str, facts: Facts, unit_of_rates: tuple[float, str]) -> None:
+    unit_bytes, unit = unit_of_rates
     rate = {name: value / unit_bytes for name, value in facts["bytes_per_s"].items()}
     _row(
         f"{whose}bw",
