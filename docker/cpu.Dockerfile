@@ -13,6 +13,7 @@ RUN apt-get update \
 COPY CMakeLists.txt pyproject.toml README.md LICENSE /source/
 COPY csrc /source/csrc
 COPY infinity /source/infinity
+COPY configs /source/configs
 RUN python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /source
 
 FROM python:${PYTHON}-slim

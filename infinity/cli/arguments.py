@@ -20,12 +20,12 @@ def size_argument(text: str) -> int:
 
 
 def path_argument(text: str) -> Path:
-    """An absolute path, as argparse wants its types; shells leave the `~` of `--path=~/swap` as it is.
+    """A path, as argparse wants its types; shells leave the `~` of `--path=~/swap` as it is.
 
-    Absolute, because it may be handed to another process or kept in a file, where a relative one names another place.
+    Whoever hands it to another process, or keeps it in a file, makes it absolute: there it would name another place.
     """
     try:
-        return Path(expanded_path(text)).absolute()
+        return Path(expanded_path(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -33,7 +33,7 @@ def path_argument(text: str) -> Path:
 def program_argument(text: str) -> Path:
     """The absolute path of a program; a name without a slash is looked up in PATH, as a shell does."""
     if os.sep in text:
-        return path_argument(text)
+        return path_argument(text).absolute()
     found = shutil.which(text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no program in PATH; give its path")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from infinity import kernels
-from infinity.cli.arguments import path_argument, program_argument
+from infinity.cli.arguments import program_argument
 from infinity.cli.main import main
 
 
@@ -75,9 +75,3 @@ def test_a_peer_s_python_is_an_absolute_path_or_in_path(tmp_path, monkeypatch) -
     assert program_argument(Path(sys.executable).name) == Path(sys.executable)
     with pytest.raises(argparse.ArgumentTypeError, match="no-such-program' is no program in PATH; give its path"):
         program_argument("no-such-program")
-
-
-def test_paths_of_commands_are_absolute(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert path_argument("nvme") == tmp_path / "nvme"
-    assert path_argument("/nvme") == Path("/nvme")

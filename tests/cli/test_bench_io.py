@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.cli import bench_io
+from infinity.cli import bench_io, profile
 from infinity.cli.disk import job
 from infinity.cli.disk.results import fio_facts, run_facts, show
 from infinity.cli.disk.sweeping import plot_path
@@ -198,6 +198,23 @@ def test_fio_measures_the_drive_of_a_relative_path(operation, tmp_path, capsys, 
     assert result["path"] == str(drive)
     assert result["fio"]["moved_bytes"] == result["moved_bytes"]
     assert seen == [1]  # fio has made no file of its own beside ours
+
+
+def test_paths_are_absolute_before_they_are_kept_or_handed_over(tmp_path, monkeypatch) -> None:
+    """By a sweep that goes on, a profile, a process that measures for `tune`."""
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers()
+    bench_io.add_parser(subparsers)
+    profile.add_parser(subparsers)
+    config = {"tiering": {"nvme": [{"path": "nvme"}]}}
+    (tmp_path / "config.json").write_text(json.dumps({"train_batch_size": 1, **config}))
+    for given, expected in (((), tmp_path), (("--path", "nvme"), tmp_path / "nvme")):
+        assert job.job_of(parser.parse_args(["bench-io", *given])).paths == (expected,)
+        assert profile._job(parser.parse_args(["profile", *given])).paths == (expected,)
+    given = ("--config", "config.json")
+    assert job.job_of(parser.parse_args(["bench-io", *given])).paths == (tmp_path / "nvme",)
+    assert profile._job(parser.parse_args(["profile", *given])).paths == (tmp_path / "nvme",)
 
 
 def test_beside_fio_a_run_takes_seconds_unless_it_is_told(tmp_path, monkeypatch) -> None:
