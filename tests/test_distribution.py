@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -72,7 +73,9 @@ def _install(site: Path) -> Path:
 def _python(program: str, cwd: Path, site: Path) -> str:
     """What a program prints that is started in `cwd`, with `site` for what is installed."""
     program = f"import sys; sys.path.append({str(site)!r}); {program}"
-    done = subprocess.run([sys.executable, "-S", "-c", program], cwd=cwd, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 
 

@@ -162,7 +162,7 @@ def test_pictures_of_several_sweeps_have_names_of_their_own(tmp_path) -> None:
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
 def test_fio_runs_in_turn_on_the_same_file(backend, tmp_path, capsys) -> None:
-    options = ("--compare-fio", "--runtime", "0", "--op", "mixed", "--backend", backend, "--json")
+    options = ("--compare-fio", "--runtime", "0", "--op", "mixed", "--backend", backend, "--pages", "small", "--json")
     code = main(small(tmp_path, *options))
     if code == 2 and "does not work here" in capsys.readouterr().err:
         pytest.skip(f"no {backend} here")
