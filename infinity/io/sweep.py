@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -185,11 +185,8 @@ def best_point(points: Sequence[SweepPoint], default: IoOptions | None = None) -
     kept = next((point for point in points if point.options == default), None)
     if kept is None:
         return _cheapest(points)
-    winners = [replace(point, rates=point.final_rates) for point in points if point is not kept and _beats(point, kept)]
-    if not winners:
-        return kept
-    chosen = _cheapest(winners).options
-    return next(point for point in points if point.options == chosen)
+    winners = [point for point in points if point is not kept and _beats(point, kept)]
+    return _cheapest(winners) if winners else kept
 
 
 def _beats(point: SweepPoint, kept: SweepPoint) -> bool:

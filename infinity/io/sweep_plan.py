@@ -33,7 +33,7 @@ class SweepPoint:
 
     @property
     def bytes_per_s(self) -> float:
-        return statistics.median(self.rates)
+        return statistics.median(self.final_rates or self.rates)
 
     @property
     def in_flight_bytes(self) -> int:

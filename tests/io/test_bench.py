@@ -346,6 +346,8 @@ def test_the_default_is_kept_unless_another_setting_wins_by_more_than_the_spread
     assert best_point(points(100, 116, 118, 119, 120), default).options == default  # 18% faster, which varies by 20%
     assert best_point(points(116, 117, 118, 119, 120), default).options == IoOptions(4 * MIB, 32)
     assert best_point(points(90, 111, 112, 113, 114), default).options == default
+    for finals in ((111, 112, 113, 113, 114), (116, 117, 118, 119, 120)):  # of one sweep, all agree
+        assert best_for_all([points(*finals)], default).options == best_point(points(*finals), default).options
     assert best_point(points(), default).options == default  # it stood out, and was not compared in turn
     assert best_point(points()[:1], default).options == IoOptions(MIB, 1)  # there is no default
 
