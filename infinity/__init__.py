@@ -9,6 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infinity.distribution import warn_of_namesake
+from infinity.extension import installed_package
+
 if TYPE_CHECKING:
     from infinity import checkpoint, config, integrations, optim, zero
     from infinity.config import load_config
@@ -48,6 +51,11 @@ _PACKAGES = ("checkpoint", "config", "integrations", "optim", "zero")
 # DeepSpeed's packages of other names (`infinity.ops.adam`, `infinity.utils`) are found where its namespace has them.
 __path__.append(str(Path(__file__).parent / "integrations" / "as_deepspeed" / "deepspeed"))
 _OF_DEEPSPEED = ("accelerator", "checkpointing", "comm", "monitor", "ops", "runtime", "utils")
+
+_installed = installed_package()
+if _installed is not None:  # this is a source tree, and its extensions are there
+    __path__.append(str(_installed))
+warn_of_namesake(Path(__file__).parent.parent)
 
 __all__ = [
     "CapacityError",

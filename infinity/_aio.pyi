@@ -1,3 +1,6 @@
+import numpy as np
+import numpy.typing as npt
+
 class File:
     def __init__(self, path: str, read_only: bool, direct: bool = True) -> None: ...
     @property
@@ -33,6 +36,17 @@ class Engine:
         offset: int,
         address: int,
         nbytes: int,
+        memory_nbytes: int,
+        priority: int,
+        owner: object,
+    ) -> Request: ...
+    def submit_blocks(
+        self,
+        write: bool,
+        file: File,
+        offsets: npt.NDArray[np.uint64],
+        block_nbytes: int,
+        address: int,
         memory_nbytes: int,
         priority: int,
         owner: object,

@@ -17,7 +17,7 @@ import torch
 import infinity
 from infinity.checkpoint.format import MANIFEST, _checksum, read_manifest
 from infinity.errors import InfinityError
-from infinity.io.sweep import SweepLog
+from infinity.io.sweep_log import SweepLog
 from infinity.planner.rates import rates_of
 from infinity.planner.work import Product
 from infinity.profiling import read_profile

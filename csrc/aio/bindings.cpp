@@ -81,6 +81,28 @@ std::shared_ptr<Request> submit(Engine& engine, bool write, std::shared_ptr<File
     return request;
 }
 
+// Blocks at `offsets` (a buffer of 64-bit integers, such as a numpy array), which go through the memory again and
+// again.
+std::shared_ptr<Request> submit_blocks(Engine& engine, bool write, std::shared_ptr<File> file,
+                                       const py::buffer& offsets, std::size_t block_nbytes, std::uintptr_t address,
+                                       std::size_t memory_nbytes, int priority, py::object owner) {
+    PythonOwner::collect();
+    const py::buffer_info info = offsets.request();
+    if (info.ndim != 1 || info.itemsize != sizeof(std::uint64_t) || info.strides[0] != info.itemsize) {
+        throw std::invalid_argument("offsets must be a contiguous array of 64-bit integers");
+    }
+    if (block_nbytes == 0 || memory_nbytes == 0 || memory_nbytes % block_nbytes != 0) {
+        throw std::invalid_argument("the memory must be a multiple of the block size");
+    }
+    const auto* const first = static_cast<const std::uint64_t*>(info.ptr);
+    Scatter scatter{{first, first + info.size}, block_nbytes};
+    auto request = std::make_shared<Request>(write ? Op::write : Op::read, std::move(file), std::move(scatter), address,
+                                             memory_nbytes, static_cast<Priority>(priority),
+                                             std::make_unique<PythonOwner>(std::move(owner)));
+    engine.submit(request);
+    return request;
+}
+
 // Waits without the GIL, but lets Python handle signals meanwhile: Ctrl-C ends the wait, not the request.
 bool wait(Request& request, double timeout_s) {
     if (request.orphaned()) {
@@ -174,6 +196,9 @@ void register_engines(py::module_& m) {
         .def_property_readonly("name", &Engine::name)
         .def("submit", &submit, py::arg("write"), py::arg("file"), py::arg("offset"), py::arg("address"),
              py::arg("nbytes"), py::arg("memory_nbytes"), py::arg("priority"), py::arg("owner"))
+        .def("submit_blocks", &submit_blocks, py::arg("write"), py::arg("file"), py::arg("offsets"),
+             py::arg("block_nbytes"), py::arg("address"), py::arg("memory_nbytes"), py::arg("priority"),
+             py::arg("owner"))
         .def("promote", &Engine::promote, py::arg("request"))
         .def("register_buffer", &Engine::register_buffer, py::arg("address"), py::arg("nbytes"),
              py::call_guard<py::gil_scoped_release>())

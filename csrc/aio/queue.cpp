@@ -25,6 +25,14 @@ bool Request::wait(double timeout_s) {
     return changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), is_done);
 }
 
+Part Request::next(std::size_t most_nbytes) const {
+    const std::size_t at = cut_ % memory_nbytes;
+    if (!scatter_.offsets.empty()) { // whole blocks, so that none wraps around in the memory
+        return Part{scatter_.offsets[cut_ / scatter_.block_nbytes], address + at, scatter_.block_nbytes};
+    }
+    return Part{offset + cut_, address + at, std::min({most_nbytes, nbytes - cut_, memory_nbytes - at})};
+}
+
 void Request::complete() {
     owner_.reset();
     file_.reset();
@@ -112,14 +120,13 @@ bool BlockQueue::take(Block& block) {
     auto& line = waiting_[chosen];
     const auto priority = static_cast<Priority>(chosen);
     const std::shared_ptr<Request> request = line.front();
-    const std::size_t at = request->cut_ % request->memory_nbytes;
-    const std::size_t nbytes = std::min({block_nbytes_, request->nbytes - request->cut_, request->memory_nbytes - at});
-    block = Block{request, priority, request->offset + request->cut_, request->address + at, nbytes};
+    const Part part = request->next(block_nbytes_);
+    block = Block{request, priority, part.offset, part.address, part.nbytes};
     block.started = Clock::now();
     if (request->cut_ == 0) {
         request->times_.started = block.started;
     }
-    request->cut_ += nbytes;
+    request->cut_ += part.nbytes;
     request->in_flight_ += 1;
     if (request->cut_ == request->nbytes) {
         line.pop_front();

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include <sys/types.h>
 #include <unistd.h>
@@ -40,6 +41,22 @@ struct Times {
     Clock::time_point finished;
 };
 
+// Blocks that lie anywhere in a file, all of one size: what a request moves in place of one range. Many small blocks as
+// one request are submitted and reaped by the engine alone, without a future, a wake-up and Python for each of them.
+struct Scatter {
+    std::vector<std::uint64_t> offsets; // in the order in which they begin
+    std::size_t block_nbytes = 0;
+
+    std::size_t nbytes() const { return offsets.size() * block_nbytes; }
+};
+
+// A part of a request that is next to become a block.
+struct Part {
+    std::uint64_t offset = 0;
+    std::uintptr_t address = 0;
+    std::size_t nbytes = 0;
+};
+
 // [Note: who keeps the buffer alive]
 // The kernel may write into a request's buffer until the last of its blocks has completed, whether or not anybody
 // still holds the future. The engine therefore keeps the request, and the request its `Owner` and its file, until
@@ -56,8 +73,14 @@ class Request {
         : op(op), offset(offset), address(address), nbytes(nbytes), memory_nbytes(memory_nbytes), priority_(priority),
           file_(std::move(file)), owner_(std::move(owner)) {}
 
+    // Of scattered blocks; the memory is a multiple of their size.
+    Request(Op op, std::shared_ptr<File> file, Scatter scatter, std::uintptr_t address, std::size_t memory_nbytes,
+            Priority priority, std::unique_ptr<Owner> owner)
+        : op(op), address(address), nbytes(scatter.nbytes()), memory_nbytes(memory_nbytes), priority_(priority),
+          scatter_(std::move(scatter)), file_(std::move(file)), owner_(std::move(owner)) {}
+
     const Op op;
-    const std::uint64_t offset;
+    const std::uint64_t offset = 0; // not of scattered blocks
     const std::uintptr_t address;
     const std::size_t nbytes;
     const std::size_t memory_nbytes; // at the address: `nbytes`, or less, which is then gone through again and again
@@ -82,6 +105,9 @@ class Request {
 
     void complete();
 
+    // What comes next when `cut_` bytes have been cut: at most `most_nbytes` of a range, or one scattered block.
+    Part next(std::size_t most_nbytes) const;
+
     // Guarded by the queue's mutex.
     Priority priority_;
     std::size_t cut_ = 0; // bytes that were cut into blocks so far
@@ -89,6 +115,7 @@ class Request {
     Outcome outcome_;
     Times times_{Clock::now(), {}, {}};
 
+    const Scatter scatter_; // without offsets where the request is of one range
     std::shared_ptr<File> file_;
     std::unique_ptr<Owner> owner_;
     const pid_t process_ = getpid();

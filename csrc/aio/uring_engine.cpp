@@ -32,6 +32,9 @@ constexpr unsigned kMaxRegions = 64;
 constexpr unsigned kMaxFiles = 64;
 constexpr std::size_t kMaxRegionNbytes = std::size_t{1} << 30; // the kernel's limit for one registered buffer
 constexpr std::chrono::milliseconds kRefusalPause{1};
+// The drive begins with these while the next are prepared. With all of a depth of 32 at once, drive and thread work in
+// turns: 4 KiB reads had 0.83 of the rate that they have so, for a tenth less processor time (bench-io, virtio).
+constexpr unsigned kSubmittedAtOnce = 2;
 
 struct Region {
     std::uintptr_t address;
@@ -311,6 +314,9 @@ class UringEngine final : public Engine {
             in_flight_ += 1;
             slot->block = std::move(block);
             start(*slot);
+            if (io_uring_sq_ready(&ring_) >= kSubmittedAtOnce) {
+                io_uring_submit(&ring_); // what the kernel does not take now, it takes with the next ones
+            }
         }
     }
 

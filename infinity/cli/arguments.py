@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shutil
 from pathlib import Path
 
 from infinity.config import expanded_path, parse_size
@@ -18,11 +20,24 @@ def size_argument(text: str) -> int:
 
 
 def path_argument(text: str) -> Path:
-    """A path, as argparse wants its types; shells leave the `~` of `--path=~/swap` as it is."""
+    """A path, as argparse wants its types; shells leave the `~` of `--path=~/swap` as it is.
+
+    Whoever hands it to another process, or keeps it in a file, makes it absolute: there it would name another place.
+    """
     try:
         return Path(expanded_path(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def program_argument(text: str) -> Path:
+    """The absolute path of a program; a name without a slash is looked up in PATH, as a shell does."""
+    if os.sep in text:
+        return path_argument(text).absolute()
+    found = shutil.which(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no program in PATH; give its path")
+    return Path(found).absolute()
 
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}

@@ -9,7 +9,7 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.arguments import path_argument
+from infinity.cli.arguments import path_argument, program_argument
 from infinity.cli.progress import Progress
 from infinity.errors import ConfigError
 
@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--format", nargs="+", default=["fp32", "split"], help="state formats (default fp32 split)")
     parser.add_argument("--threads", type=int, nargs="+", default=[os.cpu_count() or 1], help="default: all cores")
     parser.add_argument("--peer", nargs="*", choices=sorted(_PEERS), default=["torch-fused"])
-    parser.add_argument("--peer-python", type=path_argument, help="interpreter of an environment that has DeepSpeed")
+    parser.add_argument("--peer-python", type=program_argument, help="interpreter of an environment that has DeepSpeed")
     parser.add_argument("--rounds", type=int, default=15, help="measured steps of each (default 15)")
     parser.add_argument("--json", action="store_true", help="one JSON line a result on standard output")
     parser.add_argument("--plot", type=path_argument, help="also draw the rates into this image file")

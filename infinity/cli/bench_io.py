@@ -37,7 +37,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--op", action="append", help="read, write, mixed, randread or randwrite (default: the first three)"
     )
     what.add_argument("--runs", type=int, default=3, help="measured runs of each (default 3)")
-    what.add_argument("--runtime", type=float, default=0.0, help="seconds of a run (default: one pass over the file)")
+    what.add_argument(
+        "--runtime",
+        type=float,
+        help="seconds of a run, in whole passes (default: one pass; beside fio 3, of a sweep's measurement 0.5)",
+    )
     what.add_argument("--verify", action="store_true", help="then write once more, read all of it back and compare")
     what.add_argument(
         "--max-write", type=size_argument, help="write no more bytes than this (default for --sweep 64GiB)"
@@ -52,7 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     how.add_argument("--iopoll", action="store_true", help="io_uring: poll the drive instead of interrupts")
     how.add_argument("--buffered", action="store_true", help="through the page cache, without O_DIRECT")
     how.add_argument(
-        "--pages", choices=("huge", "small"), help="of the memory (default huge, as training's; with fio small)"
+        "--pages", choices=("huge", "small"), help="of the memory (default huge; beside fio small where it has none)"
     )
     fio = parser.add_argument_group("beside fio")
     fio.add_argument("--compare-fio", action="store_true", help="run fio in turn with us: same file, bytes and memory")
@@ -94,7 +98,10 @@ def _run_once(job: Job) -> None:
         buffers = stack.enter_context(
             random_memory(ring_bytes(job.options) * len(job.paths), huge_pages=job.huge_pages)
         )
-        files, _ = _files(job, buffers, stack)
+        files, filled_s = _files(job, buffers, stack)
+        if job.runtime_s:
+            about = job.written_bytes_at(job.fill_bytes() / filled_s)
+            print(f"writes about {format_size(about)} in runs of {job.runtime_s:g} s", file=sys.stderr)
         measure(job, files, buffers)
 
 
@@ -115,12 +122,12 @@ def _run_sweeps(job: Job, args: argparse.Namespace) -> None:
     sweeps.announce()
     with ExitStack() as stack:
         buffers = stack.enter_context(random_memory(sweeps.ring_bytes, huge_pages=job.huge_pages))
-        files, filled_s = _files(job, buffers, stack)
-        found = sweeps.run(files, buffers, filled_s)
+        files, _ = _files(job, buffers, stack)
+        found = sweeps.run(files, buffers)
     if args.plot:
         plot_all(args.plot, found)
     if args.write_config:
-        write_config(args.write_config, found)
+        write_config(args.write_config, found, job.options)
 
 
 def _files(job: Job, buffers: Span, stack: ExitStack) -> tuple[list[Path], float]:

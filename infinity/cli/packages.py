@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from infinity.distribution import install_command
 from infinity.errors import InfinityError
 
 
@@ -19,6 +20,4 @@ def needed_packages(command: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:  # transformers raises some without a name
         what = error.name or f"a package that is missing ({error})"
-        raise InfinityError(
-            f"infinity {command} needs {what}: python -m pip install 'infinity-tiering[train]'"
-        ) from error
+        raise InfinityError(f"infinity {command} needs {what}: {install_command('train')}") from error

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infinity.distribution import install_command
 from infinity.errors import ConfigError, InfinityError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def plot_sweep(path: Path, what: str, points: Sequence[Point]) -> None:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415  (an extra)
     except ModuleNotFoundError as error:
-        raise InfinityError("--plot needs matplotlib: python -m pip install 'infinity-tiering[plot]'") from error
+        raise InfinityError(f"--plot needs matplotlib: {install_command('plot')}") from error
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     values = [point.value / (1 << 30 if what == "host-memory" else 1) for point in points]

@@ -74,7 +74,7 @@ def _job(args: argparse.Namespace) -> ProfileJob:
         raise ConfigError(f"--params is {args.params}; it must be at least 2048")
     config = load_config(args.config or {})
     aio = config.aio
-    paths = tuple(args.path or [nvme.path for nvme in config.tiering.nvme] or [Path()])
+    paths = tuple(path.absolute() for path in args.path or [nvme.path for nvme in config.tiering.nvme] or [Path()])
     return ProfileJob(
         () if args.without_drives else paths,
         args.size,

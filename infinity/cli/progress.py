@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,14 +14,19 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _WIDTH = 24
-_EVERY_S = 0.25
+_EVERY_S = 0.5
 _SOON_S = 1.0  # nothing is said of the end before so much is known
 
 
 class Progress:
-    """One line that is drawn over and over; nothing where standard error is no terminal."""
+    """One line that is drawn over and over; nothing where standard error is no terminal.
+
+    Attributes:
+        cpu_s: processor seconds that drawing from a thread has taken so far, for who measures something meanwhile.
+    """
 
     def __init__(self) -> None:
+        self.cpu_s = 0.0
         self._drawn = is_terminal()
         self._drawing: Drawing | None = None
         self._began_s = time.monotonic()
@@ -49,12 +55,29 @@ class Progress:
         """Draw again and again what `share` says, from a thread, while the body works."""
         self.clear()
         self._text, self._share = text, share
-        if self._drawn:
-            self._drawing = Drawing(self._line, every_s=_EVERY_S)
+        if not self._drawn:
+            yield
+            return
+        drawing = self._drawing = Drawing(self._line)
+        over = threading.Event()
+        thread = threading.Thread(target=self._follow, args=(drawing, over), name="infinity-progress", daemon=True)
+        thread.start()
         try:
             yield
         finally:
+            over.set()
+            thread.join()
             self.clear()
+
+    def say(self, text: str) -> None:
+        """What `following` is to write from now on beside its bar."""
+        self._text = text
+
+    def _follow(self, drawing: Drawing, over: threading.Event) -> None:
+        before_s = self.cpu_s
+        while not over.wait(_EVERY_S):
+            drawing.draw()
+            self.cpu_s = before_s + time.thread_time()
 
     def _line(self) -> RenderableType:
         from rich.progress_bar import ProgressBar  # noqa: PLC0415  (see terminal.py)

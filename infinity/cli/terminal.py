@@ -38,19 +38,15 @@ class Drawing:
     Args:
         renderable: makes the picture, for the terminal's present width.
         stays: the last picture is left on the terminal at the end.
-        every_s: draw it anew this often, from a thread; by default only `draw` does.
     """
 
-    def __init__(
-        self, renderable: Callable[[], RenderableType], *, stays: bool = False, every_s: float | None = None
-    ) -> None:
+    def __init__(self, renderable: Callable[[], RenderableType], *, stays: bool = False) -> None:
         from rich.live import Live  # noqa: PLC0415  (as above)
 
         self._live = Live(
             get_renderable=renderable,
             console=console(),
-            auto_refresh=every_s is not None,
-            refresh_per_second=1 / (every_s or 1.0),
+            auto_refresh=False,
             transient=not stays,
             redirect_stdout=sys.stdout.isatty(),  # a file or pipe gets what is its own
         )

@@ -12,6 +12,7 @@ from infinity.cli.arguments import path_argument
 from infinity.cli.reporting.lanes import COLOURS
 from infinity.cli.terminal import plain
 from infinity.config import format_size
+from infinity.distribution import install_command
 from infinity.errors import ConfigError
 from infinity.telemetry import Lane
 from infinity.telemetry.timeline_summary import Ran, TimelineSum, read_timeline, step_windows, sum_up
@@ -92,7 +93,7 @@ def _draw(path: Path, title: str, spans: Sequence[Ran], total: TimelineSum) -> N
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError("--png needs matplotlib: pip install 'infinity-tiering[plot]'") from error
+        raise ConfigError(f"--png needs matplotlib: {install_command('plot')}") from error
     windows = step_windows(spans)
     begin_s, end_s = windows[total.steps[0]][0], windows[total.steps[-1]][1]
     lanes = list(total.lanes)

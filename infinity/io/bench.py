@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
@@ -21,10 +21,11 @@ from infinity.errors import ConfigError, StorageError
 from infinity.io.directory import open_directory
 from infinity.io.interface import IoEngine, IoFile, IoFuture, IoOptions, Priority, Span, create_file
 from infinity.io.latency import NO_LATENCIES, Latencies
-from infinity.io.patterns import Move, check_operation, moves
+from infinity.io.patterns import Move, Scatter, check_operation, is_random, moves, pass_bytes, scatters
 from infinity.io.probe import open_engine
 
-_REQUEST_BYTES = 2 << 20  # of sequential requests at least, so that the engine and not Python cuts them
+_REQUEST_BYTES = 2 << 20  # of a request at least, so that the engine and not Python cuts it into blocks
+_SCATTERED_BLOCKS = 256  # of a random request at most, which a slow drive is still soon through when Ctrl-C comes
 _AHEAD_S = 0.25  # of requests that wait behind those in flight, so that Python is woken seldom
 _SPARE_SHARE = 0.05  # of a drive that is left free
 _ENDLESS = 1 << 62  # passes: the clock ends it
@@ -68,7 +69,7 @@ class BenchRun:
 
 
 def request_bytes(options: IoOptions, most_bytes: int) -> int:
-    """Of a sequential request: whole blocks, half of what is in flight: when one is over, two more fill the queue."""
+    """Of a request: whole blocks, half of what is in flight: when one is over, two more fill the queue."""
     in_flight = options.queue_depth * options.block_size_bytes
     wanted = min(max(_REQUEST_BYTES, in_flight // 2), most_bytes)
     return max(1, wanted // options.block_size_bytes) * options.block_size_bytes
@@ -128,10 +129,16 @@ def _clocks() -> _Clocks:
 
 
 class _Watch:
-    """Watches a run from its construction on; what it asks the engine for lies outside the times."""
+    """Watches a run from its construction on; what it asks the engine for lies outside the times.
 
-    def __init__(self, engine: IoEngine) -> None:
+    Args:
+        others_cpu_s: what threads that have no part in the run have taken so far, and draw its progress, say.
+    """
+
+    def __init__(self, engine: IoEngine, others_cpu_s: Callable[[], float]) -> None:
         self._engine = engine
+        self._others_cpu_s = others_cpu_s
+        self._others_s = others_cpu_s()
         self._stats, self._latencies = engine.stats(), engine.latencies()
         self._start = _clocks()
 
@@ -142,14 +149,15 @@ class _Watch:
     def run(self, passes: int) -> BenchRun:
         """What was run until now."""
         start, end = self._start, _clocks()
+        others_s = self._others_cpu_s() - self._others_s  # nearly all of it in user mode
         before, after = self._stats, self._engine.stats()
         return BenchRun(
             end.seconds - start.seconds,
             after.bytes_read - before.bytes_read + after.bytes_written - before.bytes_written,
-            end.cpu_s - start.cpu_s,
+            max(0.0, end.cpu_s - start.cpu_s - others_s),
             passes,
             after.blocks - before.blocks,
-            end.user_s - start.user_s,
+            max(0.0, end.user_s - start.user_s - others_s),
             end.system_s - start.system_s,
             end.caller_s - start.caller_s,
             self._engine.latencies().since(self._latencies),
@@ -163,6 +171,7 @@ class BenchSession:
         buffers: memory to read into and write from; its content is what is written.
         as_in_training: requests wait their turns as what training reads ahead and writes back, which leaves a part of
             the depth to what is urgent; else they may use all of it.
+        others_cpu_s: processor seconds so far of threads that are not to be counted.
 
     Attributes:
         registered: the kernel keeps the buffers pinned, which spares it work for every block.
@@ -181,7 +190,9 @@ class BenchSession:
         buffers: Span,
         *,
         as_in_training: bool = False,
+        others_cpu_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        self._others_cpu_s = others_cpu_s
         self._block_bytes = options.block_size_bytes
         self._in_flight_bytes = options.queue_depth * options.block_size_bytes
         self._read_class = Priority.PREFETCH if as_in_training else Priority.DEMAND
@@ -229,12 +240,23 @@ class BenchSession:
 
     @property
     def window_bytes(self) -> int:
-        """Of the buffers, what measured blocks pass through again and again."""
-        return min(self._in_flight_bytes, self.buffers.nbytes)
+        """Of the buffers, what measured blocks pass through again and again: whole blocks."""
+        return min(self._in_flight_bytes, self.buffers.nbytes // self._block_bytes * self._block_bytes)
 
     def moves(self, operation: str) -> Sequence[Move]:
         """What one pass does, in order."""
         return moves(operation, self._size_bytes, self._block_bytes, self._request_bytes)
+
+    def pass_bytes(self, operation: str) -> int:
+        """What one pass moves."""
+        return pass_bytes(operation, self._size_bytes, self._block_bytes)
+
+    def _requests(self, operation: str) -> Sequence[Move | Scatter]:
+        """A pass as requests of many blocks each, random ones too: Python must not be what limits small blocks."""
+        if is_random(operation):
+            request_bytes = min(self._request_bytes, _SCATTERED_BLOCKS * self._block_bytes)
+            return scatters(operation, self._size_bytes, self._block_bytes, request_bytes)
+        return self.moves(operation)
 
     def fill(self) -> None:
         """Write every block once: those that never were would read as zeros, for free."""
@@ -256,10 +278,10 @@ class BenchSession:
             until_s: a time of `time.perf_counter` at which to stop, also within a pass.
         """
         check_operation(operation)
-        requests = self.moves(operation)
+        requests = self._requests(operation)
         self.unfinished = None
         done = 0
-        watch = _Watch(self._engine)
+        watch = _Watch(self._engine, self._others_cpu_s)
         try:
             while done < passes or time.perf_counter() - watch.begin_s < runtime_s:
                 self._perform(requests, until_s)
@@ -271,7 +293,7 @@ class BenchSession:
             raise
         return watch.run(done)
 
-    def _perform(self, requests: Sequence[Move], until_s: float) -> None:
+    def _perform(self, requests: Sequence[Move | Scatter], until_s: float) -> None:
         """Run the requests with some ahead, so that the engine's queue never runs dry and Python seldom wakes."""
         under_way: deque[IoFuture] = deque()
         request_bytes = requests[0].nbytes  # the first is the longest
@@ -281,17 +303,21 @@ class BenchSession:
             if len(under_way) >= most:
                 moved_bytes += _finish(under_way, len(under_way) // 2)
                 bytes_per_s = moved_bytes / (time.perf_counter() - begin_s)
-                most = max(least, int(_AHEAD_S * bytes_per_s / request_bytes))
-            if time.perf_counter() >= until_s:
+                ahead_s = min(_AHEAD_S, until_s - time.perf_counter())  # what is ahead is waited for, too
+                most = max(least, int(ahead_s * bytes_per_s / request_bytes))
+            if under_way and time.perf_counter() >= until_s:  # something is moved in any case, or it had no rate
                 break
-            begin, turn = (
-                (self._engine.read, self._read_class)
-                if request.operation == "read"
-                else (self._engine.write, self._write_class)
-            )
-            part = Span(span.address, min(span.nbytes, request.nbytes), span.owner)
-            under_way.append(begin(self._file, request.offset, part, turn, nbytes=request.nbytes))
+            under_way.append(self._begin(request, span))
         _finish(under_way, len(under_way))
+
+    def _begin(self, request: Move | Scatter, span: Span) -> IoFuture:
+        write = request.operation == "write"
+        turn = self._write_class if write else self._read_class
+        if isinstance(request, Scatter):
+            return self._engine.move_blocks(write, self._file, request.offsets, request.block_bytes, span, turn)
+        begin = self._engine.write if write else self._engine.read
+        part = Span(span.address, min(span.nbytes, request.nbytes), span.owner)
+        return begin(self._file, request.offset, part, turn, nbytes=request.nbytes)
 
     def _spans(self, request_bytes: int) -> Sequence[Span]:
         """Memory for requests in turn: as much as is in flight, as fio has it, or less where there is less.

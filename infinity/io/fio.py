@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +22,7 @@ from infinity.io.patterns import Move
 
 ENGINES = {"io_uring": "io_uring", "threads": "psync"}
 _LOOK_EVERY_S = 0.05
+_REPLAYED = "file"  # what a log calls the file, whose own name may have blanks, which end a name there
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ class FioJob:
             command += [f"--{name}=1" for name, on in polling if on]
         if log is not None:
             return [*command, f"--read_iolog={log}", "--replay_no_stall=1"]
-        return [*command, f"--filename={self.path}", f"--rw={self.operation}", f"--loops={passes}", *self._shares()]
+        # Absolute, since fio is run in a directory of its own; a colon would begin the next of several names.
+        name = str(self.path.absolute()).replace(":", "\\:")
+        return [*command, f"--filename={name}", f"--rw={self.operation}", f"--loops={passes}", *self._shares()]
 
     def _shares(self) -> list[str]:
         """The file, whole; or in a part for each of the threads that engines of blocking calls need for any depth."""
@@ -112,7 +116,7 @@ def run_fio(job: FioJob, passes: int = 1) -> BenchRun:
         ConfigError: fio is not installed or refuses; the message has its reason.
     """
     with _started(job, passes) as fio:
-        return _result(_facts(*fio), job, passes)
+        return _result(_facts(*fio, job, passes), job, passes)
 
 
 def fio_huge_page_bytes(job: FioJob) -> int:
@@ -127,7 +131,7 @@ def fio_huge_page_bytes(job: FioJob) -> int:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(_LOOK_EVERY_S)
             seen = max(seen, child_huge_page_bytes(child.pid))
-        _facts(child, output)
+        _facts(child, output, job, passes=1)
     return seen
 
 
@@ -138,11 +142,20 @@ def _started(job: FioJob, passes: int) -> Iterator[tuple[subprocess.Popen[str], 
         output = Path(directory) / "output.json"
         log = Path(directory) / "order.log" if job.order else None
         if log is not None:
+            (Path(directory) / _REPLAYED).symlink_to(job.path.absolute())
             log.write_text(_replay_log(job, passes))
         command = [*job.command(passes, log), f"--output={output}"]
         with huge_pages_for_children(job.huge_pages) as environment:
             try:
-                child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=directory, env=environment)
+                child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,  # it would draw its own progress over ours
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    cwd=directory,
+                    env=environment,
+                )
             except FileNotFoundError as error:
                 raise ConfigError("fio is not installed; install it or leave the comparison out") from error
         try:
@@ -153,14 +166,26 @@ def _started(job: FioJob, passes: int) -> Iterator[tuple[subprocess.Popen[str], 
             child.__exit__(None, None, None)  # waits, and closes what it wrote to
 
 
-def _facts(child: subprocess.Popen[str], output: Path) -> dict[str, Any]:
-    """What fio says of its jobs, once it is over."""
+def _facts(child: subprocess.Popen[str], output: Path, job: FioJob, passes: int) -> dict[str, Any]:
+    """What fio says of its jobs, once it is over.
+
+    Raises:
+        ConfigError: it failed; a line has its reason and a second one the command.
+    """
     _, errors = child.communicate()
     text = output.read_text() if output.exists() else ""
-    if child.returncode or "{" not in text:
-        raise ConfigError(f"fio failed: {errors.strip() or text.strip() or f'it ended with {child.returncode}'}")
-    facts: dict[str, Any] = json.loads(text[text.index("{") :])["jobs"][0]
+    before, brace, _ = text.partition("{")  # warnings may stand before the JSON
+    if child.returncode or not brace:
+        reason = _reason([*errors.splitlines(), *before.splitlines()]) or f"it ended with {child.returncode}"
+        raise ConfigError(f"fio failed: {reason}\nto see all that it says: {shlex.join(job.command(passes))}")
+    facts: dict[str, Any] = json.loads(text[len(before) :])["jobs"][0]
     return facts
+
+
+def _reason(lines: Sequence[str]) -> str:
+    """Of what fio said, the line that names an error of the system, or else the first; empty if it said nothing."""
+    said = [line.strip() for line in lines if line.strip()]
+    return next((line for line in said if "error=" in line or "error:" in line), said[0] if said else "")
 
 
 def _replay_log(job: FioJob, passes: int) -> str:
@@ -170,11 +195,11 @@ def _replay_log(job: FioJob, passes: int) -> str:
     """
     block = job.options.block_size_bytes
     lines = [
-        f"{job.path} {move.operation} {offset} {block}"
+        f"{_REPLAYED} {move.operation} {offset} {block}"
         for move in job.order
         for offset in range(move.offset, move.offset + move.nbytes, block)
     ]
-    return "\n".join(["fio version 2 iolog", f"{job.path} add", f"{job.path} open", *lines * passes, ""])
+    return "\n".join(["fio version 2 iolog", f"{_REPLAYED} add", f"{_REPLAYED} open", *lines * passes, ""])
 
 
 def _result(facts: dict[str, Any], job: FioJob, passes: int) -> BenchRun:

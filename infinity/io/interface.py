@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from infinity.config.schema import BLOCK_ALIGN_BYTES, MOST_IN_FLIGHT, MOST_THREADS
 from infinity.errors import ConfigError, StorageError
@@ -109,6 +114,32 @@ class IoFuture(ABC):
         """When it was submitted, begun and over; None while it is under way."""
 
 
+class _Several(IoFuture):
+    """Requests that are waited for as one."""
+
+    def __init__(self, futures: Sequence[IoFuture]) -> None:
+        self._futures = futures
+
+    def done(self) -> bool:
+        return all(future.done() for future in self._futures)
+
+    def result(self, timeout: float | None = None) -> int:
+        until_s = None if timeout is None else time.monotonic() + timeout
+        return sum(
+            future.result(None if until_s is None else max(0.0, until_s - time.monotonic())) for future in self._futures
+        )
+
+    def times(self) -> Times | None:
+        seen = [times for future in self._futures if (times := future.times()) is not None]
+        if len(seen) < len(self._futures) or not seen:
+            return None
+        return Times(
+            min(times.submitted_s for times in seen),
+            min(times.started_s for times in seen),
+            max(times.finished_s for times in seen),
+        )
+
+
 class IoFile(ABC):
     """An open file.
 
@@ -203,6 +234,34 @@ class IoEngine(ABC):
         """Start writing `span` at `offset`, again and again if `nbytes` is more; raises as `read` does."""
         return self._submit(True, file, offset, span, priority, span.nbytes if nbytes is None else nbytes)
 
+    def move_blocks(
+        self,
+        write: bool,
+        file: IoFile,
+        offsets: npt.NDArray[np.uint64],
+        block_bytes: int,
+        span: Span,
+        priority: Priority = Priority.DEMAND,
+    ) -> IoFuture:
+        """Start reading or writing a block at each of these offsets, in their order.
+
+        For measurements: `span`, of whole blocks, is gone through again and again, so that what it holds in the end is
+        of no use. Native engines take all blocks as one request, which costs Python nothing for each of them.
+
+        Raises:
+            StorageError: a block is not aligned as the file asks for.
+            InfinityError: the engine is closed, or belongs to the parent process.
+        """
+        check_blocks(file, offsets, block_bytes, span)
+        begin = self.write if write else self.read
+        places = range(0, span.nbytes, block_bytes)
+        return _Several(
+            [
+                begin(file, offset, Span(span.address + places[i % len(places)], block_bytes, span.owner), priority)
+                for i, offset in enumerate(offsets.tolist())
+            ]
+        )
+
     def _submit(self, write: bool, file: IoFile, offset: int, span: Span, priority: Priority, nbytes: int) -> IoFuture:
         """What both do, in engines that do not have them do something of their own."""
         raise NotImplementedError
@@ -242,6 +301,24 @@ def check_aligned(file: IoFile, offset: int, span: Span, nbytes: int) -> None:
                 str(file.path),
                 offset,
             )
+
+
+def check_blocks(file: IoFile, offsets: npt.NDArray[np.uint64], block_bytes: int, span: Span) -> None:
+    """Refuse blocks that do not fit their memory, or that direct I/O would refuse.
+
+    Raises:
+        StorageError: EINVAL, saying what is off.
+    """
+    misplaced = np.flatnonzero(offsets % np.uint64(file.alignment))
+    first = int(offsets[misplaced[0] if misplaced.size else 0]) if len(offsets) else 0
+    check_aligned(file, first, span, block_bytes)
+    if block_bytes < 1 or span.nbytes < block_bytes or span.nbytes % block_bytes:
+        raise StorageError(
+            errno.EINVAL,
+            f"buffer size {span.nbytes} is not a multiple of the block size {block_bytes}",
+            str(file.path),
+            first,
+        )
 
 
 def create_file(path: Path, size_bytes: int) -> int:

@@ -9,6 +9,9 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from infinity import _aio
 from infinity.errors import InfinityError, StorageError
 from infinity.io.interface import (
@@ -20,6 +23,7 @@ from infinity.io.interface import (
     Priority,
     Span,
     check_aligned,
+    check_blocks,
     failure,
 )
 from infinity.io.latency import Histogram, Latencies
@@ -112,8 +116,7 @@ class NativeEngine(IoEngine):
         if not isinstance(file, _NativeFile):
             raise TypeError(f"{file.path} was opened by another engine")
         check_aligned(file, offset, span, nbytes)
-        asker = threading.get_ident(), write
-        self._asked_bytes[asker] = self._asked_bytes.get(asker, 0) + nbytes
+        self._note_asked(write, nbytes)
         try:
             request = self._engine.submit(
                 write, file.opened(), offset, span.address, nbytes, span.nbytes, int(priority), span.owner
@@ -121,6 +124,31 @@ class NativeEngine(IoEngine):
         except RuntimeError as error:  # closed, or forked
             raise InfinityError(str(error)) from error
         return _NativeFuture(self._engine, request, "write" if write else "read", file.path)
+
+    def move_blocks(
+        self,
+        write: bool,
+        file: IoFile,
+        offsets: npt.NDArray[np.uint64],
+        block_bytes: int,
+        span: Span,
+        priority: Priority = Priority.DEMAND,
+    ) -> IoFuture:
+        if not isinstance(file, _NativeFile):
+            raise TypeError(f"{file.path} was opened by another engine")
+        check_blocks(file, offsets, block_bytes, span)
+        self._note_asked(write, len(offsets) * block_bytes)
+        try:
+            request = self._engine.submit_blocks(
+                write, file.opened(), offsets, block_bytes, span.address, span.nbytes, int(priority), span.owner
+            )
+        except RuntimeError as error:  # closed, or forked
+            raise InfinityError(str(error)) from error
+        return _NativeFuture(self._engine, request, "write" if write else "read", file.path)
+
+    def _note_asked(self, write: bool, nbytes: int) -> None:
+        asker = threading.get_ident(), write
+        self._asked_bytes[asker] = self._asked_bytes.get(asker, 0) + nbytes
 
     def register(self, span: Span) -> bool:
         try:

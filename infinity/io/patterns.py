@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
+import numpy as np
+import numpy.typing as npt
+
 from infinity.errors import ConfigError
 
 OPERATIONS = ("read", "write", "mixed", "randread", "randwrite")
@@ -23,6 +26,24 @@ class Move:
     operation: str
     offset: int
     nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Scatter:
+    """One request for many blocks that lie anywhere: `operation` is read or write.
+
+    Attributes:
+        offsets: of the blocks, in the order in which they begin.
+        block_bytes: of each.
+    """
+
+    operation: str
+    offsets: npt.NDArray[np.uint64]
+    block_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.offsets) * self.block_bytes
 
 
 def check_operation(operation: str) -> None:
@@ -50,11 +71,31 @@ def moves(operation: str, size_bytes: int, block_bytes: int, request_bytes: int)
         reads = _sequential("read", 0, middle, request_bytes)
         writes = _sequential("write", middle, 2 * middle, request_bytes)
         return [move for move in chain.from_iterable(zip_longest(reads, writes)) if move is not None]
-    if operation in ("randread", "randwrite"):
+    if is_random(operation):
         blocks = _sequential(operation.removeprefix("rand"), 0, end, block_bytes)
         random.shuffle(blocks)
         return blocks
     return _sequential(operation, 0, end, request_bytes)
+
+
+def scatters(operation: str, size_bytes: int, block_bytes: int, request_bytes: int) -> Sequence[Scatter]:
+    """One pass of a random operation, as `moves` has it, in requests of as many blocks as `request_bytes` holds."""
+    count = size_bytes // block_bytes
+    offsets = np.random.default_rng().permutation(count).astype(np.uint64) * np.uint64(block_bytes)
+    each = max(1, request_bytes // block_bytes)
+    kind = operation.removeprefix("rand")
+    return [Scatter(kind, offsets[begin : begin + each], block_bytes) for begin in range(0, count, each)]
+
+
+def is_random(operation: str) -> bool:
+    """Its blocks come in any order."""
+    return operation in ("randread", "randwrite")
+
+
+def pass_bytes(operation: str, size_bytes: int, block_bytes: int) -> int:
+    """What one pass moves."""
+    blocks = size_bytes // block_bytes
+    return (blocks // 2 * 2 if operation == "mixed" else blocks) * block_bytes
 
 
 def _sequential(operation: str, begin: int, end: int, nbytes: int) -> list[Move]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from infinity import kernels
+from infinity.cli.arguments import program_argument
 from infinity.cli.main import main
 
 
@@ -63,3 +65,13 @@ def test_a_peer_compiles_into_a_directory_of_its_own(tmp_path, monkeypatch, caps
     mode, directory = told.read_text().split()
     assert mode == "700"
     assert not Path(directory).exists()
+
+
+def test_a_peer_s_python_is_an_absolute_path_or_in_path(tmp_path, monkeypatch) -> None:
+    """`./python` was looked for in PATH, under its name alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    assert program_argument("./python") == tmp_path / "python"
+    assert program_argument(Path(sys.executable).name) == Path(sys.executable)
+    with pytest.raises(argparse.ArgumentTypeError, match="no-such-program' is no program in PATH; give its path"):
+        program_argument("no-such-program")

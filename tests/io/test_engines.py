@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 
+import numpy as np
 import pytest
 import torch
 
@@ -121,6 +122,49 @@ def test_memory_is_gone_through_again_where_a_request_is_longer(window, engine, 
     stats = engine.stats()
     assert stats.bytes_written == stats.writes_asked_bytes == size
     assert stats.bytes_read == stats.reads_asked_bytes == size + window
+    file.close()
+
+
+def scattered(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(count).astype(np.uint64) * 4096
+
+
+def test_blocks_lie_where_their_offsets_say(engine, arena, tmp_path) -> None:
+    """As one request, which is longer than its memory, and without Python for each block."""
+    offsets, window = scattered(300), 7
+    file = engine.open(tmp_path / "f", create=True, size_bytes=300 * 4096)
+    with random_lease(arena, window * 4096) as source, arena.lease(300 * 4096) as target:
+        pages = source.tensor(torch.uint8).numpy().reshape(window, 4096).copy()
+        future = engine.move_blocks(True, file, offsets, 4096, source.span())
+        assert future.result() == 300 * 4096
+        assert future.done()
+        times = future.times()
+        assert times.submitted_s <= times.started_s < times.finished_s
+        written = np.frombuffer((tmp_path / "f").read_bytes(), dtype=np.uint8).reshape(300, 4096)
+        assert (written[offsets // 4096] == pages[np.arange(300) % window]).all()
+        assert engine.move_blocks(False, file, offsets, 4096, target.span()).result() == 300 * 4096
+        assert (target.tensor(torch.uint8).numpy().reshape(300, 4096) == written[offsets // 4096]).all()
+    stats = engine.stats()
+    assert stats.bytes_written == stats.writes_asked_bytes == stats.bytes_read == stats.reads_asked_bytes == 300 * 4096
+    assert engine.backend == "aiofiles" or stats.blocks == 600
+    file.close()
+
+
+def test_blocks_that_do_not_fit_are_refused_and_failures_named(engine, arena, tmp_path) -> None:
+    file = engine.open(tmp_path / "f", create=True, size_bytes=4 * 4096)
+    with arena.lease(2 * 4096) as lease:
+        span = lease.span()
+        with pytest.raises(StorageError, match="buffer size 8192 is not a multiple of the block size 12288"):
+            engine.move_blocks(False, file, scattered(4), 12288, span)
+        if file.direct:
+            odd = 4096 + file.alignment // 2
+            with pytest.raises(StorageError, match=f"offset {odd} is not a multiple"):
+                engine.move_blocks(False, file, np.array([0, 4096, odd], np.uint64), 4096, span)
+        with pytest.raises(StorageError, match="reached the end of the file") as short:
+            engine.move_blocks(False, file, np.array([4096, 9 * 4096, 0], np.uint64), 4096, span).result()
+        assert short.value.errno == errno.ENODATA
+        assert short.value.offset == 9 * 4096
+        assert engine.move_blocks(False, file, np.array([], np.uint64), 4096, span).result() == 0
     file.close()
 
 
@@ -326,6 +370,36 @@ def test_short_and_interrupted_transfers_are_continued(backend, faults, arena, t
         assert engine.write(file, 0, source.span()).result() == nbytes
         assert engine.read(file, 0, target.span()).result() == nbytes
         assert torch.equal(source.tensor(torch.uint8), target.tensor(torch.uint8))
+    file.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("faults", GOOD_ENDINGS)
+def test_so_they_are_of_scattered_blocks(backend, faults, arena, tmp_path) -> None:
+    engine = NativeEngine(backend, IoOptions(64 << 10, 4, 2), faults)
+    file = engine.open(tmp_path / "f", create=True, size_bytes=MIB)
+    offsets = np.arange(11, dtype=np.uint64)[::-1].copy() * 12288
+    nbytes = 11 * 12288
+    with random_lease(arena, nbytes) as source, arena.lease(nbytes) as target:
+        assert engine.move_blocks(True, file, offsets, 12288, source.span()).result() == nbytes
+        assert engine.move_blocks(False, file, offsets, 12288, target.span()).result() == nbytes
+        assert torch.equal(source.tensor(torch.uint8), target.tensor(torch.uint8))
+    file.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+def test_an_error_in_a_scattered_block_ends_its_request(backend, arena, tmp_path) -> None:
+    engine = NativeEngine(backend, IoOptions(4096, 1, 1), {"error": errno.EIO, "error_at": 3})
+    file = engine.open(tmp_path / "f", create=True, size_bytes=MIB)
+    offsets = np.array([9, 2, 7, 1, 0], np.uint64) * 4096
+    with random_lease(arena, 4096) as source:
+        with pytest.raises(StorageError, match=os.strerror(errno.EIO)) as failed:
+            engine.move_blocks(True, file, offsets, 4096, source.span()).result()
+        assert failed.value.offset == 7 * 4096
+        assert engine.stats().blocks == 3  # the rest was not begun
+        assert engine.move_blocks(True, file, offsets, 4096, source.span()).result() == 5 * 4096
     file.close()
     engine.close()
 

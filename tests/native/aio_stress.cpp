@@ -71,6 +71,25 @@ void read_and_forget(Engine& engine, const std::string& path) {
                                             Priority::prefetch, std::move(owner)));
 }
 
+// The same pages once more, in any order and as one request.
+void read_scattered(Engine& engine, const std::shared_ptr<File>& file, std::uint64_t offset, const unsigned char* from,
+                    const Mapping& target, std::size_t nbytes) {
+    Scatter scatter{{}, kPage};
+    for (std::size_t at = 0; at < nbytes; at += kPage) {
+        scatter.offsets.push_back(offset + at);
+    }
+    std::shuffle(scatter.offsets.begin(), scatter.offsets.end(), std::mt19937(static_cast<unsigned>(nbytes)));
+    const auto read = std::make_shared<Request>(Op::read, file, scatter, target.address(), nbytes, Priority::demand,
+                                                std::make_unique<CountedOwner>());
+    engine.submit(read);
+    read->wait(-1);
+    check(read->outcome().error == 0 && read->outcome().nbytes == nbytes, "a scattered read");
+    const auto* const to = reinterpret_cast<const unsigned char*>(target.address());
+    for (std::size_t i = 0; i < scatter.offsets.size(); ++i) {
+        check(std::memcmp(from + (scatter.offsets[i] - offset), to + i * kPage, kPage) == 0, "a scattered page");
+    }
+}
+
 // Writes random extents of this thread's part of the file and reads them back.
 void submit_and_verify(Engine& engine, const std::string& path, int part) {
     std::mt19937 rng(static_cast<unsigned>(part));
@@ -107,6 +126,7 @@ void submit_and_verify(Engine& engine, const std::string& path, int part) {
             check(read->outcome().error == 0, "a read");
         }
         check(std::memcmp(from, to, nbytes) == 0, "the content");
+        read_scattered(engine, file, offset, from, target, nbytes);
         engine.release_files();
         read_and_forget(engine, path);
     }

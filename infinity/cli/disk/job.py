@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from infinity.io.fio import fio_version
 from infinity.io.patterns import check_operation, written_share
 
 _DEFAULT_OPERATIONS = ("read", "write", "mixed")
+_FIO_RUNTIME_S = 3.0  # of a run beside fio; the ratio of shorter ones says more of the drive's moods
+_SWEPT_S = 0.5  # of one measurement of a sweep
 _MOST_SWEPT_BYTES = 64 << 30  # what a sweep may write unless it is told: wear, on a drive that counts it
 
 
@@ -21,7 +24,10 @@ class Job:
     """What to measure.
 
     Attributes:
+        huge_pages: memory lies in them where the kernel has them; beside fio, only where fio's does, too.
+        pages_by_name: that was asked for.
         most_written_bytes: never to be exceeded; None for any number.
+        runtime_s: of a run, which then takes whole passes over the file; 0 for one pass. Of a sweep's measurement.
         fio: measure fio in turn; `fio_engine` is its engine, None for the counterpart of ours.
     """
 
@@ -31,6 +37,7 @@ class Job:
     options: IoOptions
     backend: str
     huge_pages: bool
+    pages_by_name: bool
     runs: int
     runtime_s: float
     verify: bool
@@ -46,6 +53,15 @@ class Job:
     def least_written_bytes(self) -> int:
         """By everything, if every run goes over its file once; `--runtime` may need more."""
         return self.fill_bytes() + sum(map(self._written_per_pass, self.operations)) + self._verified_bytes()
+
+    def written_bytes_at(self, bytes_per_s: float) -> int:
+        """About what is written where `--runtime` needs more than one pass, on a drive that writes so fast."""
+        if not self.runtime_s:
+            return self.least_written_bytes()
+        passes = max(1.0, self.runtime_s * bytes_per_s / self.size_bytes)
+        measured = sum(map(self._written_per_pass, self.operations))
+        about = int(self.fill_bytes() + passes * measured + self._verified_bytes())
+        return about if self.most_written_bytes is None else min(about, self.most_written_bytes)
 
     def most_passes(self, operation: str) -> int | None:
         """Of one run, so that all operations together stay within what may be written; None for any number.
@@ -66,6 +82,7 @@ class Job:
     def _written_per_pass(self, operation: str) -> int:
         """By all runs, if each goes over its file once; several paths are measured together as well."""
         times = self.runs * (2 if self.fio else 1) + (self.runs if len(self.paths) > 1 else 0)
+        times += 1 if self.runtime_s else 0  # the warm-up
         return int(self.size_bytes * written_share(operation)) * len(self.paths) * times
 
     def _verified_bytes(self) -> int:
@@ -83,12 +100,14 @@ def job_of(args: argparse.Namespace) -> Job:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-    if args.runtime < 0:
-        raise ConfigError(f"--runtime is {args.runtime}; it must not be negative")
+    if args.runtime is not None and not 0 <= args.runtime < math.inf:
+        raise ConfigError(f"--runtime is {args.runtime}; it must be a number of seconds that is not negative")
+    if args.sweep and args.runtime == 0:
+        raise ConfigError("--runtime is 0; with --sweep it must be more: the seconds of one measurement")
     if not args.sweep and (args.plot or args.write_config or args.resume):
         raise ConfigError("--plot, --write-config and --resume are of what --sweep finds; add --sweep")
-    if args.sweep and (args.compare_fio or args.verify or args.runtime):
-        raise ConfigError("--sweep goes without --compare-fio, --verify and --runtime")
+    if args.sweep and (args.compare_fio or args.verify):
+        raise ConfigError("--sweep goes without --compare-fio and --verify")
     operations = tuple(dict.fromkeys(args.op or (("mixed",) if args.sweep else _DEFAULT_OPERATIONS)))
     for operation in operations:
         check_operation(operation)
@@ -97,7 +116,7 @@ def job_of(args: argparse.Namespace) -> Job:
     if args.compare_fio:
         fio_version()  # missing is better said before a file is written than after
     config = load_config(args.config or {})
-    paths = tuple(args.path or [nvme.path for nvme in config.tiering.nvme] or [Path()])
+    paths = tuple(path.absolute() for path in args.path or [nvme.path for nvme in config.tiering.nvme] or [Path()])
     if len({path.resolve() for path in paths}) < len(paths):
         raise ConfigError("the same --path is given twice; to keep a drive busier raise --queue-depth")
     return Job(
@@ -106,15 +125,22 @@ def job_of(args: argparse.Namespace) -> Job:
         size_bytes=args.size,
         options=_options(args, config.aio),
         backend=args.backend or config.tiering.io_backend,
-        huge_pages=args.pages == "huge" if args.pages else not args.compare_fio,
+        huge_pages=args.pages != "small",
+        pages_by_name=args.pages is not None,
         runs=args.runs,
-        runtime_s=args.runtime,
+        runtime_s=_runtime_s(args),
         verify=args.verify,
         fio=args.compare_fio,
         fio_engine=args.fio_engine,
         most_written_bytes=_MOST_SWEPT_BYTES if args.sweep and args.max_write is None else args.max_write,
         json=args.json,
     )
+
+
+def _runtime_s(args: argparse.Namespace) -> float:
+    if args.runtime is not None:
+        return float(args.runtime)
+    return _SWEPT_S if args.sweep else _FIO_RUNTIME_S if args.compare_fio else 0.0
 
 
 def _options(args: argparse.Namespace, training: AioConfig) -> IoOptions:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,82 +16,167 @@ from infinity.cli.disk.results import Facts, fio_facts, run_facts, setting_facts
 from infinity.cli.progress import Progress
 from infinity.errors import ConfigError
 from infinity.io import Span
-from infinity.io.bench import BenchRun, BenchSession, run_together
+from infinity.io.bench import BenchRun, BenchSession, ring_bytes, run_together
 from infinity.io.drives import cautions, drive_of
 from infinity.io.fio import FioJob, fio_engine, fio_huge_page_bytes, run_fio
 from infinity.io.pages import huge_page_bytes
 from infinity.io.patterns import written_share
 from infinity.io.verify import verify
+from infinity.memory.filled import random_memory
+
+_WARM_UP_SHARE = 1 / 3  # of `--runtime`, from which the passes of all runs follow
+_SLOWER = 1.2  # than in the warm-up a run may be, and still take as long as it should
 
 
 def measure(job: Job, files: Sequence[Path], buffers: Span) -> None:
     """Every operation on every file, then on all files at once; prints each as it is done."""
-    progress = Progress()
+    turns = _Turns(job)
     alone: dict[tuple[Path, str], float] = {}
-    for file in files:
-        for operation in job.operations:
-            with BenchSession(file, job.size_bytes, job.backend, job.options, buffers) as session:
-                measurement = _Measurement(job, file, operation, session, progress)
-                try:
-                    measurement.run()
-                except BaseException:
-                    measurement.show_partly()
-                    raise
-                finally:
-                    progress.clear()
-                alone[file, operation] = measurement.show()
-    if len(files) > 1:
-        for operation in job.operations:
-            _measure_together(job, files, operation, buffers, {file: alone[file, operation] for file in files})
+    with turns.shown():
+        for file in files:
+            for operation in job.operations:
+                alone[file, operation] = _measure_alone(job, file, operation, buffers, turns)
+        if len(files) > 1:
+            for operation in job.operations:
+                rates = {file: alone[file, operation] for file in files}
+                _measure_together(job, files, operation, buffers, rates, turns)
+
+
+def _measure_alone(job: Job, file: Path, operation: str, buffers: Span, turns: _Turns) -> float:
+    """One operation on one path; returns the median rate."""
+    with BenchSession(
+        file, job.size_bytes, job.backend, job.options, buffers, others_cpu_s=lambda: turns.cpu_s
+    ) as session:
+        measurement = _Measurement(job, file, operation, session, turns)
+        try:
+            measurement.run()
+        except BaseException:
+            turns.hide()
+            measurement.show_partly()
+            raise
+        return measurement.show()
+
+
+class _Turns:
+    """How far the whole command is: turns of all kinds take about as long as one another."""
+
+    def __init__(self, job: Job) -> None:
+        runs = job.runs * (2 if job.fio else 1) + (1 if job.runtime_s else 0)
+        verified = sum(1 for operation in job.operations if job.verify and written_share(operation))
+        together = len(job.operations) if len(job.paths) > 1 else 0
+        self._total = len(job.paths) * (runs * len(job.operations) + verified) + together * job.runs
+        self._done = 0.0
+        self._share: Callable[[], float] = lambda: 0.0
+        self._weight = 1.0
+        self._progress = Progress()
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor seconds that showing it has taken."""
+        return self._progress.cpu_s
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Draw it while the body works."""
+        with self._progress.following("", lambda: self._done + self._weight * min(1.0, self._share()) / self._total):
+            yield
+
+    def hide(self) -> None:
+        """Leave the terminal to others."""
+        self._progress.clear()
+
+    @contextmanager
+    def turn(self, text: str, share: Callable[[], float], weight: float = 1.0) -> Iterator[None]:
+        """One of them, and how much of it is done, 0 to 1."""
+        self._progress.say(text)
+        self._weight, self._share = weight, share
+        yield
+        self._share = lambda: 0.0
+        self._done += weight / self._total
+
+    @contextmanager
+    def timed_turn(self, text: str, seconds: float, weight: float = 1.0) -> Iterator[None]:
+        """One that takes about so long."""
+        began_s = time.monotonic()
+        with self.turn(text, lambda: (time.monotonic() - began_s) / seconds, weight):
+            yield
 
 
 class _Measurement:
     """One operation on one path: our runs, and fio's in turn with them."""
 
-    def __init__(self, job: Job, file: Path, operation: str, session: BenchSession, progress: Progress) -> None:
+    def __init__(self, job: Job, file: Path, operation: str, session: BenchSession, turns: _Turns) -> None:
         self._job = job
         self._file = file
         self._operation = operation
         self._session = session
-        self._progress = progress
+        self._turns = turns
         self._runs: list[BenchRun] = []
         self._fio_runs: list[BenchRun] = []
         self._verified_bytes: int | None = None
+        self._huge_page_bytes = huge_page_bytes(session.buffers)
         self._fio_job = self._prepare_fio() if job.fio else None
 
     def run(self) -> None:
-        """Do all of it; the longer of passes and runtime is settled by the first run, and the same for all."""
-        passes, most = 1, self._job.most_passes(self._operation)
-        self._step(0)
-        if self._job.runtime_s:
-            first = self._session.run(self._operation, self._job.runtime_s, most_passes=most)
-            self._runs.append(first)
-            passes = first.passes
-            if self._fio_job is not None:
-                self._turn_of_fio(passes)
+        """Do all of it: a run that settles how many passes `--runtime` takes, then the runs that count."""
+        passes = self._passes()
         while len(self._runs) < self._job.runs:
-            self._step(len(self._runs))
             self._one_round(passes)
         if self._job.verify and written_share(self._operation):
-            self._verified_bytes = verify(self._session, self._operation)
+            with self._turns.timed_turn(self._text("verify"), 3 * self._runs[-1].seconds / passes):
+                self._verified_bytes = verify(self._session, self._operation)
+
+    def _passes(self) -> int:
+        """Of every run, ours and fio's: as many as take `--runtime` and may be written, and at least one."""
+        seconds, most = self._job.runtime_s, self._job.most_passes(self._operation)
+        if not seconds:
+            return 1
+        with self._turns.timed_turn(self._text("warm-up"), _WARM_UP_SHARE * seconds):
+            first = self._session.run(self._operation, _WARM_UP_SHARE * seconds, most_passes=most)
+        wanted = math.ceil(_SLOWER * seconds * first.passes / first.seconds)
+        return wanted if most is None else min(wanted, most)
 
     def _one_round(self, passes: int) -> None:
         """Both, in changing order, so that neither always finds what the other left behind."""
         turns = [self._our_turn] if self._fio_job is None else [self._our_turn, self._turn_of_fio]
         random.shuffle(turns)
+        number = f"run {len(self._runs) + 1} of {self._job.runs}"
         for turn in turns:
-            turn(passes)
+            turn(passes, number)
 
-    def _our_turn(self, passes: int) -> None:
-        self._runs.append(self._session.run(self._operation, passes=passes))
+    def _our_turn(self, passes: int, number: str) -> None:
+        with self._memory_as_fio_has_it() as session:
+            begin_bytes, nbytes = session.moved_bytes, passes * session.pass_bytes(self._operation)
+            with self._turns.turn(self._text(number), lambda: (session.moved_bytes - begin_bytes) / nbytes):
+                self._runs.append(session.run(self._operation, passes=passes))
 
-    def _turn_of_fio(self, passes: int) -> None:
+    @contextmanager
+    def _memory_as_fio_has_it(self) -> Iterator[BenchSession]:
+        """Beside fio, memory that is allocated for this run: which pages happen to lie side by side decides how many
+        segments a drive sees for a block, and up to half of the rate."""
+        if self._fio_job is None:
+            yield self._session
+            return
+        job, before = self._job, self._session
+        with (
+            random_memory(ring_bytes(job.options), huge_pages=self._fio_job.huge_pages) as buffers,
+            BenchSession(
+                self._file, job.size_bytes, job.backend, job.options, buffers, others_cpu_s=lambda: self._turns.cpu_s
+            ) as session,
+        ):
+            self._session = session  # whose run it is that an interrupt ends
+            self._huge_page_bytes = huge_page_bytes(buffers)
+            yield session
+            self._session = before
+
+    def _turn_of_fio(self, passes: int, number: str) -> None:
         assert self._fio_job is not None
-        self._fio_runs.append(run_fio(self._fio_job, passes))
+        seconds = self._runs[-1].seconds if self._runs else max(1.0, self._job.runtime_s)
+        with self._turns.timed_turn(self._text(f"{number}, fio"), seconds):
+            self._fio_runs.append(run_fio(self._fio_job, passes))
 
-    def _step(self, number: int) -> None:
-        text = f"{self._file.parent} {self._operation}: run {number + 1} of {self._job.runs}"
-        self._progress.show(text, number / self._job.runs)
+    def _text(self, what: str) -> str:
+        return f"{self._operation}: {what}, {self._file.parent}"
 
     def _prepare_fio(self) -> FioJob:
         job, session = self._job, self._session
@@ -104,21 +190,26 @@ class _Measurement:
             session.registered,
             job.huge_pages,
         )
-        if job.huge_pages:
-            self._check_huge_pages(fio_job)
-        return fio_job
+        return replace(fio_job, huge_pages=job.huge_pages and self._has_huge_pages(fio_job))
 
-    def _check_huge_pages(self, fio_job: FioJob) -> None:
-        """That fio's memory lies in them as ours does; it reads once for that."""
-        ours = huge_page_bytes(self._session.buffers)
-        theirs = fio_huge_page_bytes(replace(fio_job, operation="read", order=()))
-        in_flight = self._job.options.queue_depth * self._job.options.block_size_bytes
-        if not ours or theirs < in_flight // 2:
+    def _has_huge_pages(self, fio_job: FioJob) -> bool:
+        """Whether fio's memory lies in them as ours does; it reads once for that.
+
+        Raises:
+            ConfigError: it does not, and was asked for by name.
+        """
+        ours, in_flight = self._huge_page_bytes, self._job.options.queue_depth * self._job.options.block_size_bytes
+        with self._turns.timed_turn(self._text("fio's memory"), 1.0, 0.0):
+            theirs = fio_huge_page_bytes(replace(fio_job, operation="read", order=()))
+        if ours and theirs >= in_flight // 2:
+            return True
+        if self._job.pages_by_name:
             raise ConfigError(
                 f"--pages huge: fio has {theirs} bytes in huge pages where {in_flight} are in flight, and we {ours}; "
                 "compare with --pages small (huge pages need /sys/kernel/mm/transparent_hugepage/enabled to be madvise "
                 "or always, for fio glibc 2.35, and 4 MiB in flight)"
             )
+        return False
 
     # Results #
 
@@ -133,7 +224,6 @@ class _Measurement:
         rest = self._session.unfinished
         runs = self._runs or ([rest] if rest is not None and rest.nbytes else [])
         if runs:
-            self._progress.clear()
             show({**self._facts(runs), "interrupted": True}, self._job)
 
     def _facts(self, runs: Sequence[BenchRun]) -> Facts:
@@ -147,7 +237,7 @@ class _Measurement:
             "size_bytes": self._job.size_bytes,
             "direct": self._session.direct,
             "registered_buffers": self._session.registered,
-            "huge_page_bytes": huge_page_bytes(self._session.buffers),
+            "huge_page_bytes": self._huge_page_bytes,
             "buffer_bytes": self._session.window_bytes,
             "warnings": cautions(drive, direct=self._session.direct),
             **run_facts(runs),
@@ -160,7 +250,9 @@ class _Measurement:
         return facts
 
 
-def _measure_together(job: Job, files: Sequence[Path], operation: str, buffers: Span, alone: dict[Path, float]) -> None:
+def _measure_together(
+    job: Job, files: Sequence[Path], operation: str, buffers: Span, alone: dict[Path, float], turns: _Turns
+) -> None:
     """All paths at once, each with an engine of its own: what striping over them will give."""
     # The fastest goes over its file as often as it did alone; the others in proportion, as striping gives them shares.
     seconds = job.runs * job.size_bytes / max(alone.values())
@@ -178,12 +270,12 @@ def _measure_together(job: Job, files: Sequence[Path], operation: str, buffers: 
                     job.backend,
                     job.options,
                     Span(buffers.address + index * share, share, buffers.owner),
+                    others_cpu_s=lambda: turns.cpu_s,
                 )
             )
             for index, file in enumerate(files)
         ]
-        began_s = time.monotonic()
-        with Progress().following(f"{operation}: all paths", lambda: (time.monotonic() - began_s) / seconds):
+        with turns.timed_turn(f"{operation}: all paths at once", seconds, job.runs):
             runs = run_together(sessions, operation, seconds)
         backend = sessions[0].backend
     places = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,7 +14,13 @@ from infinity.io import IoOptions
 from infinity.io.bench import BenchRun
 from infinity.io.latency import NO_LATENCIES, Latencies
 
-VERSION = 2
+VERSION = 3
+_LABEL_CHARS = 11
+_INDENT_CHARS = 2
+_WHOLE_CHARS = 30  # of a part that is not folded
+_LEAST_COLUMNS = 40
+_MOST_COLUMNS = 100
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 Facts = dict[str, Any]
 
 # Facts #
@@ -48,15 +56,17 @@ def run_facts(runs: Sequence[BenchRun]) -> Facts:
 
 
 def fio_facts(ours: Sequence[BenchRun], theirs: Sequence[BenchRun], command: Sequence[str]) -> Facts:
-    """fio's runs, and ours beside them; runs were in turn, so that ratios are taken within a pair."""
-    pairs = list(zip(ours, theirs, strict=True))
+    """fio's runs, and ours beside them: ratios of what is shown of both, and of the pairs of runs that were in turn."""
+    us, fio = run_facts(ours), run_facts(theirs)
+    pairs = [ours.bytes_per_s / theirs.bytes_per_s for ours, theirs in zip(ours, theirs, strict=True)]
     ratios = {
-        "bytes_per_s": statistics.median(us.bytes_per_s / fio.bytes_per_s for us, fio in pairs),
-        "cpu_s_per_gb": statistics.median(us.cpu_s / fio.cpu_s if fio.cpu_s else 1.0 for us, fio in pairs),
+        "bytes_per_s": us["bytes_per_s"]["median"] / fio["bytes_per_s"]["median"],
+        "cpu_s_per_gb": us["cpu_s_per_gb"] / fio["cpu_s_per_gb"] if fio["cpu_s_per_gb"] else 1.0,
     }
     return {
-        "fio": {**run_facts(theirs), "command": list(command)},
+        "fio": {**fio, "command": list(command)},
         "fio_ratio": ratios | latency_ratios(_latencies(ours), _latencies(theirs)),
+        "fio_pairs": {"min": min(pairs), "max": max(pairs)},
     }
 
 
@@ -111,19 +121,16 @@ def show(facts: Facts, job: Job) -> None:
         f"{facts['op']}: {facts['backend']}, {block_text(facts['block_size_bytes'])} x {facts['queue_depth']}, "
         f"{facts['path']}{note}"
     )
-    _show_runs("", facts)
+    both = [facts, facts["fio"]] if "fio" in facts else [facts]
+    unit = _unit(min(one["bytes_per_s"]["median"] for one in both))
+    _show_runs("", facts, unit)
     if "fio" in facts:
-        _show_runs("fio ", facts["fio"])
-        ratios = facts["fio_ratio"]
-        latency = "  ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in list(ratios.items())[2:])
-        print(
-            f"  {'ratio':<11}{ratios['bytes_per_s']:.3f} of fio, with {ratios['cpu_s_per_gb']:.2f} of its CPU"
-            f"{f'; latency: {latency}' if latency else ''} (medians of runs in turn)"
-        )
+        _show_runs("fio ", facts["fio"], unit)
+        _show_ratios(facts)
     if "verified_bytes" in facts:
-        print(f"  {'verified':<11}{facts['verified_bytes'] / 1e9:.2f} GB were written, read back and compared")
+        _row("verified", f"{facts['verified_bytes'] / 1e9:.2f} GB were written, read back and compared")
     for warning in facts.get("warnings", ()):
-        print(f"  {'note':<11}{warning}")
+        _row("note", warning)
     print(end="", flush=True)
 
 
@@ -133,31 +140,80 @@ def show_together(facts: Facts, job: Job) -> None:
         print(json.dumps({"version": VERSION, **facts}), flush=True)
         return
     print(f"{facts['op']}: all {len(facts['paths'])} paths at once")
-    _show_runs("", facts)
+    _show_runs("", facts, _unit(facts["bytes_per_s"]["median"]))
     for place in facts["paths"]:
-        print(
-            f"  {'of that':<11}{place['bytes_per_s'] / 1e9:.2f} GB/s from {place['path']}, "
-            f"which alone gave {place['alone_bytes_per_s'] / 1e9:.2f}"
+        _row(
+            "of that",
+            f"{place['bytes_per_s'] / 1e9:.2f} GB/s from {place['path']}, "
+            f"which alone gave {place['alone_bytes_per_s'] / 1e9:.2f}",
         )
-    print(f"  {'striping':<11}{facts['share_of_sum']:.0%} of what they give one by one")
+    _row("striping", f"{facts['share_of_sum']:.0%} of what they give one by one")
     for warning in facts["warnings"]:
-        print(f"  {'note':<11}{warning}")
+        _row("note", warning)
     print(end="", flush=True)
 
 
-def _show_runs(whose: str, facts: Facts) -> None:
-    rate = {name: value / 1e9 for name, value in facts["bytes_per_s"].items()}
-    print(
-        f"  {whose + 'bw':<11}{rate['median']:.2f} GB/s (min {rate['min']:.2f}, max {rate['max']:.2f})"
-        f"  {facts['iops']['median']:,.0f} IOPS"
+def _unit(bytes_per_s: float) -> tuple[float, str]:
+    """Of rates that are shown together, by the least of them: bytes, and their name."""
+    return (1e9, "GB/s") if bytes_per_s >= 1e8 else (1e6, "MB/s")
+
+
+def _show_runs(whose: str, facts: Facts, unit_of_rates: tuple[float, str]) -> None:
+    unit_bytes, unit = unit_of_rates
+    rate = {name: value / unit_bytes for name, value in facts["bytes_per_s"].items()}
+    _row(
+        f"{whose}bw",
+        f"{rate['median']:.2f} {unit}",
+        f"(min {rate['min']:.2f}, max {rate['max']:.2f} of {facts['runs']})",
+        f"{facts['iops']['median']:,.0f} IOPS",
     )
-    parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in facts["cpu_parts_s_per_gb"].items())
-    print(f"  {whose + 'cpu':<11}{facts['cpu_s_per_gb']:.3f} s/GB ({parts})")
+    parts = [f"{name} {seconds:.3f}" for name, seconds in facts["cpu_parts_s_per_gb"].items()]
+    _row(f"{whose}cpu", f"{facts['cpu_s_per_gb']:.3f} s/GB", *parts)
     for kind, seen in facts["latency"].items():
-        known = "  ".join(
-            f"{name.removesuffix('_s')} {value * 1e3:.2f} ms" for name, value in seen.items() if name != "samples"
+        known = [f"{name.removesuffix('_s')} {value * 1e3:.2f} ms" for name, value in seen.items() if name != "samples"]
+        _row(
+            f"{whose}{kind}",
+            *(known or ["too few blocks for a percentile"]),
+            f"({_count_text(seen['samples'])} blocks)",
         )
-        print(f"  {whose + kind:<11}{known or 'too few blocks for a percentile'}  ({seen['samples']:,} blocks)")
+
+
+def _show_ratios(facts: Facts) -> None:
+    """Quotients of the figures in the lines above."""
+    ratios, pairs = facts["fio_ratio"], facts["fio_pairs"]
+    _row(
+        "ratio",
+        f"{ratios['bytes_per_s']:.2f} of fio's bandwidth",
+        f"({pairs['min']:.2f} to {pairs['max']:.2f} in pairs of runs)",
+        f"{ratios['cpu_s_per_gb']:.2f} of its CPU",
+    )
+    latency = [f"{name.replace('_', ' ')} {value:.2f}" for name, value in list(ratios.items())[2:]]
+    if latency:
+        _row("of fio's", *latency)
+
+
+def _row(label: str, *parts: str) -> None:
+    """A line of a result, folded between words, and not within a short part, which has a number and its unit."""
+    joined = "  ".join(part if len(part) > _WHOLE_CHARS else part.replace(" ", _NO_BREAK) for part in parts)
+    print(folded(joined, f"  {label:<{_LABEL_CHARS}}"))
+
+
+def folded(text: str, begin: str = "") -> str:
+    """Text in lines that fit the terminal, between words; the first begins with `begin`, others are indented alike."""
+    lines = textwrap.fill(
+        text,
+        max(_LEAST_COLUMNS, min(_MOST_COLUMNS, shutil.get_terminal_size().columns)),
+        initial_indent=begin,
+        subsequent_indent=" " * (len(begin) or _INDENT_CHARS),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return lines.replace(_NO_BREAK, " ")
+
+
+def _count_text(count: int) -> str:
+    """6,144 or 3.2 M."""
+    return f"{count:,}" if count < 1_000_000 else f"{count / 1e6:.1f} M"
 
 
 def block_text(nbytes: int) -> str:

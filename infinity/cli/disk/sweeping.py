@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from infinity.cli.disk.job import Job
-from infinity.cli.disk.results import VERSION, Facts, block_text
+from infinity.cli.disk.results import VERSION, Facts, block_text, folded
 from infinity.cli.progress import Progress
 from infinity.config import format_size, with_values
+from infinity.distribution import install_command
 from infinity.errors import ConfigError
 from infinity.io import IoOptions, Span
 from infinity.io.bench import ring_bytes
 from infinity.io.patterns import written_share
-from infinity.io.sweep import (
-    BLOCK_SIZES_BYTES,
-    QUEUE_DEPTHS,
-    SweepLog,
-    SweepPlan,
-    SweepPoint,
-    best_for_all,
-    best_point,
-    plan_sweep,
-    sweep,
-)
+from infinity.io.sweep import PROBES, SweepProgress, best_for_all, best_point, sweep
+from infinity.io.sweep_log import SweepLog
+from infinity.io.sweep_plan import BLOCK_SIZES_BYTES, QUEUE_DEPTHS, SweepPlan, SweepPoint, plan_sweep
+
+Key = tuple[Path, str]  # a path and an operation
 
 
 class Sweeps:
@@ -51,6 +49,7 @@ class Sweeps:
             "direct": job.options.direct,
             "huge_pages": job.huge_pages,
             "runs": job.runs,
+            "seconds": job.runtime_s,
         }
         self._log = SweepLog(resume, facts)
         self._memory_bytes = memory_bytes
@@ -72,6 +71,7 @@ class Sweeps:
             job.size_bytes,
             job.options,
             passes=job.runs,
+            seconds=job.runtime_s,
             memory_bytes=self._memory_bytes,
             most_written_bytes=int(left * share / shares) if share else 0,
         )
@@ -89,57 +89,93 @@ class Sweeps:
         Raises:
             ConfigError: more than may be, with what was written before.
         """
-        moved = sum(plan.moved_bytes for plan in self._plans.values())
         written = sum(plan.written_bytes for plan in self._plans.values()) + self._job.fill_bytes()
         before = self._log.written_bytes
         most = self._job.most_written_bytes
         assert most is not None
         count = sum(plan.measurements for plan in self._plans.values())
         again = f", of which {format_size(before)} (and the files once more) were written before" if before else ""
-        print(
-            f"sweep: {count} measurements, writes at most {format_size(written)}{again} (--max-write "
-            f"{format_size(most)}) and reads {format_size(moved + self._job.fill_bytes() - written)}",
-            file=sys.stderr,
+        text = (
+            f"sweep: at most {count} measurements of {self._job.runtime_s:g} s, writes at most {format_size(written)}"
+            f"{again} (--max-write {format_size(most)})"
         )
+        print(folded(text), file=sys.stderr)
         if before and before + self._job.fill_bytes() > most:
             raise ConfigError(f"--max-write {format_size(most)}: {format_size(before)} were written before; raise it")
 
-    def run(
-        self, files: Sequence[Path], buffers: Span, filled_s: float
-    ) -> dict[tuple[Path, str], Sequence[SweepPoint]]:
-        """Measure everything; returns the points of every path and operation.
-
-        Args:
-            filled_s: how long writing the files took, from which the time is estimated.
-        """
+    def run(self, files: Sequence[Path], buffers: Span) -> dict[Key, Sequence[SweepPoint]]:
+        """Measure everything; returns the points of every path and operation."""
         self._log.filled(self._job.fill_bytes())
-        moved = sum(plan.moved_bytes for plan in self._plans.values())
-        seconds = moved / self._job.fill_bytes() * filled_s
-        print(f"sweep: about {_duration(seconds)}, if all settings are as fast as the first", file=sys.stderr)
-        found: dict[tuple[Path, str], Sequence[SweepPoint]] = {}
-        for file in files:
-            for operation in self._job.operations:
-                found[file.parent, operation] = self._one(file, operation, buffers)
-        return found
+        under_way = {
+            (file.parent, operation): sweep(
+                file, self._plans[file.parent, operation], self._job.backend, buffers, self._log
+            )
+            for file in files
+            for operation in self._job.operations
+        }
+        follower = _Follower()
+        with follower.shown():
+            for key, states in under_way.items():
+                self._advance(key, states, follower, PROBES)
+            print(f"sweep: takes about {_duration(follower.left_s)} more", file=sys.stderr)
+            for key, states in under_way.items():
+                self._advance(key, states, follower, None)
+                show_points(self._job, self._plans[key], key, follower.points(key))
+        return {key: follower.points(key) for key in under_way}
 
-    def _one(self, file: Path, operation: str, buffers: Span) -> Sequence[SweepPoint]:
-        progress = Progress()
-        points: Sequence[SweepPoint] = ()
-        plan = self._plans[file.parent, operation]
+    def _advance(self, key: Key, states: Iterator[SweepProgress], follower: _Follower, until: int | None) -> None:
+        """Go on until so many measurements are over, or to the end."""
         try:
-            for state in sweep(file, plan, self._job.backend, buffers, self._log):
-                points = state.points
-                best = f", best so far {best_point(points).bytes_per_s / 1e9:.2f} GB/s" if points else ""
-                text = f"{file.parent} {operation}: {state.done} of {state.total}{best}"
-                progress.show(text, state.done / state.total)
+            for state in states:
+                follower.see(key, state)
+                if until is not None and state.done >= until:
+                    return
         except BaseException:
-            progress.clear()
-            if points:
-                show_points(self._job, file.parent, operation, points, interrupted=True)
+            follower.hide()
+            if points := follower.points(key):
+                show_points(self._job, self._plans[key], key, points, interrupted=True)
             raise
-        progress.clear()
-        show_points(self._job, file.parent, operation, points)
-        return points
+
+
+class _Follower:
+    """What all sweeps of a command have found, and how far they are: a bar with the time that is left."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Key, SweepProgress] = {}
+        self._progress = Progress()
+        self._began_s = self._seen_at_s = time.monotonic()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Draw it while the body works."""
+        with self._progress.following("", self._share):
+            yield
+
+    def hide(self) -> None:
+        """Leave the terminal to others."""
+        self._progress.clear()
+
+    def see(self, key: Key, state: SweepProgress) -> None:
+        """A sweep is further."""
+        self._seen[key] = state
+        self._seen_at_s = time.monotonic()
+        path, operation = key
+        best = f", best {max(point.bytes_per_s for point in state.points) / 1e9:.2f} GB/s" if state.points else ""
+        self._progress.say(f"{operation}: {state.done} of {state.total}{best}, {path}")
+
+    def points(self, key: Key) -> Sequence[SweepPoint]:
+        """What is known of a sweep."""
+        return self._seen[key].points if key in self._seen else ()
+
+    @property
+    def left_s(self) -> float:
+        """About what all of them will take from now on."""
+        left_s = sum(state.left_s for state in self._seen.values())
+        return max(0.0, left_s - (time.monotonic() - self._seen_at_s))
+
+    def _share(self) -> float:
+        passed_s = time.monotonic() - self._began_s
+        return passed_s / max(passed_s + self.left_s, 1e-9)
 
 
 def sweep_memory_bytes(available_bytes: int) -> int:
@@ -152,13 +188,14 @@ def sweep_memory_bytes(available_bytes: int) -> int:
 
 
 def show_points(
-    job: Job, path: Path, operation: str, points: Sequence[SweepPoint], *, interrupted: bool = False
+    job: Job, plan: SweepPlan, key: Key, points: Sequence[SweepPoint], *, interrupted: bool = False
 ) -> None:
     """Print a sweep as lines of JSON, or as a table of GB/s."""
-    best = best_point(points)
+    path, operation = key
+    best = best_point(points, plan.default)
     if job.json:
         for point in points:
-            print(json.dumps(_setting(path, operation, point, point is best, interrupted=interrupted)))
+            print(json.dumps(_setting(key, plan, point, point is best, interrupted=interrupted)))
         return
     depths = sorted({point.options.queue_depth for point in points})
     note = ", INTERRUPTED, of what was measured until then" if interrupted else ""
@@ -167,23 +204,43 @@ def show_points(
         row = {point.options.queue_depth: point for point in points if point.options.block_size_bytes == block}
         cells = [_cell(row.get(depth), best) for depth in depths]
         print(f"{block_text(block):>8} " + " ".join(f"{cell:>7}" for cell in cells))
-    print(f"* aio: block_size {best.options.block_size_bytes}, queue_depth {best.options.queue_depth}", flush=True)
+    print(f"* aio: block_size {best.options.block_size_bytes}, queue_depth {best.options.queue_depth}")
+    if plan.default is not None:
+        print(folded(_verdict(plan.default, best, points), "  "), flush=True)
+
+
+def _verdict(default: IoOptions, best: SweepPoint, points: Sequence[SweepPoint]) -> str:
+    """Why it is the default, or why it is not."""
+    kept = next((point for point in points if point.options == default), None)
+    if kept is None:
+        return "the default was not measured"
+    if best is not kept:
+        rate, other = statistics.median(best.final_rates), statistics.median(kept.final_rates)
+        return f"{rate / other:.2f} of the default's {other / 1e9:.2f} GB/s, measured in turn with it"
+    if not kept.final_rates:
+        return "the default: none is faster"
+    finals = [point for point in points if point.final_rates]
+    ratio = max(statistics.median(point.final_rates) for point in finals) / statistics.median(kept.final_rates)
+    spread = (max(kept.final_rates) - min(kept.final_rates)) / statistics.median(kept.final_rates)
+    return f"the default: none is faster by 15% and the spread (best {ratio:.2f} of it, which varies by {spread:.0%})"
 
 
 def _cell(point: SweepPoint | None, best: SweepPoint) -> str:
     return "-" if point is None else f"{point.bytes_per_s / 1e9:.2f}{'*' if point is best else ' '}"
 
 
-def _setting(path: Path, operation: str, point: SweepPoint, best: bool, *, interrupted: bool) -> Facts:
+def _setting(key: Key, plan: SweepPlan, point: SweepPoint, best: bool, *, interrupted: bool) -> Facts:
     facts: Facts = {
         "version": VERSION,
-        "path": str(path),
-        "op": operation,
+        "path": str(key[0]),
+        "op": key[1],
         "best": best,
+        "default": point.options == plan.default,
         "block_size_bytes": point.options.block_size_bytes,
         "queue_depth": point.options.queue_depth,
         "bytes_per_s": point.bytes_per_s,
         "runs_bytes_per_s": list(point.rates),
+        "final_runs_bytes_per_s": list(point.final_rates),
     }
     return {**facts, "interrupted": True} if interrupted else facts
 
@@ -191,7 +248,7 @@ def _setting(path: Path, operation: str, point: SweepPoint, best: bool, *, inter
 # Files #
 
 
-def plot_all(path: Path, found: dict[tuple[Path, str], Sequence[SweepPoint]]) -> None:
+def plot_all(path: Path, found: dict[Key, Sequence[SweepPoint]]) -> None:
     """A picture for every sweep: `path` itself for one, and names of their own beside it for several."""
     for (place, operation), points in found.items():
         target = path if len(found) == 1 else plot_path(path, place, operation, list({key[0]: None for key in found}))
@@ -212,7 +269,7 @@ def check_plot() -> None:
     try:
         import matplotlib.figure  # noqa: F401, PLC0415
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'infinity-tiering[plot]'") from error
+        raise ConfigError(f"--plot needs matplotlib: {install_command('plot')}") from error
 
 
 def _plot(path: Path, title: str, points: Sequence[SweepPoint]) -> None:
@@ -235,10 +292,10 @@ def _plot(path: Path, title: str, points: Sequence[SweepPoint]) -> None:
     figure.savefig(path)
 
 
-def write_config(path: Path, found: dict[tuple[Path, str], Sequence[SweepPoint]]) -> None:
+def write_config(path: Path, found: dict[Key, Sequence[SweepPoint]], default: IoOptions) -> None:
     """Replace the `aio` settings in a configuration, or make one of them alone: the best for all that was swept."""
     try:
-        options = best_for_all(list(found.values())).options
+        options = best_for_all(list(found.values()), default).options
         values = {"aio.block_size": options.block_size_bytes, "aio.queue_depth": options.queue_depth}
         config = with_values(path if path.exists() else {}, values)
         path.write_text(json.dumps(config, indent=2) + "\n")

@@ -164,7 +164,7 @@ def _look(
 def _machine_job(args: argparse.Namespace, config: Config) -> MachineJob:
     aio = config.aio
     return MachineJob(
-        paths=tuple(str(nvme.path) for nvme in config.tiering.nvme),
+        paths=tuple(str(nvme.path.absolute()) for nvme in config.tiering.nvme),
         aio=(aio.block_size_bytes, aio.queue_depth, config.tiering.io_backend),
         threads=aio.threads,
         sqpoll=aio.sqpoll,

@@ -1,0 +1,52 @@
+"""What pip has installed: others with our import name, and what the extras bring."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+# infinity-tiering is on no package index, so that a message that named an extra of it would lead nowhere. Its packages
+# can be installed from anywhere, whether infinity came from a checkout, a wheel or an image.
+EXTRAS = {
+    "train": ("transformers>=4.45", "tokenizers>=0.20"),
+    "plot": ("matplotlib>=3.7",),
+    "checksum": ("xxhash>=3.5",),
+}
+
+
+def install_command(extra: str) -> str:
+    """What to type to have what an extra brings."""
+    return f"python -m pip install {' '.join(repr(package) for package in EXTRAS[extra])}"
+
+
+def warn_of_namesake(site: Path) -> None:
+    """Say so where the distribution `infinity` of PyPI, which is another project, is installed beside this one.
+
+    Both are `import infinity`. Which of them a program gets depends on the order in which they were installed, and
+    uninstalling one takes files of the other.
+
+    Args:
+        site: the directory that holds this package.
+    """
+    found = next((name for name in _names(site) if _is_namesake(name)), None)
+    if found is not None:
+        warnings.warn(
+            f"{site / found} is another project whose module is called infinity, too: both cannot be used in one "
+            "environment. Keep one: python -m pip uninstall infinity infinity-tiering, then install the one that you "
+            "want",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _names(site: Path) -> list[str]:
+    try:
+        return os.listdir(site)  # noqa: PTH208  (names are enough, and cheaper)
+    except OSError:  # inside a zip file, for one
+        return []
+
+
+def _is_namesake(name: str) -> bool:
+    is_record = name.startswith("infinity-") and name.endswith((".dist-info", ".egg-info"))
+    return name == "infinity.py" or is_record

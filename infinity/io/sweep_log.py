@@ -1,0 +1,136 @@
+"""A file of what sweeps have measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infinity.config.read import read_text
+from infinity.config.typed import Count, Positive, Rate, parsed
+from infinity.errors import ConfigError
+from infinity.io.interface import IoOptions
+from infinity.io.sweep_plan import SweepPlan, shape_of
+
+_VERSION = 2
+
+
+class SweepLog:
+    """What sweeps have measured so far, kept in a file so that they can go on after an interruption: JSON lines.
+
+    Args:
+        path: made if it is missing; None keeps nothing.
+        facts: what must be the same for figures to belong together.
+
+    Raises:
+        ConfigError: the file is of other measurements, or cannot be read or written.
+    """
+
+    def __init__(self, path: Path | None, facts: Mapping[str, Any]) -> None:
+        self._path = path
+        self._rates: dict[_Key, list[float]] = {}
+        self.written_bytes = 0
+        header = {"infinity_sweep": _VERSION, **facts}
+        if path is None:
+            return
+        try:
+            if path.exists() and path.stat().st_size:
+                self._read(path, header)
+            else:
+                self._append(header)
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"--resume {path}: {error}") from error
+
+    def _read(self, path: Path, header: Mapping[str, Any]) -> None:
+        text = read_text(path)
+        found = json.loads(next(iter(text.splitlines()), ""))
+        if not isinstance(found, dict) or "infinity_sweep" not in found:
+            raise ValueError("it is there already and holds no sweep: use another file")
+        for name, value in header.items():
+            if found.get(name) != value:
+                raise ValueError(f"it was begun with {name} {found.get(name)}, and this is {value}: use another file")
+        whole = text[: text.rfind("\n") + 1]  # the last line may have been cut off
+        if whole != text:
+            path.write_text(whole, encoding="utf-8")
+        for number, line in enumerate(whole.splitlines()[1:], 2):
+            try:
+                self._take(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+
+    def _take(self, line: str) -> None:
+        self.written_bytes += parsed(_Written, line).written_bytes
+        if "bytes_per_s" in parsed(dict[str, Any], line):
+            found = parsed(_Measured, line)
+            self._rates.setdefault(found.key, []).append(found.bytes_per_s)
+
+    def rates(self, place: str, plan: SweepPlan, options: IoOptions, *, final: bool) -> tuple[float, ...]:
+        """Of what was measured before: in turn with the default (`final`), or not."""
+        block, depth = shape_of(options)
+        return tuple(self._rates.get(_Key(place, plan.operation, plan.pass_bytes, block, depth, final), ()))
+
+    def pass_bytes(self, place: str, operation: str) -> int | None:
+        """What measurements used of the file when this sweep was begun; None if it was not."""
+        return next((key.pass_bytes for key in self._rates if (key.path, key.op) == (place, operation)), None)
+
+    def add(
+        self, place: str, plan: SweepPlan, options: IoOptions, rate: float, written_bytes: int, *, final: bool
+    ) -> None:
+        """One more measurement is over."""
+        block, depth = shape_of(options)
+        self._append(
+            {
+                "path": place,
+                "op": plan.operation,
+                "pass_bytes": plan.pass_bytes,
+                "block_size_bytes": block,
+                "queue_depth": depth,
+                "final": final,
+                "bytes_per_s": rate,
+                "written_bytes": written_bytes,
+            }
+        )
+
+    def filled(self, nbytes: int) -> None:
+        """A file was written, to be measured."""
+        self._append({"written_bytes": nbytes})
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+class _Key(NamedTuple):
+    """What figures have to have in common to be of one thing."""
+
+    path: str
+    op: str
+    pass_bytes: int
+    block_size_bytes: int
+    queue_depth: int
+    final: bool
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a line of the log may hold, see [Note: typed records]; older ones do not say what was written."""
+
+    written_bytes: Count = 0
+
+
+@dataclass(frozen=True)
+class _Measured:
+    path: str
+    op: str
+    pass_bytes: Positive
+    block_size_bytes: Positive
+    queue_depth: Positive
+    final: bool
+    bytes_per_s: Rate
+
+    @property
+    def key(self) -> _Key:
+        return _Key(self.path, self.op, self.pass_bytes, self.block_size_bytes, self.queue_depth, self.final)
