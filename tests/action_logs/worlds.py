@@ -98,7 +98,7 @@ class _Inline(UpdatePipeline):
         self._queue.sort(key=self._rank)
         while not ticket.computed.done():
             before = ticket.reached
-            self.work(lambda: ticket.computed.done() or ticket.reached > before)
+            self.work(lambda before=before: ticket.computed.done() or ticket.reached > before)  # type: ignore[misc]
             if reached is not None:
                 reached(ticket.reached)
         ticket.computed.result()
