@@ -86,18 +86,6 @@ class Scheduler:
         self._budget_key = budget_key
         self._writes_all = writes_all
         self._writes_unreconstructable = writes_unreconstructable
-        self._handlers: dict[type[Any], Callable[[Any], Actions]] = {
-            UseBegins: self._use,
-            MemoryFreed: lambda _: self._follow_plan(),
-            ParametersNeeded: lambda event: self._bring(self.rows[event.unit]),
-            OldParametersNeeded: lambda event: self._bring_old(self.rows[event.unit]),
-            UpdateDue: lambda event: self._try_update(self.rows[event.unit]),
-            RoomNeeded: lambda event: self._make_room(self.rows[event.unit]),
-            ParametersMade: lambda event: self._made(self.rows[event.unit]),
-            ParametersStale: lambda event: self._drop_stale(self.rows[event.unit]),
-            PassBegins: lambda _: self._begin_pass(),
-            PassEnds: lambda event: self._end_pass(event.learn),
-        }
 
     def on(self, event: Event) -> Actions:
         """What is to be done because of an event, see [Note: actions].
@@ -105,7 +93,7 @@ class Scheduler:
         Raises:
             CapacityError: units that are in use together do not fit; while the actions are iterated over.
         """
-        return self._handlers[type(event)](event)
+        return _HANDLERS[type(event)](self, event)
 
     @property
     def waits_for_memory(self) -> bool:
@@ -114,13 +102,13 @@ class Scheduler:
 
     # Passes #
 
-    def _begin_pass(self) -> Actions:
+    def _begin_pass(self, _: PassBegins) -> Actions:
         self.cycle.begin()
         self._todo.extend(("evict", unit) for unit in self.cycle.strangers(row.index for row in self.in_memory))
         return iter(())
 
-    def _end_pass(self, learn: bool) -> Actions:
-        if self.cycle.end(learn=learn) or not learn:
+    def _end_pass(self, event: PassEnds) -> Actions:
+        if self.cycle.end(learn=event.learn) or not event.learn:
             self._todo.clear()
         return iter(())
 
@@ -138,7 +126,7 @@ class Scheduler:
             self._todo.extend(step.actions)
             yield from self._follow_plan()
 
-    def _follow_plan(self) -> Actions:
+    def _follow_plan(self, _: MemoryFreed | None = None) -> Actions:
         """Do what the plan asks for, in its order, up to the first action that must wait for memory."""
         while self._todo:
             action, unit = self._todo[0]
@@ -249,3 +237,18 @@ class Scheduler:
     def is_written(self, row: UnitState) -> bool:
         """What changes in the unit is written in any case: each step is to stay, or is what a rollback needs."""
         return self._writes_all or (self._writes_unreconstructable and not row.is_reconstructable)
+
+
+# Of the class, so that a scheduler that nobody refers to goes at once.
+_HANDLERS: dict[type[Event], Callable[[Scheduler, Any], Actions]] = {
+    PassBegins: Scheduler._begin_pass,
+    PassEnds: Scheduler._end_pass,
+    UseBegins: Scheduler._use,
+    MemoryFreed: Scheduler._follow_plan,
+    ParametersNeeded: lambda scheduler, event: scheduler._bring(scheduler.rows[event.unit]),
+    OldParametersNeeded: lambda scheduler, event: scheduler._bring_old(scheduler.rows[event.unit]),
+    ParametersMade: lambda scheduler, event: scheduler._made(scheduler.rows[event.unit]),
+    ParametersStale: lambda scheduler, event: scheduler._drop_stale(scheduler.rows[event.unit]),
+    RoomNeeded: lambda scheduler, event: scheduler._make_room(scheduler.rows[event.unit]),
+    UpdateDue: lambda scheduler, event: scheduler._try_update(scheduler.rows[event.unit]),
+}

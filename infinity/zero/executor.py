@@ -127,14 +127,6 @@ class Executor:
             writes_all=params.keeps_steps,
             writes_unreconstructable=params.has_slots,
         )
-        self._performers: dict[type[Action], Callable[[Any], object]] = {
-            Fetch: self._fetch,
-            AwaitFetch: self._await_fetch,
-            Evict: self._evict,
-            Submit: self._submit,
-            AwaitNewest: self._await_newest,
-            AwaitAnyUpdate: lambda _: self._in_flight.finish_one(),
-        }
         self._step_is_over = True  # else units that are updated already do not show it, as in torch before `step()`
 
     # Uses #
@@ -166,7 +158,7 @@ class Executor:
     def _do(self, event: Event) -> None:
         """Perform what the scheduler asks for because of an event."""
         for action in self._scheduler.on(event):
-            self._performers[type(action)](action)
+            _PERFORMERS[type(action)](self, action)
 
     def gather_owed(self, unit: int | None = None) -> None:
         """Gather what all ranks gather before this unit; None before they exchange something that is no unit."""
@@ -218,6 +210,9 @@ class Executor:
                 self._params.close_host(unit)
         self.views.hide(unit)
         self._params.evict(unit)
+
+    def _await_any_update(self, _: AwaitAnyUpdate) -> None:
+        self._in_flight.finish_one()
 
     def _submit(self, action: Submit) -> None:
         submit = self._in_flight.start if action.waits else self._in_flight.try_start
@@ -580,3 +575,14 @@ class Executor:
         if self._params.residency(unit) is Residency.RESIDENT:
             self._do(ParametersMade(unit))
         self.refresh(unit)
+
+
+# Of the class, so that an executor that nobody refers to goes at once.
+_PERFORMERS: dict[type[Action], Callable[[Executor, Any], None]] = {
+    Fetch: Executor._fetch,
+    AwaitFetch: Executor._await_fetch,
+    Evict: Executor._evict,
+    Submit: Executor._submit,
+    AwaitNewest: Executor._await_newest,
+    AwaitAnyUpdate: Executor._await_any_update,
+}
