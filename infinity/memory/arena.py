@@ -8,7 +8,6 @@ import ctypes
 import mmap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from types import TracebackType
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from infinity.errors import CapacityError, InfinityError
 from infinity.io import Span
 from infinity.kernels import bind_this_thread, thread_count
+from infinity.memory import pinning
 from infinity.memory.hand_over import HandingOver
 from infinity.memory.mapping import HUGE_PAGE_BYTES, make_mapping, tensor_at
 
@@ -84,12 +84,11 @@ class Arena:
         self._mapping = make_mapping(max(self.capacity_bytes, LEASE_ALIGN_BYTES), HUGE_PAGE_BYTES)
         self._mapping.open()
         self._address = self._mapping.address
-        self._pinned_for: torch.device | None = None
-        if pin is None:
-            return
-        _touch(tensor_at(self._address, self._mapping.nbytes, self._mapping))
-        if register(pin, self._mapping.address, self._mapping.nbytes):
-            self._pinned_for = pin
+        self._pinned_for = pin
+        self._pinned: tuple[int, ...] = ()
+        if pin is not None:
+            _touch(tensor_at(self._address, self._mapping.nbytes, self._mapping))
+            self._pinned = pinning.pin(pin, self._mapping.address, self._mapping.nbytes)
 
     def _begin(self, capacity_bytes: int) -> None:
         self.capacity_bytes = _round_up(capacity_bytes)
@@ -179,8 +178,8 @@ class Arena:
     def close(self) -> None:
         """Give the physical memory back. Nothing may use a lease any more."""
         if self._pinned_for is not None:
-            unregister(self._pinned_for, self._mapping.address)
-            self._pinned_for = None
+            pinning.unpin(self._pinned_for, self._pinned)
+            self._pinned = ()
         self._mapping.shut()
 
 
@@ -249,44 +248,3 @@ def _touch(memory: torch.Tensor) -> None:
 def _fill(pages: torch.Tensor) -> None:
     bind_this_thread()  # near the device: memory lies where it is touched first
     pages.numpy().fill(0)  # on this thread, without Python's lock
-
-
-# Registering host memory is a driver's own call, which torch has no common name for: `register_host` and
-# `unregister_host` are what a device module other than CUDA's may offer.
-
-
-def register(device: torch.device, address: int, nbytes: int) -> bool:
-    """Page-lock a range for a device; False for a device that takes memory as it is.
-
-    Raises:
-        CapacityError: the driver refuses.
-    """
-    if device.type == "cuda":
-        status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-    else:
-        register = getattr(torch.get_device_module(device), "register_host", None)
-        if register is None:
-            return False
-        status = int(register(address, nbytes))
-    if status != 0:
-        _clear_error(device)
-        raise CapacityError(
-            f"{device.type} cannot pin {nbytes} bytes of host memory (error {status}): lower tiering.host_memory"
-        )
-    return True
-
-
-def _clear_error(device: torch.device) -> None:
-    """Have the driver forget the last error of this thread, which the next kernel would be blamed for.
-
-    torch has no call for it. It reads and clears the last error after each launch, so one kernel takes the blame here.
-    """
-    with suppress(RuntimeError):
-        torch.empty(1, device=device).fill_(0)
-
-
-def unregister(device: torch.device, address: int) -> None:
-    if device.type == "cuda":
-        torch.cuda.cudart().cudaHostUnregister(address)
-    else:
-        torch.get_device_module(device).unregister_host(address)

@@ -1,11 +1,11 @@
 """A step as the engine would do it, unit by unit and tile by tile, on a machine that is only thought of.
 
 [Note: what is rehearsed]
-The compute thread (zero/executor.py, which follows the plan) and the optimizer's worker (rehearsed_updates.py) do what
-their counterparts in the engine do, in the same order and with the same memory. Reads, writes, copies, exchanges,
-updates and computing take their turns in lanes. So what a budget costs (a unit that cannot be updated ahead of the one
-in use, a drive that idles while all tiles in flight are with the optimizer) comes of itself. Left out is what takes
-little time beside these: Python, launches, latencies.
+The compute thread performs the actions of the engine's own scheduler in virtual time. What it does beside, and the
+optimizer's worker (rehearsed_updates.py), follow their counterparts in the engine, in the same order and with the same
+memory. Reads, writes, copies, exchanges, updates and computing take their turns in lanes. So what a budget costs (a
+unit that cannot be updated ahead of the one in use, a drive that idles while all tiles in flight are with the
+optimizer) comes of itself. Left out is what takes little time beside these: Python, launches, latencies.
 """
 
 from __future__ import annotations
@@ -14,10 +14,31 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from infinity.memory import Budget
 from infinity.planner.lanes import Machine, Process, Speeds, Task, Until
 from infinity.planner.rehearsed_grads import Grads
 from infinity.planner.rehearsed_updates import OPTIMIZER, READ, WRITE, Ticket, Worker
 from infinity.planner.step_work import StepWork, TileWork
+from infinity.schedule import Cycle
+from infinity.schedule.actions import (
+    AwaitAnyUpdate,
+    AwaitFetch,
+    AwaitNewest,
+    Event,
+    Evict,
+    Fetch,
+    MemoryFreed,
+    ParametersMade,
+    ParametersNeeded,
+    PassBegins,
+    PassEnds,
+    Submit,
+    UpdateDue,
+    UseBegins,
+)
+from infinity.schedule.scheduler import Scheduler
+from infinity.schedule.unit_state import UnitState
+from infinity.tiers import Residency
 
 COMPUTE, UP, DOWN, EXCHANGE = "compute", "up", "down", "collectives"
 PARTS = {
@@ -32,7 +53,6 @@ PARTS = {
 _WARM_UP, _MEASURED = 2, 2  # steps
 _FIRST_GRAD = 0.15  # of a block's backward, until gradients of one of its parameters have come
 _ARRIVALS = 6  # of gradients, in the rest of it
-_NOW = -1  # when an update is needed that keeps its unit from leaving memory
 _Tiles = deque[tuple[int, TileWork]]
 
 
@@ -61,8 +81,42 @@ def rehearse(work: StepWork, speeds: Speeds) -> Rehearsal:
     return stage.measured()
 
 
+class _Unit(UnitState):
+    """A row, read from a stage."""
+
+    is_reconstructable = False  # whether an update is written is known before
+
+    def __init__(self, stage: _Stage, index: int, nbytes: int) -> None:
+        super().__init__(index, str(index), nbytes, moves=nbytes > 0)
+        self._stage = stage
+
+    @property
+    def residency(self) -> Residency:
+        if self.index in self._stage.fetching:
+            return Residency.FETCHING
+        return Residency.RESIDENT if self._stage.has(self.index) else Residency.STORED
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._stage.is_pinned(self.index)
+
+    @property
+    def update_is_due(self) -> bool:
+        return self.index in self._stage.pending
+
+    @property
+    def update_is_submitted(self) -> bool:
+        return self.index in self._stage.handed
+
+
 class _Stage:
-    """The compute thread, and what it knows."""
+    """The compute thread, and what it knows.
+
+    Attributes:
+        fetching: units that are fetched ahead, and that nobody has waited for or updated.
+        pending: updates that wait for their units, or for room.
+        handed: those that the worker has.
+    """
 
     def __init__(self, work: StepWork, machine: Machine) -> None:
         self.machine = machine
@@ -73,27 +127,60 @@ class _Stage:
         self._forward_uses = [use.unit for use in work.uses]
         # Units
         self._resident = set(work.plan.resident)
-        self._free_bytes = work.params_bytes - sum(self._units[unit].nbytes for unit in self._resident)
+        self._budget = Budget("memory for parameters", work.params_bytes)
+        self._budget.used_bytes = sum(self._units[unit].nbytes for unit in self._resident)
+        self.fetching: set[int] = set()
         self._reading: dict[int, Task] = {}
         self._unsent: dict[int, float] = {}  # seconds of what is to go up
         self._sending: dict[int, list[Task]] = {}  # on its way up, or to all ranks
         self._gathered: dict[int, Task] = {}
         self._in_use: list[int] = []
-        self._recency: dict[int, None] = dict.fromkeys(work.plan.resident)
-        self._todo: deque[tuple[str, int]] = deque()
-        self._position = 0  # in the plan
         # Updates
-        self._pending: dict[int, _Tiles] = {}  # they wait for their units
-        self._turn = 0
-        self._asked: dict[int, int] = {}  # whose turn it is among these
-        self._staying = {unit for unit, one in enumerate(work.units) if not one.nbytes}
-        self._handed: dict[int, Ticket] = {}
+        self.pending: dict[int, _Tiles] = {}
+        self.handed: dict[int, Ticket] = {}
         self._ahead: set[int] = set()
         self._finals: list[int] = []
+        self._scheduler = self._scheduled()
         # What is measured
         self._phases_s: defaultdict[str, float] = defaultdict(float)
         self._begun_s = 0.0
         self._before: tuple[Mapping[str, float], Mapping[str, float]] = {}, {}
+
+    def _scheduled(self) -> Scheduler:
+        moving = [one.nbytes > 0 for one in self._units]
+        cycle = Cycle([one.nbytes for one in self._units], moving, self._work.params_bytes)
+        cycle.expect([*self._forward_uses, *self._forward_uses[::-1]], self._work.plan)
+        rows = [_Unit(self, unit, one.nbytes) for unit, one in enumerate(self._units)]
+        scheduler = Scheduler(rows, cycle, self._budget, "the memory for parameters")
+        for unit in self._work.plan.resident:
+            scheduler.on(ParametersMade(unit))
+        return scheduler
+
+    def has(self, unit: int) -> bool:
+        """The unit's parameters are in memory, or on their way there."""
+        return unit in self._resident or not self._units[unit].nbytes
+
+    def is_pinned(self, unit: int) -> bool:
+        """Somebody, an update perhaps, keeps the unit in memory."""
+        return unit in self._in_use or unit in self.handed or unit in self._gathered
+
+    def _do(self, event: Event) -> Process:
+        """Perform what the scheduler asks for because of an event."""
+        for action in self._scheduler.on(event):
+            match action:
+                case Fetch(unit, urgent):
+                    self._fetch(unit, urgent=urgent)
+                case Evict(unit):
+                    yield from self._evict(unit)
+                case Submit(unit, _, needed, waits):
+                    while not self._try_update(unit, needed) and waits:
+                        yield from self._free_for_update(unit)
+                case AwaitFetch(unit):
+                    yield from self._await_read(unit)
+                case AwaitNewest(unit):
+                    yield from self._await_newest(unit)
+                case AwaitAnyUpdate():
+                    yield from self._finish_one()
 
     def measured(self) -> Rehearsal:
         """Of one of the steps that were measured."""
@@ -133,14 +220,14 @@ class _Stage:
     # Passes #
 
     def _forward(self) -> Process:
-        self._position = 0
-        self._todo.extend(("evict", unit) for unit in self._recency if unit not in self._work.plan.resident)
+        yield from self._do(PassBegins())
+        yield from self._settle()
         for use in self._work.uses:
             yield from self._enter(use.unit)
             yield from self._wait([self.machine.put(COMPUTE, use.forward_s)], COMPUTE)
             self.machine.put(DOWN, use.down_s)
             self.machine.put(WRITE, use.write_s)
-            self._leave(use.unit)
+            yield from self._leave(use.unit)
 
     def _backward(self, *, last: bool) -> Process:
         self.worker.prefer(begun=True)
@@ -164,12 +251,13 @@ class _Stage:
                 yield from self._have_room_for_grads(use.unit)
             for _ in range(_ARRIVALS):
                 yield from self._wait([self.machine.put(COMPUTE, (1 - _FIRST_GRAD) / _ARRIVALS * backward_s)], COMPUTE)
-                self._catch_up()
+                yield from self._catch_up()
             if not left[use.unit] and use.unit not in self._work.standing:
-                self._have_grads(use.unit, last=last)
-            self._leave(use.unit)
+                yield from self._have_grads(use.unit, last=last)
+            yield from self._leave(use.unit)
         for unit in self._work.standing:
-            self._have_grads(unit, last=last)
+            yield from self._have_grads(unit, last=last)
+        yield from self._do(PassEnds(learn=True))
 
     @staticmethod
     def _wait(tasks: Sequence[Task], cause: str) -> Process:
@@ -178,59 +266,52 @@ class _Stage:
     # Units #
 
     def _enter(self, unit: int) -> Process:
-        self._settle()
         self._in_use.append(unit)
-        step = None
-        if self._units[unit].nbytes:
-            step = self._work.plan.steps[self._position]
-            self._position += 1
-            if step.before is not None:
-                self._todo.extend(("evict", victim) for victim in step.before)
-                self._work_off()
-        yield from self._bring(unit)
-        if step is not None:
-            self._todo.extend(step.actions)
-            self._work_off()
+        yield from self._settle()
+        yield from self._do(UseBegins(unit))
         if self._units[unit].gather_s:
             yield from self._gather(unit)
 
-    def _leave(self, unit: int) -> None:
+    def _leave(self, unit: int) -> Process:
         self._in_use.remove(unit)
-        self._settle()
+        yield from self._settle()
 
-    def _bring(self, unit: int) -> Process:
-        """Have the unit here, with its newest values."""
-        while self._units[unit].nbytes and unit not in self._resident and not self._fetch(unit, urgent=True):
-            yield from self._make_room(unit)
-        while not self._try_update(unit):
-            yield from self._free_for_update(unit)
-        ticket = self._handed.get(unit)
-        if ticket is not None and not ticket.computed:
-            self.worker.hurry(ticket)
-            yield Until(lambda: ticket.computed, OPTIMIZER)
+    # Actions #
+
+    def _fetch(self, unit: int, *, urgent: bool) -> None:
+        work = self._units[unit]
+        self._budget.take(work.nbytes, f"unit {unit}")
+        self._resident.add(unit)
+        self.fetching.add(unit)
+        self._unsent[unit] = work.up_s
+        self._reading[unit] = self.machine.put(READ, work.read_s, lambda: self._send(unit), urgent=urgent)
+
+    def _await_read(self, unit: int) -> Process:
         if unit in self._reading:
             self.machine.hurry(READ, self._reading[unit])
             yield from self._wait([self._reading[unit]], READ)
             del self._reading[unit]
+        self.fetching.discard(unit)
+
+    def _await_newest(self, unit: int) -> Process:
+        ticket = self.handed.get(unit)
+        if ticket is not None and not ticket.computed:
+            self.worker.hurry(ticket)
+            yield Until(lambda: ticket.computed, OPTIMIZER)
+        yield from self._await_read(unit)
         self._send(unit)
         yield from self._wait(self._sending.pop(unit, []), UP)
-        if self._units[unit].nbytes:
-            self._recency.pop(unit, None)
-            self._recency[unit] = None
 
-    def _fetch(self, unit: int, *, urgent: bool) -> bool:
-        work = self._units[unit]
-        if work.nbytes > self._free_bytes:
-            return False
-        self._free_bytes -= work.nbytes
-        self._resident.add(unit)
-        self._unsent[unit] = work.up_s
-        self._reading[unit] = self.machine.put(READ, work.read_s, lambda: self._send(unit), urgent=urgent)
-        return True
+    def _evict(self, unit: int) -> Process:
+        yield from self._wait(self._sending.pop(unit, []), UP)
+        self._resident.remove(unit)
+        self._unsent.pop(unit, None)
+        self._reading.pop(unit, None)
+        self._budget.give(self._units[unit].nbytes)
 
     def _send(self, unit: int) -> None:
         """What has been read, and is not to be updated first, goes up."""
-        at_rest = unit not in self._pending and (unit not in self._handed or self._handed[unit].computed)
+        at_rest = unit not in self.pending and (unit not in self.handed or self.handed[unit].computed)
         if at_rest and unit in self._unsent and (unit not in self._reading or self._reading[unit].done):
             work = self._units[unit]
             sent = [self.machine.put(UP, self._unsent.pop(unit))]
@@ -242,79 +323,39 @@ class _Stage:
         """Have the unit whole, and the next one on its way."""
         gathered = self._gathered.pop(unit, None) or self.machine.put(EXCHANGE, self._units[unit].gather_s)
         yield from self._wait([gathered], EXCHANGE)
-        steps = self._work.plan.steps
-        following = steps[self._position].unit if self._position < len(steps) else unit
-        if following != unit and following not in self._gathered:
-            yield from self._bring(following)
-            self._gathered[following] = self.machine.put(EXCHANGE, self._units[following].gather_s)
+        for following in self._scheduler.cycle.upcoming:
+            if following != unit and following not in self._gathered and self._units[following].gather_s:
+                yield from self._do(ParametersNeeded(following))
+                self._gathered[following] = self.machine.put(EXCHANGE, self._units[following].gather_s)
 
-    def _make_room(self, unit: int) -> Process:
-        for other in (*self._recency, *self._reading):
-            if other in self._resident and self._try_evict(other):
-                return
-        if self._handed:
-            yield from self._finish_one()
-            return
-        for other in [other for other in self._reading if other not in self._in_use]:
-            yield from self._wait([self._reading.pop(other)], READ)
-            self._recency[other] = None
-            return
-        raise RuntimeError(f"there is no room for unit {unit}")
-
-    def _try_evict(self, unit: int) -> bool:
-        """Have the unit away; False if it is still needed."""
-        if unit not in self._resident:
-            return True
-        moving = [self._reading[unit]] if unit in self._reading else []
-        if not all(task.done for task in (*moving, *self._sending.get(unit, ()))):
-            return False
-        if unit in self._in_use or unit in self._handed or unit in self._gathered or unit in self._ahead:
-            return False
-        self._resident.remove(unit)
-        for known in (self._recency, self._unsent, self._reading, self._sending):
-            known.pop(unit, None)
-        self._free_bytes += self._units[unit].nbytes
-        return True
-
-    def _work_off(self) -> None:
-        while self._todo:
-            action, unit = self._todo[0]
-            if action == "evict" and not self._try_evict(unit):
-                return
-            if action == "prefetch" and unit not in self._resident:
-                if not self._fetch(unit, urgent=False):
-                    return
-                self._try_update(unit)
-            self._todo.popleft()
-
-    def _settle(self) -> None:
-        for unit in [unit for unit, ticket in self._handed.items() if ticket.done]:
+    def _settle(self) -> Process:
+        for unit in [unit for unit, ticket in self.handed.items() if ticket.done]:
             self._note(unit)
-        here = self._pending.keys() & self._resident | self._pending.keys() & self._staying
-        for unit in sorted(here, key=self._asked.__getitem__):
-            if not self._try_update(unit):
+        for unit in [unit for unit in self.pending if self.has(unit)]:
+            yield from self._do(UpdateDue(unit))
+            if unit in self.pending:
                 break
-        self._work_off()
+        yield from self._do(MemoryFreed())
 
-    def _catch_up(self) -> None:
-        if self._todo and any(ticket.done for ticket in self._handed.values()):
-            self._settle()
+    def _catch_up(self) -> Process:
+        if self._scheduler.waits_for_memory and any(ticket.done for ticket in self.handed.values()):
+            yield from self._settle()
 
     # Gradients #
 
     def _have_room_for_grads(self, unit: int) -> Process:
-        while unit in self._handed:  # the last step's are still used
+        while unit in self.handed:  # the last step's are still used
             yield from self._finish_one()
         while not self._grads.take_room(unit):
             leaving = self._grads.oldest_leaving()
             if leaving is not None and self._units[unit].spill_s:
                 yield from self._wait([leaving], WRITE)
-            elif self._handed:
+            elif self.handed:
                 yield from self._finish_one()
             else:
                 self._grads.overflow(unit)
 
-    def _have_grads(self, unit: int, *, last: bool) -> None:
+    def _have_grads(self, unit: int, *, last: bool) -> Process:
         """All gradients of the unit have come in this pass."""
         tiles = self._units[unit].tiles
         if not tiles:
@@ -322,54 +363,55 @@ class _Stage:
         self._grads.come(unit)
         if last and self._work.runs_in_backward:
             self._finals.append(unit)
-            self._update(unit, deque(enumerate(tiles)))
-        elif last and self._units[unit].ahead and unit not in self._handed and unit not in self._pending:
+            yield from self._update(unit, deque(enumerate(tiles)))
+        elif last and self._units[unit].ahead and unit not in self.handed and unit not in self.pending:
             self._finals.append(unit)
             self._ahead.add(unit)
-            self._hand_over(unit, deque(list(enumerate(tiles))[: self._units[unit].ahead]))
+            needed = self._scheduler.urgency(self._scheduler.rows[unit])[1]
+            self._hand_over(unit, deque(list(enumerate(tiles))[: self._units[unit].ahead]), needed)
         else:
             self._grads.rest(unit)
 
     # Updates #
 
-    def _update(self, unit: int, tiles: _Tiles) -> None:
-        self._pending[unit] = tiles
-        self._asked[unit] = self._turn = self._turn + 1
-        if unit in self._resident or not self._units[unit].nbytes:
-            self._try_update(unit)
+    def _update(self, unit: int, tiles: _Tiles) -> Process:
+        self.pending[unit] = tiles
+        if self.has(unit):
+            yield from self._do(UpdateDue(unit))
 
-    def _try_update(self, unit: int) -> bool:
+    def _try_update(self, unit: int, needed: int) -> bool:
         """Hand the unit's update over, if there is one; False if that has to wait."""
-        if unit not in self._pending:
+        if unit not in self.pending:
             return True
-        if unit in self._handed:
-            if not self._handed[unit].done:
+        if unit in self.handed:
+            if not self.handed[unit].done:
                 return False
             self._note(unit)
         if not self._grads.take_room(unit):
             return False
-        self._hand_over(unit, self._pending.pop(unit))
+        self._hand_over(unit, self.pending.pop(unit), needed)
         return True
 
     def _free_for_update(self, unit: int) -> Process:
         leaving = self._grads.oldest_leaving()
-        if self._handed:
+        if self.handed:
             yield from self._finish_one()
         elif leaving is not None:
             yield from self._wait([leaving], WRITE)
         else:
             self._grads.overflow(unit)
 
-    def _hand_over(self, unit: int, tiles: _Tiles) -> None:
+    def _hand_over(self, unit: int, tiles: _Tiles, needed: int) -> None:
         ready = self._grads.hand_over(unit)
         if unit in self._reading:
             ready = [*ready, self._reading[unit]]
-        self._handed[unit] = Ticket(unit, tiles, ready, _NOW if unit in self._work.plan.evicted else unit)
-        self.worker.submit(self._handed[unit])
+        self.fetching.discard(unit)
+        self.handed[unit] = Ticket(unit, tiles, ready, needed)
+        self.worker.submit(self.handed[unit])
 
     def _note(self, unit: int) -> None:
         """An update is over: what it held is free."""
-        del self._handed[unit]
+        del self.handed[unit]
         if unit in self._ahead:
             if self._units[unit].recovers:
                 self._grads.used(unit)
@@ -382,32 +424,32 @@ class _Stage:
 
     def _finish_one(self) -> Process:
         """Wait for one update, whichever is the first."""
-        yield Until(lambda: any(ticket.done for ticket in self._handed.values()), OPTIMIZER)
-        for unit in [unit for unit, ticket in self._handed.items() if ticket.done]:
+        yield Until(lambda: any(ticket.done for ticket in self.handed.values()), OPTIMIZER)
+        for unit in [unit for unit, ticket in self.handed.items() if ticket.done]:
             self._note(unit)
 
     def _finish_step(self) -> Process:
         self.worker.prefer(begun=False)
         if not self._work.runs_in_backward:
             yield from self._wait(self._grads.coming(), DOWN)
-            self._update_all()
+            yield from self._update_all()
         if self._work.settles:
-            for unit in list(self._pending):
+            for unit in list(self.pending):
                 self._in_use.append(unit)
-                yield from self._bring(unit)
+                yield from self._do(ParametersNeeded(unit))
                 self._in_use.remove(unit)
-            while self._handed:
+            while self.handed:
                 yield from self._finish_one()
             yield from self._wait([task for tasks in self._sending.values() for task in tasks], UP)
-            self._settle()
+            yield from self._settle()
 
-    def _update_all(self) -> None:
+    def _update_all(self) -> Process:
         """The norm is known: what ran ahead stands, and the rest is updated."""
         ahead, self._ahead = self._ahead, set()
         self.worker.expect([unit for unit in range(len(self._units)) if unit not in ahead])
         for unit, work in enumerate(self._units):
             rest = deque(list(enumerate(work.tiles))[work.ahead if unit in ahead else 0 :])
             if rest or unit not in ahead:
-                self._update(unit, rest)
-            elif unit not in self._handed:
+                yield from self._update(unit, rest)
+            elif unit not in self.handed:
                 self._grads.used(unit)

@@ -37,6 +37,12 @@ class Cycle:
         self._last = NextUse()  # all uses
         self._course = NextUse()  # those of the plan
 
+    def expect(self, uses: Sequence[int], plan: Plan) -> None:
+        """Cycles will have these uses and follow this plan, as after a training step that had them."""
+        self.plan = plan
+        self._last = NextUse(uses)
+        self._course = NextUse([unit for unit in uses if self._moving[unit]])
+
     def begin(self) -> None:
         """A forward pass begins."""
         self.recorded = []

@@ -19,12 +19,12 @@ from infinity.tiers.link import (
     to_host,
 )
 from infinity.tiers.norms import Norms
-from infinity.tiers.params import Params, Residency
+from infinity.tiers.params import Params
 from infinity.tiers.sharding import WHOLE, Piece, Sharding, overlap
 from infinity.tiers.slots import Extent
 from infinity.tiers.states import StateStore, Tile
 from infinity.tiers.swap import SwapPath, SwapSpace, open_swap
-from infinity.tiers.unit_params import Device, FlatSpec, FrozenReader
+from infinity.tiers.unit_params import Device, FlatSpec, FrozenReader, Residency
 from infinity.tiers.weight_files import FileRun, StoredTensor, WeightFile, WeightFiles, lay_out_image
 
 __all__ = [

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from infinity.io.gds import DeviceReader, HostReader, KvikioReader, gds_problem
-from infinity.memory import DeviceLevel, device_level, free_bytes
+from infinity.memory import DeviceLevel, device_level, free_bytes, pinning
 from infinity.telemetry import Counters, StallCause, Times, now
 from infinity.tiers.copies import Transfer
 
@@ -127,7 +127,8 @@ class AcceleratorLink:
             stream.wait_event(after.end)
         start = None if self._clock is None else self._record(stream)
         with on_stream(stream):
-            target.copy_(source, non_blocking=True)
+            for there, here in pinning.copies(target, source):
+                there.copy_(here, non_blocking=True)
         return _EventToken(start, self._record(stream), self._clock)
 
     def _record(self, stream: torch.Stream) -> torch.Event:

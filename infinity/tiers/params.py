@@ -25,7 +25,6 @@ and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from enum import Enum, auto
 
 import torch
 
@@ -36,25 +35,8 @@ from infinity.telemetry import Counters, StallCause
 from infinity.tiers.copies import Memory, Move, State
 from infinity.tiers.slots import Extent, SlotExtent
 from infinity.tiers.swap import SwapSpace
-from infinity.tiers.unit_params import Carriers, Device, FlatSpec, UnitParams
+from infinity.tiers.unit_params import Carriers, Device, FlatSpec, Residency, UnitParams
 from infinity.tiers.weight_files import WeightFiles
-
-
-class Residency(Enum):
-    """What compute has of a unit."""
-
-    STORED = auto()
-    FETCHING = auto()
-    RESIDENT = auto()
-
-
-_RESIDENCY = {
-    State.ABSENT: Residency.STORED,
-    State.LEAVING: Residency.STORED,
-    State.ARRIVING: Residency.FETCHING,
-    State.VALID: Residency.RESIDENT,
-    State.WRITING: Residency.RESIDENT,
-}
 
 
 class Params:
@@ -73,7 +55,7 @@ class Params:
     Attributes:
         has_slots: units that live on the drives have two slots.
         keeps_steps: what an update changes is always written.
-        coming: updated units whose new values are on their way up; nothing on the device waits for them yet.
+        ledger: of device memory for units that come and go.
         passing: units on their way to the device through host memory, oldest first; each has pinned its HOST copy.
         units: by index.
         handing_over: see [Note: hand-overs] in hand_over.py.
@@ -97,10 +79,9 @@ class Params:
         self.has_slots = slotted > 0
         self.specs = tuple(specs)
         self.handing_over = arena.handing_over
-        self.coming: dict[int, Move] = {}
         self.passing: dict[int, None] = {}
         self._swap = swap
-        self._budget = budget
+        self.ledger = budget
         self._counters = counters
         self._device = device
         self._spare = SparePages()
@@ -122,9 +103,7 @@ class Params:
     # State #
 
     def residency(self, unit: int) -> Residency:
-        if unit in self.coming:
-            return Residency.RESIDENT
-        return _RESIDENCY[self.units[unit].field.copies[Memory.DEVICE].state]
+        return self.units[unit].residency
 
     def pin(self, unit: int) -> None:
         """Keep the unit from being evicted; pairs with `unpin`."""
@@ -206,7 +185,7 @@ class Params:
         """
         each = self.units[unit]
         direct = None if self._device is None or updated or len(each.spec.pieces) > 1 else self._device.direct
-        if not self._budget.fits(each.spec.nbytes):
+        if not self.ledger.fits(each.spec.nbytes):
             return False
         if each.home < Memory.HOST and each.site is Memory.DEVICE:
             self._allocate(each)
@@ -281,7 +260,8 @@ class Params:
 
     def await_update(self, unit: int) -> None:
         """What the device is given from now on sees the values of the unit's last update."""
-        upload, each = self.coming.pop(unit, None), self.units[unit]
+        each = self.units[unit]
+        upload, each.coming = each.coming, None
         if upload is not None and each.field.arriving(Memory.DEVICE) is upload:  # else it was waited for
             each.order_behind(upload)
 
@@ -358,7 +338,7 @@ class Params:
             return  # the fetch goes on with these
         if older is not None:
             self._finish(each, Memory.DEVICE)
-        self.coming[each.index] = each.start_upload()
+        each.coming = each.start_upload()
         if each.index in self.passing:
             self._end_fetch(each)
 
@@ -447,8 +427,8 @@ class Params:
         """Give all memory back, once no copy over the link touches it. Nothing else may be in flight."""
         if self._device is not None and self._device.direct is not None:
             self._device.direct.close()
-        self.coming.clear()
         for each in self.units:
+            each.coming = None
             each.close()
         self._spare.clear()
 
@@ -457,9 +437,9 @@ class Params:
     def _allocate(self, each: UnitParams) -> bool:
         """Give the unit's tensor memory, see [Note: stable storage]; False if the budget has no room."""
         if each.spec.offloaded:
-            if not self._budget.fits(each.spec.nbytes):
+            if not self.ledger.fits(each.spec.nbytes):
                 return False
-            self._budget.take(each.spec.nbytes, each.spec.name)
+            self.ledger.take(each.spec.nbytes, each.spec.name)
         with self._counters.stalled(StallCause.ALLOCATOR):
             each.buffer.allocate()
         if self._device is not None:
@@ -469,7 +449,7 @@ class Params:
     def _free(self, each: UnitParams) -> None:
         with self._counters.stalled(StallCause.ALLOCATOR):
             each.buffer.free()
-        self._budget.give(each.spec.nbytes)
+        self.ledger.give(each.spec.nbytes)
 
     # Host memory #
 
@@ -514,8 +494,7 @@ class Params:
 
     def _reap(self) -> None:
         for each in self._leaving:
-            upload = self.coming.get(each.index)
-            if upload is not None and upload.done():
+            if each.coming is not None and each.coming.done():
                 self._finish(each, Memory.DEVICE)
         for each in [each for each in self._leaving if each.field.gone(Memory.HOST)]:
             self._leaving.remove(each)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
 
@@ -125,6 +126,23 @@ class Carriers:
     spare: SparePages
 
 
+class Residency(Enum):
+    """What compute has of a unit."""
+
+    STORED = auto()
+    FETCHING = auto()
+    RESIDENT = auto()
+
+
+_RESIDENCY = {
+    State.ABSENT: Residency.STORED,
+    State.LEAVING: Residency.STORED,
+    State.ARRIVING: Residency.FETCHING,
+    State.VALID: Residency.RESIDENT,
+    State.WRITING: Residency.RESIDENT,
+}
+
+
 class UnitParams:
     """One unit's field and the memory of its copies.
 
@@ -139,6 +157,8 @@ class UnitParams:
         lease: of the HOST copy.
         tensor: flat, on the compute device, see [Note: stable storage].
         beside: this rank's shard, if its home is there.
+        computed_on: the copy on the compute device.
+        coming: the upload of updated values that nothing on the device waits for yet.
         since: what the device was given from this moment on does not touch the memory that the next upload fills, see
             [Note: uploads]; None where nobody knows.
         sent: elements of the shard that are on the device, or on their way there, while the others are being changed.
@@ -167,6 +187,8 @@ class UnitParams:
         self._counters = carriers.counters
         memories = {Memory.DEVICE, home, self.site} | ({Memory.NVME} if self.written else set())
         self.field = Field(f"unit {spec.name}", memories)
+        self.computed_on = self.field.copies[Memory.DEVICE]
+        self.coming: Move | None = None
         device = _CPU if carriers.device is None else carriers.device.link.device
         self.buffer = stable_memory(spec.nbytes, device, carriers.spare)
         self.buffer.allocate()
@@ -188,6 +210,11 @@ class UnitParams:
     def shard(self) -> torch.Tensor:
         """This rank's shard where it is changed."""
         return self.tensor if self.lease is None else self.lease.tensor(self.spec.dtype)
+
+    @property
+    def residency(self) -> Residency:
+        """What compute has of the unit."""
+        return Residency.RESIDENT if self.coming is not None else _RESIDENCY[self.computed_on.state]
 
     def is_dirty(self) -> bool:
         """The newest values are not at home."""

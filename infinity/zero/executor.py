@@ -1,10 +1,10 @@
-"""Carries out the plan: the only caller of fetch, evict and write back.
+"""Performs what the scheduler asks for: the only caller of fetch, evict and write back.
 
 [Note: what the compute thread waits for]
 `enter` returns when a unit may be computed on: fetched, and updated if an update was pending. Everything else is
 started and left running. What is in flight is looked at again on every event (`settle`): finished updates give
-their gradients and pins back, and actions of the plan that had to wait for memory are tried again. The thread
-blocks for memory only when the unit that it needs now has none.
+their gradients and pins back, and the scheduler is told that memory may have been freed. The thread blocks for memory
+only when the unit that it needs now has none.
 
 [Note: what a parameter shows]
 The model's parameters show a unit's values while these are in memory, the newest, and whole; at all other times NaN.
@@ -19,29 +19,82 @@ be in memory: what a training loop would write there is gone when the unit leave
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from infinity.errors import CapacityError, StorageError
+from infinity.errors import StorageError
 from infinity.io import Priority
 from infinity.optim.jobs import Segment
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule import Cycle
+from infinity.schedule.actions import (
+    Action,
+    AwaitAnyUpdate,
+    AwaitFetch,
+    AwaitNewest,
+    Event,
+    Evict,
+    Fetch,
+    MemoryFreed,
+    OldParametersNeeded,
+    ParametersMade,
+    ParametersNeeded,
+    ParametersStale,
+    PassBegins,
+    PassEnds,
+    RoomNeeded,
+    Submit,
+    UpdateDue,
+    UseBegins,
+)
+from infinity.schedule.scheduler import Scheduler
+from infinity.schedule.unit_state import UnitState
 from infinity.telemetry import Counters
 from infinity.tiers import Params, Residency
+from infinity.tiers.unit_params import UnitParams
 from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
 from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.views import ParameterViews
 
-_NOW = -1  # when an update is needed that keeps its unit from leaving memory
+
+class _Unit(UnitState):
+    """A row, read from a unit's copies and its updates."""
+
+    __slots__ = ("_in_flight", "_params")
+
+    def __init__(self, params: UnitParams, in_flight: InFlight) -> None:
+        spec = params.spec
+        super().__init__(params.index, spec.name, spec.nbytes, moves=spec.offloaded)
+        self._params = params
+        self._in_flight = in_flight
+
+    @property
+    def residency(self) -> Residency:
+        return self._params.residency
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._params.computed_on.pins > 0
+
+    @property
+    def update_is_due(self) -> bool:
+        return self.index in self._in_flight.pending
+
+    @property
+    def update_is_submitted(self) -> bool:
+        return self.index in self._in_flight
+
+    @property
+    def is_reconstructable(self) -> bool:
+        return self._in_flight.is_told(self.index)
 
 
 class Executor:
-    """Moves units and starts their updates.
+    """Performs the scheduler's actions: moves units and submits their updates.
 
     Args:
         views: what the model's parameters show.
@@ -62,14 +115,18 @@ class Executor:
     ) -> None:
         self.views = views
         self._params = params
-        self._moving = frozenset(unit for unit, spec in enumerate(params.specs) if spec.offloaded)
         self._pipeline = pipeline
         self._cycle = cycle
         self._in_flight = in_flight
         self._gathering = Gathering(params, ranks, cycle.capacity_bytes, counters, cycle.ahead_bytes)
-        self._todo: deque[tuple[str, int]] = deque()  # of the plan, in its order
-        self._fetching: dict[int, None] = {}  # units on their way, oldest first
-        self._recency: dict[int, None] = {}  # units that come and go, least recently used first
+        self._scheduler = Scheduler(
+            [_Unit(each, in_flight) for each in params.units],
+            cycle,
+            params.ledger,
+            params.budget,
+            writes_all=params.keeps_steps,
+            writes_unreconstructable=params.has_slots,
+        )
         self._step_is_over = True  # else units that are updated already do not show it, as in torch before `step()`
 
     # Uses #
@@ -82,7 +139,8 @@ class Executor:
         entered: list[int] = []
         try:
             for unit in units:
-                self._ready(unit)
+                self.settle()
+                self._do(UseBegins(unit))
                 entered.append(unit)
                 self.gather_owed(unit)
                 self._gathering.enter(unit)
@@ -97,25 +155,15 @@ class Executor:
                 self._gathering.leave(unit, self._cycle.expected)
             raise
 
-    def _ready(self, unit: int) -> None:
-        """Have the unit resident and up to date, as the plan says."""
-        self.settle()
-        step = self._cycle.use(unit)
-        if step is None:
-            if not self._cycle.follows_plan:
-                self._todo.clear()
-        elif step.before is not None:
-            self._todo.extend(("evict", victim) for victim in step.before)
-            self._work_off()
-        self._bring(unit)
-        if step is not None:
-            self._todo.extend(step.actions)
-            self._work_off()
+    def _do(self, event: Event) -> None:
+        """Perform what the scheduler asks for because of an event."""
+        for action in self._scheduler.on(event):
+            _PERFORMERS[type(action)](self, action)
 
     def gather_owed(self, unit: int | None = None) -> None:
         """Gather what all ranks gather before this unit; None before they exchange something that is no unit."""
         for other in self._gathering.owed(unit):
-            self._bring(other)
+            self._do(ParametersNeeded(other))
             self._gathering.gather(other)
 
     def follow(self, order: Sequence[int]) -> None:
@@ -128,7 +176,7 @@ class Executor:
             self.undo(unit)
             self._params.pin(unit)
             try:
-                self._bring(unit)
+                self._do(ParametersNeeded(unit))
                 self._gathering.look_ahead(unit)
             except BaseException:
                 self._params.unpin(unit)
@@ -141,43 +189,43 @@ class Executor:
             self._gathering.leave(unit, self._cycle.expected)
         self.settle()
 
-    def _bring(self, unit: int) -> None:
-        """Have the unit resident and up to date."""
-        if self._is_stored(unit):
-            self._fetch_now(unit)
-        if unit in self._in_flight.pending:
-            self._in_flight.start(unit, *self._urgency(unit))
+    # Actions #
+
+    def _fetch(self, action: Fetch) -> None:
+        unit, priority = action.unit, Priority.DEMAND if action.urgent else Priority.PREFETCH
+        self._params.fetch_start(unit, priority, updated=unit in self._in_flight.pending)
+
+    def _await_fetch(self, action: AwaitFetch) -> None:
+        if self._params.residency(action.unit) is Residency.FETCHING:
+            self._params.fetch_wait(action.unit)
+
+    def _evict(self, action: Evict) -> None:
+        unit = action.unit
+        if self._params.units[unit].is_dirty():  # the plan has updates write through, so this is the exception
+            self._in_flight.open_host(unit)
+            try:
+                self._params.host_wait(unit)
+                self._params.units[unit].write_home()
+            finally:
+                self._params.close_host(unit)
+        self.views.hide(unit)
+        self._params.evict(unit)
+
+    def _await_any_update(self, _: AwaitAnyUpdate) -> None:
+        self._in_flight.finish_one()
+
+    def _submit(self, action: Submit) -> None:
+        submit = self._in_flight.start if action.waits else self._in_flight.try_start
+        submit(action.unit, action.write, action.needed)
+
+    def _await_newest(self, action: AwaitNewest) -> None:
+        unit = action.unit
         self._in_flight.wait_computed(unit)
         if self._params.residency(unit) is Residency.FETCHING:
             self._params.fetch_wait(unit)
         self._params.await_update(unit)
-        self._fetching.pop(unit, None)
         if self._gathering.is_whole(unit):
             self.views.show(unit)
-        self._touch(unit)
-
-    def _touch(self, unit: int) -> None:
-        """The unit was used last."""
-        if unit in self._moving:
-            self._recency.pop(unit, None)
-            self._recency[unit] = None
-
-    def _fetch(self, unit: int, priority: Priority) -> bool:
-        """Start to fetch a unit; False if there is no room now."""
-        if not self._params.fetch_start(unit, priority, updated=unit in self._in_flight.pending):
-            return False
-        self._fetching[unit] = None
-        return True
-
-    def _fetch_now(self, unit: int) -> None:
-        """As `_fetch`, making room."""
-        while not self._fetch(unit, Priority.DEMAND):
-            self._make_room(unit)
-
-    def _end_fetch(self, unit: int) -> None:
-        self._params.fetch_wait(unit)
-        self._fetching.pop(unit, None)
-        self._touch(unit)
 
     def _is_stored(self, unit: int) -> bool:
         return self._params.residency(unit) is Residency.STORED
@@ -186,10 +234,9 @@ class Executor:
 
     def begin_cycle(self) -> None:
         """A forward pass begins: follow the plan from its start, and record what is used."""
-        self._cycle.begin()
+        self._do(PassBegins())
         self.views.read.clear()
         self._gathering.begin_cycle()
-        self._todo.extend(("evict", unit) for unit in self._cycle.strangers(self._recency))
         self.settle()
 
     @property
@@ -205,14 +252,13 @@ class Executor:
         """
         self._gathering.end_cycle()
         self._params.keep_pins(self._in_flight.units)  # an exception may have kept a use from being left
-        if self._cycle.end(learn=learn) or not learn:
-            self._todo.clear()
+        self._do(PassEnds(learn))
         self.rest()
 
     def rest(self) -> None:
         """No module uses anything for now, see [Note: values at rest]."""
-        for unit in self._recency:
-            self.views.hide(unit)
+        for row in self._scheduler.in_memory:
+            self.views.hide(row.index)
 
     def _rest(self, unit: int) -> None:
         """A look at the unit is over."""
@@ -221,69 +267,7 @@ class Executor:
 
     def _rests(self, unit: int) -> bool:
         """The unit comes and goes, and nobody uses it."""
-        return unit in self._moving and not self._params.is_pinned(unit)
-
-    def _work_off(self) -> None:
-        """Do what the plan asks for, in its order, up to the first action that must wait for memory."""
-        while self._todo:
-            action, unit = self._todo[0]
-            if action == "evict" and not self._try_evict(unit):
-                return
-            if action == "prefetch" and self._is_stored(unit):
-                if not self._fetch(unit, Priority.PREFETCH):
-                    return
-                self._try_update(unit)
-            self._todo.popleft()
-
-    def _try_evict(self, unit: int) -> bool:
-        """Evict the unit unless it is away already; False if it is still needed or being written."""
-        if self._params.residency(unit) is not Residency.RESIDENT:
-            return True
-        if self._params.is_pinned(unit):
-            return False
-        if self._params.units[unit].is_dirty():  # the plan has updates write through, so this is the exception
-            self._in_flight.open_host(unit)
-            try:
-                self._params.host_wait(unit)
-                self._params.units[unit].write_home()
-            finally:
-                self._params.close_host(unit)
-        self._evict(unit)
-        return True
-
-    def _evict(self, unit: int) -> None:
-        self.views.hide(unit)
-        self._params.evict(unit)
-        self._recency.pop(unit, None)
-        self._fetching.pop(unit, None)  # an update may have waited for its values, and nobody else
-
-    def _make_room(self, unit: int) -> None:
-        """Free memory for a unit that is needed now: what was used longest ago first."""
-        for other in self._recency:
-            if self._params.residency(other) is Residency.RESIDENT and not self._params.is_pinned(other):
-                self._try_evict(other)
-                return
-        if self._in_flight.finish_one():
-            return
-        for other in self._fetching:  # fetched ahead for a use that did not come
-            if not self._params.is_pinned(other):
-                if other in self._in_flight.pending:
-                    self._in_flight.start(other, *self._urgency(other))
-                else:
-                    self._end_fetch(other)
-                return
-        specs = self._params.specs
-        spec = specs[unit]
-        others = {
-            each.name: each.nbytes
-            for other, each in enumerate(specs)
-            if other != unit and other in self._moving and self._params.is_pinned(other)
-        }
-        raise CapacityError(
-            f"unit `{spec.name}` needs {spec.nbytes} bytes but {', '.join(others)} are in use together and fill the "
-            f"{self._cycle.capacity_bytes} bytes for parameters: raise {self._params.budget} by "
-            f"{spec.nbytes + sum(others.values())} bytes, of which parameters get a part"
-        )
+        return self._params.specs[unit].offloaded and not self._params.is_pinned(unit)
 
     def forward_order(self, units: Sequence[int]) -> list[int]:
         """The units in the order in which the next cycle will probably use them first."""
@@ -309,7 +293,7 @@ class Executor:
         self._gathering.changed(unit)
         self.views.outdate(unit, slots)
         if self._params.is_at_hand(unit):
-            self._try_update(unit)
+            self._do(UpdateDue(unit))
 
     # Updates that run ahead of the norm, see [Note: updates ahead] in in_flight.py #
 
@@ -328,7 +312,7 @@ class Executor:
         Args:
             may_leave: nobody looks at its gradients until they are wanted.
         """
-        write, needed = self._urgency(unit)
+        write, needed = self._scheduler.urgency(self._scheduler.rows[unit])
         if not self._in_flight.can_run_ahead(unit, segments, write, needed):
             return False
         self._gathering.changed(unit)
@@ -343,7 +327,7 @@ class Executor:
         if unit not in self._in_flight:
             self._in_flight.finished.append(unit)
         if not self._is_stored(unit):
-            self._try_update(unit)
+            self._do(UpdateDue(unit))
 
     def undo(self, *units: int, grads: bool = True) -> None:
         """Those of the units that were updated ahead have the values from before it again.
@@ -360,17 +344,16 @@ class Executor:
             return
         for unit in ahead:
             if self._params.residency(unit) is Residency.FETCHING:  # the plan wants it next
-                self._end_fetch(unit)
+                self._do(OldParametersNeeded(unit))
         away = [unit for unit in ahead if self._is_stored(unit) and self._in_flight.needs_memory(unit)]
         behind = self._in_flight.undo([unit for unit in ahead if unit not in away], grads=grads)
         for unit in away:  # one by one, since there may not be room for all of them
-            self._fetch_now(unit)
-            self._end_fetch(unit)
+            self._do(OldParametersNeeded(unit))
             self._in_flight.undo([unit], grads=grads)
         for unit in ahead:
             self._gathering.changed(unit)
-            if unit in behind and self._params.residency(unit) is Residency.RESIDENT:
-                self._evict(unit)
+            if unit in behind:
+                self._do(ParametersStale(unit))
 
     def undo_all(self, *, grads: bool = True) -> bool:
         """As `undo`, of all units; returns whether there were any."""
@@ -388,19 +371,6 @@ class Executor:
         """Some updates are not finished, or wait for their units."""
         return bool(self._in_flight)
 
-    def _try_update(self, unit: int) -> None:
-        if unit in self._in_flight.pending:
-            self._in_flight.try_start(unit, *self._urgency(unit))
-
-    def _urgency(self, unit: int) -> tuple[bool, int]:
-        """How an update of the unit is carried out: whether it is written home, and when the unit is needed next."""
-        needed = _NOW if self._cycle.is_leaving(unit) else self._cycle.first_use(unit)
-        return self._cycle.leaves_memory(unit) or self._is_kept_on_drive(unit), needed
-
-    def _is_kept_on_drive(self, unit: int) -> bool:
-        """What changes in the unit is written in any case: each step is to stay, or is what an update ahead needs."""
-        return self._params.keeps_steps or (self._params.has_slots and not self._in_flight.is_told(unit))
-
     def free_gradients(self, unit: int) -> bool:
         """Free memory that the unit's gradients may take: what can be on the drive, or an update has; False if none."""
         freed = self._in_flight.free_gradients(unit)
@@ -416,11 +386,12 @@ class Executor:
         for unit in self._params.passing:
             if unit not in self._in_flight and unit not in self._in_flight.pending:
                 self._params.advance(unit)
-        self._work_off()
+        if self._scheduler.waits_for_memory:
+            self._do(MemoryFreed())
 
     def catch_up(self) -> None:
         """Between uses: if something waits for memory and an update has ended, it may have given some back."""
-        if self._todo and self._in_flight.some_ended:
+        if self._scheduler.waits_for_memory and self._in_flight.some_ended:
             self.settle()
 
     def begin_step(self) -> None:
@@ -436,7 +407,11 @@ class Executor:
         """Units whose updates are over have their values again."""
         while self._step_is_over and self._in_flight.finished:
             unit = self._in_flight.finished.pop()
-            behind = unit in self._params.coming or unit in self._in_flight.pending or unit in self._in_flight.ahead
+            behind = (
+                self._params.units[unit].coming is not None
+                or unit in self._in_flight.pending
+                or unit in self._in_flight.ahead
+            )
             if behind or self._rests(unit):
                 continue  # shown when it is used
             if self._params.residency(unit) is Residency.RESIDENT and self._gathering.is_whole(unit):
@@ -450,7 +425,7 @@ class Executor:
     def _start_pending(self) -> None:
         for unit in list(self._in_flight.pending):
             self._params.pin(unit)
-            self._bring(unit)
+            self._do(ParametersNeeded(unit))
             self._params.unpin(unit)
 
     def compute_all(self) -> None:
@@ -462,7 +437,7 @@ class Executor:
     def write_changed(self) -> None:
         """Write what somebody else than an update has changed, where updates are to find it on the drives."""
         for unit in self._params.unwritten():
-            if self._is_kept_on_drive(unit) and unit not in self._in_flight:
+            if self._scheduler.is_written(self._scheduler.rows[unit]) and unit not in self._in_flight:
                 with self.resident(unit):
                     self._params.units[unit].write_home()
 
@@ -473,8 +448,8 @@ class Executor:
         while self._in_flight.finish_one():
             pass
         self.settle()
-        for unit in self._recency:
-            self._rest(unit)
+        for row in self._scheduler.in_memory:
+            self._rest(row.index)
 
     def move_states(self, unit: int, *, there: bool) -> None:
         """Have the unit's optimizer states live on the device, or below again; every update is done.
@@ -495,11 +470,10 @@ class Executor:
     def show_newest(self) -> None:
         """Carry out every update and have the parameters that never leave show their values; all ranks together."""
         self.drain()
-        for unit in range(len(self._params.specs)):
-            if unit not in self._moving:
-                self._params.await_update(unit)
-                self._gathering.gather(unit)
-                self.views.show(unit)
+        for row in self._scheduler.staying:
+            self._params.await_update(row.index)
+            self._gathering.gather(row.index)
+            self.views.show(row.index)
 
     # Values outside of a step #
 
@@ -513,7 +487,7 @@ class Executor:
         self._gathering.drop_ahead()  # where a pass of the model is under way
         self._params.pin(unit)
         try:
-            self._bring(unit)
+            self._do(ParametersNeeded(unit))
             self._gathering.gather(unit)
             self.views.show(unit)
             yield self._params.tensor(unit)
@@ -528,7 +502,7 @@ class Executor:
         self.undo(unit)
         self._params.pin(unit)
         try:
-            self._bring(unit)
+            self._do(ParametersNeeded(unit))
             self._in_flight.open_host(unit)
             try:
                 self._params.host_wait(unit)
@@ -588,7 +562,7 @@ class Executor:
     def created(self, unit: int) -> Iterator[torch.Tensor]:
         """Memory for a unit that has no values yet; what is written becomes its values."""
         while not self._params.create(unit):
-            self._make_room(unit)
+            self._do(RoomNeeded(unit))
         self._params.pin(unit)
         try:
             yield self._params.host_tensor(unit)
@@ -599,5 +573,16 @@ class Executor:
         finally:
             self._params.unpin(unit)
         if self._params.residency(unit) is Residency.RESIDENT:
-            self._touch(unit)
+            self._do(ParametersMade(unit))
         self.refresh(unit)
+
+
+# Of the class, so that an executor that nobody refers to goes at once.
+_PERFORMERS: dict[type[Action], Callable[[Executor, Any], None]] = {
+    Fetch: Executor._fetch,
+    AwaitFetch: Executor._await_fetch,
+    Evict: Executor._evict,
+    Submit: Executor._submit,
+    AwaitNewest: Executor._await_newest,
+    AwaitAnyUpdate: Executor._await_any_update,
+}

@@ -19,6 +19,7 @@ import infinity
 from infinity.errors import CapacityError, InfinityError, StorageError
 from infinity.kernels import Lost
 from infinity.optim import pipeline, undo
+from infinity.schedule.actions import ParametersStale
 from infinity.tiers import GradStore, StateStore
 from infinity.tiers.unit_params import UnitParams
 from infinity.zero.foresight import Foresight
@@ -532,8 +533,9 @@ def leave(engine: infinity.Engine) -> None:
     executor = engine._runtime.executor
     while executor._in_flight.finish_one():
         pass
-    for unit in tuple(executor._recency):
-        executor._try_evict(unit)
+    for row in tuple(executor._scheduler.in_memory):
+        if not row.is_pinned:
+            executor._do(ParametersStale(row.index))
 
 
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])

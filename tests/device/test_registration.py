@@ -12,9 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity import CapacityError
-from infinity.memory import Arena
+from infinity.memory import Arena, pinning
 from infinity.memory import arena as arena_module
+from tests.behaviour.reference import Placement, Recipe
+from tests.behaviour.test_parity import assert_same_bits
 from tests.device import target
+from tests.device.training import STEPS, on_cpu_like, train_on_device
 
 
 class _BlamesTheNextKernel(TorchDispatchMode):
@@ -71,4 +74,23 @@ def test_memory_is_there_before_it_is_registered(monkeypatch) -> None:
         assert resident[0] > 0.9 * nbytes
         assert len(threads) == 2
         monkeypatch.undo()
-        made._pinned_for = None
+        made._pinned = ()
+
+
+@target.emulated_only
+def test_a_large_arena_is_registered_in_pieces_that_no_copy_crosses(monkeypatch, tmp_path) -> None:
+    """The emulated driver refuses, as a real one does, a copy of bytes of two registrations."""
+    expected = on_cpu_like(Recipe(steps=STEPS))
+    module, registered = torch.get_device_module(torch.device("simdev")), []
+    register = module.register_host
+
+    def noted(address: int, nbytes: int) -> int:
+        registered.append(nbytes)
+        return register(address, nbytes)
+
+    monkeypatch.setattr(module, "register_host", noted)
+    monkeypatch.setattr(pinning, "PIECE_BYTES", 64 << 10)
+    result = train_on_device(Recipe(steps=STEPS), Placement("cpu", "cpu"), activations="cpu")
+    assert len(registered) > 20
+    assert max(registered) == 64 << 10
+    assert_same_bits(result, expected)

@@ -103,6 +103,14 @@ def test_schedules_differ_in_what_hides_the_updates() -> None:
     assert steps["backward"] <= steps["deferred"] < steps["barrier"]
 
 
+def test_updates_that_run_ahead_leave_room_for_the_least_budget() -> None:
+    """Their units leave memory as the engine lets them, so that the next one finds room."""
+    ahead = {"tiering.update_schedule": "speculative", "gradient_clipping": 1.0}
+    budget = {"tiering.host_memory": plan_training(stand_in(SHAPE), config_of(**ahead)).needs.least_bytes}
+    _, step = predicted(numbers(flop_per_s=2e8, disk_bytes_per_s=30e6), **ahead, **budget)
+    assert step.seconds > 0
+
+
 def test_micro_batches_fetch_parameters_again_unless_they_go_layer_by_layer() -> None:
     accumulated = {"gradient_accumulation_steps": 4, "data_types": {"grad_accum_dtype": "bf16"}}
     budget = least_budget(**accumulated)

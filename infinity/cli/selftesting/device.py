@@ -22,7 +22,7 @@ from infinity.kernels import (
     update_on_device,
 )
 from infinity.memory import Arena
-from infinity.memory.arena import register, unregister
+from infinity.memory.pinning import register, unregister
 from infinity.tiers import AcceleratorLink
 
 _NBYTES = 32 << 20

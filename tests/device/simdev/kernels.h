@@ -423,7 +423,8 @@ inline Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blo
         return target;
     }
     const Tensor& host = up ? source : target;
-    Pinning how = pinned().at(host.data_ptr());
+    Pinning how =
+        pinned().at(host.data_ptr(), at::detail::computeStorageNbytes(host.sizes(), host.strides(), host.itemsize()));
     bool host_blocks = !non_blocking || how == Pinning::pageable;
     if (how == Pinning::registered) // its owner must keep it; what torch has allocated is kept by what copies it
         (up ? from : to) = at::from_blob(host.data_ptr(), host.sizes(), host.strides(), host.options());

@@ -76,13 +76,19 @@ class PinnedRanges {
         return nbytes;
     }
 
-    Pinning at(const void* address) {
+    // How these bytes are pinned; a driver refuses a copy of some that lie in two ranges.
+    Pinning at(const void* address, std::size_t nbytes) {
         std::lock_guard lock(mutex_);
-        auto after = ranges_.upper_bound(static_cast<const char*>(address));
+        auto begin = static_cast<const char*>(address);
+        auto after = ranges_.upper_bound(begin);
         if (after == ranges_.begin())
             return Pinning::pageable;
         auto& [start, range] = *std::prev(after);
-        return static_cast<const char*>(address) < start + range.first ? range.second : Pinning::pageable;
+        if (begin >= start + range.first)
+            return Pinning::pageable;
+        TORCH_CHECK(begin + nbytes <= start + range.first, "invalid argument: a copy of ", nbytes,
+                    " bytes of host memory leaves what was registered");
+        return range.second;
     }
 
   private:

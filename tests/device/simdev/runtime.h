@@ -97,7 +97,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
     c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
     c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
     at::Allocator* getPinnedMemoryAllocator() const override { return &host_allocator; }
-    bool isPinnedPtr(const void* address) const override { return pinned().at(address) != Pinning::pageable; }
+    bool isPinnedPtr(const void* address) const override { return pinned().at(address, 1) != Pinning::pageable; }
     at::Device getDeviceFromPtr(void* address) const override {
         TORCH_CHECK(memory().holds(address), "simdev: this is no device memory");
         return kDevice;

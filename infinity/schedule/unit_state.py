@@ -1,0 +1,52 @@
+"""One row a unit: all that decisions about it depend on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from infinity.tiers import Residency
+
+
+class UnitState(ABC):
+    """A row. What changes during training is read where it is kept, so that there is one truth of it.
+
+    Args:
+        nbytes: of the parameters in memory.
+        moves: they come and go; else they stay in memory.
+    """
+
+    __slots__ = ("index", "moves", "name", "nbytes")
+
+    def __init__(self, index: int, name: str, nbytes: int, *, moves: bool) -> None:
+        self.index = index
+        self.name = name
+        self.nbytes = nbytes
+        self.moves = moves
+
+    def __repr__(self) -> str:
+        return f"<unit {self.index} {self.name}: {self.residency.name}>"
+
+    @property
+    @abstractmethod
+    def residency(self) -> Residency:
+        """Whether the parameters are in memory."""
+
+    @property
+    @abstractmethod
+    def is_pinned(self) -> bool:
+        """Somebody, an update perhaps, keeps the parameters in memory."""
+
+    @property
+    @abstractmethod
+    def update_is_due(self) -> bool:
+        """This step has an update for the unit that is not submitted yet."""
+
+    @property
+    @abstractmethod
+    def update_is_submitted(self) -> bool:
+        """An update of the unit is in the optimizer's queue, or on its way home."""
+
+    @property
+    @abstractmethod
+    def is_reconstructable(self) -> bool:
+        """The old parameters can be reconstructed from the optimizer state, if the next update is like the last one."""
