@@ -60,6 +60,7 @@ from infinity.zero.partition import Partition
 from infinity.zero.ranks import ALONE, Ranks, is_first_process, ranks_on_this_machine
 from infinity.zero.reduction import Direct, Journey, Reduction
 from infinity.zero.sizing import Sizing, size_up
+from infinity.zero.unit import Unit
 from infinity.zero.updates import UpdateSchedule
 from infinity.zero.views import ParameterViews
 
@@ -290,11 +291,12 @@ def build_runtime(
     cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes, sizing.ahead_bytes)
     views = ParameterViews(model, sizing.partition, params, writable=config.zero.stage < 3)
     on_device = None if grads.device is None else OnDevice(params, grads.device, states, sizing.layout)
-    in_flight = InFlight(params, grads.host, pipeline, counters, on_device)
+    units = [Unit(each) for each in params.units]
+    in_flight = InFlight(units, params, grads.host, pipeline, counters, on_device)
     return Runtime(
         sizing=sizing,
         groups=groups_of_ranks,
-        executor=Executor(views, params, in_flight, pipeline, cycle, counters, groups_of_ranks.sharing),
+        executor=Executor(units, views, params, in_flight, pipeline, cycle, counters, groups_of_ranks.sharing),
         params=params,
         grads=grads,
         pipeline=pipeline,

@@ -51,52 +51,20 @@ from infinity.schedule.actions import (
     UseBegins,
 )
 from infinity.schedule.scheduler import Scheduler
-from infinity.schedule.unit_state import UnitState
 from infinity.telemetry import Counters
 from infinity.tiers import Params, Residency
-from infinity.tiers.unit_params import UnitParams
 from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
 from infinity.zero.ranks import ALONE, Ranks
+from infinity.zero.unit import Unit
 from infinity.zero.views import ParameterViews
-
-
-class _Unit(UnitState):
-    """A row, read from a unit's copies and its updates."""
-
-    __slots__ = ("_in_flight", "_params")
-
-    def __init__(self, params: UnitParams, in_flight: InFlight) -> None:
-        spec = params.spec
-        super().__init__(params.index, spec.name, spec.nbytes, moves=spec.offloaded)
-        self._params = params
-        self._in_flight = in_flight
-
-    @property
-    def residency(self) -> Residency:
-        return self._params.residency
-
-    @property
-    def is_pinned(self) -> bool:
-        return self._params.computed_on.pins > 0
-
-    @property
-    def update_is_due(self) -> bool:
-        return self.index in self._in_flight.pending
-
-    @property
-    def update_is_submitted(self) -> bool:
-        return self.index in self._in_flight
-
-    @property
-    def is_reconstructable(self) -> bool:
-        return self._in_flight.is_told(self.index)
 
 
 class Executor:
     """Performs the scheduler's actions: moves units and submits their updates.
 
     Args:
+        units: the rows, by index.
         views: what the model's parameters show.
         in_flight: carries updates out.
         cycle: what is used, and the plan.
@@ -105,6 +73,7 @@ class Executor:
 
     def __init__(
         self,
+        units: Sequence[Unit],
         views: ParameterViews,
         params: Params,
         in_flight: InFlight,
@@ -114,13 +83,14 @@ class Executor:
         ranks: Ranks = ALONE,
     ) -> None:
         self.views = views
+        self._units = tuple(units)
         self._params = params
         self._pipeline = pipeline
         self._cycle = cycle
         self._in_flight = in_flight
         self._gathering = Gathering(params, ranks, cycle.capacity_bytes, counters, cycle.ahead_bytes)
         self._scheduler = Scheduler(
-            [_Unit(each, in_flight) for each in params.units],
+            units,
             cycle,
             params.ledger,
             params.budget,
@@ -193,7 +163,7 @@ class Executor:
 
     def _fetch(self, action: Fetch) -> None:
         unit, priority = action.unit, Priority.DEMAND if action.urgent else Priority.PREFETCH
-        self._params.fetch_start(unit, priority, updated=unit in self._in_flight.pending)
+        self._params.fetch_start(unit, priority, updated=self._units[unit].update_is_due)
 
     def _await_fetch(self, action: AwaitFetch) -> None:
         if self._params.residency(action.unit) is Residency.FETCHING:
@@ -251,7 +221,7 @@ class Executor:
             learn: it was a training step; what follows will probably be like it.
         """
         self._gathering.end_cycle()
-        self._params.keep_pins(self._in_flight.units)  # an exception may have kept a use from being left
+        self._params.keep_pins(self._in_flight.submitted)  # an exception may have kept a use from being left
         self._do(PassEnds(learn))
         self.rest()
 
@@ -289,7 +259,7 @@ class Executor:
         Args:
             slots: what is updated. The rest of the pass that is running may still compute with the others.
         """
-        self._in_flight.pending[unit] = segments
+        self._in_flight.ask(unit, segments)
         self._gathering.changed(unit)
         self.views.outdate(unit, slots)
         if self._params.is_at_hand(unit):
@@ -299,7 +269,8 @@ class Executor:
 
     def ran_ahead(self, unit: int) -> tuple[Segment, ...] | None:
         """What an update of the unit has done ahead; None if there was none."""
-        return self._in_flight.ran_ahead(unit)
+        ahead = self._units[unit].ahead
+        return None if ahead is None else ahead.segments
 
     def begin_ahead(self) -> None:
         """Updates of the step that comes may run ahead: what is there now stays until it is over."""
@@ -312,7 +283,7 @@ class Executor:
         Args:
             may_leave: nobody looks at its gradients until they are wanted.
         """
-        write, needed = self._scheduler.urgency(self._scheduler.rows[unit])
+        write, needed = self._scheduler.urgency(self._units[unit])
         if not self._in_flight.can_run_ahead(unit, segments, write, needed):
             return False
         self._gathering.changed(unit)
@@ -324,7 +295,7 @@ class Executor:
         """What ran ahead is the unit's update, of these slots, which is finished as any other."""
         self.views.outdate(unit, slots)
         self._in_flight.confirm(unit)
-        if unit not in self._in_flight:
+        if not self._units[unit].update_is_submitted:
             self._in_flight.finished.append(unit)
         if not self._is_stored(unit):
             self._do(UpdateDue(unit))
@@ -339,7 +310,7 @@ class Executor:
             InfinityError: a module uses one of them.
             StorageError: they cannot be read again.
         """
-        ahead = [unit for unit in units if unit in self._in_flight.ahead]
+        ahead = [unit for unit in units if self._units[unit].ahead is not None]
         if not ahead or self._params.handing_over.torn:  # nothing goes on from an engine that is torn
             return
         for unit in ahead:
@@ -357,13 +328,13 @@ class Executor:
 
     def undo_all(self, *, grads: bool = True) -> bool:
         """As `undo`, of all units; returns whether there were any."""
-        units = tuple(self._in_flight.ahead)
+        units = self._in_flight.ahead
         self.undo(*units, grads=grads)
         return bool(units)
 
     def spoil(self, unit: int) -> None:
         """An update of the unit may have run ahead: its gradients change, so that it is not confirmed."""
-        if unit in self._in_flight.ahead:
+        if self._units[unit].ahead is not None:
             self._in_flight.finish_ahead(unit)
 
     @property
@@ -384,7 +355,7 @@ class Executor:
         self._in_flight.settle()
         self._show_finished()
         for unit in self._params.passing:
-            if unit not in self._in_flight and unit not in self._in_flight.pending:
+            if not (self._units[unit].update_is_submitted or self._units[unit].update_is_due):
                 self._params.advance(unit)
         if self._scheduler.waits_for_memory:
             self._do(MemoryFreed())
@@ -407,11 +378,8 @@ class Executor:
         """Units whose updates are over have their values again."""
         while self._step_is_over and self._in_flight.finished:
             unit = self._in_flight.finished.pop()
-            behind = (
-                self._params.units[unit].coming is not None
-                or unit in self._in_flight.pending
-                or unit in self._in_flight.ahead
-            )
+            each = self._units[unit]
+            behind = each.params.coming is not None or each.update_is_due or each.ahead is not None
             if behind or self._rests(unit):
                 continue  # shown when it is used
             if self._params.residency(unit) is Residency.RESIDENT and self._gathering.is_whole(unit):
@@ -423,7 +391,7 @@ class Executor:
         return self._in_flight.all_computed
 
     def _start_pending(self) -> None:
-        for unit in list(self._in_flight.pending):
+        for unit in self._in_flight.due:
             self._params.pin(unit)
             self._do(ParametersNeeded(unit))
             self._params.unpin(unit)
@@ -431,13 +399,13 @@ class Executor:
     def compute_all(self) -> None:
         """Have every pending update computed; some may still be on their way home."""
         self._start_pending()
-        for unit in self._in_flight.units:
+        for unit in self._in_flight.submitted:
             self._in_flight.wait_computed(unit)
 
     def write_changed(self) -> None:
         """Write what somebody else than an update has changed, where updates are to find it on the drives."""
         for unit in self._params.unwritten():
-            if self._scheduler.is_written(self._scheduler.rows[unit]) and unit not in self._in_flight:
+            if self._scheduler.is_written(self._units[unit]) and not self._units[unit].update_is_submitted:
                 with self.resident(unit):
                     self._params.units[unit].write_home()
 
@@ -545,8 +513,8 @@ class Executor:
         """Let the model's parameters of the unit be what they are for it again: its memory, or NaN while it is away."""
         self.views.forget(unit)
         self._params.await_update(unit)
-        flight = self._in_flight
-        behind = unit in flight.pending or unit in flight or unit in flight.ahead or self.views.detached
+        each = self._units[unit]
+        behind = each.update_is_due or each.update_is_submitted or each.ahead is not None or self.views.detached
         whole = self._params.residency(unit) is Residency.RESIDENT and self._gathering.is_whole(unit)
         if whole and not behind and not self._rests(unit):
             self.views.show(unit)

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
@@ -27,93 +26,64 @@ from infinity.optim.before_images import Image
 from infinity.optim.jobs import Segment, UpdateJob, UpdateTicket
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import GradStore, Memory, Move, Params, Residency
+from infinity.tiers import GradStore, Memory, Params, Residency
 from infinity.zero.on_device import OnDevice
-
-
-@dataclass
-class _HandedOver:
-    """An update in the pipeline.
-
-    Attributes:
-        write: the writing of the new parameters to their home, if they are written.
-        keeps: its gradients may be of use again.
-    """
-
-    ticket: UpdateTicket
-    write: Move | None
-    keeps: bool
-
-
-class _OldParams(Enum):
-    """Where a unit's parameters are that an update ahead replaces."""
-
-    SLOTS = auto()  # of their own on the drives
-    STATES = auto()  # which have two slots there, and tell them
-    IMAGES = auto()  # in memory
-    NOWHERE = auto()
-
-
-@dataclass(frozen=True)
-class _Ahead:
-    """An update that runs ahead, or has done so.
-
-    Attributes:
-        segments: what it does to the tiles in `tiles`.
-    """
-
-    segments: tuple[Segment, ...]
-    tiles: frozenset[int]
-    ticket: UpdateTicket
-    old_params: _OldParams
+from infinity.zero.unit import Ahead, OldParams, Submitted, Unit
 
 
 class InFlight:
     """Which units' updates are due, which are in the pipeline, and which have been finished.
 
     Args:
+        units: the rows, by index.
         device: carries out the updates of units whose states are there; None where there can be none.
 
     Attributes:
-        pending: they wait for their unit to be in memory.
         finished: units whose updates are over; whoever looks at them takes them out.
     """
 
     def __init__(
         self,
+        units: Sequence[Unit],
         params: Params,
         grads: GradStore,
         pipeline: UpdatePipeline,
         counters: Counters,
         device: OnDevice | None = None,
     ) -> None:
-        self.pending: dict[int, tuple[Segment, ...]] = {}
         self.finished: list[int] = []
+        self._units = tuple(units)
         self._params = params
         self._handing_over = params.handing_over
         self._grads = grads
         self._pipeline = pipeline
         self._counters = counters
         self._device = device
-        self._handed: dict[int, _HandedOver] = {}
         self._ended: SimpleQueue[int] = SimpleQueue()  # units whose updates are computed, or have failed
-        self._computed: dict[int, None] = {}  # units of these, whose writes may be under way
-        self._stuck: dict[int, tuple[bool, int]] = {}  # in memory, but they have to wait for room or another update
-        self._ahead: dict[int, _Ahead] = {}
-        self._begun: dict[int, frozenset[int]] = {}  # tiles of pending units that have had the update already
-        self._told: set[int] = set()  # units whose states tell their parameters, as their last updates were
-
-    def __contains__(self, unit: int) -> bool:
-        """The unit's update is in the pipeline."""
-        return unit in self._handed
+        # Orders of units. What is so of a unit its row says: one may have been left here by an interrupt.
+        self._due: dict[Unit, None] = {}
+        self._blocked: dict[Unit, None] = {}
+        self._submitted: dict[Unit, None] = {}
+        self._computed: dict[Unit, None] = {}  # of those that are submitted; their writes may be under way
+        self._ahead: dict[Unit, None] = {}
 
     def __bool__(self) -> bool:
-        return bool(self.pending or self._handed)
+        return bool(self._due or self._submitted)
 
     @property
-    def units(self) -> frozenset[int]:
+    def due(self) -> list[int]:
+        """Units whose updates are due and not submitted, in the order in which they were asked for."""
+        return [each.index for each in self._due if each.due is not None]
+
+    @property
+    def submitted(self) -> frozenset[int]:
         """Units whose updates are in the pipeline."""
-        return frozenset(self._handed)
+        return frozenset(each.index for each in self._submitted)
+
+    def ask(self, unit: int, segments: tuple[Segment, ...]) -> None:
+        """This step's update of the unit is due."""
+        self._due[self._units[unit]] = None
+        self._units[unit].ask(segments)
 
     # Into the pipeline #
 
@@ -124,33 +94,43 @@ class InFlight:
             write: the new parameters are written to their home, tile by tile as they are updated.
             needed: when the unit is needed next; of those that nobody waits for the lowest goes first.
         """
-        if unit not in self.pending:
+        each = self._units[unit]
+        if each.due is None:
             return
-        if self._device is not None and self._device.has(unit):  # it takes no time that anybody sees
+        if self._is_there(unit):  # it takes no time that anybody sees
             with self._handing_over:
-                self._device.update(unit, self.pending.pop(unit))
+                assert self._device is not None
+                self._device.update(unit, self._take_due(each))
                 self.finished.append(unit)
             return
-        if unit in self._handed:
-            if unit in self._begun:  # with this step's
-                self._stuck[unit] = write, needed
+        if each.submitted is not None:
+            if each.begun is not None:  # with this step's
+                self._block(each, write, needed)
                 return
-            self._finish(unit)  # last step's values are computed, but not all written yet
+            self._finish(each)  # last step's values are computed, but not all written yet
         if not self._grads.can_hand_over(unit):
-            self._stuck[unit] = write, needed
+            self._block(each, write, needed)
             return
-        self._stuck.pop(unit, None)
         # Of a unit whose home has older values, those that this update leaves alone would stay as old there.
-        write = write and not self._params.units[unit].is_dirty()
+        write = write and not each.params.is_dirty()
         with self._handing_over:
             self.open_host(unit)
-            begun = self._begun.pop(unit, None)
-            tiles = None if begun is None else self._pipeline.all_tiles(unit) - begun
-            self._hand_over(unit, self.pending.pop(unit), write=write, needed=needed, tiles=tiles)
+            tiles = None if each.begun is None else self._pipeline.all_tiles(unit) - each.begun
+            self._hand_over(each, self._take_due(each), write=write, needed=needed, tiles=tiles)
+
+    def _take_due(self, each: Unit) -> tuple[Segment, ...]:
+        segments = each.take_due()
+        self._due.pop(each, None)
+        self._blocked.pop(each, None)
+        return segments
+
+    def _block(self, each: Unit, write: bool, needed: int) -> None:
+        self._blocked[each] = None
+        each.block(write=write, needed=needed)
 
     def _hand_over(
         self,
-        unit: int,
+        each: Unit,
         segments: tuple[Segment, ...],
         *,
         write: bool,
@@ -161,6 +141,7 @@ class InFlight:
         tells_param: bool = False,
     ) -> UpdateTicket:
         """Hand an update to the pipeline; with `before`, one that may be undone."""
+        unit = each.index
         grad, arriving = self._grads.hand_over(unit)
         touching = self._params.begin_update(unit)
         spec = self._params.specs[unit]
@@ -182,34 +163,25 @@ class InFlight:
             tells_param=tells_param,
         )
         ticket = self._pipeline.submit(job)
-        self._told.discard(unit)
-        if self._pipeline.undoing.can_recover_param(segments, self._grads.dtype):
-            self._told.add(unit)
         ticket.computed.add_done_callback(partial(_put, self._ended, unit))
-        written = self._params.units[unit].write_through(ticket) if write else None
-        self._handed[unit] = _HandedOver(ticket, written, keeps=before is not None)
+        written = each.params.write_through(ticket) if write else None
+        reconstructable = self._pipeline.undoing.can_recover_param(segments, self._grads.dtype)
+        self._submitted[each] = None
+        each.submit(Submitted(ticket, written, keeps=before is not None), reconstructable=reconstructable)
         return ticket
 
     # Ahead of what decides on it, see [Note: updates ahead] #
 
     @property
-    def ahead(self) -> Collection[int]:
+    def ahead(self) -> list[int]:
         """Units whose updates run ahead, or have done so."""
-        return self._ahead.keys()
-
-    def ran_ahead(self, unit: int) -> tuple[Segment, ...] | None:
-        """What an update of the unit has done ahead, to some of its tiles; None if there was none."""
-        ahead = self._ahead.get(unit)
-        return None if ahead is None else ahead.segments
-
-    def is_told(self, unit: int) -> bool:
-        """The unit's states tell its parameters, if its next update is like the last one."""
-        return unit in self._told
+        return [each.index for each in self._ahead if each.ahead is not None]
 
     def needs_memory(self, unit: int) -> bool:
         """An update ahead is undone where the unit's values are in memory."""
-        on_drive = self._params.units[unit].home is Memory.NVME
-        return on_drive and self._ahead[unit].old_params is _OldParams.STATES
+        each = self._units[unit]
+        assert each.ahead is not None
+        return each.params.home is Memory.NVME and each.ahead.old_params is OldParams.STATES
 
     def can_run_ahead(self, unit: int, segments: tuple[Segment, ...], write: bool, needed: int) -> bool:
         """The unit and its gradients have memory and are at rest, and something of it can be updated and be undone.
@@ -217,8 +189,9 @@ class InFlight:
         What has not begun of units that are needed later makes way for it: what is left of the updates when the norm is
         known is then what the next forward pass comes to last.
         """
-        busy = unit in self.pending or unit in self._handed or unit in self._ahead or self._is_there(unit)
-        at_rest = not busy and self._params.residency(unit) is Residency.RESIDENT
+        each = self._units[unit]
+        busy = each.due is not None or each.submitted is not None or each.ahead is not None or self._is_there(unit)
+        at_rest = not busy and each.residency is Residency.RESIDENT
         if not at_rest or not self._grads.can_hand_over(unit):
             return False
         old_params = self._old_params(unit, segments, write)
@@ -233,39 +206,49 @@ class InFlight:
 
     def _needed_later(self, needed: int) -> list[UpdateTicket]:
         """Updates ahead of units in memory that are needed later, and may not have begun; the last one last."""
-        in_images = [ahead.ticket for ahead in self._ahead.values() if ahead.old_params is _OldParams.IMAGES]
-        later = [ticket for ticket in in_images if ticket.job.unit in self._handed and ticket.job.needed > needed]
-        return sorted(later, key=lambda ticket: ticket.job.needed)
+        tickets = [
+            each.submitted.ticket
+            for each in self._ahead
+            if each.submitted is not None and each.ahead is not None and each.ahead.old_params is OldParams.IMAGES
+        ]
+        return sorted((ticket for ticket in tickets if ticket.job.needed > needed), key=lambda each: each.job.needed)
 
     def _withdraw(self, ticket: UpdateTicket) -> None:
         """Have an update not run ahead, unless it has begun."""
         with self._handing_over:
             if self._pipeline.withdraw(ticket):
-                del self._ahead[ticket.job.unit]
-                self._finish(ticket.job.unit)
+                each = self._units[ticket.job.unit]
+                self._decide(each)
+                self._finish(each)
 
-    def _old_params(self, unit: int, segments: tuple[Segment, ...], write: bool) -> _OldParams:
+    def _decide(self, each: Unit) -> Ahead:
+        """The unit's speculative update is none any more."""
+        ahead = each.roll_back()
+        self._ahead.pop(each, None)
+        return ahead
+
+    def _old_params(self, unit: int, segments: tuple[Segment, ...], write: bool) -> OldParams:
         """Where an update that is handed over now would leave what the unit's parameters are.
 
         Args:
             write: they are better written than told: they leave memory, or are to stay on the drive.
         """
-        each, undoing = self._params.units[unit], self._pipeline.undoing
+        each, undoing = self._units[unit].params, self._pipeline.undoing
         can_undo, can_put_back = each.can_undo(), each.can_put_back()
         if can_undo and write:
-            return _OldParams.SLOTS
+            return OldParams.SLOTS
         may_be_told = can_put_back or (each.has_slots and not self._params.keeps_steps)
         if may_be_told and undoing.can_recover_param(segments, self._grads.dtype) and undoing.has_slots(unit):
-            return _OldParams.STATES
+            return OldParams.STATES
         if can_undo:
-            return _OldParams.SLOTS
-        return _OldParams.IMAGES if can_put_back else _OldParams.NOWHERE
+            return OldParams.SLOTS
+        return OldParams.IMAGES if can_put_back else OldParams.NOWHERE
 
-    def _can_undo(self, unit: int, old_params: _OldParams, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
+    def _can_undo(self, unit: int, old_params: OldParams, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
         """Indices of the tiles whose update can be undone, and that of their parameters, `without` these others."""
-        if old_params is _OldParams.NOWHERE:
+        if old_params is OldParams.NOWHERE:
             return frozenset()
-        return self._pipeline.can_undo(unit, param=old_params is _OldParams.IMAGES, without=without)
+        return self._pipeline.can_undo(unit, param=old_params is OldParams.IMAGES, without=without)
 
     def run_ahead(self, unit: int, segments: tuple[Segment, ...], write: bool, needed: int, *, may_leave: bool) -> None:
         """Update what can be undone of a unit that `can_run_ahead`, and whose gradients are in memory.
@@ -278,7 +261,7 @@ class InFlight:
             self.open_host(unit)
             old_params = self._old_params(unit, segments, write)
             tiles = self._can_undo(unit, old_params)
-            before = self._pipeline.undoing.keep_before(unit, tiles, param=old_params is _OldParams.IMAGES)
+            before = self._pipeline.undoing.keep_before(unit, tiles, param=old_params is OldParams.IMAGES)
             tells_grads = (
                 may_leave
                 and not before
@@ -286,28 +269,33 @@ class InFlight:
                 and tiles == self._pipeline.all_tiles(unit)
                 and self._pipeline.undoing.can_recover(segments, self._grads.dtype)
             )
+            each = self._units[unit]
             ticket = self._hand_over(
-                unit,
+                each,
                 segments,
-                write=old_params is _OldParams.SLOTS,
+                write=old_params is OldParams.SLOTS,
                 needed=needed,
                 tiles=tiles,
                 before=before,
                 tells_grads=tells_grads,
-                tells_param=old_params is _OldParams.STATES,
+                tells_param=old_params is OldParams.STATES,
             )
-            self._ahead[unit] = _Ahead(segments, tiles, ticket, old_params)
+            self._ahead[each] = None
+            each.run_ahead(Ahead(segments, tiles, ticket, old_params))
 
     def confirm(self, unit: int) -> None:
-        """What ran ahead is the unit's update; `pending` is what is left of it."""
+        """What ran ahead is the unit's update; what is left of it is due."""
+        each = self._units[unit]
         with self._handing_over:
-            ahead, handed = self._ahead.pop(unit), self._handed.get(unit)
-            if ahead.tiles != self._pipeline.all_tiles(unit):
-                self._begun[unit], self.pending[unit] = ahead.tiles, ahead.segments
-            elif handed is None:
+            in_part = each.ahead is not None and each.ahead.tiles != self._pipeline.all_tiles(unit)
+            if in_part:
+                self._due[each] = None
+            ahead = each.commit(in_part=in_part)
+            self._ahead.pop(each, None)
+            if each.submitted is not None and not in_part:
+                each.submitted.keeps = False
+            elif not in_part:
                 self._grads.drop(unit)
-            else:
-                handed.keeps = False
             self._pipeline.undoing.forget_before(ahead.ticket)
 
     def undo(self, units: Sequence[int], *, grads: bool = True) -> frozenset[int]:
@@ -324,41 +312,48 @@ class InFlight:
             StorageError: what they were cannot be read again.
             CapacityError: there is no room for their gradients.
         """
-        for unit in units:
-            if self._params.is_pinned(unit, times=int(unit in self._handed)):
+        rows = [self._units[unit] for unit in units]
+        for each in rows:
+            if self._params.is_pinned(each.index, times=int(each.submitted is not None)):
                 raise InfinityError(
-                    f"the values of unit `{self._params.specs[unit].name}` are asked for while backward uses it, after "
-                    'its update has begun: set tiering.update_schedule to "deferred"'
+                    f"the values of unit `{each.name}` are asked for while backward uses it, after its update has "
+                    'begun: set tiering.update_schedule to "deferred"'
                 )
         with self._handing_over:
-            old_params = {unit: self._ahead[unit].old_params for unit in units}
-            tickets = [self._ahead[unit].ticket for unit in units]
-            for unit in self._handed.keys() & units:
-                self._handed[unit].ticket.recovers = False  # its gradients are still here
+            aheads = [each.ahead for each in rows]
+            tickets = [ahead.ticket for ahead in aheads if ahead is not None]
+            submitted = [each for each in self._submitted if each in rows]
+            for each in submitted:
+                assert each.submitted is not None
+                each.submitted.ticket.recovers = False  # its gradients are still here
             self._pipeline.stop(tickets)
-            for unit in self._handed.keys() & units:
-                self._finish(unit)
-            for unit in units:
-                self._recover(unit, grads=grads, param=True)
+            for each in submitted:
+                self._finish(each)
+            for each in rows:
+                self._recover(each, grads=grads, param=True)
             self._pipeline.undo(tickets)
-            for unit, ticket in zip(units, tickets, strict=True):
-                if old_params[unit] is _OldParams.SLOTS:
-                    self._params.undo(unit)
-                elif old_params[unit] is _OldParams.IMAGES:
-                    self._put_back(unit)
-                self._pipeline.undoing.forget_before(ticket)
-                del self._ahead[unit]
-        return frozenset(unit for unit in units if old_params[unit] is _OldParams.SLOTS)
+            behind = []
+            for each in rows:
+                assert each.ahead is not None
+                if each.ahead.old_params is OldParams.SLOTS:
+                    self._params.undo(each.index)
+                    behind.append(each.index)
+                elif each.ahead.old_params is OldParams.IMAGES:
+                    self._put_back(each)
+                self._pipeline.undoing.forget_before(each.ahead.ticket)
+                self._decide(each)
+        return frozenset(behind)
 
-    def _recover(self, unit: int, *, grads: bool, param: bool) -> None:
+    def _recover(self, each: Unit, *, grads: bool, param: bool) -> None:
         """Have what the states tell of before an update that ran ahead, which it has not left anywhere.
 
         Args:
             grads: the unit's gradients, in memory or on their way to the drive; else they are nothing any more.
             param: its parameters.
         """
-        ahead = self._ahead[unit]
-        param = param and ahead.old_params is _OldParams.STATES
+        unit, ahead = each.index, each.ahead
+        assert ahead is not None
+        param = param and ahead.old_params is OldParams.STATES
         if self._grads.is_elsewhere(unit) and not grads:
             self._grads.drop(unit)
         grads = self._grads.is_elsewhere(unit)
@@ -380,10 +375,11 @@ class InFlight:
                 )
         return buffer
 
-    def _put_back(self, unit: int) -> None:
+    def _put_back(self, each: Unit) -> None:
         """Change the parameters to what they were before they were updated ahead."""
-        with self._changing(unit) as flat:
-            for start, values in self._pipeline.undoing.params_before(self._ahead[unit].ticket):
+        assert each.ahead is not None
+        with self._changing(each.index) as flat:
+            for start, values in self._pipeline.undoing.params_before(each.ahead.ticket):
                 flat[start : start + values.numel()].copy_(values)
 
     @contextmanager
@@ -398,18 +394,21 @@ class InFlight:
 
     def finish_ahead(self, unit: int) -> None:
         """Wait for an update that runs ahead: what it was made with is about to change."""
-        if unit in self._handed:
-            self._finish(unit)
-        self._recover(unit, grads=True, param=False)
-        self._ahead[unit] = replace(self._ahead[unit], segments=())
+        each = self._units[unit]
+        if each.submitted is not None:
+            self._finish(each)
+        self._recover(each, grads=True, param=False)
+        assert each.ahead is not None
+        each.ahead = replace(each.ahead, segments=())
 
     def start(self, unit: int, write: bool, needed: int) -> None:
         """As `try_start`, waiting for room."""
-        if unit in self._begun and unit in self._handed:
-            self._finish(unit)
-        while unit in self.pending:
+        each = self._units[unit]
+        if each.begun is not None and each.submitted is not None:
+            self._finish(each)
+        while each.due is not None:
             self.try_start(unit, write, needed)
-            if unit in self.pending and not self.free_gradients(unit):
+            if each.due is not None and not self.free_gradients(unit):
                 raise CapacityError(
                     f"no host memory is left for the gradients of unit `{self._params.specs[unit].name}`: "
                     "raise tiering.host_memory"
@@ -438,32 +437,36 @@ class InFlight:
     @property
     def all_computed(self) -> bool:
         """No update is still to be computed; some may still be on their way home."""
-        return not self.pending and all(handed.ticket.computed.done() for handed in self._handed.values())
+        return not self._due and all(self._is_computed(each) for each in self._submitted)
+
+    @staticmethod
+    def _is_computed(each: Unit) -> bool:
+        return each.submitted is not None and each.submitted.ticket.computed.done()
 
     # Out of it #
 
     def wait_computed(self, unit: int) -> None:
         """Wait until the unit's new values are in memory, whence they go up as they come; they may still be on their
         way home."""
-        if unit in self._handed:
-            params = self._params.units[unit]
+        submitted, params = self._units[unit].submitted, self._units[unit].params
+        if submitted is not None:
             with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
                 sends = params.send_part if params.can_send_parts() else None
-                self._pipeline.wait_computed(self._handed[unit].ticket, sends)
+                self._pipeline.wait_computed(submitted.ticket, sends)
             self._params.end_change(unit)
 
     def finish_one(self) -> bool:
         """Wait for one update, whichever is the first to be done; False if there is none."""
         self._take_ended()
-        while self._handed and not self._computed:
+        while self._submitted and not self._computed:
             # An interrupt may have lost the word of one.
-            self._computed |= {unit: None for unit, handed in self._handed.items() if handed.ticket.computed.done()}
+            self._computed |= {each: None for each in self._submitted if self._is_computed(each)}
             if not self._computed:
                 with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
                     unit = self._ended.get()
                 self._note_computed(unit)
-        for unit in self._computed:
-            self._finish(unit)
+        for each in self._computed:
+            self._finish(each)
             return True
         return False
 
@@ -477,48 +480,52 @@ class InFlight:
             self._note_computed(self._ended.get())
 
     def _note_computed(self, unit: int) -> None:
-        if unit in self._handed and self._handed[unit].ticket.computed.done():  # and not an update of before
-            self._computed[unit] = None
+        if self._is_computed(self._units[unit]):  # and not an update of before
+            self._computed[self._units[unit]] = None
 
     def settle(self) -> None:
         """Take note of updates that are over, and start what they have made room for."""
         self._take_ended()
-        for unit in [unit for unit in self._computed if self._handed[unit].ticket.done()]:
-            self._note(unit)
-        for unit, (write, needed) in list(self._stuck.items()):
-            if self._params.residency(unit) is Residency.STORED:
-                del self._stuck[unit]
+        for each in list(self._computed):
+            if each.submitted is not None and each.submitted.ticket.done():
+                self._note(each)
+        for each in list(self._blocked):
+            if each.blocked is None or each.residency is Residency.STORED:
+                del self._blocked[each]
+                each.blocked = None
                 continue
-            if unit in self._begun and unit in self._handed:
+            if each.begun is not None and each.submitted is not None:
                 continue
-            self.try_start(unit, write, needed)
-            if unit in self._stuck:
+            self.try_start(each.index, *each.blocked)
+            if each in self._blocked:
                 break  # the others need as much
 
-    def _finish(self, unit: int) -> None:
-        ticket = self._handed[unit].ticket
+    def _finish(self, each: Unit) -> None:
+        assert each.submitted is not None
+        ticket = each.submitted.ticket
         with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
             self._pipeline.wait_computed(ticket)
         with self._counters.stalled(StallCause.DISK_WRITE):
             ticket.result()
-        self._note(unit)
+        self._note(each)
 
-    def _note(self, unit: int) -> None:
+    def _note(self, each: Unit) -> None:
         with self._handing_over:
-            handed = self._handed.pop(unit)
-            self._computed.pop(unit, None)
-            for move in handed.ticket.missing:  # for which an update that did not take place has not waited
+            submitted, unit = each.finish(), each.index
+            self._submitted.pop(each, None)
+            self._computed.pop(each, None)
+            for move in submitted.ticket.missing:  # for which an update that did not take place has not waited
                 move.wait(self._counters)
-            if not handed.keeps:
+            if not submitted.keeps:
                 self._grads.used(unit)
-            elif handed.ticket.recovers:
+            elif submitted.ticket.recovers:
                 self._grads.left(unit)
             else:
                 self._grads.returned(unit)
             self._params.close_host(unit)
-            if handed.write is not None:
-                self._params.units[unit].field.finish_move(handed.write)
-            handed.ticket.result()  # raises what went wrong
+            if submitted.write is not None:
+                each.params.field.finish_move(submitted.write)
+            submitted.ticket.result()  # raises what went wrong
             self.finished.append(unit)
 
 

@@ -1,0 +1,174 @@
+"""One unit as the engine drives it: a row of the scheduler, and how far its updates are.
+
+[Note: two updates of a unit]
+The update that this step asks for may be due while the last step's is still being written home. So `due` and
+`submitted` are lifecycles of their own, and each change of them is a method that checks where it comes from:
+
+    due:        None -> segments (ask) -> blocked <-> unblocked -> None (submit, or update on the device)
+    submitted:  None -> an update in the pipeline (submit) -> None (finish)
+    ahead:      None -> a speculative update (submit) -> None (commit, roll back)
+
+A unit whose update is speculative has none that is due.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from infinity.optim.jobs import Segment, UpdateTicket
+from infinity.schedule.unit_state import UnitState
+from infinity.tiers import Move, Residency
+from infinity.tiers.unit_params import UnitParams
+
+
+@dataclass
+class Submitted:
+    """An update in the pipeline.
+
+    Attributes:
+        write: the writing of the new parameters to their home, if they are written.
+        keeps: its gradients may be of use again.
+    """
+
+    ticket: UpdateTicket
+    write: Move | None
+    keeps: bool
+
+
+class OldParams(Enum):
+    """Where the parameters from before a speculative update are kept."""
+
+    SLOTS = auto()  # of their own on the drives
+    STATES = auto()  # which have two slots there, and from which they can be reconstructed
+    IMAGES = auto()  # in memory
+    NOWHERE = auto()
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A speculative update, submitted or over.
+
+    Attributes:
+        segments: what it does to the tiles in `tiles`.
+    """
+
+    segments: tuple[Segment, ...]
+    tiles: frozenset[int]
+    ticket: UpdateTicket
+    old_params: OldParams
+
+
+class Unit(UnitState):
+    """A unit.
+
+    Attributes:
+        params: its copies.
+        due: the update that this step asks for and that is not submitted yet.
+        blocked: how it is carried out (written home, needed when) once its gradients have room; None unless the unit is
+            in memory and waits for that.
+        begun: tiles that have had the update that is due already.
+        submitted: the update in the pipeline.
+        ahead: the speculative update.
+    """
+
+    __slots__ = ("_reconstructable", "ahead", "begun", "blocked", "due", "params", "submitted")
+
+    def __init__(self, params: UnitParams) -> None:
+        spec = params.spec
+        super().__init__(params.index, spec.name, spec.nbytes, moves=spec.offloaded)
+        self.params = params
+        self.due: tuple[Segment, ...] | None = None
+        self.blocked: tuple[bool, int] | None = None
+        self.begun: frozenset[int] | None = None
+        self.submitted: Submitted | None = None
+        self.ahead: Ahead | None = None
+        self._reconstructable = False
+
+    # The row #
+
+    @property
+    def residency(self) -> Residency:
+        return self.params.residency
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.params.computed_on.pins > 0
+
+    @property
+    def update_is_due(self) -> bool:
+        return self.due is not None
+
+    @property
+    def update_is_submitted(self) -> bool:
+        return self.submitted is not None
+
+    @property
+    def is_reconstructable(self) -> bool:
+        return self._reconstructable
+
+    # Updates #
+
+    def ask(self, segments: tuple[Segment, ...]) -> None:
+        """This step's update is due."""
+        self._expect(self.due is None and self.ahead is None, "an update is asked for")
+        self.due = segments
+
+    def block(self, *, write: bool, needed: int) -> None:
+        """The update that is due has to wait although the unit is in memory."""
+        self._expect(self.due is not None, "an update is blocked")
+        self.blocked = write, needed
+
+    def take_due(self) -> tuple[Segment, ...]:
+        """The update that is due is begun."""
+        due = self.due
+        self._expect(due is not None, "an update is begun")
+        assert due is not None
+        self.due = self.blocked = self.begun = None
+        return due
+
+    def submit(self, submitted: Submitted, *, reconstructable: bool) -> None:
+        """An update is in the pipeline."""
+        self._expect(self.submitted is None, "an update is submitted")
+        self._reconstructable = reconstructable
+        self.submitted = submitted
+
+    def run_ahead(self, ahead: Ahead) -> None:
+        """The update in the pipeline is speculative."""
+        self._expect(self.ahead is None and self.due is None, "a speculative update is submitted")
+        self.ahead = ahead
+
+    def finish(self) -> Submitted:
+        """The update in the pipeline is computed and written, or has failed."""
+        submitted = self.submitted
+        self._expect(submitted is not None, "an update is finished")
+        assert submitted is not None
+        self.submitted = None
+        return submitted
+
+    def commit(self, *, in_part: bool) -> Ahead:
+        """The speculative update is the unit's.
+
+        Args:
+            in_part: of its tiles; the update of the others is due.
+        """
+        ahead = self.roll_back()
+        if in_part:
+            self.begun = ahead.tiles
+            self.ask(ahead.segments)
+        return ahead
+
+    def roll_back(self) -> Ahead:
+        """The speculative update did not take place, or is undone."""
+        ahead = self.ahead
+        self._expect(ahead is not None, "a speculative update is decided on")
+        assert ahead is not None
+        self.ahead = None
+        return ahead
+
+    def _expect(self, legal: bool, what: str) -> None:
+        if not legal:
+            raise RuntimeError(
+                f"unit `{self.name}`: {what}, but due is {self.due is not None}, submitted is "
+                f"{self.submitted is not None} and speculative is {self.ahead is not None}"
+            )
