@@ -123,8 +123,8 @@ def count(engine: infinity.Engine) -> tuple[int, int, int, int]:
     staying = sum(storage_bytes(runtime.params.tensor(unit)) for unit in units if not offloaded(runtime, unit))
     gathered = runtime.host.parts["parameters"].used_bytes if any(offloaded(runtime, unit) for unit in units) else 0
     homes = lease_bytes(each.lease for each in runtime.params.units)
-    own = lease_bytes(runtime.grads.host._own.values())
-    lent = lease_bytes(runtime.grads.host._leases.values())
+    own = lease_bytes(each.own for each in runtime.grads.host._units if each.own is not None)
+    lent = lease_bytes(each.lease for each in runtime.grads.host._units if each.lease is not None)
     tiles = [tile.lease for unit in units for tile in runtime.pipeline._states.tiles(unit)]
     states = lease_bytes(tiles)
     source = engine._step.gradients._source

@@ -34,6 +34,7 @@ from infinity.telemetry import Counters, StallCause, Times
 from infinity.tiers.copies import Field, Memory, Move, State, Transfer
 from infinity.tiers.link import Link
 from infinity.tiers.norms import Norms
+from infinity.tiers.slots import Extent
 from infinity.tiers.swap import SwapSpace
 
 _HOST, _NVME = Memory.HOST, Memory.NVME
@@ -97,6 +98,34 @@ class Arrival:
         return None
 
 
+class _UnitGrads:
+    """One unit's gradients.
+
+    Attributes:
+        field, host: all copies, and the one in host memory.
+        own: memory that nobody else has; None for a unit that leases some.
+        lease: of another unit's copy in host memory.
+        tensor: the flat gradients in host memory; None while the unit has no memory for them.
+        extent: its place on the drive; None for a unit that does not spill.
+        arrival: what is on its way from the device.
+        is_elsewhere: the optimizer state tells the gradients, which have no other copy.
+    """
+
+    __slots__ = ("arrival", "extent", "field", "host", "is_elsewhere", "lease", "nbytes", "own", "tensor", "unit")
+
+    def __init__(self, unit: int, nbytes: int) -> None:
+        self.unit = unit
+        self.nbytes = nbytes
+        self.field = Field(f"the gradients of unit {unit}", (_NVME, _HOST))
+        self.host = self.field.copies[_HOST]
+        self.own: Lease | None = None
+        self.lease: Lease | None = None
+        self.tensor: torch.Tensor | None = None
+        self.extent: Extent | None = None
+        self.arrival: Arrival | None = None
+        self.is_elsewhere = False
+
+
 class GradStore:
     """Flat gradient buffers, one a unit.
 
@@ -121,28 +150,28 @@ class GradStore:
         link: Link,
         norms: Norms,
     ) -> None:
-        self._sizes = [numel * dtype.itemsize for numel in numels]
+        self._units = [_UnitGrads(unit, numel * dtype.itemsize) for unit, numel in enumerate(numels)]
         self._dtype = dtype
         self._handing_over = arena.handing_over
         self._counters = counters
         self._swap = swap
         self._link = link
         self.norms = norms
-        self._fields = [Field(f"the gradients of unit {unit}", (_NVME, _HOST)) for unit in range(len(numels))]
-        self._hosts = [field.copies[_HOST] for field in self._fields]
-        self._own = {unit: arena.lease(self._sizes[unit]) for unit in homes.own if self._sizes[unit]}
-        self._tensors = {unit: lease.tensor(dtype) for unit, lease in self._own.items()}  # of copies in host memory
-        slot_bytes = max((self._sizes[unit] for unit in homes.spilled), default=0)
+        for each in (self._units[unit] for unit in homes.own if self._units[unit].nbytes):
+            each.own = arena.lease(each.nbytes)
+            each.tensor = each.own.tensor(dtype)
+        spilled = [self._units[unit] for unit in homes.spilled]
+        slot_bytes = max((each.nbytes for each in spilled), default=0)
         self._slots = tuple(arena.lease(slot_bytes) for _ in range(homes.slots))
-        self._extents = {unit: swap.reserve(self._sizes[unit]) for unit in homes.spilled}
-        own_bytes = sum(self._sizes[unit] for unit in homes.own)
+        for each in spilled:
+            each.extent = swap.reserve(each.nbytes)
+        own_bytes = sum(self._units[unit].nbytes for unit in homes.own)
         self._shared_bytes = 0 if homes.spilled else capacity_bytes - own_bytes
         self._shared = arena.part(self._shared_bytes, counts_leases=True)
-        self._largest_bytes = max((size for unit, size in enumerate(self._sizes) if unit not in self._own), default=0)
-        self._leases: dict[int, Lease] = {}  # memory of the other units' copies, oldest first
+        self._largest_bytes = max((each.nbytes for each in self._units if each.own is None), default=0)
+        self._leased: dict[_UnitGrads, None] = {}  # units that lease memory for their copies, oldest first
         self._leased_bytes = 0
-        self._elsewhere: set[int] = set()  # units whose gradients the optimizer states tell
-        self._arrivals: dict[int, Arrival] = {}  # of units whose gradients come from the device, oldest first
+        self._arriving: dict[_UnitGrads, None] = {}  # units whose gradients come from the device, oldest first
 
     # Adding #
 
@@ -155,23 +184,25 @@ class GradStore:
         Raises:
             StorageError: they cannot be read again.
         """
-        if unit in self._elsewhere:
+        each = self._units[unit]
+        if each.is_elsewhere:
             raise RuntimeError(f"the gradients of unit {unit} are asked for, which its update has")
-        return self._open(unit)
+        return self._open(each)
 
-    def _open(self, unit: int) -> torch.Tensor | None:
-        host = self._hosts[unit]
+    def _open(self, each: _UnitGrads) -> torch.Tensor | None:
+        host = each.host
         if host.state is not _WRITING:
-            if host.pins or not self._bring(unit, Priority.DEMAND):
+            if host.pins or not self._bring(each, Priority.DEMAND):
                 return None
-            if unit in self._extents or unit in self._arrivals:
-                self._finish_moves(unit)
-            self._fields[unit].begin_write(_HOST)
-        return self._tensors[unit]
+            if each.extent is not None or each.arrival is not None:
+                self._finish_moves(each)
+            each.field.begin_write(_HOST)
+        return each.tensor
 
     def can_receive(self, unit: int) -> bool:
         """All that the unit's gradients have in this step is on its way from the device, if they have anything."""
-        return unit in self._arrivals or not (self._fields[unit].version or self._hosts[unit].state is _WRITING)
+        each = self._units[unit]
+        return each.arrival is not None or not (each.field.version or each.host.state is _WRITING)
 
     def receive(self, unit: int, start: int, grad: torch.Tensor, index: int) -> Transfer | None:
         """Start to copy a part's gradients from the device, and behind them their norm; see `can_receive`.
@@ -183,68 +214,74 @@ class GradStore:
         Returns:
             The last of the copies; None while there is no room.
         """
-        arrival = self._arrivals.get(unit)
-        if arrival is None:
+        each = self._units[unit]
+        if each.arrival is None:
             self._finish_arrivals(ARRIVING_UNITS - 1)
-            if not self._bring(unit, Priority.DEMAND):
+            if not self._bring(each, Priority.DEMAND):
                 return None
-            field = self._fields[unit]
-            field.outdate()  # the newest value is on the device, which is no copy of ours
-            arrival = self._arrivals[unit] = Arrival()
-            field.begin_move(None, _HOST, arrival, StallCause.HOST_LINK, at=field.version)
+            each.field.outdate()  # the newest value is on the device, which is no copy of ours
+            self._arriving[each] = None
+            each.arrival = Arrival()
+            each.field.begin_move(None, _HOST, each.arrival, StallCause.HOST_LINK, at=each.field.version)
         grad = grad.to(self._dtype)
         with self._handing_over:
-            arrival.add(self._link.download(self._tensors[unit][start : start + grad.numel()], grad), grad)
+            assert each.tensor is not None
+            each.arrival.add(self._link.download(each.tensor[start : start + grad.numel()], grad), grad)
             copy = self.norms.bring(index, grad)
-            arrival.add(copy, grad)
+            each.arrival.add(copy, grad)
         self._counters.moved("device_to_host", grad.nbytes, copy, unit, "gradients")
         return copy
 
     def tensor(self, unit: int) -> torch.Tensor:
         """What the unit's gradients lie in while they are in host memory, or on their way to it."""
-        return self._tensors[unit]
+        tensor = self._units[unit].tensor
+        assert tensor is not None
+        return tensor
 
     def has_come(self, unit: int) -> bool:
         """Nothing of the unit's gradients is on its way from the device."""
-        return unit not in self._arrivals or self._arrivals[unit].has_come()
+        arrival = self._units[unit].arrival
+        return arrival is None or arrival.has_come()
 
     def _finish_arrivals(self, most: int) -> None:
         """Take note of what has come, and have no more whole units than this on their way, whose memory the device
         keeps."""
-        closed = [unit for unit, arrival in self._arrivals.items() if not arrival.open]
-        for left, unit in zip(range(len(closed), 0, -1), closed, strict=True):
-            if left <= most and not self._arrivals[unit].done():
+        closed = [each for each in self._arriving if each.arrival is not None and not each.arrival.open]
+        for left, each in zip(range(len(closed), 0, -1), closed, strict=True):
+            if left <= most and each.arrival is not None and not each.arrival.done():
                 break
-            self._finish_moves(unit)
+            self._finish_moves(each)
 
     def rest(self, unit: int) -> None:
         """Nothing is added to the unit's gradients for a while: if they may spill, they or others do so ahead."""
-        if unit in self._arrivals:
-            self._arrivals[unit].open = False
+        each = self._units[unit]
+        if each.arrival is not None:
+            each.arrival.open = False
             self._finish_arrivals(ARRIVING_UNITS)
-        if unit in self._extents:
-            self._end_write(unit)
+        if each.extent is not None:
+            self._end_write(each)
             self._spill_ahead()
 
     def holds(self, unit: int) -> bool:
         """The unit has gradients that no update has."""
-        host = self._hosts[unit]
-        return not host.pins and (self._fields[unit].version > 0 or host.state is not State.ABSENT)
+        each = self._units[unit]
+        return not each.host.pins and (each.field.version > 0 or each.host.state is not State.ABSENT)
 
     def drop(self, unit: int) -> None:
         """The unit's gradients are nothing any more."""
-        self._elsewhere.discard(unit)
+        each = self._units[unit]
+        each.is_elsewhere = False
         with suppress(StorageError):  # of no interest now
-            self._finish_moves(unit)
-        self._end_write(unit)
-        self._fields[unit].consume()
-        self._give_back(unit)
+            self._finish_moves(each)
+        self._end_write(each)
+        each.field.consume()
+        self._give_back(each)
 
     # Room #
 
     def shares(self, unit: int) -> bool:
         """Memory in which the unit's gradients do not lie is other units'."""
-        return unit in self._extents
+        return self._units[unit].extent is not None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -253,11 +290,13 @@ class GradStore:
 
     def lacks_capacity(self, unit: int) -> bool:
         """What is open takes the memory that the unit's gradients would need."""
-        return unit not in self._own and self._sizes[unit] > self._shared_bytes - self._leased_bytes
+        each = self._units[unit]
+        return each.own is None and each.nbytes > self._shared_bytes - self._leased_bytes
 
     def make_room(self, unit: int) -> bool:
         """Free room in which the unit's gradients could be; False if that is not the way."""
-        if unit not in self._extents or self._hosts[unit].pins:
+        each = self._units[unit]
+        if each.extent is None or each.host.pins:
             return False
         for state in (State.LEAVING, State.VALID, State.ARRIVING, State.WRITING):
             other = self._first_in(state)
@@ -274,103 +313,110 @@ class GradStore:
 
     def can_hand_over(self, unit: int) -> bool:
         """There is room for the unit's gradients, if they are elsewhere."""
-        here = unit not in self._extents or self._hosts[unit].state is not State.ABSENT
-        return here or self._memory_for(unit) is not None
+        each = self._units[unit]
+        return each.extent is None or each.host.state is not State.ABSENT or self._memory_for(each) is not None
 
     def hand_over(self, unit: int) -> tuple[torch.Tensor, tuple[Move, ...]]:
         """The gradients are the unit's update's, once these moves are over; pairs with `used`."""
-        self._end_write(unit)
-        if unit in self._arrivals:
-            self._arrivals[unit].open = False
-        if not self._bring(unit, Priority.PREFETCH):
+        each = self._units[unit]
+        self._end_write(each)
+        if each.arrival is not None:
+            each.arrival.open = False
+        if not self._bring(each, Priority.PREFETCH):
             raise RuntimeError("gradients are handed over although there is no room for them")
-        self._fields[unit].pin(_HOST)
-        return self._tensors[unit], tuple(self._hosts[unit].moves)
+        each.field.pin(_HOST)
+        assert each.tensor is not None
+        return each.tensor, tuple(each.host.moves)
 
     def used(self, unit: int) -> None:
         """The update has used the gradients."""
-        self._fields[unit].unpin(_HOST)
+        self._units[unit].field.unpin(_HOST)
         self.drop(unit)
 
     def left(self, unit: int) -> None:
         """As `used`, but the update may be asked for the gradients: until it has them `restore`, or they are of no use
         any more, nobody else can."""
         self.used(unit)
-        self._elsewhere.add(unit)
+        self._units[unit].is_elsewhere = True
 
     def is_elsewhere(self, unit: int) -> bool:
         """An update has the unit's gradients, which has `left` them."""
-        return unit in self._elsewhere
+        return self._units[unit].is_elsewhere
 
     def restore(self, unit: int) -> torch.Tensor | None:
         """Where the unit's gradients are to be again, filled at once; None while there is no room."""
-        buffer = self._open(unit)
+        each = self._units[unit]
+        buffer = self._open(each)
         if buffer is not None:
-            self._elsewhere.discard(unit)
+            each.is_elsewhere = False
         return buffer
 
     def returned(self, unit: int) -> None:
         """The update does not use the gradients any more, and they may be of use again; in place of `used`."""
-        self._fields[unit].unpin(_HOST)
+        self._units[unit].field.unpin(_HOST)
         self.rest(unit)
 
     # Memory #
 
-    def _bring(self, unit: int, priority: Priority) -> bool:
+    def _bring(self, each: _UnitGrads, priority: Priority) -> bool:
         """Have the unit's copy in host memory, or on its way there; False while there is no room."""
-        field, host = self._fields[unit], self._hosts[unit]
-        if host.state is State.LEAVING:
-            field.keep(_HOST)
-        if host.state is State.ABSENT and unit not in self._own:
-            lease = self._memory_for(unit)
+        if each.host.state is State.LEAVING:
+            each.field.keep(_HOST)
+        if each.host.state is State.ABSENT and each.own is None:
+            lease = self._memory_for(each)
             if lease is None:
                 return False
-            self._leases[unit] = lease
-            self._leased_bytes += self._sizes[unit]
-            self._tensors[unit] = lease.tensor(self._dtype, self._sizes[unit] // self._dtype.itemsize)
-            if field.version:
-                self._move(unit, _NVME, _HOST, priority)
+            self._leased[each] = None
+            each.lease = lease
+            self._leased_bytes += each.nbytes
+            self._place(each, lease)
+            if each.field.version:
+                self._move(each, _NVME, _HOST, priority)
         return True
 
-    def _memory_for(self, unit: int) -> Lease | None:
+    def _place(self, each: _UnitGrads, lease: Lease) -> None:
+        each.tensor = lease.tensor(self._dtype, each.nbytes // self._dtype.itemsize)
+
+    def _memory_for(self, each: _UnitGrads) -> Lease | None:
         """What the unit's copy may lie in: a free slot, or a new lease."""
-        if unit in self._extents:
+        if each.extent is not None:
             return self._free_slot()
-        if self.lacks_capacity(unit):
+        if self.lacks_capacity(each.unit):
             return None
-        nbytes = self._sizes[unit]
-        small = nbytes < self._largest_bytes
-        lease = self._shared.try_lease(nbytes, at_end=small)
+        small = each.nbytes < self._largest_bytes
+        lease = self._shared.try_lease(each.nbytes, at_end=small)
         if lease is None and self._close_gaps():
-            lease = self._shared.try_lease(nbytes)
+            lease = self._shared.try_lease(each.nbytes)
         return lease
 
     def _close_gaps(self) -> bool:
         """Move what shares memory together, see [Note: room for gradients]; False while an update uses some of it."""
-        if any(self._hosts[unit].pins for unit in self._leases):
+        if any(each.host.pins for each in self._leased):
             return False
-        for unit in self._leases:
-            self._finish_moves(unit)
-        self._shared.close_gaps(list(self._leases.values()))
-        for unit, lease in self._leases.items():
-            self._tensors[unit] = lease.tensor(self._dtype, self._sizes[unit] // self._dtype.itemsize)
+        for each in self._leased:
+            self._finish_moves(each)
+        leases = {each: each.lease for each in self._leased if each.lease is not None}
+        self._shared.close_gaps(list(leases.values()))
+        for each, lease in leases.items():
+            self._place(each, lease)
         return True
 
     def _free_slot(self) -> Lease | None:
         """One that nobody has; else that of what was written first, which may be of use where it is until then."""
-        if len(self._leases) == len(self._slots):
-            for unit in self._leases:
-                host = self._hosts[unit]
-                written = host.state is State.LEAVING and all(move.done() for move in host.moves)
-                if written or host.state is State.ABSENT:  # the latter if it could not be read
-                    self._leave(unit)
+        if len(self._leased) == len(self._slots):
+            for each in self._leased:
+                written = each.host.state is State.LEAVING and all(move.done() for move in each.host.moves)
+                if written or each.host.state is State.ABSENT:  # the latter if it could not be read
+                    self._leave(each)
                     break
-        return next((slot for slot in self._slots if slot not in self._leases.values()), None)
+        taken = [each.lease for each in self._leased]
+        return next((slot for slot in self._slots if slot not in taken), None)
 
-    def _give_back(self, unit: int) -> None:
-        lease = self._leases.pop(unit, None)
+    def _give_back(self, each: _UnitGrads) -> None:
+        lease, each.lease = each.lease, None
         if lease is not None:
-            self._leased_bytes = self._leased_bytes - self._sizes[unit] if self._leases else 0
+            self._leased.pop(each, None)
+            self._leased_bytes = self._leased_bytes - each.nbytes if self._leased else 0
             if lease not in self._slots:
                 lease.release()
 
@@ -378,62 +424,63 @@ class GradStore:
 
     def _spill_ahead(self) -> None:
         """Have the next units find a slot: one that is free, or will soon be."""
-        leaving = sum(self._hosts[unit].state is State.LEAVING for unit in self._leases)
-        for _ in range(spilled_ahead(len(self._slots)) - (len(self._slots) - len(self._leases)) - leaving):
+        leaving = sum(each.host.state is State.LEAVING for each in self._leased)
+        for _ in range(spilled_ahead(len(self._slots)) - (len(self._slots) - len(self._leased)) - leaving):
             oldest = self._first_in(State.VALID)
             if oldest is None:
                 return
             self._spill(oldest)
 
-    def _first_in(self, state: State) -> int | None:
+    def _first_in(self, state: State) -> _UnitGrads | None:
         """Which of the units in slots has been there longest, of those in this state that no update has."""
-        return next((u for u in self._leases if self._hosts[u].state is state and not self._hosts[u].pins), None)
+        return next((each for each in self._leased if each.host.state is state and not each.host.pins), None)
 
-    def _end_write(self, unit: int) -> None:
-        if self._hosts[unit].state is _WRITING:
-            self._fields[unit].end_write(_HOST)
+    def _end_write(self, each: _UnitGrads) -> None:
+        if each.host.state is _WRITING:
+            each.field.end_write(_HOST)
 
-    def _spill(self, unit: int) -> None:
+    def _spill(self, each: _UnitGrads) -> None:
         """Start writing the unit's gradients; what they lie in is free once that is done."""
-        self._end_write(unit)
-        field = self._fields[unit]
-        if not field.is_newest(_NVME) and not field.copies[_NVME].moves:
-            self._move(unit, _HOST, _NVME, Priority.WRITE_BACK)
-        field.drop(_HOST)
+        self._end_write(each)
+        if not each.field.is_newest(_NVME) and not each.field.copies[_NVME].moves:
+            self._move(each, _HOST, _NVME, Priority.WRITE_BACK)
+        each.field.drop(_HOST)
 
-    def _leave(self, unit: int) -> None:
+    def _leave(self, each: _UnitGrads) -> None:
         """Wait until the unit's gradients are written, and give back what they lay in."""
-        self._finish_moves(unit)
-        self._fields[unit].gone(_HOST)
-        self._give_back(unit)
+        self._finish_moves(each)
+        each.field.gone(_HOST)
+        self._give_back(each)
 
-    def _move(self, unit: int, source: Memory, target: Memory, priority: Priority) -> None:
-        nbytes, extent = self._sizes[unit], self._extents[unit]
-        span = self._leases[unit].span(0, nbytes)
+    def _move(self, each: _UnitGrads, source: Memory, target: Memory, priority: Priority) -> None:
+        assert each.lease is not None
+        assert each.extent is not None
+        span = each.lease.span(0, each.nbytes)
         future: IoFuture
         with self._handing_over:
             if target is _HOST:
                 route, cause = "nvme_read", StallCause.DISK_READ
-                future = self._swap.read(extent, span, priority=priority)
+                future = self._swap.read(each.extent, span, priority=priority)
             else:
                 route, cause = "nvme_write", StallCause.DISK_WRITE
-                future = self._swap.write(extent, span)
-            self._fields[unit].begin_move(source, target, future, cause)
-        self._counters.moved(route, nbytes, future, unit, "grads")
+                future = self._swap.write(each.extent, span)
+            each.field.begin_move(source, target, future, cause)
+        self._counters.moved(route, each.nbytes, future, each.unit, "grads")
 
-    def _finish_moves(self, unit: int) -> None:
-        field = self._fields[unit]
+    def _finish_moves(self, each: _UnitGrads) -> None:
         # A write that is done may have left its source already, and its target waits to hear how it ended.
-        for move in dict.fromkeys(move for copy in field.copies.values() for move in copy.moves):
+        for move in dict.fromkeys(move for copy in each.field.copies.values() for move in copy.moves):
             with self._counters.stalled(move.cause):
-                field.finish_move(move)
-        self._arrivals.pop(unit, None)
+                each.field.finish_move(move)
+        each.arrival = None
+        self._arriving.pop(each, None)
 
     def close(self) -> None:
         """Nothing may come any more from the device: its memory and the host's go."""
-        for arrival in self._arrivals.values():
-            arrival.result()
-        self._arrivals.clear()
-        for host in self._hosts:
-            host.moves.clear()  # they lead back to the copy
+        for each in self._units:
+            if each.arrival is not None:
+                each.arrival.result()
+            each.arrival = None
+            each.host.moves.clear()  # they lead back to the copy
+        self._arriving.clear()
         self.norms.close()

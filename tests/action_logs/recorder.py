@@ -110,11 +110,11 @@ def recording(recorder: Recorder) -> Iterator[None]:
         after(UpdatePipeline, "withdraw", lambda _, ticket: f"withdraw {name(ticket.job.unit)}")
         action(InFlight, "confirm", lambda _, unit: f"commit {name(unit)}")
         action(InFlight, "undo", lambda _, units, grads=True: f"roll back {names(units)}" if units else None)
-        action(GradStore, "_spill", lambda _, unit: f"spill {name(unit)}")
+        action(GradStore, "_spill", lambda _, each: f"spill {name(each.unit)}")
         action(
             GradStore,
             "_move",
-            lambda _, unit, source, target, priority: f"read spilled {name(unit)}" if target is Memory.HOST else None,
+            lambda _, each, source, target, *__: f"read spilled {name(each.unit)}" if target is Memory.HOST else None,
         )
         action(ActivationStore, "_read", lambda _, entry, *__: f"read activation of {entry.nbytes}")
         action(ActivationStore, "_leave_arena", lambda _, entry: f"evict activation of {entry.nbytes}")

@@ -41,7 +41,7 @@ USES = [  # accumulation, clipping, schedule
 def places(engine: infinity.Engine) -> dict[int, int]:
     """Where spilled gradients are in the one swap file: offset and bytes of each unit's."""
     store = engine._runtime.grads.host
-    pieces = [extent.pieces for extent in store._extents.values()]
+    pieces = [each.extent.pieces for each in store._units if each.extent is not None]
     return {piece.offset: piece.nbytes for (piece,) in pieces}
 
 
@@ -215,11 +215,12 @@ def test_a_full_disk_is_refused_with_what_is_needed_and_what_is_free(tmp_path) -
 def flip_a_byte(engine: infinity.Engine, file: Path) -> int:
     """Of gradients that are on the drive alone; returns where."""
     store = engine._runtime.grads.host
-    for unit in list(store._leases):
-        if store._hosts[unit].state is State.LEAVING:
-            store._leave(unit)
-    unit = next(u for u in store._extents if store._hosts[u].state is State.ABSENT and store._fields[u].version)
-    offset = store._extents[unit].pieces[0].offset + 100
+    for each in list(store._leased):
+        if each.host.state is State.LEAVING:
+            store._leave(each)
+    spilled = (each for each in store._units if each.extent is not None)
+    away = next(each for each in spilled if each.host.state is State.ABSENT and each.field.version)
+    offset = away.extent.pieces[0].offset + 100
     with file.open("r+b") as raw:
         raw.seek(offset)
         byte = raw.read(1)[0]
