@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from infinity.schedule import Ahead
 from infinity.telemetry import Counters, StallCause, Times
-from infinity.tiers import Field, Memory, Params
+from infinity.tiers import Field, FlatSpec, Memory, Params
 from infinity.zero.ranks import Pending, Ranks
 
 _DEVICE = Memory.DEVICE
@@ -43,6 +43,29 @@ class _Gather:
         return None
 
 
+class _Shared:
+    """A unit that several ranks share.
+
+    Attributes:
+        whole: its one copy has all ranks' shards.
+        moving_bytes: of the whole unit, if it comes and goes; else 0.
+        uses: modules that compute on it now.
+    """
+
+    __slots__ = ("moving_bytes", "unit", "uses", "whole")
+
+    def __init__(self, unit: int, spec: FlatSpec) -> None:
+        self.unit = unit
+        self.moving_bytes = spec.nbytes if spec.offloaded else 0
+        self.uses = 0
+        self.whole = Field(f"whole {spec.name}", [_DEVICE])
+        self.whole.outdate()  # there is a value, and it is not whole
+
+    @property
+    def is_whole(self) -> bool:
+        return self.whole.is_newest(_DEVICE)
+
+
 class Gathering:
     """Which units are whole, and which ones will be. A unit of one rank alone always is.
 
@@ -54,39 +77,39 @@ class Gathering:
     def __init__(
         self, params: Params, ranks: Ranks, capacity_bytes: int, counters: Counters, ahead_bytes: int = 0
     ) -> None:
-        self._ahead: dict[int, None] = {}  # units that are pinned and gathered for their next use, in its order
         self._params = params
         self._ranks = ranks
         self._counters = counters
-        self._moving_bytes = [spec.nbytes if spec.offloaded else 0 for spec in params.specs]
-        self._may_be_ahead = Ahead(capacity_bytes, ahead_bytes, max(self._moving_bytes, default=0))
-        shared = (unit for unit, spec in enumerate(params.specs) if spec.sharding.count > 1)
-        self._whole = {unit: Field(f"whole {params.specs[unit].name}", [_DEVICE]) for unit in shared}
-        for field in self._whole.values():
-            field.outdate()  # there is a value, and it is not whole
-        self._order = [] if any(self._moving_bytes) else list(self._whole)
+        self._shared = [
+            _Shared(unit, spec) if spec.sharding.count > 1 else None for unit, spec in enumerate(params.specs)
+        ]
+        moving_bytes = [spec.nbytes if spec.offloaded else 0 for spec in params.specs]
+        self._may_be_ahead = Ahead(capacity_bytes, ahead_bytes, max(moving_bytes, default=0))
+        self._ahead: dict[_Shared, None] = {}  # units that are pinned and gathered for their next use, in its order
+        self._order = [] if any(moving_bytes) else [each for each in self._shared if each is not None]
         self._in_forward = False
-        self._uses: dict[int, int] = {}  # of units that are in use
-        self._in_use_bytes = 0  # those of them that come and go
+        self._in_use_bytes = 0  # of units that are in use, and come and go
 
     def is_whole(self, unit: int) -> bool:
         """All ranks' pieces of the unit are here, and the newest."""
-        return unit not in self._whole or self._whole[unit].is_newest(_DEVICE)
+        each = self._shared[unit]
+        return each is None or each.is_whole
 
     def enter(self, unit: int) -> None:
         """Have a resident unit whole."""
-        if unit not in self._whole:
+        each = self._shared[unit]
+        if each is None:
             return
-        if unit not in self._uses:
-            self._in_use_bytes += self._moving_bytes[unit]
-        self._uses[unit] = self._uses.get(unit, 0) + 1  # first, because `leave` follows whatever happens here
-        if unit in self._ahead:
-            while (first := next(iter(self._ahead))) != unit:
+        if not each.uses:
+            self._in_use_bytes += each.moving_bytes
+        each.uses += 1  # first, because `leave` follows whatever happens here
+        if each in self._ahead:
+            while (first := next(iter(self._ahead))) is not each:
                 self._drop(first)
-            self._take(unit)
-        elif not self.is_whole(unit):
+            self._take(each)
+        elif not each.is_whole:
             self.drop_ahead()
-        self.gather(unit)
+        self._gather(each)
 
     def leave(self, unit: int, expected: int | None) -> None:
         """A use is over; one that failed before its `enter` is none.
@@ -94,18 +117,18 @@ class Gathering:
         Args:
             expected: the unit that is used next.
         """
-        if unit not in self._uses:
+        each = self._shared[unit]
+        if each is None or not each.uses:
             return
-        self._uses[unit] -= 1
-        if self._uses[unit]:
+        each.uses -= 1
+        if each.uses:
             return
-        del self._uses[unit]
-        self._in_use_bytes -= self._moving_bytes[unit]
-        if expected == unit and unit not in self._ahead and self.is_whole(unit) and self._moving_bytes[unit]:
+        self._in_use_bytes -= each.moving_bytes
+        if expected == unit and each not in self._ahead and each.is_whole and each.moving_bytes:
             self._params.pin(unit)
-            self._ahead = {unit: None, **self._ahead}
-        elif unit not in self._ahead:
-            self.let_go(unit)
+            self._ahead = {each: None, **self._ahead}
+        elif each not in self._ahead:
+            self._let_go(each)
 
     def begin_cycle(self) -> None:
         """A forward pass begins."""
@@ -114,9 +137,10 @@ class Gathering:
     def end_cycle(self) -> None:
         """Nothing more is used for now."""
         self.drop_ahead()
-        for unit in list(self._uses):  # an exception has kept them from being left
-            self._uses[unit] = 1
-            self.leave(unit, None)
+        for each in self._shared:
+            if each is not None and each.uses:  # an exception has kept it from being left
+                each.uses = 1
+                self.leave(each.unit, None)
 
     def due(self, upcoming: Sequence[int]) -> int | None:
         """The unit that is to be gathered next, under the use that begins; None if there is none, or no room for it.
@@ -127,101 +151,122 @@ class Gathering:
         if self._order:
             if not self._in_forward:  # updates begin, and nobody uses their units before the next pass
                 return None
-            upcoming = [unit for unit in self._order if not self.is_whole(unit)][: len(upcoming)]
+            upcoming = [each.unit for each in self._order if not each.is_whole][: len(upcoming)]
         passed: list[int] = []
         for steps, unit in enumerate(upcoming, 1):
+            each = self._shared[unit]
             # Between two uses of a unit that comes and goes it is let go, unless one follows the other at once: what
             # comes behind the second is gathered behind it.
             if (
-                self._moving_bytes[unit]
+                each is not None
+                and each.moving_bytes
                 and passed[-1:] != [unit]
-                and (unit in passed or (steps > 1 and unit in self._uses))
+                and (unit in passed or (steps > 1 and each.uses))
             ):
                 return None
             passed.append(unit)
-            if not self.is_whole(unit) and unit not in self._ahead:
-                return unit if self._has_room(unit, steps) else None
+            if each is not None and not each.is_whole and each not in self._ahead:
+                return unit if self._has_room(each, steps) else None
         return None
 
-    def _has_room(self, unit: int, steps: int) -> bool:
+    def _has_room(self, each: _Shared, steps: int) -> bool:
         """A unit that is used so many uses from now has room beside all that is in use and comes before it."""
-        if self._moving_bytes[unit]:
-            ahead_bytes = sum(self._moving_bytes[other] for other in self._ahead)
-            return self._may_be_ahead.may_be(steps, self._moving_bytes[unit], self._in_use_bytes, ahead_bytes)
+        if each.moving_bytes:
+            ahead_bytes = sum(other.moving_bytes for other in self._ahead)
+            return self._may_be_ahead.may_be(steps, each.moving_bytes, self._in_use_bytes, ahead_bytes)
         specs = self._params.specs
-        whole_bytes = sum(specs[other].nbytes for other in (*self._ahead, unit))
+        whole_bytes = sum(specs[other.unit].nbytes for other in (*self._ahead, each))
         return steps == 1 or whole_bytes <= self._may_be_ahead.bytes
 
     def look_ahead(self, unit: int) -> None:
         """Start to gather a resident unit that is pinned; it is unpinned when it is taken or dropped."""
-        self._start(unit)
-        self._ahead[unit] = None
+        each = self._shared[unit]
+        assert each is not None
+        self._start(each)
+        self._ahead[each] = None
 
     def changed(self, unit: int) -> None:
         """The unit's values are others now, or will be.
 
         A gathering under way ends first: it may write the old values, this rank's own among them, until it is over.
         """
-        if unit in self._whole:
-            if unit in self._ahead:
-                self._drop(unit)
-            self._outdate(unit)
+        each = self._shared[unit]
+        if each is not None:
+            self._change(each)
+
+    def _change(self, each: _Shared) -> None:
+        if each in self._ahead:
+            self._drop(each)
+        self._wait(each)
+        each.whole.outdate()
 
     def let_go(self, unit: int) -> None:
         """Nobody needs the unit whole for now, unless it is in use; what stays on the device does stay whole."""
-        if self._moving_bytes[unit] and unit not in self._uses:
-            self.changed(unit)
+        each = self._shared[unit]
+        if each is not None:
+            self._let_go(each)
+
+    def _let_go(self, each: _Shared) -> None:
+        if each.moving_bytes and not each.uses:
+            self._change(each)
 
     def gather(self, unit: int) -> None:
         """All ranks make a resident unit whole now, unless it is."""
-        if unit in self._ahead:
-            self._take(unit)
-        if not self.is_whole(unit):
-            self._start(unit)
-            self._wait(unit)
+        each = self._shared[unit]
+        if each is not None:
+            self._gather(each)
+
+    def _gather(self, each: _Shared) -> None:
+        if each in self._ahead:
+            self._take(each)
+        if not each.is_whole:
+            self._start(each)
+            self._wait(each)
 
     def owed(self, unit: int | None = None) -> list[int]:
         """Units that are gathered before this one, or before another collective, whoever uses them."""
         if not self._in_forward or (unit is not None and self.is_whole(unit)):
             return []
         self._in_forward = unit is not None
-        stop = None if unit is None else self._order.index(unit)
-        return [other for other in self._order[:stop] if not self.is_whole(other)]
+        owed = []
+        for each in self._order:
+            if each.unit == unit:
+                break
+            if not each.is_whole:
+                owed.append(each.unit)
+        return owed
 
     def follow(self, order: Sequence[int]) -> None:
         """All ranks gather in this order from now on, behind what is not in it; they call this together."""
         if self._order:
-            others = [unit for unit in self._order if unit not in order]
-            self._order = others + [unit for unit in order if unit in self._whole]
+            others = [each for each in self._order if each.unit not in order]
+            shared = [self._shared[unit] for unit in order]
+            self._order = others + [each for each in shared if each is not None]
 
     def drop_ahead(self) -> None:
         """What was gathered ahead is not used next."""
         while self._ahead:
             self._drop(next(iter(self._ahead)))
 
-    def _drop(self, unit: int) -> None:
-        self._take(unit)
-        self.let_go(unit)
+    def _drop(self, each: _Shared) -> None:
+        self._take(each)
+        self._let_go(each)
 
-    def _take(self, unit: int) -> None:
+    def _take(self, each: _Shared) -> None:
         """What was gathered ahead is whole now."""
-        del self._ahead[unit]
+        del self._ahead[each]
         try:
-            self._wait(unit)
+            self._wait(each)
         finally:
-            self._params.unpin(unit)
+            self._params.unpin(each.unit)
 
-    def _start(self, unit: int) -> None:
-        spec, field = self._params.specs[unit], self._whole[unit]
-        gathers = self._ranks.all_gather(self._params.tensor(unit), spec.pieces, spec.name)
+    def _start(self, each: _Shared) -> None:
+        spec, field = self._params.specs[each.unit], each.whole
+        gathers = self._ranks.all_gather(self._params.tensor(each.unit), spec.pieces, spec.name)
         field.begin_move(None, _DEVICE, _Gather(gathers), StallCause.COLLECTIVE, at=field.version)
 
-    def _wait(self, unit: int) -> None:
-        move = self._whole[unit].arriving(_DEVICE)
+    def _wait(self, each: _Shared) -> None:
+        move = each.whole.arriving(_DEVICE)
         if move is not None:
             with self._counters.stalled(move.cause):
-                self._whole[unit].finish_move(move)
-
-    def _outdate(self, unit: int) -> None:
-        self._wait(unit)
-        self._whole[unit].outdate()
+                each.whole.finish_move(move)

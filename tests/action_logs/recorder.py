@@ -101,7 +101,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
             lambda params, unit, priority, **_: f"fetch {name(unit)} ({params.specs[unit].nbytes})",
         )
         action(Params, "evict", lambda _, unit: f"evict {name(unit)}")
-        action(Gathering, "_start", lambda _, unit: f"gather {name(unit)}")
+        action(Gathering, "_start", lambda _, each: f"gather {name(each.unit)}")
         action(UnitParams, "write_home", lambda params: f"write {name(params.index)}")
         action(UpdatePipeline, "submit", lambda _, job: _submission(name, job))
         action(UpdatePipeline, "_update", lambda _, ticket, tile: f"tile {name(ticket.job.unit)}/{tile.index}")
