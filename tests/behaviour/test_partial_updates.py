@@ -11,8 +11,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import CapacityError
-from infinity.io import Priority
-from infinity.tiers import Residency
+from infinity.schedule.actions import ParametersStale
 from infinity.zero.updates import Updates
 from tests.behaviour.reference import LR, Placement, Recipe, named_budget
 
@@ -80,7 +79,7 @@ def test_what_an_update_leaves_alone_is_no_older_on_the_drive(tmp_path) -> None:
             engine.step()
         engine.synchronize()
         for unit in range(BLOCKS):
-            executor._try_evict(unit)
+            executor._do(ParametersStale(unit))
         values = dict(engine.named_parameters())
     for name, param in reference.named_parameters():
         torch.testing.assert_close(values[name], param.detach(), rtol=1e-5, atol=1e-6)
@@ -126,19 +125,3 @@ def test_a_unit_that_is_updated_in_part_within_backward_is_computed_with_to_its_
     assert any(early)  # else this shows nothing
     for name, param in plain.named_parameters():
         torch.testing.assert_close(values[name], param.detach(), rtol=1e-2, atol=LR / 10)
-
-
-def test_nobody_waits_for_what_was_fetched_for_an_update_and_has_left(tmp_path) -> None:
-    """An update waits for the values by itself, and the plan may have the unit leave before anybody uses it."""
-    config = RECIPE.config(Placement("nvme", "nvme", tmp_path, "64KiB", host_memory=1))
-    config["tiering"]["host_memory"] = least_bytes(Chain(), config)
-    with infinity.initialize(model=Chain(), config=config)[0] as engine:
-        executor, params = engine._runtime.executor, engine._runtime.params
-        for unit in range(BLOCKS):
-            executor._try_evict(unit)
-        assert executor._fetch(0, Priority.PREFETCH)
-        params.fetch_wait(0)  # as an update does
-        assert executor._try_evict(0)
-        assert params.residency(0) is Residency.STORED
-        with pytest.raises(CapacityError):  # nothing can make room, as everything is away
-            executor._make_room(1)

@@ -18,6 +18,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import RankError
+from infinity.schedule.actions import Event, UseBegins
 from infinity.telemetry import Counters
 from infinity.tiers import FlatSpec, Sharding
 from infinity.zero.gathering import Gathering
@@ -308,14 +309,14 @@ def fail_in_enter() -> tuple[torch.Tensor, torch.Tensor]:
     x = data()[0, 0]
     with infinity.initialize(model=model, config=Recipe().config(Placement()))[0] as engine:
         executor, failures = engine._runtime.executor, [RuntimeError("out of memory")]
-        bring = executor._bring
+        perform = executor._do
 
-        def failing(unit: int) -> None:
-            if unit == 1 and failures:
+        def failing(event: Event) -> None:
+            if event == UseBegins(1) and failures:
                 raise failures.pop()
-            bring(unit)
+            perform(event)
 
-        executor._bring = failing
+        executor._do = failing
         with torch.no_grad():
             with pytest.raises(RuntimeError, match="out of memory"):
                 engine(x)

@@ -22,8 +22,10 @@ from infinity.schedule.actions import (
     MemoryFreed,
     OldParametersNeeded,
     ParametersNeeded,
+    ParametersStale,
     PassBegins,
     PassEnds,
+    RoomNeeded,
     Submit,
     UpdateDue,
     UseBegins,
@@ -181,3 +183,15 @@ def test_units_that_do_not_fit_together_are_refused_by_name() -> None:
     world.on(UseBegins(0))
     with pytest.raises(CapacityError, match=r"unit `u1` needs 4 bytes but u0 .* raise tiering.host_memory by 8 bytes"):
         world.on(UseBegins(1))
+
+
+def test_nobody_waits_for_what_was_fetched_for_an_update_and_has_left() -> None:
+    """An update waits for the values by itself, and the plan may have the unit leave before anybody uses it."""
+    world = World([4, 4], 5)
+    for action in world.scheduler._fetch(world.units[0], urgent=False):
+        world.perform(action)
+    world.units[0].residency = Residency.RESIDENT  # as an update has it
+    world.on(ParametersStale(0))
+    assert world.units[0].residency is Residency.STORED
+    with pytest.raises(CapacityError):  # nothing can make room, as everything is away
+        world.on(RoomNeeded(1))
