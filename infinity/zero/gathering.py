@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from infinity.schedule import Ahead
 from infinity.telemetry import Counters, StallCause, Times
-from infinity.tiers import Field, FlatSpec, Memory, Params
+from infinity.tiers import Field, Memory, Params
 from infinity.zero.ranks import Pending, Ranks
 
 _DEVICE = Memory.DEVICE
@@ -54,11 +54,11 @@ class _Shared:
 
     __slots__ = ("moving_bytes", "unit", "uses", "whole")
 
-    def __init__(self, unit: int, spec: FlatSpec) -> None:
+    def __init__(self, unit: int, name: str, moving_bytes: int) -> None:
         self.unit = unit
-        self.moving_bytes = spec.nbytes if spec.offloaded else 0
+        self.moving_bytes = moving_bytes
         self.uses = 0
-        self.whole = Field(f"whole {spec.name}", [_DEVICE])
+        self.whole = Field(f"whole {name}", [_DEVICE])
         self.whole.outdate()  # there is a value, and it is not whole
 
     @property
@@ -80,10 +80,11 @@ class Gathering:
         self._params = params
         self._ranks = ranks
         self._counters = counters
-        self._shared = [
-            _Shared(unit, spec) if spec.sharding.count > 1 else None for unit, spec in enumerate(params.specs)
-        ]
         moving_bytes = [spec.nbytes if spec.offloaded else 0 for spec in params.specs]
+        self._shared = [
+            _Shared(unit, spec.name, moving_bytes[unit]) if spec.sharding.count > 1 else None
+            for unit, spec in enumerate(params.specs)
+        ]
         self._may_be_ahead = Ahead(capacity_bytes, ahead_bytes, max(moving_bytes, default=0))
         self._ahead: dict[_Shared, None] = {}  # units that are pinned and gathered for their next use, in its order
         self._order = [] if any(moving_bytes) else [each for each in self._shared if each is not None]

@@ -181,7 +181,8 @@ class InFlight:
         """An update ahead is undone where the unit's values are in memory."""
         each = self._units[unit]
         assert each.ahead is not None
-        return each.params.home is Memory.NVME and each.ahead.old_params is OldParams.STATES
+        on_drive = each.params.home is Memory.NVME
+        return on_drive and each.ahead.old_params is OldParams.STATES
 
     def can_run_ahead(self, unit: int, segments: tuple[Segment, ...], write: bool, needed: int) -> bool:
         """The unit and its gradients have memory and are at rest, and something of it can be updated and be undone.
