@@ -321,7 +321,17 @@ def test_what_follows_an_interrupted_hand_over_does_not_hide_it(tmp_path, monkey
 
 
 @pytest.mark.parametrize("clipping", [0.1, 1e6], ids=["undone", "confirmed"])
-@pytest.mark.parametrize("file", ["zero/in_flight.py", "zero/executor.py", "zero/updates.py", "tiers/params.py"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "schedule/scheduler.py",
+        "tiers/params.py",
+        "zero/executor.py",
+        "zero/in_flight.py",
+        "zero/unit.py",
+        "zero/updates.py",
+    ],
+)
 @pytest.mark.slow
 def test_an_interrupt_of_updates_that_run_ahead_is_refused_or_nothing(file, clipping, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Foresight, "runs_ahead", True)
