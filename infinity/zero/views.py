@@ -24,7 +24,7 @@ from torch import nn
 from infinity.errors import InfinityError
 from infinity.tiers import Params
 from infinity.zero.model_parts import local_part, set_local_part
-from infinity.zero.partition import Partition
+from infinity.zero.partition import ParamSlot, Partition
 
 _is_copy_on_write = getattr(torch._C, "_is_cow_tensor")  # noqa: B009  # torch's stubs leave it out
 
@@ -58,6 +58,27 @@ class _Lent:
     sums: torch.Tensor | None
 
 
+class _UnitViews:
+    """One unit's parameters.
+
+    Attributes:
+        views: of its memory; made when the unit is first there (a view of freed storage cannot be made), then kept.
+        placeholders: made once.
+        shown: whether values are shown, or NaN; None: neither values nor NaN of ours.
+        lies: where each was put; None where nobody knows: somebody else has put it there, or is about to.
+        lent: those that are lent, by slot.
+    """
+
+    def __init__(self, slots: Sequence[ParamSlot], parameters: Sequence[nn.Parameter]) -> None:
+        self.slots = slots
+        self.parameters = parameters
+        self.views: list[torch.Tensor] | None = None
+        self.placeholders: list[torch.Tensor] | None = None
+        self.shown: bool | None = None
+        self.lies: list[torch.Tensor | None] = [None] * len(slots)
+        self.lent: dict[int, _Lent] = {}
+
+
 class ParameterViews:
     """Points the model's parameters at values, see [Note: what a parameter shows] in executor.py.
 
@@ -69,8 +90,7 @@ class ParameterViews:
 
     Attributes:
         writable: as given.
-        lent: parameters of each unit, by slot.
-        lent_params: the identities of these.
+        lent_params: the identities of parameters that are lent.
         read: unit and slot of those that were lent in the pass that is running, whose copies the graph has.
         detached: the units' memory is about to go, so that no parameter may lie in it any more.
     """
@@ -78,23 +98,18 @@ class ParameterViews:
     def __init__(self, model: nn.Module, partition: Partition, params: Params, *, writable: bool) -> None:
         self._params = params
         self.writable = writable
-        self._units = partition.units
-        self._parameters = [[model.get_parameter(slot.name) for slot in unit.slots] for unit in partition.units]
-        # Made when the unit is first in memory (a view of freed storage cannot be made), then kept.
-        self._views: dict[int, list[torch.Tensor]] = {}
-        self._placeholders: list[list[torch.Tensor] | None] = [None] * len(partition.units)
-        self._shown: list[bool | None] = [None] * len(partition.units)  # None: neither values nor NaN of ours
-        # Where each was put; None where nobody knows: somebody else has put it there, or is about to.
-        self._lies: list[list[torch.Tensor | None]] = [[None] * len(unit.slots) for unit in partition.units]
-        self.lent: list[dict[int, _Lent]] = [{} for _ in partition.units]
+        self._units = [
+            _UnitViews(unit.slots, [model.get_parameter(slot.name) for slot in unit.slots]) for unit in partition.units
+        ]
         self.lent_params: set[int] = set()
         self.read: set[tuple[int, int]] = set()
         self.detached = False
 
     def forget(self, unit: int) -> None:
         """Somebody else has written to the parameters' `data`."""
-        self._shown[unit] = None
-        self._lies[unit] = [None] * len(self._lies[unit])
+        each = self._units[unit]
+        each.shown = None
+        each.lies = [None] * len(each.lies)
 
     @_plainly()
     def look(self, unit: int) -> None:
@@ -103,10 +118,11 @@ class ParameterViews:
         Raises:
             InfinityError: one does not, and cannot be brought there.
         """
+        each = self._units[unit]
         refused = ""
         with torch._C.DisableTorchFunction():  # this is no use of the parameters, see reads.py
-            for slot, (param, place) in enumerate(zip(self._parameters[unit], self._lies[unit], strict=True)):
-                if place is None or slot in self.lent[unit]:
+            for slot, (param, place) in enumerate(zip(each.parameters, each.lies, strict=True)):
+                if place is None or slot in each.lent:
                     continue
                 lies = local_part(param)
                 if _same_place(lies, place):
@@ -115,7 +131,7 @@ class ParameterViews:
                             refused = refused or self._refusal(unit, slot, lies, "written to")
                         self._renew(unit, slot)
                     continue
-                if self.writable and self._shown[unit] and lies.shape == place.shape:
+                if self.writable and each.shown and lies.shape == place.shape:
                     place.copy_(lies.detach())
                 else:
                     refused = refused or self._refusal(unit, slot, lies)
@@ -125,7 +141,8 @@ class ParameterViews:
             raise InfinityError(refused)
 
     def _refusal(self, unit: int, slot: int, lies: torch.Tensor, what: str = "set to another tensor") -> str:
-        known = self._units[unit].slots[slot]
+        each = self._units[unit]
+        known = each.slots[slot]
         if lies.shape != known.shape:
             return (
                 f"`{known.name}`.data was set to a tensor of shape {tuple(lies.shape)}, but its states are of "
@@ -143,25 +160,29 @@ class ParameterViews:
 
         The rest of a backward pass may still need the others.
         """
-        old = range(len(self._parameters[unit])) if slots is None else sorted(slots)
+        each = self._units[unit]
+        old = range(len(each.parameters)) if slots is None else sorted(slots)
         self._cover(unit, old)
-        changed = [self._parameters[unit][index] for index in old if index not in self.lent[unit]]
+        changed = [each.parameters[index] for index in old if index not in each.lent]
         torch.autograd.graph.increment_version(changed)
 
     @_plainly()
     def cover(self, unit: int) -> None:
         """The values of the unit's trained parameters may be old, or not: nobody sees any."""
-        self._cover(unit, [index for index, slot in enumerate(self._units[unit].slots) if slot.trainable])
+        each = self._units[unit]
+        self._cover(unit, [index for index, slot in enumerate(each.slots) if slot.trainable])
 
     def _cover(self, unit: int, slots: Sequence[int]) -> None:
-        if self._shown[unit] is not False:
+        each = self._units[unit]
+        if each.shown is not False:
             self.look(unit)
             self._set(unit, slots, self._nothing(unit))
-            self._shown[unit] = None
+            each.shown = None
 
     def values(self, unit: int, slot: int) -> torch.Tensor:
         """What the parameter lies in."""
-        return local_part(self._parameters[unit][slot]).detach()
+        each = self._units[unit]
+        return local_part(each.parameters[slot]).detach()
 
     @_plainly()
     def lend(self, unit: int, slot: int, values: torch.Tensor, *, watched: bool) -> None:
@@ -170,96 +191,107 @@ class ParameterViews:
         Args:
             watched: `rewritten` will be asked, which costs two passes over the values.
         """
-        self.lent[unit][slot] = _Lent(version_of(self._parameters[unit][slot]), _sums(values) if watched else None)
-        set_local_part(self._parameters[unit][slot], values)
-        self.lent_params.add(id(self._parameters[unit][slot]))
+        each = self._units[unit]
+        each.lent[slot] = _Lent(version_of(each.parameters[slot]), _sums(values) if watched else None)
+        set_local_part(each.parameters[slot], values)
+        self.lent_params.add(id(each.parameters[slot]))
         self.read.add((unit, slot))
 
     def take_back(self, unit: int, slot: int) -> None:
         """The parameter is not lent any more; where it lies now is for the caller to say."""
-        self.lent[unit].pop(slot, None)
-        self.lent_params.discard(id(self._parameters[unit][slot]))
+        each = self._units[unit]
+        each.lent.pop(slot, None)
+        self.lent_params.discard(id(each.parameters[slot]))
 
     def keeps(self, unit: int, slot: int) -> None:
         """The tiers have what the lent parameter has now."""
-        sums = None if self.lent[unit][slot].sums is None else _sums(self.values(unit, slot))
-        self.lent[unit][slot] = _Lent(version_of(self._parameters[unit][slot]), sums)
+        each = self._units[unit]
+        sums = None if each.lent[slot].sums is None else _sums(self.values(unit, slot))
+        each.lent[slot] = _Lent(version_of(each.parameters[slot]), sums)
 
     def changed(self, unit: int, slot: int) -> bool:
         """An operation has written to the lent parameter since then; one on its `.data` is not noticed."""
-        return version_of(self._parameters[unit][slot]) != self.lent[unit][slot].version
+        each = self._units[unit]
+        return version_of(each.parameters[slot]) != each.lent[slot].version
 
     def rewritten(self, unit: int, slot: int) -> bool:
         """The lent parameter, which is watched, has other values than then."""
-        sums = self.lent[unit][slot].sums
+        each = self._units[unit]
+        sums = each.lent[slot].sums
         return sums is not None and not torch.equal(_sums(self.values(unit, slot)), sums)
 
     @_plainly()
     def show(self, unit: int) -> None:
+        each = self._units[unit]
         self.look(unit)
-        if self._shown[unit]:
+        if each.shown:
             return
-        if unit not in self._views:
+        if each.views is None:
             flat = self._params.tensor(unit)
-            self._views[unit] = [
-                flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self._units[unit].slots
-            ]
-        self._set(unit, range(len(self._views[unit])), self._views[unit])
-        self._shown[unit] = True
+            each.views = [flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in each.slots]
+        self._set(unit, range(len(each.views)), each.views)
+        each.shown = True
 
     @_plainly()
     def hide(self, unit: int) -> None:
+        each = self._units[unit]
         self.look(unit)
-        if self._shown[unit] is False:
+        if each.shown is False:
             return
-        self._set(unit, range(len(self._parameters[unit])), self._nothing(unit))
-        self._shown[unit] = False
+        self._set(unit, range(len(each.parameters)), self._nothing(unit))
+        each.shown = False
 
     def _nothing(self, unit: int) -> list[torch.Tensor]:
         """A placeholder for each slot of the unit, made once."""
-        placeholders = self._placeholders[unit]
+        each = self._units[unit]
+        placeholders = each.placeholders
         if placeholders is None:
             flat = self._params.tensor(unit)
-            placeholders = [_placeholder(flat, slot.shape) for slot in self._units[unit].slots]
-            self._placeholders[unit] = placeholders
+            placeholders = [_placeholder(flat, slot.shape) for slot in each.slots]
+            each.placeholders = placeholders
         return placeholders
 
     def _is_placeholder(self, unit: int, slot: int, place: torch.Tensor) -> bool:
-        placeholders = self._placeholders[unit]
+        each = self._units[unit]
+        placeholders = each.placeholders
         return placeholders is not None and placeholders[slot] is place
 
     def _renew(self, unit: int, slot: int) -> None:
         """Have another placeholder, so that it is seen again whether somebody writes to it."""
-        placeholders = self._placeholders[unit]
+        each = self._units[unit]
+        placeholders = each.placeholders
         assert placeholders is not None
-        placeholders[slot] = _placeholder(placeholders[slot], self._units[unit].slots[slot].shape)
+        placeholders[slot] = _placeholder(placeholders[slot], each.slots[slot].shape)
         self._set(unit, [slot], placeholders)
 
     def _set(self, unit: int, slots: Iterable[int], values: Sequence[torch.Tensor]) -> None:
+        each = self._units[unit]
         for slot in slots:
-            if slot not in self.lent[unit]:
-                self._lies[unit][slot] = None  # an interrupt must not look as if somebody else had put it there
-                set_local_part(self._parameters[unit][slot], values[slot])
-                self._lies[unit][slot] = values[slot]
+            if slot not in each.lent:
+                each.lies[slot] = None  # an interrupt must not look as if somebody else had put it there
+                set_local_part(each.parameters[slot], values[slot])
+                each.lies[slot] = values[slot]
 
     def lent_values(self, unit: int, slot: int) -> torch.Tensor | None:
         """What the parameter lies in while it is lent; None if it is not."""
-        return self.values(unit, slot) if slot in self.lent[unit] else None
+        each = self._units[unit]
+        return self.values(unit, slot) if slot in each.lent else None
 
     def shows(self, unit: int) -> bool:
         """The unit's parameters lie in its memory, but for those that are lent."""
-        return self._shown[unit] is True
+        each = self._units[unit]
+        return each.shown is True
 
     @property
     def lends(self) -> bool:
         """Some parameter is lent."""
-        return any(self.lent)
+        return any(each.lent for each in self._units)
 
     def detach(self) -> None:
         """Leave the model's parameters without memory, before the memory goes."""
         self.detached = True
-        self._views.clear()
-        for unit in range(len(self._units)):
+        for unit, each in enumerate(self._units):
+            each.views = None
             self.forget(unit)
             self.hide(unit)
 
