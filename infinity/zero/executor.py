@@ -379,7 +379,8 @@ class Executor:
         while self._step_is_over and self._in_flight.finished:
             unit = self._in_flight.finished.pop()
             each = self._units[unit]
-            behind = each.params.coming is not None or each.update_is_due or each.ahead is not None
+            # What has ended may be the last step's update, behind which this step's is submitted: it pins the unit.
+            behind = each.params.coming is not None or each.is_updating
             if behind or self._rests(unit):
                 continue  # shown when it is used
             if self._params.residency(unit) is Residency.RESIDENT and self._gathering.is_whole(unit):
@@ -514,7 +515,7 @@ class Executor:
         self.views.forget(unit)
         self._params.await_update(unit)
         each = self._units[unit]
-        behind = each.update_is_due or each.update_is_submitted or each.ahead is not None or self.views.detached
+        behind = each.is_updating or self.views.detached
         whole = self._params.residency(unit) is Residency.RESIDENT and self._gathering.is_whole(unit)
         if whole and not behind and not self._rests(unit):
             self.views.show(unit)

@@ -109,6 +109,11 @@ class Unit(UnitState):
 
     # Updates #
 
+    @property
+    def is_updating(self) -> bool:
+        """An update of the unit is due, submitted, or speculative: what is in memory is not its newest value."""
+        return self.due is not None or self.submitted is not None or self.ahead is not None
+
     def ask(self, segments: tuple[Segment, ...]) -> None:
         """This step's update is due."""
         self._expect(self.due is None and self.ahead is None, "an update is asked for")

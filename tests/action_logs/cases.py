@@ -146,15 +146,16 @@ def log_of(name: str, world: str) -> str:
     case = (CASES | ON_DEVICE)[name]
     with tempfile.TemporaryDirectory() as directory, world_of(world):
         path = Path(directory)
-        recorder: list[Recorder] = []
-        engine = _made(case, path, recorder)
-        with recording(recorder[0]):
-            _train(engine, case, recorder[0])
+        engine = make(case, path)
+        recorder = Recorder([spec.name or "the rest" for spec in engine._runtime.params.specs])
+        with recording(recorder):
+            _train(engine, case, recorder)
             engine.close()
-    return recorder[0].text()
+    return recorder.text()
 
 
-def _made(case: Case, path: Path, recorder: list[Recorder]) -> infinity.Engine:
+def make(case: Case, path: Path) -> infinity.Engine:
+    """An engine with the room that the case has."""
     model, weights = case.model(path)
     params = sum(param.nbytes for param in model.parameters())
     host_memory = _LARGE
@@ -164,9 +165,7 @@ def _made(case: Case, path: Path, recorder: list[Recorder]) -> infinity.Engine:
         except CapacityError as error:
             host_memory = named_budget(error) + int(case.room * params)
         model, weights = case.model(path)
-    engine = _initialize(case, path, model, weights, host_memory)
-    recorder.append(Recorder([spec.name or "the rest" for spec in engine._runtime.params.specs]))
-    return engine
+    return _initialize(case, path, model, weights, host_memory)
 
 
 def _initialize(case: Case, path: Path, model: nn.Module, weights: Any, host_memory: int) -> infinity.Engine:
