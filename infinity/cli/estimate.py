@@ -110,9 +110,14 @@ def report_problems(found: list[str]) -> int:
 
 def verdict(draft: Draft) -> str:
     """Whether it fits, the memory that is nearest to its end, and what takes most of that."""
-    used, there, name, part = max(_memories(draft), key=lambda memory: memory[0] / max(1, memory[1]))
+    used, there, name, part = _scarcest(draft)
     word = "does not fit" if draft.problems else "fits"
     return f"{word}: {_amount(used)} of {_amount(there)} GiB {name}; limited by {part}"
+
+
+def _scarcest(draft: Draft) -> tuple[int, int, str, str]:
+    """The memory that is nearest to its end, as `_memories` has it."""
+    return max(_memories(draft), key=lambda memory: memory[0] / max(1, memory[1]))
 
 
 def _memories(draft: Draft) -> list[tuple[int, int, str, str]]:
@@ -146,7 +151,7 @@ def _amount(nbytes: int) -> str:
 
 def advice(draft: Draft) -> list[str]:
     """What would lower the need of a model that is limited by activations."""
-    if draft.asked.checkpointing or "activations" not in verdict(draft):
+    if draft.asked.checkpointing or _scarcest(draft)[3] != "activations":
         return []
     lower = draft.asked.work_of(draft.asked.model, draft.plan, checkpointing=True)
     saved = draft.work.activation_bytes - lower.activation_bytes

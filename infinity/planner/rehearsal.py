@@ -153,7 +153,7 @@ class _Stage:
         rows = [_Unit(self, unit, one.nbytes) for unit, one in enumerate(self._units)]
         scheduler = Scheduler(rows, cycle, self._budget, "the memory for parameters")
         for unit in self._work.plan.resident:
-            scheduler.on(ParametersMade(unit))
+            list(scheduler.on(ParametersMade(unit)))  # which asks for nothing
         return scheduler
 
     def has(self, unit: int) -> bool:

@@ -105,12 +105,12 @@ class Scheduler:
     def _begin_pass(self, _: PassBegins) -> Actions:
         self.cycle.begin()
         self._todo.extend(("evict", unit) for unit in self.cycle.strangers(row.index for row in self.in_memory))
-        return iter(())
+        yield from ()
 
     def _end_pass(self, event: PassEnds) -> Actions:
         if self.cycle.end(learn=event.learn) or not event.learn:
             self._todo.clear()
-        return iter(())
+        yield from ()
 
     def _use(self, event: UseBegins) -> Actions:
         row = self.rows[event.unit]
@@ -159,7 +159,7 @@ class Scheduler:
 
     def _made(self, row: UnitState) -> Actions:
         self._arrived(row)
-        return iter(())
+        yield from ()
 
     def _drop_stale(self, row: UnitState) -> Actions:
         if row.residency is _RESIDENT:

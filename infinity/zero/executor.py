@@ -165,7 +165,7 @@ class Executor:
         unit, priority = action.unit, Priority.DEMAND if action.urgent else Priority.PREFETCH
         self._params.fetch_start(unit, priority, updated=self._units[unit].update_is_due)
 
-    def _await_fetch(self, action: AwaitFetch) -> None:
+    def _await_fetch(self, action: AwaitFetch | AwaitNewest) -> None:
         if self._params.residency(action.unit) is Residency.FETCHING:
             self._params.fetch_wait(action.unit)
 
@@ -191,8 +191,7 @@ class Executor:
     def _await_newest(self, action: AwaitNewest) -> None:
         unit = action.unit
         self._in_flight.wait_computed(unit)
-        if self._params.residency(unit) is Residency.FETCHING:
-            self._params.fetch_wait(unit)
+        self._await_fetch(action)
         self._params.await_update(unit)
         if self._gathering.is_whole(unit):
             self.views.show(unit)

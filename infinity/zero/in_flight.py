@@ -191,8 +191,7 @@ class InFlight:
         known is then what the next forward pass comes to last.
         """
         each = self._units[unit]
-        busy = each.due is not None or each.submitted is not None or each.ahead is not None or self._is_there(unit)
-        at_rest = not busy and each.residency is Residency.RESIDENT
+        at_rest = not (each.is_updating or self._is_there(unit)) and each.residency is Residency.RESIDENT
         if not at_rest or not self._grads.can_hand_over(unit):
             return False
         old_params = self._old_params(unit, segments, write)
@@ -493,7 +492,7 @@ class InFlight:
         for each in list(self._blocked):
             if each.blocked is None or each.residency is Residency.STORED:
                 del self._blocked[each]
-                each.blocked = None
+                each.unblock()
                 continue
             if each.begun is not None and each.submitted is not None:
                 continue

@@ -4,7 +4,7 @@
 The update that this step asks for may be due while the last step's is still being written home. So `due` and
 `submitted` are lifecycles of their own, and each change of them is a method that checks where it comes from:
 
-    due:        None -> segments (ask) -> blocked <-> unblocked -> None (submit, or update on the device)
+    due:        None -> segments (ask), which may be blocked and unblocked -> None (take_due)
     submitted:  None -> an update in the pipeline (submit) -> None (finish)
     ahead:      None -> a speculative update (submit) -> None (commit, roll back)
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NoReturn
 
 from infinity.optim.jobs import Segment, UpdateTicket
 from infinity.schedule.unit_state import UnitState
@@ -116,38 +117,46 @@ class Unit(UnitState):
 
     def ask(self, segments: tuple[Segment, ...]) -> None:
         """This step's update is due."""
-        self._expect(self.due is None and self.ahead is None, "an update is asked for")
+        if self.due is not None or self.ahead is not None:
+            self._refuse("an update is asked for")
         self.due = segments
 
     def block(self, *, write: bool, needed: int) -> None:
         """The update that is due has to wait although the unit is in memory."""
-        self._expect(self.due is not None, "an update is blocked")
+        if self.due is None:
+            self._refuse("an update is blocked")
         self.blocked = write, needed
 
+    def unblock(self) -> None:
+        """The update that was blocked is submitted when the unit is in memory again."""
+        self.blocked = None
+
     def take_due(self) -> tuple[Segment, ...]:
-        """The update that is due is begun."""
+        """The update that is due is no longer: it is submitted, or done on the device."""
         due = self.due
-        self._expect(due is not None, "an update is begun")
-        assert due is not None
+        if due is None:
+            self._refuse("an update is begun")
         self.due = self.blocked = self.begun = None
         return due
 
     def submit(self, submitted: Submitted, *, reconstructable: bool) -> None:
         """An update is in the pipeline."""
-        self._expect(self.submitted is None, "an update is submitted")
+        if self.submitted is not None:
+            self._refuse("an update is submitted")
         self._reconstructable = reconstructable
         self.submitted = submitted
 
     def run_ahead(self, ahead: Ahead) -> None:
         """The update in the pipeline is speculative."""
-        self._expect(self.ahead is None and self.due is None, "a speculative update is submitted")
+        if self.ahead is not None or self.due is not None:
+            self._refuse("a speculative update is submitted")
         self.ahead = ahead
 
     def finish(self) -> Submitted:
         """The update in the pipeline is computed and written, or has failed."""
         submitted = self.submitted
-        self._expect(submitted is not None, "an update is finished")
-        assert submitted is not None
+        if submitted is None:
+            self._refuse("an update is finished")
         self.submitted = None
         return submitted
 
@@ -155,9 +164,9 @@ class Unit(UnitState):
         """The speculative update is the unit's.
 
         Args:
-            in_part: of its tiles; the update of the others is due.
+            in_part: it has updated some tiles; the update of the others is due.
         """
-        ahead = self.roll_back()
+        ahead = self._end_ahead()
         if in_part:
             self.begun = ahead.tiles
             self.ask(ahead.segments)
@@ -165,15 +174,17 @@ class Unit(UnitState):
 
     def roll_back(self) -> Ahead:
         """The speculative update did not take place, or is undone."""
+        return self._end_ahead()
+
+    def _end_ahead(self) -> Ahead:
         ahead = self.ahead
-        self._expect(ahead is not None, "a speculative update is decided on")
-        assert ahead is not None
+        if ahead is None:
+            self._refuse("a speculative update is decided on")
         self.ahead = None
         return ahead
 
-    def _expect(self, legal: bool, what: str) -> None:
-        if not legal:
-            raise RuntimeError(
-                f"unit `{self.name}`: {what}, but due is {self.due is not None}, submitted is "
-                f"{self.submitted is not None} and speculative is {self.ahead is not None}"
-            )
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"unit `{self.name}`: {what}, but due is {self.due is not None}, submitted is "
+            f"{self.submitted is not None} and speculative is {self.ahead is not None}"
+        )
