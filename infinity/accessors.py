@@ -280,12 +280,11 @@ class Accessors:
         self._runtime.together(what)
         gradients.check_reduced()  # else a gradient that waits for that would pass for none
         self._step.updates.undo_ahead()
-        return gradients.held_values(unit) if slot in gradients.slots_with_gradients(unit) else None
+        return self._step.updates.held_values(unit) if slot in gradients.slots_with_gradients(unit) else None
 
     def gradients_changed(self, unit: int) -> None:
         """What `held_gradients` gave was written to."""
-        self._step.gradients.remeasure(unit)
-        self._step.gradients.rest(unit)
+        self._step.updates.remeasure(unit)
 
     # Telemetry #
 

@@ -11,27 +11,32 @@ optimizer) comes of itself. Left out is what takes little time beside these: Pyt
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.memory import Budget
 from infinity.planner.lanes import Machine, Process, Speeds, Task, Until
 from infinity.planner.rehearsed_grads import Grads
 from infinity.planner.rehearsed_updates import OPTIMIZER, READ, WRITE, Ticket, Worker
-from infinity.planner.step_work import StepWork, TileWork
+from infinity.planner.step_work import StepWork, TileWork, UnitWork
 from infinity.schedule import Cycle
 from infinity.schedule.actions import (
     AwaitAnyUpdate,
     AwaitFetch,
     AwaitNewest,
+    AwaitSpill,
+    AwaitUpdate,
     Event,
     Evict,
     Fetch,
+    GradientsNeedRoom,
+    GradientsRest,
     MemoryFreed,
     ParametersMade,
     ParametersNeeded,
     PassBegins,
     PassEnds,
+    Spill,
     Submit,
     UpdateDue,
     UseBegins,
@@ -39,6 +44,7 @@ from infinity.schedule.actions import (
 from infinity.schedule.scheduler import Scheduler
 from infinity.schedule.unit_state import UnitState
 from infinity.tiers import Residency
+from infinity.tiers.copies import State
 
 COMPUTE, UP, DOWN, EXCHANGE = "compute", "up", "down", "collectives"
 PARTS = {
@@ -85,9 +91,10 @@ class _Unit(UnitState):
     """A row, read from a stage."""
 
     is_reconstructable = False  # whether an update is written is known before
+    is_updated_on_device = False  # it takes no time beside what the device computes
 
-    def __init__(self, stage: _Stage, index: int, nbytes: int) -> None:
-        super().__init__(index, str(index), nbytes, moves=nbytes > 0)
+    def __init__(self, stage: _Stage, index: int, work: UnitWork) -> None:
+        super().__init__(index, str(index), work.nbytes, moves=work.nbytes > 0, spills=work.spill_s > 0)
         self._stage = stage
 
     @property
@@ -101,8 +108,24 @@ class _Unit(UnitState):
         return self._stage.is_pinned(self.index)
 
     @property
+    def gradients(self) -> State:
+        return self._stage.grads.state(self.index)
+
+    @property
+    def gradients_are_used(self) -> bool:
+        return self.index in self._stage.handed
+
+    @property
+    def gradients_have_room(self) -> bool:
+        return self._stage.grads.has_room(self.index)
+
+    @property
     def update_is_due(self) -> bool:
         return self.index in self._stage.pending
+
+    @property
+    def update_has_begun(self) -> bool:
+        return self.index in self._stage.begun
 
     @property
     def update_is_submitted(self) -> bool:
@@ -114,7 +137,9 @@ class _Stage:
 
     Attributes:
         fetching: units that are fetched ahead, and that nobody has waited for or updated.
+        grads: their memory.
         pending: updates that wait for their units, or for room.
+        begun: those of them of which a part has run ahead.
         handed: those that the worker has.
     """
 
@@ -123,7 +148,7 @@ class _Stage:
         self.worker = Worker(work.units, machine, work.slots)
         self._work = work
         self._units = work.units
-        self._grads = Grads(work, machine)
+        self.grads = Grads(work, machine)
         self._forward_uses = [use.unit for use in work.uses]
         # Units
         self._resident = set(work.plan.resident)
@@ -137,6 +162,7 @@ class _Stage:
         self._in_use: list[int] = []
         # Updates
         self.pending: dict[int, _Tiles] = {}
+        self.begun: set[int] = set()
         self.handed: dict[int, Ticket] = {}
         self._ahead: set[int] = set()
         self._finals: list[int] = []
@@ -150,8 +176,10 @@ class _Stage:
         moving = [one.nbytes > 0 for one in self._units]
         cycle = Cycle([one.nbytes for one in self._units], moving, self._work.params_bytes)
         cycle.expect([*self._forward_uses, *self._forward_uses[::-1]], self._work.plan)
-        rows = [_Unit(self, unit, one.nbytes) for unit, one in enumerate(self._units)]
-        scheduler = Scheduler(rows, cycle, self._budget, "the memory for parameters")
+        rows = [_Unit(self, unit, one) for unit, one in enumerate(self._units)]
+        scheduler = Scheduler(
+            rows, cycle, self._budget, "the memory for parameters", self._work.spill_slots, self.grads.in_slots
+        )
         for unit in self._work.plan.resident:
             list(scheduler.on(ParametersMade(unit)))  # which asks for nothing
         return scheduler
@@ -164,23 +192,33 @@ class _Stage:
         """Somebody, an update perhaps, keeps the unit in memory."""
         return unit in self._in_use or unit in self.handed or unit in self._gathered
 
-    def _do(self, event: Event) -> Process:
-        """Perform what the scheduler asks for because of an event."""
+    def _do(self, event: Event) -> Generator[Until, None, bool]:
+        """Perform what the scheduler asks for because of an event; False if that is nothing."""
+        action = None
         for action in self._scheduler.on(event):
             match action:
                 case Fetch(unit, urgent):
                     self._fetch(unit, urgent=urgent)
                 case Evict(unit):
                     yield from self._evict(unit)
-                case Submit(unit, _, needed, waits):
-                    while not self._try_update(unit, needed) and waits:
-                        yield from self._free_for_update(unit)
+                case Submit(unit, _, needed):
+                    self.grads.take_room(unit)
+                    self.begun.discard(unit)
+                    self._hand_over(unit, self.pending.pop(unit), needed)
+                case Spill(unit):
+                    self.grads.spill(unit)
+                case AwaitSpill(unit):
+                    yield from self._wait([self.grads.leaving[unit]], WRITE)
+                    self.grads.leave(unit)
+                case AwaitUpdate(unit):
+                    yield from self._await_update(unit)
                 case AwaitFetch(unit):
                     yield from self._await_read(unit)
                 case AwaitNewest(unit):
                     yield from self._await_newest(unit)
                 case AwaitAnyUpdate():
                     yield from self._finish_one()
+        return action is not None
 
     def measured(self) -> Rehearsal:
         """Of one of the steps that were measured."""
@@ -197,7 +235,7 @@ class _Stage:
             {name: seconds / _MEASURED for name, seconds in self._phases_s.items()},
             dict(waits_s),
             mean(machine.busy_s, self._before[1]),
-            self._grads.most_leased_bytes,
+            self.grads.most_leased_bytes,
         )
 
     def compute_thread(self) -> Process:
@@ -331,10 +369,6 @@ class _Stage:
     def _settle(self) -> Process:
         for unit in [unit for unit, ticket in self.handed.items() if ticket.done]:
             self._note(unit)
-        for unit in [unit for unit in self.pending if self.has(unit)]:
-            yield from self._do(UpdateDue(unit))
-            if unit in self.pending:
-                break
         yield from self._do(MemoryFreed())
 
     def _catch_up(self) -> Process:
@@ -344,23 +378,16 @@ class _Stage:
     # Gradients #
 
     def _have_room_for_grads(self, unit: int) -> Process:
-        while unit in self.handed:  # the last step's are still used
-            yield from self._finish_one()
-        while not self._grads.take_room(unit):
-            leaving = self._grads.oldest_leaving()
-            if leaving is not None and self._units[unit].spill_s:
-                yield from self._wait([leaving], WRITE)
-            elif self.handed:
-                yield from self._finish_one()
-            else:
-                self._grads.overflow(unit)
+        while unit in self.handed or not self.grads.take_room(unit):  # the last step's may be used still
+            if not (yield from self._do(GradientsNeedRoom(unit))):
+                self.grads.overflow(unit)
 
     def _have_grads(self, unit: int, *, last: bool) -> Process:
         """All gradients of the unit have come in this pass."""
         tiles = self._units[unit].tiles
         if not tiles:
             return
-        self._grads.come(unit)
+        self.grads.come(unit)
         if last and self._work.runs_in_backward:
             self._finals.append(unit)
             yield from self._update(unit, deque(enumerate(tiles)))
@@ -370,7 +397,9 @@ class _Stage:
             needed = self._scheduler.urgency(self._scheduler.rows[unit])[1]
             self._hand_over(unit, deque(list(enumerate(tiles))[: self._units[unit].ahead]), needed)
         else:
-            self._grads.rest(unit)
+            self.grads.rest(unit)
+            if self._units[unit].spill_s:
+                yield from self._do(GradientsRest())
 
     # Updates #
 
@@ -379,30 +408,8 @@ class _Stage:
         if self.has(unit):
             yield from self._do(UpdateDue(unit))
 
-    def _try_update(self, unit: int, needed: int) -> bool:
-        """Hand the unit's update over, if there is one; False if that has to wait."""
-        if unit not in self.pending:
-            return True
-        if unit in self.handed:
-            if not self.handed[unit].done:
-                return False
-            self._note(unit)
-        if not self._grads.take_room(unit):
-            return False
-        self._hand_over(unit, self.pending.pop(unit), needed)
-        return True
-
-    def _free_for_update(self, unit: int) -> Process:
-        leaving = self._grads.oldest_leaving()
-        if self.handed:
-            yield from self._finish_one()
-        elif leaving is not None:
-            yield from self._wait([leaving], WRITE)
-        else:
-            self._grads.overflow(unit)
-
     def _hand_over(self, unit: int, tiles: _Tiles, needed: int) -> None:
-        ready = self._grads.hand_over(unit)
+        ready = self.grads.hand_over(unit)
         if unit in self._reading:
             ready = [*ready, self._reading[unit]]
         self.fetching.discard(unit)
@@ -414,13 +421,18 @@ class _Stage:
         del self.handed[unit]
         if unit in self._ahead:
             if self._units[unit].recovers:
-                self._grads.used(unit)
+                self.grads.used(unit)
             return  # others' gradients stay until the norm is known
-        self._grads.used(unit)
+        self.grads.used(unit)
         work = self._units[unit]
         if work.publish_s or work.regather_s:
             self._unsent[unit] = work.publish_s
         self._send(unit)
+
+    def _await_update(self, unit: int) -> Process:
+        ticket = self.handed[unit]
+        yield Until(lambda: ticket.done, OPTIMIZER)
+        self._note(unit)
 
     def _finish_one(self) -> Process:
         """Wait for one update, whichever is the first."""
@@ -431,7 +443,7 @@ class _Stage:
     def _finish_step(self) -> Process:
         self.worker.prefer(begun=False)
         if not self._work.runs_in_backward:
-            yield from self._wait(self._grads.coming(), DOWN)
+            yield from self._wait(self.grads.coming(), DOWN)
             yield from self._update_all()
         if self._work.settles:
             for unit in list(self.pending):
@@ -450,6 +462,8 @@ class _Stage:
         for unit, work in enumerate(self._units):
             rest = deque(list(enumerate(work.tiles))[work.ahead if unit in ahead else 0 :])
             if rest or unit not in ahead:
+                if unit in ahead:
+                    self.begun.add(unit)
                 yield from self._update(unit, rest)
             elif unit not in self.handed:
-                self._grads.used(unit)
+                self.grads.used(unit)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from infinity.schedule import Plan
 from infinity.schedule.placement import Placement, summed_once
+from infinity.schedule.scheduler import spilled_ahead
 from infinity.tiers import Memory
-from infinity.tiers.grads import spilled_ahead
 from infinity.zero.sizing import Sizing
 
 

@@ -93,6 +93,18 @@ class UpdateDue(LocalEvent):
     unit: int
 
 
+@dataclass(frozen=True, slots=True)
+class GradientsNeedRoom(LocalEvent):
+    """A unit's gradients need memory that is not free; nothing is done if none can be freed."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsRest(LocalEvent):
+    """Nothing is added for a while to the gradients of a unit that may spill."""
+
+
 Event = AgreedEvent | LocalEvent
 
 # Actions #
@@ -126,18 +138,30 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Submit the update of a unit that is due, if its gradients have room.
+    """Submit the update of a unit that is due; its gradients have room.
 
     Attributes:
         write: the new parameters are written home, tile by tile as they are updated.
         needed: when the unit is needed next; of updates that nobody waits for the lowest goes first.
-        waits: wait until its gradients have room.
     """
 
     unit: int
     write: bool
     needed: int
-    waits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOnDevice:
+    """Carry out the update of a unit that is due on the device, where its optimizer states are."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitUpdate:
+    """Wait until the submitted update of a unit is over: computed, and on the drives."""
+
+    unit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,5 +176,38 @@ class AwaitAnyUpdate:
     """Wait until one of the submitted updates has ended, whichever is the first."""
 
 
-Action = Fetch | AwaitFetch | Evict | Submit | AwaitNewest | AwaitAnyUpdate
+@dataclass(frozen=True, slots=True)
+class AwaitGradients:
+    """Wait until a unit's gradients are in host memory, where they come from a drive or the device."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """Start to write a unit's gradients to the drive; their memory is free once that is done."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitSpill:
+    """Wait until a unit's gradients are written, and free their memory."""
+
+    unit: int
+
+
+Action = (
+    Fetch
+    | AwaitFetch
+    | Evict
+    | Submit
+    | UpdateOnDevice
+    | AwaitUpdate
+    | AwaitNewest
+    | AwaitAnyUpdate
+    | AwaitGradients
+    | Spill
+    | AwaitSpill
+)
 Actions = Iterator[Action]

@@ -1,4 +1,4 @@
-"""Decides which units are fetched and evicted, and when their updates are submitted: events in, actions out.
+"""Decides which units are fetched, evicted and updated, and whose gradients spill: events in, actions out.
 
 [Note: actions]
 `on(event)` yields actions one after the other. Whoever performs them finishes one before asking for the next, and the
@@ -11,12 +11,17 @@ test.
 The plan says what to evict and to prefetch at each use of a training step that is like the last one. Its actions are
 performed in their order; one that has to wait for memory stops those behind it, and is tried again when memory may have
 been freed. What the plan does not foresee is fetched when it is needed, and what was used longest ago makes room.
+
+[Note: blocked updates]
+An update is submitted as soon as it is due, its unit is in memory, and there is room for its gradients. One that has no
+room is *blocked*: it is tried again whenever memory may have been freed. Only who needs the unit's newest parameters
+waits for that room.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, NoReturn
 
 from infinity.errors import CapacityError
@@ -26,10 +31,15 @@ from infinity.schedule.actions import (
     Actions,
     AwaitAnyUpdate,
     AwaitFetch,
+    AwaitGradients,
     AwaitNewest,
+    AwaitSpill,
+    AwaitUpdate,
     Event,
     Evict,
     Fetch,
+    GradientsNeedRoom,
+    GradientsRest,
     MemoryFreed,
     OldParametersNeeded,
     ParametersMade,
@@ -38,16 +48,25 @@ from infinity.schedule.actions import (
     PassBegins,
     PassEnds,
     RoomNeeded,
+    Spill,
     Submit,
     UpdateDue,
+    UpdateOnDevice,
     UseBegins,
 )
 from infinity.schedule.cycle import Cycle
 from infinity.schedule.unit_state import UnitState
 from infinity.tiers import Residency
+from infinity.tiers.copies import State
 
 _STORED, _RESIDENT = Residency.STORED, Residency.RESIDENT  # a look-up in an Enum takes 0.2 us
 _NOW = -1  # when an update is needed that keeps its unit from leaving memory
+
+
+def spilled_ahead(slots: int) -> int:
+    """How many of these slots are free, or are being written, once a unit's gradients are complete: two, so that one
+    write has as long as the next unit computes; of the others at least one."""
+    return max(1, min(2, slots - 1))
 
 
 class Scheduler:
@@ -58,6 +77,8 @@ class Scheduler:
         cycle: what is used, and the plan.
         budget: the ledger of memory for units that come and go, kept by whoever performs fetches and evictions.
         budget_key: the configuration's name for it.
+        gradient_slots: how many units' gradients have memory at once, of those that may spill.
+        in_slots: units whose gradients have such memory, the longest first; kept by whoever performs.
         writes_all: each update is written to the drives.
         writes_unreconstructable: so are updates of units whose old parameters the optimizer state cannot reconstruct.
 
@@ -72,6 +93,8 @@ class Scheduler:
         cycle: Cycle,
         budget: Budget,
         budget_key: str,
+        gradient_slots: int = 0,
+        in_slots: Collection[int] = (),
         *,
         writes_all: bool = False,
         writes_unreconstructable: bool = False,
@@ -82,8 +105,11 @@ class Scheduler:
         self.in_memory: dict[UnitState, None] = {}
         self._fetching: dict[UnitState, None] = {}  # the oldest first
         self._todo: deque[tuple[str, int]] = deque()  # of the plan, in its order
+        self._blocked: dict[UnitState, None] = {}  # units in memory whose updates had no room, the longest first
         self._budget = budget
         self._budget_key = budget_key
+        self._gradient_slots = gradient_slots
+        self._in_slots = in_slots
         self._writes_all = writes_all
         self._writes_unreconstructable = writes_unreconstructable
 
@@ -97,8 +123,8 @@ class Scheduler:
 
     @property
     def waits_for_memory(self) -> bool:
-        """Some action of the plan has to wait until memory is freed."""
-        return bool(self._todo)
+        """Some action of the plan, or an update, has to wait until memory is freed."""
+        return bool(self._todo or self._blocked)
 
     # Passes #
 
@@ -126,7 +152,11 @@ class Scheduler:
             self._todo.extend(step.actions)
             yield from self._follow_plan()
 
-    def _follow_plan(self, _: MemoryFreed | None = None) -> Actions:
+    def _memory_freed(self, _: MemoryFreed) -> Actions:
+        yield from self._retry_updates()
+        yield from self._follow_plan()
+
+    def _follow_plan(self) -> Actions:
         """Do what the plan asks for, in its order, up to the first action that must wait for memory."""
         while self._todo:
             action, unit = self._todo[0]
@@ -147,8 +177,7 @@ class Scheduler:
         """Have the unit's newest parameters in memory."""
         if row.residency is _STORED:
             yield from self._fetch_now(row)
-        if row.update_is_due:
-            yield self._submission(row, waits=True)
+        yield from self._update_now(row)
         yield AwaitNewest(row.index)
         self._arrived(row)
 
@@ -203,7 +232,7 @@ class Scheduler:
         for other in self._fetching:  # fetched ahead for a use that did not come
             if not other.is_pinned:
                 if other.update_is_due:
-                    yield self._submission(other, waits=True)
+                    yield from self._update_now(other)
                 else:
                     yield AwaitFetch(other.index)
                     self._arrived(other)
@@ -223,11 +252,43 @@ class Scheduler:
     # Updates #
 
     def _try_update(self, row: UnitState) -> Actions:
-        if row.update_is_due:
-            yield self._submission(row, waits=False)
+        """Submit the unit's update if one is due; it is blocked if it has no room, see [Note: blocked updates]."""
+        if not row.update_is_due:
+            return
+        if row.is_updated_on_device:
+            yield UpdateOnDevice(row.index)
+            return
+        if row.update_is_submitted:
+            if row.update_has_begun:  # with this step's
+                self._blocked[row] = None
+                return
+            yield AwaitUpdate(row.index)  # the last step's: computed, but not all written yet
+        if row.gradients_have_room:
+            yield Submit(row.index, *self.urgency(row))
+            self._blocked.pop(row, None)
+        else:
+            self._blocked[row] = None
 
-    def _submission(self, row: UnitState, *, waits: bool) -> Submit:
-        return Submit(row.index, *self.urgency(row), waits)
+    def _update_now(self, row: UnitState) -> Actions:
+        """Submit the unit's update if one is due, waiting for room."""
+        if row.update_is_due and row.update_has_begun and row.update_is_submitted:
+            yield AwaitUpdate(row.index)
+        while row.update_is_due:
+            yield from self._try_update(row)
+            if row.update_is_due and not (yield from self._free_gradients(row)):
+                raise CapacityError(
+                    f"no host memory is left for the gradients of unit `{row.name}`: raise tiering.host_memory"
+                )
+
+    def _retry_updates(self) -> Actions:
+        """Submit what was blocked, the longest first, up to the first that still has no room: others need as much."""
+        for row in list(self._blocked):
+            if not row.update_is_due or row.residency is _STORED:
+                del self._blocked[row]
+            elif not (row.update_has_begun and row.update_is_submitted):
+                yield from self._try_update(row)
+                if row.update_is_due:
+                    return
 
     def urgency(self, row: UnitState) -> tuple[bool, int]:
         """How an update of the unit is carried out: whether it is written home, and when the unit is needed next."""
@@ -238,17 +299,55 @@ class Scheduler:
         """What changes in the unit is written in any case: each step is to stay, or is what a rollback needs."""
         return self._writes_all or (self._writes_unreconstructable and not row.is_reconstructable)
 
+    # Gradients #
+
+    def _free_gradients(self, row: UnitState) -> Generator[Action, None, bool]:
+        """Free memory that the unit's gradients may take: what can be on the drive, or an update has; False if none."""
+        if row.is_updated_on_device:
+            return False
+        if row.spills and not row.gradients_are_used:
+            for state in (State.LEAVING, State.VALID, State.ARRIVING, State.WRITING):
+                other = self._first_in_slot(state)
+                if other is not None:
+                    if state is State.ARRIVING:
+                        yield AwaitGradients(other.index)
+                    if state is not State.LEAVING:
+                        yield Spill(other.index)
+                    yield AwaitSpill(other.index)
+                    return True
+        if any(other.update_is_submitted for other in self.rows):
+            yield AwaitAnyUpdate()
+            return True
+        return False
+
+    def _spill_ahead(self, _event: GradientsRest) -> Actions:
+        """Have the next units find a slot: one that is free, or will soon be."""
+        leaving = sum(self.rows[unit].gradients is State.LEAVING for unit in self._in_slots)
+        free = self._gradient_slots - len(self._in_slots)
+        for _ in range(spilled_ahead(self._gradient_slots) - free - leaving):
+            oldest = self._first_in_slot(State.VALID)
+            if oldest is None:
+                return
+            yield Spill(oldest.index)
+
+    def _first_in_slot(self, state: State) -> UnitState | None:
+        """Which of the units in slots has been there longest, of those in this state that no update has."""
+        rows = (self.rows[unit] for unit in self._in_slots)
+        return next((row for row in rows if row.gradients is state and not row.gradients_are_used), None)
+
 
 # Of the class, so that a scheduler that nobody refers to goes at once.
 _HANDLERS: dict[type[Event], Callable[[Scheduler, Any], Actions]] = {
     PassBegins: Scheduler._begin_pass,
     PassEnds: Scheduler._end_pass,
     UseBegins: Scheduler._use,
-    MemoryFreed: Scheduler._follow_plan,
+    MemoryFreed: Scheduler._memory_freed,
     ParametersNeeded: lambda scheduler, event: scheduler._bring(scheduler.rows[event.unit]),
     OldParametersNeeded: lambda scheduler, event: scheduler._bring_old(scheduler.rows[event.unit]),
     ParametersMade: lambda scheduler, event: scheduler._made(scheduler.rows[event.unit]),
     ParametersStale: lambda scheduler, event: scheduler._drop_stale(scheduler.rows[event.unit]),
     RoomNeeded: lambda scheduler, event: scheduler._make_room(scheduler.rows[event.unit]),
     UpdateDue: lambda scheduler, event: scheduler._try_update(scheduler.rows[event.unit]),
+    GradientsNeedRoom: lambda scheduler, event: scheduler._free_gradients(scheduler.rows[event.unit]),
+    GradientsRest: Scheduler._spill_ahead,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from infinity.tiers import Residency
+from infinity.tiers.copies import State
 
 
 class UnitState(ABC):
@@ -13,15 +14,17 @@ class UnitState(ABC):
     Args:
         nbytes: of the parameters in memory.
         moves: they come and go; else they stay in memory.
+        spills: gradients may be written to the drive, and shares memory with others that may.
     """
 
-    __slots__ = ("index", "moves", "name", "nbytes")
+    __slots__ = ("index", "moves", "name", "nbytes", "spills")
 
-    def __init__(self, index: int, name: str, nbytes: int, *, moves: bool) -> None:
+    def __init__(self, index: int, name: str, nbytes: int, *, moves: bool, spills: bool) -> None:
         self.index = index
         self.name = name
         self.nbytes = nbytes
         self.moves = moves
+        self.spills = spills
 
     def __repr__(self) -> str:
         return f"<unit {self.index} {self.name}: {self.residency.name}>"
@@ -36,10 +39,39 @@ class UnitState(ABC):
     def is_pinned(self) -> bool:
         """Somebody, an update perhaps, keeps the parameters in memory."""
 
+    # Gradients #
+
+    @property
+    @abstractmethod
+    def gradients(self) -> State:
+        """Of the gradients' copy in host memory."""
+
+    @property
+    @abstractmethod
+    def gradients_are_used(self) -> bool:
+        """An update has the gradients."""
+
+    @property
+    @abstractmethod
+    def gradients_have_room(self) -> bool:
+        """The gradients are in host memory, or there is memory to read them into."""
+
+    # Updates #
+
+    @property
+    @abstractmethod
+    def is_updated_on_device(self) -> bool:
+        """The optimizer states are on the device, and the next update is carried out there."""
+
     @property
     @abstractmethod
     def update_is_due(self) -> bool:
         """This step has an update for the unit that is not submitted yet."""
+
+    @property
+    @abstractmethod
+    def update_has_begun(self) -> bool:
+        """A speculative update has done a part of the update that is due."""
 
     @property
     @abstractmethod

@@ -82,10 +82,6 @@ class DeviceGrads:
         """What is open takes the memory that the unit's gradients would need."""
         return not self.budget.fits(self._nbytes(unit))
 
-    def make_room(self, unit: int) -> bool:
-        """There is nowhere else to put gradients."""
-        return False
-
     def _nbytes(self, unit: int) -> int:
         return self._numels[unit] * self._dtype.itemsize
 

@@ -4,8 +4,9 @@
 A unit's gradients are one field, see [Note: copies]: its copy in host memory is WRITING while gradients are added to
 it, VALID while it rests and may spill, pinned while an update uses it, and nothing once they were used. Where host
 memory cannot hold the gradients of all units, those of some stay, spread evenly among the others, which share a few
-slots. They are written when the slot is needed, and read again for the next micro-batch or for the update. Backward
-needs them in the same order in every micro-batch, so a fixed choice of what stays serves as well as any other.
+slots. The scheduler says which of these are written, and when; they are read again for the next micro-batch or for the
+update. Backward needs them in the same order in every micro-batch, so a fixed choice of what stays serves as well as
+any other.
 
 [Note: gradients that stream]
 What a device has computed, and nothing is added to, leaves it while it computes on: the copies of a unit's gradients
@@ -31,7 +32,7 @@ from infinity.errors import StorageError
 from infinity.io import IoFuture, Priority
 from infinity.memory import Arena, Lease
 from infinity.telemetry import Counters, StallCause, Times
-from infinity.tiers.copies import Field, Memory, Move, State, Transfer
+from infinity.tiers.copies import Copy, Field, Memory, Move, State, Transfer
 from infinity.tiers.link import Link
 from infinity.tiers.norms import Norms
 from infinity.tiers.slots import Extent
@@ -55,12 +56,6 @@ class GradHomes:
     own: tuple[int, ...]
     spilled: tuple[int, ...] = ()
     slots: int = 0
-
-
-def spilled_ahead(slots: int) -> int:
-    """How many of these slots are free, or are being written, once a unit's gradients are complete: two, so that one
-    write has as long as the next unit computes; of the others at least one."""
-    return max(1, min(2, slots - 1))
 
 
 class Arrival:
@@ -136,6 +131,9 @@ class GradStore:
         swap: where units that spill have their extents.
         link: to where gradients are computed.
         norms: of parameters' gradients, measured there; those of none where the host measures them.
+
+    Attributes:
+        leased: units that lease memory, or have a slot, for their copies; the longest first.
     """
 
     def __init__(
@@ -162,14 +160,14 @@ class GradStore:
             each.tensor = each.own.tensor(dtype)
         spilled = [self._units[unit] for unit in homes.spilled]
         slot_bytes = max((each.nbytes for each in spilled), default=0)
-        self._slots = tuple(arena.lease(slot_bytes) for _ in range(homes.slots))
+        self.slots = tuple(arena.lease(slot_bytes) for _ in range(homes.slots))
         for each in spilled:
             each.extent = swap.reserve(each.nbytes)
         own_bytes = sum(self._units[unit].nbytes for unit in homes.own)
         self._shared_bytes = 0 if homes.spilled else capacity_bytes - own_bytes
         self._shared = arena.part(self._shared_bytes, counts_leases=True)
         self._largest_bytes = max((each.nbytes for each in self._units if each.own is None), default=0)
-        self._leased: dict[_UnitGrads, None] = {}  # units that lease memory for their copies, oldest first
+        self.leased: dict[int, None] = {}
         self._leased_bytes = 0
         self._arriving: dict[_UnitGrads, None] = {}  # units whose gradients come from the device, oldest first
 
@@ -253,14 +251,29 @@ class GradStore:
             self._finish_moves(each)
 
     def rest(self, unit: int) -> None:
-        """Nothing is added to the unit's gradients for a while: if they may spill, they or others do so ahead."""
+        """Nothing is added to the unit's gradients for a while: they may spill, if they do."""
         each = self._units[unit]
         if each.arrival is not None:
             each.arrival.open = False
             self._finish_arrivals(ARRIVING_UNITS)
         if each.extent is not None:
             self._end_write(each)
-            self._spill_ahead()
+
+    def host_copy(self, unit: int) -> Copy:
+        """The unit's gradients in host memory, or what they could be there."""
+        return self._units[unit].host
+
+    def await_moves(self, unit: int) -> None:
+        """Wait for what is on its way of the unit's gradients."""
+        self._finish_moves(self._units[unit])
+
+    def spill(self, unit: int) -> None:
+        """Start writing the unit's gradients, which rest; their slot is free once that is done."""
+        self._spill(self._units[unit])
+
+    def await_spill(self, unit: int) -> None:
+        """Wait until the unit's gradients are written, and free their slot."""
+        self._leave(self._units[unit])
 
     def holds(self, unit: int) -> bool:
         """The unit has gradients that no update has."""
@@ -292,22 +305,6 @@ class GradStore:
         """What is open takes the memory that the unit's gradients would need."""
         each = self._units[unit]
         return each.own is None and each.nbytes > self._shared_bytes - self._leased_bytes
-
-    def make_room(self, unit: int) -> bool:
-        """Free room in which the unit's gradients could be; False if that is not the way."""
-        each = self._units[unit]
-        if each.extent is None or each.host.pins:
-            return False
-        for state in (State.LEAVING, State.VALID, State.ARRIVING, State.WRITING):
-            other = self._first_in(state)
-            if other is not None:
-                if state is State.ARRIVING:
-                    self._finish_moves(other)
-                if state is not State.LEAVING:
-                    self._spill(other)
-                self._leave(other)
-                return True
-        return False
 
     # Updates #
 
@@ -366,7 +363,7 @@ class GradStore:
             lease = self._memory_for(each)
             if lease is None:
                 return False
-            self._leased[each] = None
+            self.leased[each.unit] = None
             each.lease = lease
             self._leased_bytes += each.nbytes
             self._place(each, lease)
@@ -391,11 +388,12 @@ class GradStore:
 
     def _close_gaps(self) -> bool:
         """Move what shares memory together, see [Note: room for gradients]; False while an update uses some of it."""
-        if any(each.host.pins for each in self._leased):
+        leased = [self._units[unit] for unit in self.leased]
+        if any(each.host.pins for each in leased):
             return False
-        for each in self._leased:
+        for each in leased:
             self._finish_moves(each)
-        leases = {each: each.lease for each in self._leased if each.lease is not None}
+        leases = {each: each.lease for each in leased if each.lease is not None}
         self._shared.close_gaps(list(leases.values()))
         for each, lease in leases.items():
             self._place(each, lease)
@@ -403,37 +401,24 @@ class GradStore:
 
     def _free_slot(self) -> Lease | None:
         """One that nobody has; else that of what was written first, which may be of use where it is until then."""
-        if len(self._leased) == len(self._slots):
-            for each in self._leased:
+        if len(self.leased) == len(self.slots):
+            for each in (self._units[unit] for unit in self.leased):
                 written = each.host.state is State.LEAVING and all(move.done() for move in each.host.moves)
                 if written or each.host.state is State.ABSENT:  # the latter if it could not be read
                     self._leave(each)
                     break
-        taken = [each.lease for each in self._leased]
-        return next((slot for slot in self._slots if slot not in taken), None)
+        taken = [self._units[unit].lease for unit in self.leased]
+        return next((slot for slot in self.slots if slot not in taken), None)
 
     def _give_back(self, each: _UnitGrads) -> None:
         lease, each.lease = each.lease, None
         if lease is not None:
-            self._leased.pop(each, None)
-            self._leased_bytes = self._leased_bytes - each.nbytes if self._leased else 0
-            if lease not in self._slots:
+            self.leased.pop(each.unit, None)
+            self._leased_bytes = self._leased_bytes - each.nbytes if self.leased else 0
+            if lease not in self.slots:
                 lease.release()
 
     # The drive #
-
-    def _spill_ahead(self) -> None:
-        """Have the next units find a slot: one that is free, or will soon be."""
-        leaving = sum(each.host.state is State.LEAVING for each in self._leased)
-        for _ in range(spilled_ahead(len(self._slots)) - (len(self._slots) - len(self._leased)) - leaving):
-            oldest = self._first_in(State.VALID)
-            if oldest is None:
-                return
-            self._spill(oldest)
-
-    def _first_in(self, state: State) -> _UnitGrads | None:
-        """Which of the units in slots has been there longest, of those in this state that no update has."""
-        return next((each for each in self._leased if each.host.state is state and not each.host.pins), None)
 
     def _end_write(self, each: _UnitGrads) -> None:
         if each.host.state is _WRITING:

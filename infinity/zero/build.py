@@ -291,12 +291,14 @@ def build_runtime(
     cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes, sizing.ahead_bytes)
     views = ParameterViews(model, sizing.partition, params, writable=config.zero.stage < 3)
     on_device = None if grads.device is None else OnDevice(params, grads.device, states, sizing.layout)
-    units = [Unit(each) for each in params.units]
+    units = [Unit(each, grads.host, states) for each in params.units]
     in_flight = InFlight(units, params, grads.host, pipeline, counters, on_device)
     return Runtime(
         sizing=sizing,
         groups=groups_of_ranks,
-        executor=Executor(units, views, params, in_flight, pipeline, cycle, counters, groups_of_ranks.sharing),
+        executor=Executor(
+            units, views, params, grads.host, in_flight, pipeline, cycle, counters, groups_of_ranks.sharing
+        ),
         params=params,
         grads=grads,
         pipeline=pipeline,

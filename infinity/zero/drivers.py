@@ -87,4 +87,4 @@ class _LayerMajorStep:
                     step.updates.add(addend)
                 if step.gradients.begun(unit):
                     step.updates.final(unit)
-                    step.gradients.rest(unit)
+                    step.updates.rest(unit)

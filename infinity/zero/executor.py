@@ -34,10 +34,15 @@ from infinity.schedule.actions import (
     Action,
     AwaitAnyUpdate,
     AwaitFetch,
+    AwaitGradients,
     AwaitNewest,
+    AwaitSpill,
+    AwaitUpdate,
     Event,
     Evict,
     Fetch,
+    GradientsNeedRoom,
+    GradientsRest,
     MemoryFreed,
     OldParametersNeeded,
     ParametersMade,
@@ -46,13 +51,15 @@ from infinity.schedule.actions import (
     PassBegins,
     PassEnds,
     RoomNeeded,
+    Spill,
     Submit,
     UpdateDue,
+    UpdateOnDevice,
     UseBegins,
 )
 from infinity.schedule.scheduler import Scheduler
 from infinity.telemetry import Counters
-from infinity.tiers import Params, Residency
+from infinity.tiers import GradStore, Params, Residency
 from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
 from infinity.zero.ranks import ALONE, Ranks
@@ -66,6 +73,7 @@ class Executor:
     Args:
         units: the rows, by index.
         views: what the model's parameters show.
+        grads: gradients of units that are updated in host memory.
         in_flight: carries updates out.
         cycle: what is used, and the plan.
         ranks: those whose shards make a unit whole.
@@ -76,6 +84,7 @@ class Executor:
         units: Sequence[Unit],
         views: ParameterViews,
         params: Params,
+        grads: GradStore,
         in_flight: InFlight,
         pipeline: UpdatePipeline,
         cycle: Cycle,
@@ -85,6 +94,7 @@ class Executor:
         self.views = views
         self._units = tuple(units)
         self._params = params
+        self._grads = grads
         self._pipeline = pipeline
         self._cycle = cycle
         self._in_flight = in_flight
@@ -94,6 +104,8 @@ class Executor:
             cycle,
             params.ledger,
             params.budget,
+            len(grads.slots),
+            grads.leased,
             writes_all=params.keeps_steps,
             writes_unreconstructable=params.has_slots,
         )
@@ -125,10 +137,12 @@ class Executor:
                 self._gathering.leave(unit, self._cycle.expected)
             raise
 
-    def _do(self, event: Event) -> None:
-        """Perform what the scheduler asks for because of an event."""
+    def _do(self, event: Event) -> bool:
+        """Perform what the scheduler asks for because of an event; False if that is nothing."""
+        action = None
         for action in self._scheduler.on(event):
             _PERFORMERS[type(action)](self, action)
+        return action is not None
 
     def gather_owed(self, unit: int | None = None) -> None:
         """Gather what all ranks gather before this unit; None before they exchange something that is no unit."""
@@ -184,9 +198,23 @@ class Executor:
     def _await_any_update(self, _: AwaitAnyUpdate) -> None:
         self._in_flight.finish_one()
 
+    def _await_update(self, action: AwaitUpdate) -> None:
+        self._in_flight.finish(action.unit)
+
     def _submit(self, action: Submit) -> None:
-        submit = self._in_flight.start if action.waits else self._in_flight.try_start
-        submit(action.unit, action.write, action.needed)
+        self._in_flight.submit(action.unit, action.write, action.needed)
+
+    def _update_on_device(self, action: UpdateOnDevice) -> None:
+        self._in_flight.update_on_device(action.unit)
+
+    def _await_gradients(self, action: AwaitGradients) -> None:
+        self._grads.await_moves(action.unit)
+
+    def _spill(self, action: Spill) -> None:
+        self._grads.spill(action.unit)
+
+    def _await_spill(self, action: AwaitSpill) -> None:
+        self._grads.await_spill(action.unit)
 
     def _await_newest(self, action: AwaitNewest) -> None:
         unit = action.unit
@@ -316,10 +344,13 @@ class Executor:
             if self._params.residency(unit) is Residency.FETCHING:  # the plan wants it next
                 self._do(OldParametersNeeded(unit))
         away = [unit for unit in ahead if self._is_stored(unit) and self._in_flight.needs_memory(unit)]
-        behind = self._in_flight.undo([unit for unit in ahead if unit not in away], grads=grads)
+        here = [unit for unit in ahead if unit not in away]
+        behind = self._in_flight.undo(here, self.free_gradients, grads=grads)
+        self._spill_ahead()
         for unit in away:  # one by one, since there may not be room for all of them
             self._do(OldParametersNeeded(unit))
-            self._in_flight.undo([unit], grads=grads)
+            self._in_flight.undo([unit], self.free_gradients, grads=grads)
+        self._spill_ahead()
         for unit in ahead:
             self._gathering.changed(unit)
             if unit in behind:
@@ -334,7 +365,8 @@ class Executor:
     def spoil(self, unit: int) -> None:
         """An update of the unit may have run ahead: its gradients change, so that it is not confirmed."""
         if self._units[unit].ahead is not None:
-            self._in_flight.finish_ahead(unit)
+            self._in_flight.finish_ahead(unit, self.free_gradients)
+            self._spill_ahead()
 
     @property
     def awaits_updates(self) -> bool:
@@ -343,21 +375,33 @@ class Executor:
 
     def free_gradients(self, unit: int) -> bool:
         """Free memory that the unit's gradients may take: what can be on the drive, or an update has; False if none."""
-        freed = self._in_flight.free_gradients(unit)
+        freed = self._do(GradientsNeedRoom(unit))
         self._show_finished()
         return freed
+
+    def gradients_rest(self, unit: int) -> None:
+        """Nothing is added to the unit's gradients for a while: if they may spill, they or others do so ahead."""
+        if self._units[unit].spills:
+            self._do(GradientsRest())
+
+    def _spill_ahead(self) -> None:
+        """As `gradients_rest`, of gradients that updates have given back."""
+        if self._in_flight.some_rest:
+            self._in_flight.some_rest = False
+            self._do(GradientsRest())
 
     def settle(self) -> None:
         """Take note of finished updates and use the memory that they gave back."""
         if self._params.handing_over.torn:
             return
         self._in_flight.settle()
+        self._spill_ahead()
+        if self._scheduler.waits_for_memory:
+            self._do(MemoryFreed())
         self._show_finished()
         for unit in self._params.passing:
             if not (self._units[unit].update_is_submitted or self._units[unit].update_is_due):
                 self._params.advance(unit)
-        if self._scheduler.waits_for_memory:
-            self._do(MemoryFreed())
 
     def catch_up(self) -> None:
         """Between uses: if something waits for memory and an update has ended, it may have given some back."""
@@ -549,8 +593,13 @@ class Executor:
 _PERFORMERS: dict[type[Action], Callable[[Executor, Any], None]] = {
     Fetch: Executor._fetch,
     AwaitFetch: Executor._await_fetch,
+    AwaitGradients: Executor._await_gradients,
+    AwaitSpill: Executor._await_spill,
+    AwaitUpdate: Executor._await_update,
     Evict: Executor._evict,
+    Spill: Executor._spill,
     Submit: Executor._submit,
+    UpdateOnDevice: Executor._update_on_device,
     AwaitNewest: Executor._await_newest,
     AwaitAnyUpdate: Executor._await_any_update,
 }

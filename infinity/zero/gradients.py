@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -276,8 +276,11 @@ class Gradients:
 
     # Looks from outside #
 
-    def held_values(self, unit: int) -> torch.Tensor:
+    def held_values(self, unit: int, free: Callable[[int], bool]) -> torch.Tensor:
         """What is held of the unit's gradients, to look at or to change (`remeasure` follows).
+
+        Args:
+            free: frees memory for a unit's gradients; False if there is none.
 
         Raises:
             InfinityError: an update has them, or they are not reduced over the ranks yet.
@@ -286,10 +289,10 @@ class Gradients:
         for other, part in self._sums.held():
             if other == unit:
                 while self.try_add(self._sum_of(unit, part)) is None:  # it stays where it is
-                    self._make_room_to_look(unit)
+                    self._have_freed(unit, free)
                 self._sums.drop(unit, part)
         while (buffer := self._store(unit).open(unit)) is None:
-            self._make_room_to_look(unit)
+            self._have_freed(unit, free)
         return buffer
 
     def collected_anywhere(self) -> bool:
@@ -306,8 +309,9 @@ class Gradients:
             self.check_reduced()
         return self._source.look(unit, slot, of_all=of_all)
 
-    def _make_room_to_look(self, unit: int) -> None:
-        if not self._store(unit).make_room(unit):
+    @staticmethod
+    def _have_freed(unit: int, free: Callable[[int], bool]) -> None:
+        if not free(unit):
             raise InfinityError("there is no room to look at gradients: raise tiering.host_memory (or device_memory)")
 
     def check_reduced(self) -> None:
@@ -323,9 +327,8 @@ class Gradients:
             )
 
     def remeasure(self, unit: int) -> None:
-        """The unit's gradients were changed from outside: their norm is another one."""
+        """The unit's gradients, which are in memory, were changed from outside: their norm is another one."""
         stats = self._totals[unit].stats
-        self.held_values(unit)
         for part in stats:
             stats[part] = self._landing.measure(unit, part)
 

@@ -12,7 +12,7 @@ and are not written. Whoever wants its values, or its gradients, has the update 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -30,6 +30,8 @@ from infinity.tiers import GradStore, Memory, Params, Residency
 from infinity.zero.on_device import OnDevice
 from infinity.zero.unit import Ahead, OldParams, Submitted, Unit
 
+FreeGradients = Callable[[int], bool]
+
 
 class InFlight:
     """Which units' updates are due, which are in the pipeline, and which have been finished.
@@ -40,6 +42,7 @@ class InFlight:
 
     Attributes:
         finished: units whose updates are over; whoever looks at them takes them out.
+        some_rest: an update that may be undone has given gradients back, which may spill; whoever is told resets it.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class InFlight:
         device: OnDevice | None = None,
     ) -> None:
         self.finished: list[int] = []
+        self.some_rest = False
         self._units = tuple(units)
         self._params = params
         self._handing_over = params.handing_over
@@ -62,7 +66,6 @@ class InFlight:
         self._ended: SimpleQueue[int] = SimpleQueue()  # units whose updates are computed, or have failed
         # Orders of units. What is so of a unit its row says: one may have been left here by an interrupt.
         self._due: dict[Unit, None] = {}
-        self._blocked: dict[Unit, None] = {}
         self._submitted: dict[Unit, None] = {}
         self._computed: dict[Unit, None] = {}  # of those that are submitted; their writes may be under way
         self._ahead: dict[Unit, None] = {}
@@ -87,30 +90,21 @@ class InFlight:
 
     # Into the pipeline #
 
-    def try_start(self, unit: int, write: bool, needed: int) -> None:
-        """Start the pending update of a unit in memory, unless its gradients have no room: it is tried again then.
+    def update_on_device(self, unit: int) -> None:
+        """Carry out the due update of a unit whose states are on the device; it takes no time that anybody sees."""
+        with self._handing_over:
+            assert self._device is not None
+            self._device.update(unit, self._take_due(self._units[unit]))
+            self.finished.append(unit)
+
+    def submit(self, unit: int, write: bool, needed: int) -> None:
+        """Submit the due update of a unit in memory, whose gradients have room, and whose last update is finished.
 
         Args:
             write: the new parameters are written to their home, tile by tile as they are updated.
             needed: when the unit is needed next; of those that nobody waits for the lowest goes first.
         """
         each = self._units[unit]
-        if each.due is None:
-            return
-        if self._is_there(unit):  # it takes no time that anybody sees
-            with self._handing_over:
-                assert self._device is not None
-                self._device.update(unit, self._take_due(each))
-                self.finished.append(unit)
-            return
-        if each.submitted is not None:
-            if each.begun is not None:  # with this step's
-                self._block(each, write, needed)
-                return
-            self._finish(each)  # last step's values are computed, but not all written yet
-        if not self._grads.can_hand_over(unit):
-            self._block(each, write, needed)
-            return
         # Of a unit whose home has older values, those that this update leaves alone would stay as old there.
         write = write and not each.params.is_dirty()
         with self._handing_over:
@@ -121,12 +115,7 @@ class InFlight:
     def _take_due(self, each: Unit) -> tuple[Segment, ...]:
         segments = each.take_due()
         self._due.pop(each, None)
-        self._blocked.pop(each, None)
         return segments
-
-    def _block(self, each: Unit, write: bool, needed: int) -> None:
-        self._blocked[each] = None
-        each.block(write=write, needed=needed)
 
     def _hand_over(
         self,
@@ -191,8 +180,8 @@ class InFlight:
         known is then what the next forward pass comes to last.
         """
         each = self._units[unit]
-        at_rest = not (each.is_updating or self._is_there(unit)) and each.residency is Residency.RESIDENT
-        if not at_rest or not self._grads.can_hand_over(unit):
+        at_rest = not (each.is_updating or each.is_updated_on_device) and each.residency is Residency.RESIDENT
+        if not at_rest or not each.gradients_have_room:
             return False
         old_params = self._old_params(unit, segments, write)
         if self._can_undo(unit, old_params):
@@ -254,7 +243,7 @@ class InFlight:
         """Update what can be undone of a unit that `can_run_ahead`, and whose gradients are in memory.
 
         Args:
-            write: see `try_start`; it may be written for its slots alone.
+            write: see `submit`; it may be written for its slots alone.
             may_leave: nobody looks at its gradients until they are wanted.
         """
         with self._handing_over:
@@ -298,10 +287,11 @@ class InFlight:
                 self._grads.drop(unit)
             self._pipeline.undoing.forget_before(ahead.ticket)
 
-    def undo(self, units: Sequence[int], *, grads: bool = True) -> frozenset[int]:
+    def undo(self, units: Sequence[int], free_gradients: FreeGradients, *, grads: bool = True) -> frozenset[int]:
         """The units are what they were before they were updated ahead.
 
         Args:
+            free_gradients: frees memory for a unit's gradients; False if there is none.
             grads: they have their gradients again, too; else those that an update has are nothing any more.
 
         Returns:
@@ -330,7 +320,7 @@ class InFlight:
             for each in submitted:
                 self._finish(each)
             for each in rows:
-                self._recover(each, grads=grads, param=True)
+                self._recover(each, free_gradients, grads=grads, param=True)
             self._pipeline.undo(tickets)
             behind = []
             for each in rows:
@@ -344,7 +334,7 @@ class InFlight:
                 self._decide(each)
         return frozenset(behind)
 
-    def _recover(self, each: Unit, *, grads: bool, param: bool) -> None:
+    def _recover(self, each: Unit, free_gradients: FreeGradients, *, grads: bool, param: bool) -> None:
         """Have what the states tell of before an update that ran ahead, which it has not left anywhere.
 
         Args:
@@ -360,15 +350,16 @@ class InFlight:
         if not grads and not param:
             return
         with self._handing_over:
-            buffer = self._room_for_grads(unit) if grads else None
+            buffer = self._room_for_grads(unit, free_gradients) if grads else None
             with self._changing(unit) if param else nullcontext() as flat:
                 self._pipeline.recover(ahead.ticket, grad=buffer, param=flat)
             if grads:
                 self._grads.rest(unit)
+                self.some_rest = True
 
-    def _room_for_grads(self, unit: int) -> torch.Tensor:
+    def _room_for_grads(self, unit: int, free_gradients: FreeGradients) -> torch.Tensor:
         while (buffer := self._grads.restore(unit)) is None:
-            if not self.free_gradients(unit):
+            if not free_gradients(unit):
                 raise CapacityError(
                     f"no host memory is left for the gradients of unit `{self._params.specs[unit].name}`, whose update "
                     "is undone: raise tiering.host_memory"
@@ -392,34 +383,14 @@ class InFlight:
         yield self._params.host_tensor(unit)
         self._params.close_host(unit)
 
-    def finish_ahead(self, unit: int) -> None:
+    def finish_ahead(self, unit: int, free_gradients: FreeGradients) -> None:
         """Wait for an update that runs ahead: what it was made with is about to change."""
         each = self._units[unit]
         if each.submitted is not None:
             self._finish(each)
-        self._recover(each, grads=True, param=False)
+        self._recover(each, free_gradients, grads=True, param=False)
         assert each.ahead is not None
         each.ahead = replace(each.ahead, segments=())
-
-    def start(self, unit: int, write: bool, needed: int) -> None:
-        """As `try_start`, waiting for room."""
-        each = self._units[unit]
-        if each.begun is not None and each.submitted is not None:
-            self._finish(each)
-        while each.due is not None:
-            self.try_start(unit, write, needed)
-            if each.due is not None and not self.free_gradients(unit):
-                raise CapacityError(
-                    f"no host memory is left for the gradients of unit `{self._params.specs[unit].name}`: "
-                    "raise tiering.host_memory"
-                )
-
-    def free_gradients(self, unit: int) -> bool:
-        """Free memory that the unit's gradients may take: what can be on the drive, or an update has; False if none."""
-        return not self._is_there(unit) and (self._grads.make_room(unit) or self.finish_one())
-
-    def _is_there(self, unit: int) -> bool:
-        return self._device is not None and self._device.has(unit)
 
     def open_host(self, unit: int) -> None:
         """Have the unit's values on their way to where they are changed, waiting for memory that updates hold.
@@ -455,6 +426,10 @@ class InFlight:
                 self._pipeline.wait_computed(submitted.ticket, sends)
             self._params.end_change(unit)
 
+    def finish(self, unit: int) -> None:
+        """Wait until the unit's submitted update is over: computed, and written."""
+        self._finish(self._units[unit])
+
     def finish_one(self) -> bool:
         """Wait for one update, whichever is the first to be done; False if there is none."""
         self._take_ended()
@@ -484,21 +459,11 @@ class InFlight:
             self._computed[self._units[unit]] = None
 
     def settle(self) -> None:
-        """Take note of updates that are over, and start what they have made room for."""
+        """Take note of updates that are over."""
         self._take_ended()
         for each in list(self._computed):
             if each.submitted is not None and each.submitted.ticket.done():
                 self._note(each)
-        for each in list(self._blocked):
-            if each.blocked is None or each.residency is Residency.STORED:
-                del self._blocked[each]
-                each.unblock()
-                continue
-            if each.begun is not None and each.submitted is not None:
-                continue
-            self.try_start(each.index, *each.blocked)
-            if each in self._blocked:
-                break  # the others need as much
 
     def _finish(self, each: Unit) -> None:
         assert each.submitted is not None
@@ -522,6 +487,7 @@ class InFlight:
                 self._grads.left(unit)
             else:
                 self._grads.returned(unit)
+                self.some_rest = True
             self._params.close_host(unit)
             if submitted.write is not None:
                 each.params.field.finish_move(submitted.write)

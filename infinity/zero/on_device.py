@@ -19,10 +19,6 @@ class OnDevice:
         self._states = states
         self._layout = layout
 
-    def has(self, unit: int) -> bool:
-        """The unit is updated here, which may change while no update of it is pending."""
-        return self._states.is_there(unit)
-
     def update(self, unit: int, segments: tuple[Segment, ...]) -> None:
         """Update a unit that is on the device with the gradients that are held there."""
         param, (grad, _) = self._params.begin_device_change(unit), self._grads.hand_over(unit)

@@ -758,7 +758,7 @@ class Step:
         for unit in units:
             if self.is_last:
                 self.updates.final(unit)
-            self.gradients.rest(unit)
+            self.updates.rest(unit)
 
     # Contexts and end #
 

@@ -4,7 +4,7 @@
 The update that this step asks for may be due while the last step's is still being written home. So `due` and
 `submitted` are lifecycles of their own, and each change of them is a method that checks where it comes from:
 
-    due:        None -> segments (ask), which may be blocked and unblocked -> None (take_due)
+    due:        None -> segments (ask) -> None (take_due)
     submitted:  None -> an update in the pipeline (submit) -> None (finish)
     ahead:      None -> a speculative update (submit) -> None (commit, roll back)
 
@@ -19,7 +19,9 @@ from typing import NoReturn
 
 from infinity.optim.jobs import Segment, UpdateTicket
 from infinity.schedule.unit_state import UnitState
-from infinity.tiers import Move, Residency
+from infinity.tiers import GradStore, Move, Residency
+from infinity.tiers.copies import State
+from infinity.tiers.states import StateStore
 from infinity.tiers.unit_params import UnitParams
 
 
@@ -64,23 +66,23 @@ class Unit(UnitState):
     """A unit.
 
     Attributes:
-        params: its copies.
+        params: its parameters.
         due: the update that this step asks for and that is not submitted yet.
-        blocked: how it is carried out (written home, needed when) once its gradients have room; None unless the unit is
-            in memory and waits for that.
         begun: tiles that have had the update that is due already.
         submitted: the update in the pipeline.
         ahead: the speculative update.
     """
 
-    __slots__ = ("_reconstructable", "ahead", "begun", "blocked", "due", "params", "submitted")
+    __slots__ = ("_gradients", "_grads", "_reconstructable", "_states", "ahead", "begun", "due", "params", "submitted")
 
-    def __init__(self, params: UnitParams) -> None:
-        spec = params.spec
-        super().__init__(params.index, spec.name, spec.nbytes, moves=spec.offloaded)
+    def __init__(self, params: UnitParams, grads: GradStore, states: StateStore) -> None:
+        spec, index = params.spec, params.index
+        super().__init__(index, spec.name, spec.nbytes, moves=spec.offloaded, spills=grads.shares(index))
         self.params = params
+        self._grads = grads
+        self._gradients = grads.host_copy(index)
+        self._states = states
         self.due: tuple[Segment, ...] | None = None
-        self.blocked: tuple[bool, int] | None = None
         self.begun: frozenset[int] | None = None
         self.submitted: Submitted | None = None
         self.ahead: Ahead | None = None
@@ -97,8 +99,28 @@ class Unit(UnitState):
         return self.params.computed_on.pins > 0
 
     @property
+    def gradients(self) -> State:
+        return self._gradients.state
+
+    @property
+    def gradients_are_used(self) -> bool:
+        return self._gradients.pins > 0
+
+    @property
+    def gradients_have_room(self) -> bool:
+        return self._grads.can_hand_over(self.index)
+
+    @property
+    def is_updated_on_device(self) -> bool:
+        return self._states.is_there(self.index)
+
+    @property
     def update_is_due(self) -> bool:
         return self.due is not None
+
+    @property
+    def update_has_begun(self) -> bool:
+        return self.begun is not None
 
     @property
     def update_is_submitted(self) -> bool:
@@ -121,22 +143,12 @@ class Unit(UnitState):
             self._refuse("an update is asked for")
         self.due = segments
 
-    def block(self, *, write: bool, needed: int) -> None:
-        """The update that is due has to wait although the unit is in memory."""
-        if self.due is None:
-            self._refuse("an update is blocked")
-        self.blocked = write, needed
-
-    def unblock(self) -> None:
-        """The update that was blocked is submitted when the unit is in memory again."""
-        self.blocked = None
-
     def take_due(self) -> tuple[Segment, ...]:
         """The update that is due is no longer: it is submitted, or done on the device."""
         due = self.due
         if due is None:
             self._refuse("an update is begun")
-        self.due = self.blocked = self.begun = None
+        self.due = self.begun = None
         return due
 
     def submit(self, submitted: Submitted, *, reconstructable: bool) -> None:

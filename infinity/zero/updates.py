@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+
 from infinity.errors import CapacityError, NonFiniteError
 from infinity.kernels import Rule
 from infinity.optim.jobs import Segment
@@ -264,6 +266,21 @@ class Updates:
         self._update_due(len(self._due))
         self._executor.drain()
         return True
+
+    def rest(self, unit: int) -> None:
+        """Nothing is added to the unit's gradients for a while."""
+        self._gradients.rest(unit)
+        self._executor.gradients_rest(unit)
+
+    def held_values(self, unit: int) -> torch.Tensor:
+        """See `Gradients.held_values`."""
+        return self._gradients.held_values(unit, self._executor.free_gradients)
+
+    def remeasure(self, unit: int) -> None:
+        """The unit's gradients were changed from outside: their norm is another one."""
+        self.held_values(unit)
+        self._gradients.remeasure(unit)
+        self.rest(unit)
 
     def finish_step(self) -> None:
         """All gradients of the step are there: update what was not updated yet, now or later."""

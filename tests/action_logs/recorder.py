@@ -109,7 +109,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
         action(OnDevice, "update", lambda _, unit, segments: f"update on the device {name(unit)}")
         after(UpdatePipeline, "withdraw", lambda _, ticket: f"withdraw {name(ticket.job.unit)}")
         action(InFlight, "confirm", lambda _, unit: f"commit {name(unit)}")
-        action(InFlight, "undo", lambda _, units, grads=True: f"roll back {names(units)}" if units else None)
+        action(InFlight, "undo", lambda _, units, *__, **___: f"roll back {names(units)}" if units else None)
         action(GradStore, "_spill", lambda _, each: f"spill {name(each.unit)}")
         action(
             GradStore,

@@ -215,9 +215,9 @@ def test_a_full_disk_is_refused_with_what_is_needed_and_what_is_free(tmp_path) -
 def flip_a_byte(engine: infinity.Engine, file: Path) -> int:
     """Of gradients that are on the drive alone; returns where."""
     store = engine._runtime.grads.host
-    for each in list(store._leased):
-        if each.host.state is State.LEAVING:
-            store._leave(each)
+    for unit in list(store.leased):
+        if store.host_copy(unit).state is State.LEAVING:
+            store.await_spill(unit)
     spilled = (each for each in store._units if each.extent is not None)
     away = next(each for each in spilled if each.host.state is State.ABSENT and each.field.version)
     offset = away.extent.pieces[0].offset + 100

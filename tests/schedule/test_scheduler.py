@@ -1,4 +1,4 @@
-"""The scheduler in a world of numbers: whatever is used, it is in memory then, and the ledger holds."""
+"""The scheduler in a world of numbers: whatever is used, it is in memory then, and the ledgers hold."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from infinity.schedule.actions import (
     AwaitAnyUpdate,
     AwaitFetch,
     AwaitNewest,
+    AwaitSpill,
+    AwaitUpdate,
     Event,
     Evict,
     Fetch,
+    GradientsNeedRoom,
+    GradientsRest,
     MemoryFreed,
     OldParametersNeeded,
     ParametersNeeded,
@@ -26,6 +30,7 @@ from infinity.schedule.actions import (
     PassBegins,
     PassEnds,
     RoomNeeded,
+    Spill,
     Submit,
     UpdateDue,
     UseBegins,
@@ -33,19 +38,32 @@ from infinity.schedule.actions import (
 from infinity.schedule.scheduler import Scheduler
 from infinity.schedule.unit_state import UnitState
 from infinity.tiers import Residency
+from infinity.tiers.copies import State
 
 
 class Unit(UnitState):
     """A row of its own."""
 
     residency = Residency.STORED
+    gradients = State.ABSENT
+    is_updated_on_device = False
     update_is_due = False
+    update_has_begun = False
     update_is_submitted = False
     is_reconstructable = False
 
-    def __init__(self, index: int, nbytes: int) -> None:
-        super().__init__(index, f"u{index}", nbytes, moves=True)
+    def __init__(self, world: World, index: int, nbytes: int) -> None:
+        super().__init__(index, f"u{index}", nbytes, moves=True, spills=world.slots > 0)
         self.pins = 0
+        self._world = world
+
+    @property
+    def gradients_are_used(self) -> bool:
+        return self.update_is_submitted
+
+    @property
+    def gradients_have_room(self) -> bool:
+        return self._world.has_slot(self.index)
 
     @property
     def is_pinned(self) -> bool:
@@ -54,22 +72,44 @@ class Unit(UnitState):
 
 @dataclass
 class World:
-    """Performs actions on numbers; a fetch ends when somebody waits for it, and so does an update."""
+    """Performs actions on numbers; a fetch ends when somebody waits for it, and so do an update and a spill.
+
+    Attributes:
+        slots: for units' gradients; 0 where all have memory.
+        in_slots: who has one.
+    """
 
     sizes: list[int]
     capacity: int
+    slots: int = 0
+    in_slots: dict[int, None] = field(default_factory=dict)
     actions: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.units = [Unit(index, size) for index, size in enumerate(self.sizes)]
+        self.units = [Unit(self, index, size) for index, size in enumerate(self.sizes)]
         self.budget = Budget("memory", self.capacity)
         cycle = Cycle(self.sizes, [True] * len(self.sizes), self.capacity)
-        self.scheduler = Scheduler(self.units, cycle, self.budget, "tiering.host_memory")
+        self.scheduler = Scheduler(self.units, cycle, self.budget, "tiering.host_memory", self.slots, self.in_slots)
 
-    def on(self, event: Event) -> None:
+    def on(self, event: Event) -> bool:
+        action = None
         for action in self.scheduler.on(event):
             self.actions[type(action).__name__] += 1
             self.perform(action)
+        return action is not None
+
+    def has_slot(self, index: int) -> bool:
+        return not self.slots or index in self.in_slots or len(self.in_slots) < self.slots
+
+    def have_slot(self, index: int) -> None:
+        assert self.has_slot(index)
+        if self.slots:
+            self.in_slots[index] = None
+            self.units[index].gradients = State.WRITING
+
+    def free_slot(self, index: int) -> None:
+        self.in_slots.pop(index, None)
+        self.units[index].gradients = State.ABSENT
 
     def perform(self, action: object) -> None:
         match action:
@@ -85,16 +125,24 @@ class World:
                 assert not unit.pins
                 unit.residency = Residency.STORED
                 self.budget.give(self.sizes[index])
-            case Submit(index, _, _, waits):
+            case Submit(index, _, _):
                 unit = self.units[index]
                 assert unit.update_is_due
+                assert not unit.update_is_submitted
                 assert unit.residency is not Residency.STORED
-                if unit.update_is_submitted and not waits:
-                    return
-                self.finish(index)
+                self.have_slot(index)
                 unit.update_is_due, unit.update_is_submitted = False, True
                 unit.residency = Residency.RESIDENT
                 unit.pins += 1
+            case AwaitUpdate(index):
+                assert self.units[index].update_is_submitted
+                self.finish(index)
+            case Spill(index):
+                assert self.units[index].gradients in (State.VALID, State.WRITING)
+                self.units[index].gradients = State.LEAVING
+            case AwaitSpill(index):
+                assert self.units[index].gradients is State.LEAVING
+                self.free_slot(index)
             case AwaitNewest(index):
                 self.finish(index)
                 self.units[index].residency = Residency.RESIDENT
@@ -108,6 +156,7 @@ class World:
         if unit.update_is_submitted:
             unit.update_is_submitted = False
             unit.pins -= 1
+            self.free_slot(index)
 
     def use(self, index: int, *, update: bool = False) -> None:
         unit = self.units[index]
@@ -116,6 +165,12 @@ class World:
         assert unit.residency is Residency.RESIDENT
         assert not unit.update_is_due
         if update:
+            while unit.update_is_submitted or not self.has_slot(index):
+                assert self.on(GradientsNeedRoom(index))
+            self.have_slot(index)
+            if self.slots:
+                unit.gradients = State.VALID
+                self.on(GradientsRest())
             unit.update_is_due = True
             self.on(UpdateDue(index))
         unit.pins -= 1
@@ -135,7 +190,7 @@ def step(world: World, uses: list[int], *, learn: bool = True, updates: bool = T
 @given(st.data())
 def test_what_is_used_is_in_memory_and_the_ledger_holds(data) -> None:
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
-    world = World(sizes, max(sizes) + data.draw(st.integers(0, sum(sizes))))
+    world = World(sizes, max(sizes) + data.draw(st.integers(0, sum(sizes))), data.draw(st.integers(0, 3)))
     for _ in range(data.draw(st.integers(1, 4))):
         uses = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=12))
         for _ in range(data.draw(st.integers(1, 3))):
@@ -147,6 +202,7 @@ def test_what_is_used_is_in_memory_and_the_ledger_holds(data) -> None:
             world.units[looked].pins -= 1
     held = sum(size for size, unit in zip(sizes, world.units, strict=True) if unit.residency is not Residency.STORED)
     assert held == world.budget.used_bytes <= world.capacity
+    assert len(world.in_slots) <= world.slots
 
 
 def test_the_same_events_give_the_same_actions() -> None:

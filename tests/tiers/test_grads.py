@@ -13,9 +13,21 @@ from hypothesis import strategies as st
 
 from infinity.errors import StorageError
 from infinity.io import IoFuture, Span
-from infinity.memory import Arena
+from infinity.memory import Arena, Budget
+from infinity.schedule import Cycle
+from infinity.schedule.actions import (
+    AwaitGradients,
+    AwaitSpill,
+    Event,
+    GradientsNeedRoom,
+    GradientsRest,
+    Spill,
+)
+from infinity.schedule.scheduler import Scheduler
+from infinity.schedule.unit_state import UnitState
 from infinity.telemetry import Counters, Times
-from infinity.tiers import Extent, GradHomes, GradStore, HostMemory, Move, Norms
+from infinity.tiers import Extent, GradHomes, GradStore, HostMemory, Move, Norms, Residency
+from infinity.tiers.copies import State
 from infinity.tiers.striping import Piece
 
 UNIT = 1024  # elements; a page of float32
@@ -75,6 +87,54 @@ class LateSwap:
         return self.moving[-1]
 
 
+class Row(UnitState):
+    """Of a unit whose parameters stay, and that is not updated."""
+
+    residency = Residency.RESIDENT
+    is_pinned = is_updated_on_device = False
+    update_is_due = update_has_begun = update_is_submitted = is_reconstructable = False
+
+    def __init__(self, store: GradStore, index: int) -> None:
+        super().__init__(index, f"u{index}", 0, moves=False, spills=store.shares(index))
+        self._store = store
+
+    @property
+    def gradients(self) -> State:
+        return self._store.host_copy(self.index).state
+
+    @property
+    def gradients_are_used(self) -> bool:
+        return self._store.host_copy(self.index).pins > 0
+
+    @property
+    def gradients_have_room(self) -> bool:
+        return self._store.can_hand_over(self.index)
+
+
+def decide(store: GradStore, event: Event) -> bool:
+    """Perform what the scheduler asks for; False if that is nothing."""
+    rows = [Row(store, unit) for unit in range(UNITS)]
+    cycle = Cycle([0] * UNITS, [False] * UNITS, 0)
+    scheduler = Scheduler(rows, cycle, Budget("memory", 0), "", len(store.slots), store.leased)
+    action = None
+    for action in scheduler.on(event):
+        match action:
+            case AwaitGradients(unit):
+                store.await_moves(unit)
+            case Spill(unit):
+                store.spill(unit)
+            case AwaitSpill(unit):
+                store.await_spill(unit)
+            case _:
+                raise AssertionError(action)
+    return action is not None
+
+
+def rest(store: GradStore, unit: int) -> None:
+    store.rest(unit)
+    decide(store, GradientsRest())
+
+
 def spilling(swap: LateSwap, slots: int) -> GradStore:
     """Units of 1 to 5 pages; the first of them stays."""
     numels = [UNIT * (1 + unit) for unit in range(UNITS)]
@@ -96,7 +156,7 @@ def spilling(swap: LateSwap, slots: int) -> GradStore:
 def add(store: GradStore, unit: int, value: float) -> None:
     fresh = not store.holds(unit)
     while (buffer := store.open(unit)) is None:
-        assert store.make_room(unit)
+        assert decide(store, GradientsNeedRoom(unit))
     if fresh:
         buffer.zero_()
     buffer += value
@@ -116,9 +176,9 @@ def test_any_order_of_adding_resting_spilling_and_using_keeps_every_sum(data: st
             add(store, unit, step + 1)
             sums[unit] = sums.get(unit, 0) + step + 1
         elif action == "rest" and unit in sums:
-            store.rest(unit)
+            rest(store, unit)
         elif action == "room":
-            store.make_room(unit)
+            decide(store, GradientsNeedRoom(unit))
         elif action == "hand over" and unit in sums and store.can_hand_over(unit):
             lent[unit] = store.hand_over(unit), sums.pop(unit)
             assert store.open(unit) is None
@@ -148,7 +208,7 @@ def test_a_write_that_fails_is_told_and_what_is_dropped_does_not_care() -> None:
     store = spilling(swap, 1)
     add(store, 1, 1.0)
     swap.fails = True
-    store.rest(1)  # the only slot is needed for others
+    rest(store, 1)  # the only slot is needed for others
     with pytest.raises(StorageError):
         add(store, 2, 1.0)
     store.drop(1)
@@ -164,9 +224,9 @@ def test_a_read_that_fails_leaves_the_gradients_on_the_drive() -> None:
     swap = LateSwap()
     store = spilling(swap, 1)
     add(store, 1, 1.0)
-    store.rest(1)
+    rest(store, 1)
     add(store, 2, 2.0)
-    assert store.make_room(1)
+    assert decide(store, GradientsNeedRoom(1))
     swap.fails = True
     with pytest.raises(StorageError):
         store.open(1)
@@ -188,5 +248,5 @@ def test_an_interrupt_where_a_transfer_begins_is_known(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(swap, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        store.rest(1)
+        rest(store, 1)
     assert store._handing_over.torn
