@@ -100,6 +100,14 @@ class UpdateTicket:
     def __post_init__(self) -> None:
         self.recovers = self.job.tells_grads
 
+    @property
+    def unit(self) -> int:
+        return self.job.unit
+
+    @property
+    def needed(self) -> int:
+        return self.job.needed
+
     def done(self) -> bool:
         return self.computed.done() and all(write.done() for write in self.writes)
 

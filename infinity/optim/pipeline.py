@@ -1,12 +1,10 @@
 """The optimizer step as a pipeline of tiles: while one tile is updated, the next are read and the last are written.
 
-One worker thread updates the units whose gradients are final: first what somebody waits for, then, under backward, what
-it has begun, which gives the memory of its gradients back, then what the next forward pass needs first. What is still
-queued when backward ends is then needed last, and updated under the forward pass. Tiles are read into the slots of a
-ring in that order, unless they live in host memory, and then ahead for the units that are expected next, so that the
-disk is busy before their gradients are there. The worker chooses anew for every tile, and takes the first in that order
-whose next tile is in memory. It runs the fused kernel over the tile and starts writing the fields, and the parameters
-where their home is below, without waiting.
+One worker thread updates the units whose gradients are final, in the order of schedule/update_queue.py. Tiles are read
+into the slots of a ring in that order, unless they live in host memory, and then ahead for the units that are expected
+next, so that the disk is busy before their gradients are there. The worker chooses anew for every tile, and takes the
+first in that order whose next tile is in memory. It runs the fused kernel over the tile and starts writing the fields,
+and the parameters where their home is below, without waiting.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ import atexit
 import os
 import threading
 import time
-from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -32,6 +29,7 @@ from infinity.optim.formats import StateLayout, update
 from infinity.optim.jobs import UpdateJob, UpdateTicket, parts_of
 from infinity.optim.tile_fields import TileFields
 from infinity.optim.undo import Undo
+from infinity.schedule.update_queue import UpdateQueue
 from infinity.telemetry import Counters, Waits
 from infinity.tiers.copies import Memory, Transfer
 from infinity.tiers.ring import Ring
@@ -50,7 +48,7 @@ BeforeUpdate = Callable[[int, Tile, torch.Tensor, "dict[str, torch.Tensor]"], No
 
 
 class UpdatePipeline:
-    """Runs update jobs: first what is awaited, then what is begun (see `prefer`), then what is needed first.
+    """Runs update jobs, see schedule/update_queue.py.
 
     Attributes:
         waits: what the worker waited for; who waits for a ticket waits for that too.
@@ -79,10 +77,7 @@ class UpdatePipeline:
         self._ring = Ring(states, slots, self.waits)
         self._fields = TileFields(layout)
         self.undoing = Undo(layout, states, self._fields, self._ring, len(slots), images or BeforeImages(0))
-        self._queue: list[UpdateTicket] = []  # in the order of their ranks
-        self._prefers_begun = True
-        self._queued: Counter[int] = Counter()  # by unit
-        self._expected: dict[int, None] = {}
+        self._queue = UpdateQueue[UpdateTicket]()
         self._errands: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -97,7 +92,7 @@ class UpdatePipeline:
     def expect(self, units: Sequence[int]) -> None:
         """Say which units will be submitted next, in order; their tiles are read ahead into free slots."""
         with self._wake:
-            self._expected = dict.fromkeys(units)
+            self._queue.expect(units)
             self._wake.notify()
 
     def submit(self, job: UpdateJob) -> UpdateTicket:
@@ -106,9 +101,7 @@ class UpdatePipeline:
         with self._wake:
             if self._closing:
                 raise InfinityError("the optimizer pipeline is closed")
-            insort(self._queue, ticket, key=self._rank)
-            self._queued[job.unit] += 1
-            self._expected.pop(job.unit, None)
+            self._queue.submit(ticket)
             self._wake.notify()
         return ticket
 
@@ -126,8 +119,7 @@ class UpdatePipeline:
         """
         if not ticket.computed.done():
             with self._wake:
-                ticket.awaited = True
-                self._queue = sorted(self._queue, key=self._rank)  # in one: an interrupt must not lose what is moved
+                self._queue.hurry(ticket)
         if reached is not None:
             for element in self._progress(ticket):
                 reached(element)
@@ -144,18 +136,9 @@ class UpdatePipeline:
             yield seen
 
     def prefer(self, *, begun: bool) -> None:
-        """Whether units that are begun are finished before others, which gives back the memory of their gradients.
-
-        Else, as once all gradients have come, what the next forward pass needs first is all that counts.
-        """
-        if begun is not self._prefers_begun:
-            with self._wake:
-                self._prefers_begun = begun
-                self._queue = sorted(self._queue, key=self._rank)
-
-    def _rank(self, ticket: UpdateTicket) -> tuple[bool, bool, int]:
-        """Lowest goes first; of equals, what was submitted first."""
-        return not ticket.awaited, not (ticket.begun and self._prefers_begun), ticket.job.needed
+        """See `UpdateQueue.prefer`."""
+        with self._wake:
+            self._queue.prefer(begun=begun)
 
     def all_tiles(self, unit: int) -> frozenset[int]:
         """Indices of the unit's tiles."""
@@ -174,7 +157,6 @@ class UpdatePipeline:
             if ticket.chosen:
                 return False
             self._queue.remove(ticket)
-            self._queued[ticket.job.unit] -= 1
             ticket.recovers = False
         self.undoing.forget_before(ticket)
         ticket.computed.set_result(None)
@@ -313,7 +295,7 @@ class UpdatePipeline:
         with self._wake:
             if self._queue:
                 raise RuntimeError("optimizer states cannot be visited while updates are queued")
-            self._expected = {}
+            self._queue.expect(())
             while not self._idle:
                 self._wake.wait()
         self._ring.clear()
@@ -329,7 +311,7 @@ class UpdatePipeline:
             ticket = self._next_ticket()
             if ticket is not None:
                 self._advance(ticket)
-        for ticket in tuple(self._queue):
+        for ticket in tuple(self._queue.updates):
             self._end(ticket, InfinityError("the process ends before this update is done; close the engine first"))
         for _, done in self._errands:
             done.set_exception(InfinityError("the engine was closed before an update was undone"))
@@ -359,7 +341,7 @@ class UpdatePipeline:
 
     def _stop_all(self, tickets: Sequence[UpdateTicket]) -> None:
         for ticket in tickets:
-            if ticket in self._queue:
+            if ticket in self._queue.updates:
                 self._end(ticket)
 
     def _undo_all(self, tickets: Sequence[UpdateTicket]) -> None:
@@ -374,8 +356,7 @@ class UpdatePipeline:
     def _next_ticket(self) -> UpdateTicket | None:
         """The one to go on with: the nearest to being updated, and of those the first in rank."""
         with self._wake:
-            ready = (ticket for ticket in self._queue if self._distance(ticket) == 0)
-            ticket = next(ready, None) or min(self._queue, key=self._distance, default=None)
+            ticket = self._queue.next(self._distance)
             if ticket is not None:
                 ticket.chosen = True
             return ticket
@@ -405,9 +386,7 @@ class UpdatePipeline:
                         self._wake.notify_all()
                 if not ticket.begun:
                     with self._wake:
-                        self._queue.remove(ticket)
-                        ticket.begun = True
-                        insort(self._queue, ticket, key=self._rank)
+                        self._queue.begin(ticket)
         except BaseException as error:  # whoever waits for the ticket gets it
             self._end(ticket, error)
         else:
@@ -420,7 +399,6 @@ class UpdatePipeline:
             ticket.recovers = False
         with self._wake:  # first: whoever waits for the ticket may visit the states next
             self._queue.remove(ticket)
-            self._queued[ticket.job.unit] -= 1
         if error is None:
             ticket.computed.set_result(None)
         else:
@@ -494,12 +472,11 @@ class UpdatePipeline:
 
     def _upcoming(self) -> Iterator[Tile]:
         """Stored tiles in about the order in which they will be needed: the queue may change meanwhile."""
-        for ticket in self._queue:
-            if ticket.tiles:
-                yield from self._states.stored(ticket.job.unit, ticket.tiles[0].index)
-        for unit in self._expected.copy():
-            if not self._queued[unit]:
+        for unit, ticket in self._queue.upcoming():
+            if ticket is None:
                 yield from self._states.stored(unit)
+            elif ticket.tiles:
+                yield from self._states.stored(unit, ticket.tiles[0].index)
 
     def _could_read_ahead(self) -> bool:
         """Something expected could be read now, or once a write is done."""
@@ -511,4 +488,4 @@ class UpdatePipeline:
             self._ring.read_ahead(self._upcoming(), wait=not self._queue)
         except BaseException:  # it comes again when the tile is updated, and then there is somebody to tell
             with self._wake:
-                self._expected = {}
+                self._queue.expect(())

@@ -1,11 +1,11 @@
 """A step as the engine would do it, unit by unit and tile by tile, on a machine that is only thought of.
 
 [Note: what is rehearsed]
-The compute thread performs the actions of the engine's own scheduler in virtual time. What it does beside, and the
-optimizer's worker (rehearsed_updates.py), follow their counterparts in the engine, in the same order and with the same
-memory. Reads, writes, copies, exchanges, updates and computing take their turns in lanes. So what a budget costs (a
-unit that cannot be updated ahead of the one in use, a drive that idles while all tiles in flight are with the
-optimizer) comes of itself. Left out is what takes little time beside these: Python, launches, latencies.
+The compute thread performs the actions of the engine's own scheduler in virtual time; the optimizer's worker
+(rehearsed_worker.py) takes updates in the order of the engine's own queue. Reads, writes, copies, exchanges, updates
+and computing take their turns in lanes. So what a budget costs (a unit that cannot be updated ahead of the one in use,
+a drive that idles while all tiles in flight are with the optimizer) comes of itself. Left out is what takes little time
+beside these: Python, launches, latencies.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from infinity.memory import Budget
 from infinity.planner.lanes import Machine, Process, Speeds, Task, Until
-from infinity.planner.rehearsed_grads import Grads
-from infinity.planner.rehearsed_updates import OPTIMIZER, READ, WRITE, Ticket, Worker
+from infinity.planner.rehearsed_worker import OPTIMIZER, READ, WRITE, Ticket, Worker
 from infinity.planner.step_work import StepWork, TileWork, UnitWork
 from infinity.schedule import Cycle
 from infinity.schedule.actions import (
+    Action,
     AwaitAnyUpdate,
     AwaitFetch,
     AwaitNewest,
@@ -38,7 +38,9 @@ from infinity.schedule.actions import (
     PassEnds,
     Spill,
     Submit,
+    SubmitAhead,
     UpdateDue,
+    UpdateForeseen,
     UseBegins,
 )
 from infinity.schedule.scheduler import Scheduler
@@ -59,7 +61,6 @@ PARTS = {
 _WARM_UP, _MEASURED = 2, 2  # steps
 _FIRST_GRAD = 0.15  # of a block's backward, until gradients of one of its parameters have come
 _ARRIVALS = 6  # of gradients, in the rest of it
-_Tiles = deque[tuple[int, TileWork]]
 
 
 @dataclass(frozen=True)
@@ -82,143 +83,159 @@ class Rehearsal:
 
 def rehearse(work: StepWork, speeds: Speeds) -> Rehearsal:
     """Go through a few steps."""
-    stage = _Stage(work, Machine(PARTS, speeds))
+    stage = Stage(work, Machine(PARTS, speeds))
     stage.machine.run(stage.compute_thread(), stage.worker.run())
     return stage.measured()
 
 
+class _Gradients:
+    """The memory of gradients.
+
+    Attributes:
+        in_slots: units whose gradients have a slot, the longest first.
+        leased_bytes: beside memory of units' own, and slots.
+    """
+
+    def __init__(self, work: StepWork) -> None:
+        self.slots = work.spill_slots
+        self.in_slots: dict[int, None] = {}
+        self.free_bytes = work.grads_bytes
+        self.leased_bytes = self.most_leased_bytes = 0
+
+    def lease(self, work: UnitWork) -> None:
+        self.free_bytes -= work.grad_bytes
+        self.leased_bytes += 0 if work.own_grads else work.grad_bytes
+        self.most_leased_bytes = max(self.most_leased_bytes, self.leased_bytes)
+
+    def give_back(self, work: UnitWork) -> None:
+        self.free_bytes += work.grad_bytes
+        self.leased_bytes -= 0 if work.own_grads else work.grad_bytes
+
+
 class _Unit(UnitState):
-    """A row, read from a stage."""
+    """A row.
+
+    Attributes:
+        uses: modules that compute on it.
+        reading: the parameters, on their way from the drive.
+        unsent_s: what they take to go up, once they are here and updated.
+        sending: them on their way up, or to all ranks.
+        gathered: them on their way from all ranks, ahead of a use.
+        spilling: the gradients, on their way to the drive.
+        has_spilled: the drive has gradients.
+        coming: the gradients on their way to where they wait.
+        due: tiles of the update that is due; None if none is.
+        ticket: the update that the worker has.
+        ahead: tiles that have been updated ahead of the norm, which is not known yet.
+    """
 
     is_reconstructable = False  # whether an update is written is known before
     is_updated_on_device = False  # it takes no time beside what the device computes
+    residency = Residency.RESIDENT
+    gradients = State.ABSENT
 
-    def __init__(self, stage: _Stage, index: int, work: UnitWork) -> None:
+    def __init__(self, index: int, work: UnitWork, memory: _Gradients, others: Sequence[_Unit]) -> None:
         super().__init__(index, str(index), work.nbytes, moves=work.nbytes > 0, spills=work.spill_s > 0)
-        self._stage = stage
-
-    @property
-    def residency(self) -> Residency:
-        if self.index in self._stage.fetching:
-            return Residency.FETCHING
-        return Residency.RESIDENT if self._stage.has(self.index) else Residency.STORED
+        self.work = work
+        self.uses = 0
+        self.reading: Task | None = None
+        self.unsent_s: float | None = None
+        self.sending: list[Task] = []
+        self.gathered: Task | None = None
+        self.spilling: Task | None = None
+        self.has_spilled = False
+        self.coming: list[Task] = []
+        self.due: deque[tuple[int, TileWork]] | None = None
+        self.ticket: Ticket | None = None
+        self.ahead = 0
+        self._memory = memory
+        self._others = others
 
     @property
     def is_pinned(self) -> bool:
-        return self._stage.is_pinned(self.index)
-
-    @property
-    def gradients(self) -> State:
-        return self._stage.grads.state(self.index)
+        return self.uses > 0 or self.ticket is not None or self.gathered is not None
 
     @property
     def gradients_are_used(self) -> bool:
-        return self.index in self._stage.handed
+        return self.ticket is not None
 
     @property
     def gradients_have_room(self) -> bool:
-        return self._stage.grads.has_room(self.index)
+        if self.gradients is not State.ABSENT:
+            return True
+        if self.spills:
+            return len(self._memory.in_slots) < self._memory.slots or self.written() is not None
+        return self.work.grad_bytes <= self._memory.free_bytes
 
     @property
     def update_is_due(self) -> bool:
-        return self.index in self._stage.pending
+        return self.due is not None
 
     @property
     def update_has_begun(self) -> bool:
-        return self.index in self._stage.begun
+        return self.due is not None and self.ahead > 0
 
     @property
     def update_is_submitted(self) -> bool:
-        return self.index in self._stage.handed
+        return self.ticket is not None
+
+    @property
+    def is_updating(self) -> bool:
+        return self.due is not None or self.ticket is not None or self.ahead > 0
+
+    def written(self) -> _Unit | None:
+        """Whose gradients are on the drive, and have a slot still."""
+        rows = (self._others[unit] for unit in self._memory.in_slots)
+        return next((row for row in rows if row.spilling is not None and row.spilling.done), None)
 
 
-class _Stage:
+class Stage:
     """The compute thread, and what it knows.
 
     Attributes:
-        fetching: units that are fetched ahead, and that nobody has waited for or updated.
-        grads: their memory.
-        pending: updates that wait for their units, or for room.
-        begun: those of them of which a part has run ahead.
-        handed: those that the worker has.
+        scheduler: the engine's.
     """
 
     def __init__(self, work: StepWork, machine: Machine) -> None:
         self.machine = machine
         self.worker = Worker(work.units, machine, work.slots)
         self._work = work
-        self._units = work.units
-        self.grads = Grads(work, machine)
         self._forward_uses = [use.unit for use in work.uses]
-        # Units
-        self._resident = set(work.plan.resident)
+        self._gradients = _Gradients(work)
+        self._rows: list[_Unit] = []
+        self._rows += [_Unit(unit, each, self._gradients, self._rows) for unit, each in enumerate(work.units)]
         self._budget = Budget("memory for parameters", work.params_bytes)
-        self._budget.used_bytes = sum(self._units[unit].nbytes for unit in self._resident)
-        self.fetching: set[int] = set()
-        self._reading: dict[int, Task] = {}
-        self._unsent: dict[int, float] = {}  # seconds of what is to go up
-        self._sending: dict[int, list[Task]] = {}  # on its way up, or to all ranks
-        self._gathered: dict[int, Task] = {}
-        self._in_use: list[int] = []
-        # Updates
-        self.pending: dict[int, _Tiles] = {}
-        self.begun: set[int] = set()
-        self.handed: dict[int, Ticket] = {}
-        self._ahead: set[int] = set()
+        self._due: dict[_Unit, None] = {}  # in the order in which updates were asked for
+        self._submitted: dict[_Unit, None] = {}
         self._finals: list[int] = []
-        self._scheduler = self._scheduled()
+        self._some_rest = False  # updates that ran ahead have given gradients back
+        self.scheduler = self._scheduled()
         # What is measured
         self._phases_s: defaultdict[str, float] = defaultdict(float)
         self._begun_s = 0.0
         self._before: tuple[Mapping[str, float], Mapping[str, float]] = {}, {}
 
     def _scheduled(self) -> Scheduler:
-        moving = [one.nbytes > 0 for one in self._units]
-        cycle = Cycle([one.nbytes for one in self._units], moving, self._work.params_bytes)
-        cycle.expect([*self._forward_uses, *self._forward_uses[::-1]], self._work.plan)
-        rows = [_Unit(self, unit, one) for unit, one in enumerate(self._units)]
+        work, sizes = self._work, [row.nbytes for row in self._rows]
+        cycle = Cycle(sizes, [row.moves for row in self._rows], work.params_bytes)
+        cycle.expect([*self._forward_uses, *self._forward_uses[::-1]], work.plan)
+        memory = self._gradients
         scheduler = Scheduler(
-            rows, cycle, self._budget, "the memory for parameters", self._work.spill_slots, self.grads.in_slots
+            self._rows,
+            cycle,
+            self._budget,
+            "the memory for parameters",
+            memory.slots,
+            memory.in_slots,
+            writes_all=work.writes_all,
         )
-        for unit in self._work.plan.resident:
-            list(scheduler.on(ParametersMade(unit)))  # which asks for nothing
+        for row in self._rows:
+            if row.moves and row.index not in work.plan.resident:
+                row.residency = Residency.STORED
+            elif row.moves:
+                self._budget.used_bytes += row.nbytes
+                list(scheduler.on(ParametersMade(row.index)))  # which asks for nothing
         return scheduler
-
-    def has(self, unit: int) -> bool:
-        """The unit's parameters are in memory, or on their way there."""
-        return unit in self._resident or not self._units[unit].nbytes
-
-    def is_pinned(self, unit: int) -> bool:
-        """Somebody, an update perhaps, keeps the unit in memory."""
-        return unit in self._in_use or unit in self.handed or unit in self._gathered
-
-    def _do(self, event: Event) -> Generator[Until, None, bool]:
-        """Perform what the scheduler asks for because of an event; False if that is nothing."""
-        action = None
-        for action in self._scheduler.on(event):
-            match action:
-                case Fetch(unit, urgent):
-                    self._fetch(unit, urgent=urgent)
-                case Evict(unit):
-                    yield from self._evict(unit)
-                case Submit(unit, _, needed):
-                    self.grads.take_room(unit)
-                    self.begun.discard(unit)
-                    self._hand_over(unit, self.pending.pop(unit), needed)
-                case Spill(unit):
-                    self.grads.spill(unit)
-                case AwaitSpill(unit):
-                    yield from self._wait([self.grads.leaving[unit]], WRITE)
-                    self.grads.leave(unit)
-                case AwaitUpdate(unit):
-                    yield from self._await_update(unit)
-                case AwaitFetch(unit):
-                    yield from self._await_read(unit)
-                case AwaitNewest(unit):
-                    yield from self._await_newest(unit)
-                case AwaitAnyUpdate():
-                    yield from self._finish_one()
-        return action is not None
 
     def measured(self) -> Rehearsal:
         """Of one of the steps that were measured."""
@@ -235,7 +252,7 @@ class _Stage:
             {name: seconds / _MEASURED for name, seconds in self._phases_s.items()},
             dict(waits_s),
             mean(machine.busy_s, self._before[1]),
-            self.grads.most_leased_bytes,
+            self._gradients.most_leased_bytes,
         )
 
     def compute_thread(self) -> Process:
@@ -268,14 +285,15 @@ class _Stage:
             yield from self._leave(use.unit)
 
     def _backward(self, *, last: bool) -> Process:
-        self.worker.prefer(begun=True)
-        if last and (self._work.runs_in_backward or any(unit.ahead for unit in self._units)):
-            self.worker.expect(list(dict.fromkeys(self._finals)))
+        self.worker.queue.prefer(begun=True)
+        if last and (self._work.runs_in_backward or any(row.work.ahead for row in self._rows)):
+            self.worker.queue.expect(list(dict.fromkeys(self._finals)))
             self._finals = []
         left = Counter(self._forward_uses)
         saved: dict[int, list[Task]] = {}  # by position: what autograd saved, on its way back
         uses = self._work.uses[::-1]
         for position, use in enumerate(uses):
+            row = self._rows[use.unit]
             yield from self._enter(use.unit)
             for index in range(position, min(position + 2, len(uses))):
                 if index not in saved:
@@ -283,187 +301,280 @@ class _Stage:
                     saved[index] = [self.machine.put(lane, lane_s) for lane, lane_s in seconds]
             yield from self._wait(saved.pop(position), READ)
             left[use.unit] -= 1
-            backward_s = use.backward_s + (0.0 if left[use.unit] else self._units[use.unit].take_s)
+            backward_s = use.backward_s + (0.0 if left[use.unit] else row.work.take_s)
             yield from self._wait([self.machine.put(COMPUTE, _FIRST_GRAD * backward_s)], COMPUTE)
             if not left[use.unit]:  # those of all its uses come together
-                yield from self._have_room_for_grads(use.unit)
+                yield from self._have_room_for_grads(row)
             for _ in range(_ARRIVALS):
                 yield from self._wait([self.machine.put(COMPUTE, (1 - _FIRST_GRAD) / _ARRIVALS * backward_s)], COMPUTE)
                 yield from self._catch_up()
-            if not left[use.unit] and use.unit not in self._work.standing:
-                yield from self._have_grads(use.unit, last=last)
+            if not left[use.unit]:
+                yield from self._have_grads(row, last=last)
             yield from self._leave(use.unit)
-        for unit in self._work.standing:
-            yield from self._have_grads(unit, last=last)
         yield from self._do(PassEnds(learn=True))
+
+    def _finish_step(self) -> Process:
+        self.worker.queue.prefer(begun=False)
+        if not self._work.runs_in_backward:
+            yield from self._wait([task for row in self._rows for task in row.coming], DOWN)
+            yield from self._update_all()
+        if self._work.settles:
+            for row in list(self._due):
+                row.uses += 1
+                yield from self._do(ParametersNeeded(row.index))
+                row.uses -= 1
+            while self._submitted:
+                yield from self._finish_one()
+            yield from self._wait([task for row in self._rows for task in row.sending], UP)
+            yield from self._settle()
 
     @staticmethod
     def _wait(tasks: Sequence[Task], cause: str) -> Process:
         yield Until(lambda: all(task.done for task in tasks), cause)
 
-    # Units #
-
     def _enter(self, unit: int) -> Process:
-        self._in_use.append(unit)
+        row = self._rows[unit]
+        row.uses += 1
         yield from self._settle()
         yield from self._do(UseBegins(unit))
-        if self._units[unit].gather_s:
-            yield from self._gather(unit)
+        if row.work.gather_s:
+            yield from self._gather(row)
 
     def _leave(self, unit: int) -> Process:
-        self._in_use.remove(unit)
+        self._rows[unit].uses -= 1
         yield from self._settle()
+
+    def _gather(self, row: _Unit) -> Process:
+        """Have the unit whole, and the next one on its way."""
+        gathered, row.gathered = row.gathered or self.machine.put(EXCHANGE, row.work.gather_s), None
+        yield from self._wait([gathered], EXCHANGE)
+        for unit in self.scheduler.cycle.upcoming:
+            following = self._rows[unit]
+            if following is not row and following.gathered is None and following.work.gather_s:
+                yield from self._do(ParametersNeeded(unit))
+                following.gathered = self.machine.put(EXCHANGE, following.work.gather_s)
+
+    def _settle(self) -> Process:
+        self._note_done()
+        if self._some_rest:
+            self._some_rest = False
+            yield from self._do(GradientsRest())
+        if self.scheduler.waits_for_memory:
+            yield from self._do(MemoryFreed())
+
+    def _catch_up(self) -> Process:
+        if self.scheduler.waits_for_memory and any(row.ticket and row.ticket.done for row in self._submitted):
+            yield from self._settle()
 
     # Actions #
 
-    def _fetch(self, unit: int, *, urgent: bool) -> None:
-        work = self._units[unit]
-        self._budget.take(work.nbytes, f"unit {unit}")
-        self._resident.add(unit)
-        self.fetching.add(unit)
-        self._unsent[unit] = work.up_s
-        self._reading[unit] = self.machine.put(READ, work.read_s, lambda: self._send(unit), urgent=urgent)
+    def _do(self, event: Event) -> Generator[Until, None, bool]:
+        """Perform what the scheduler asks for because of an event; False if that is nothing."""
+        action = None
+        for action in self.scheduler.on(event):
+            yield from self.perform(action)
+        return action is not None
 
-    def _await_read(self, unit: int) -> Process:
-        if unit in self._reading:
-            self.machine.hurry(READ, self._reading[unit])
-            yield from self._wait([self._reading[unit]], READ)
-            del self._reading[unit]
-        self.fetching.discard(unit)
+    def perform(self, action: Action) -> Process:
+        """Do what the scheduler asks for, or begin it."""
+        row = self._rows[getattr(action, "unit", 0)]
+        match action:
+            case Fetch(urgent=urgent):
+                self._fetch(row, urgent=urgent)
+            case AwaitFetch():
+                yield from self._await_fetch(row)
+            case Evict():
+                yield from self._evict(row)
+            case AwaitNewest():
+                yield from self._await_newest(row)
+            case Submit(needed=needed):
+                assert row.due is not None
+                self._open_grads(row)
+                tiles, row.due, row.ahead = row.due, None, 0
+                self._due.pop(row, None)
+                self._hand_over(row, tiles, needed)
+            case SubmitAhead(needed=needed):
+                if row.work.ahead:
+                    row.ahead = row.work.ahead
+                    self._hand_over(row, deque(list(enumerate(row.work.tiles))[: row.ahead]), needed)
+            case AwaitUpdate():
+                yield from self._await_update(row)
+            case AwaitAnyUpdate():
+                yield from self._finish_one()
+            case Spill():
+                row.gradients = State.LEAVING
+                row.spilling = self.machine.put(WRITE, row.work.spill_s)
+            case AwaitSpill():
+                assert row.spilling is not None
+                yield from self._wait([row.spilling], WRITE)
+                self._free_slot(row)
+            case _:
+                raise TypeError(f"nothing rehearses {action}")
 
-    def _await_newest(self, unit: int) -> Process:
-        ticket = self.handed.get(unit)
+    # Parameters #
+
+    def _fetch(self, row: _Unit, *, urgent: bool) -> None:
+        self._budget.take(row.nbytes, f"unit {row.name}")
+        row.residency = Residency.FETCHING
+        row.unsent_s = row.work.up_s
+        row.reading = self.machine.put(READ, row.work.read_s, lambda: self._send(row), urgent=urgent)
+
+    def _await_fetch(self, row: _Unit) -> Process:
+        reading = row.reading
+        if reading is not None:
+            self.machine.hurry(READ, reading)
+            yield from self._wait([reading], READ)
+            row.reading = None
+        row.residency = Residency.RESIDENT
+
+    def _await_newest(self, row: _Unit) -> Process:
+        ticket = row.ticket
         if ticket is not None and not ticket.computed:
-            self.worker.hurry(ticket)
+            self.worker.queue.hurry(ticket)
             yield Until(lambda: ticket.computed, OPTIMIZER)
-        yield from self._await_read(unit)
-        self._send(unit)
-        yield from self._wait(self._sending.pop(unit, []), UP)
+        yield from self._await_fetch(row)
+        self._send(row)
+        yield from self._await_sent(row)
 
-    def _evict(self, unit: int) -> Process:
-        yield from self._wait(self._sending.pop(unit, []), UP)
-        self._resident.remove(unit)
-        self._unsent.pop(unit, None)
-        self._reading.pop(unit, None)
-        self._budget.give(self._units[unit].nbytes)
+    def _evict(self, row: _Unit) -> Process:
+        yield from self._await_sent(row)
+        row.residency = Residency.STORED
+        row.reading = row.unsent_s = None
+        self._budget.give(row.nbytes)
 
-    def _send(self, unit: int) -> None:
+    def _await_sent(self, row: _Unit) -> Process:
+        sending, row.sending = row.sending, []
+        yield from self._wait(sending, UP)
+
+    def _send(self, row: _Unit) -> None:
         """What has been read, and is not to be updated first, goes up."""
-        at_rest = unit not in self.pending and (unit not in self.handed or self.handed[unit].computed)
-        if at_rest and unit in self._unsent and (unit not in self._reading or self._reading[unit].done):
-            work = self._units[unit]
-            sent = [self.machine.put(UP, self._unsent.pop(unit))]
-            if not work.nbytes:
-                sent.append(self.machine.put(EXCHANGE, work.regather_s))
-            self._sending[unit] = sent
-
-    def _gather(self, unit: int) -> Process:
-        """Have the unit whole, and the next one on its way."""
-        gathered = self._gathered.pop(unit, None) or self.machine.put(EXCHANGE, self._units[unit].gather_s)
-        yield from self._wait([gathered], EXCHANGE)
-        for following in self._scheduler.cycle.upcoming:
-            if following != unit and following not in self._gathered and self._units[following].gather_s:
-                yield from self._do(ParametersNeeded(following))
-                self._gathered[following] = self.machine.put(EXCHANGE, self._units[following].gather_s)
-
-    def _settle(self) -> Process:
-        for unit in [unit for unit, ticket in self.handed.items() if ticket.done]:
-            self._note(unit)
-        yield from self._do(MemoryFreed())
-
-    def _catch_up(self) -> Process:
-        if self._scheduler.waits_for_memory and any(ticket.done for ticket in self.handed.values()):
-            yield from self._settle()
+        at_rest = row.due is None and (row.ticket is None or row.ticket.computed)
+        if at_rest and row.unsent_s is not None and (row.reading is None or row.reading.done):
+            row.sending = [self.machine.put(UP, row.unsent_s)]
+            row.unsent_s = None
+            if not row.nbytes:
+                row.sending.append(self.machine.put(EXCHANGE, row.work.regather_s))
 
     # Gradients #
 
-    def _have_room_for_grads(self, unit: int) -> Process:
-        while unit in self.handed or not self.grads.take_room(unit):  # the last step's may be used still
-            if not (yield from self._do(GradientsNeedRoom(unit))):
-                self.grads.overflow(unit)
+    def _have_room_for_grads(self, row: _Unit) -> Process:
+        while row.ticket is not None or not row.gradients_have_room:  # the last step's may be used still
+            if not (yield from self._do(GradientsNeedRoom(row.index))):
+                break  # the engine finds a way that takes no longer
+        self._open_grads(row)
 
-    def _have_grads(self, unit: int, *, last: bool) -> Process:
+    def _open_grads(self, row: _Unit) -> None:
+        """Have the unit's gradients in memory."""
+        if row.gradients is State.ABSENT:
+            if row.spills:
+                self._take_slot(row)
+            else:
+                self._gradients.lease(row.work)
+        row.gradients, row.spilling = State.WRITING, None
+
+    def _take_slot(self, row: _Unit) -> None:
+        memory = self._gradients
+        written = row.written()
+        if len(memory.in_slots) >= memory.slots and written is not None:
+            self._free_slot(written)
+        memory.in_slots[row.index] = None
+        if row.has_spilled:
+            row.coming = [self.machine.put(READ, row.work.spill_s, urgent=True)]
+
+    def _free_slot(self, row: _Unit) -> None:
+        """The unit's gradients are on the drive alone."""
+        del self._gradients.in_slots[row.index]
+        row.gradients, row.spilling, row.has_spilled = State.ABSENT, None, True
+
+    def _have_grads(self, row: _Unit, *, last: bool) -> Process:
         """All gradients of the unit have come in this pass."""
-        tiles = self._units[unit].tiles
-        if not tiles:
+        work = row.work
+        if not work.tiles:
             return
-        self.grads.come(unit)
+        if work.reduce_s:
+            row.coming.append(self.machine.put(EXCHANGE, work.reduce_s))
+        if work.down_s:
+            row.coming.append(self.machine.put(DOWN, work.down_s))
         if last and self._work.runs_in_backward:
-            self._finals.append(unit)
-            yield from self._update(unit, deque(enumerate(tiles)))
-        elif last and self._units[unit].ahead and unit not in self.handed and unit not in self.pending:
-            self._finals.append(unit)
-            self._ahead.add(unit)
-            needed = self._scheduler.urgency(self._scheduler.rows[unit])[1]
-            self._hand_over(unit, deque(list(enumerate(tiles))[: self._units[unit].ahead]), needed)
-        else:
-            self.grads.rest(unit)
-            if self._units[unit].spill_s:
-                yield from self._do(GradientsRest())
+            self._finals.append(row.index)
+            yield from self._update(row, deque(enumerate(work.tiles)))
+        elif last and work.ahead:
+            yield from self._do(UpdateForeseen(row.index))
+            if row.ahead:
+                self._finals.append(row.index)
+        if row.gradients is State.WRITING:
+            row.gradients = State.VALID
+        if row.spills:
+            yield from self._do(GradientsRest())
+
+    def _grads_used(self, row: _Unit) -> None:
+        """The unit's gradients are nothing any more."""
+        if row.gradients is not State.ABSENT:
+            if row.spills:
+                del self._gradients.in_slots[row.index]
+            else:
+                self._gradients.give_back(row.work)
+        row.gradients, row.spilling, row.has_spilled = State.ABSENT, None, False
 
     # Updates #
 
-    def _update(self, unit: int, tiles: _Tiles) -> Process:
-        self.pending[unit] = tiles
-        if self.has(unit):
-            yield from self._do(UpdateDue(unit))
+    def _update(self, row: _Unit, tiles: deque[tuple[int, TileWork]]) -> Process:
+        row.due = tiles
+        self._due[row] = None
+        if row.residency is not Residency.STORED:
+            yield from self._do(UpdateDue(row.index))
 
-    def _hand_over(self, unit: int, tiles: _Tiles, needed: int) -> None:
-        ready = self.grads.hand_over(unit)
-        if unit in self._reading:
-            ready = [*ready, self._reading[unit]]
-        self.fetching.discard(unit)
-        self.handed[unit] = Ticket(unit, tiles, ready, needed)
-        self.worker.submit(self.handed[unit])
+    def _hand_over(self, row: _Unit, tiles: deque[tuple[int, TileWork]], needed: int) -> None:
+        ready, row.coming = row.coming, []
+        if row.reading is not None:
+            ready.append(row.reading)
+        row.residency = Residency.RESIDENT
+        row.gradients = State.VALID
+        row.ticket = Ticket(row.index, tiles, ready, needed)
+        self._submitted[row] = None
+        self.worker.queue.submit(row.ticket)
 
-    def _note(self, unit: int) -> None:
+    def _note_done(self) -> None:
+        for row in [row for row in self._submitted if row.ticket and row.ticket.done]:
+            self._note(row)
+
+    def _note(self, row: _Unit) -> None:
         """An update is over: what it held is free."""
-        del self.handed[unit]
-        if unit in self._ahead:
-            if self._units[unit].recovers:
-                self.grads.used(unit)
-            return  # others' gradients stay until the norm is known
-        self.grads.used(unit)
-        work = self._units[unit]
-        if work.publish_s or work.regather_s:
-            self._unsent[unit] = work.publish_s
-        self._send(unit)
+        row.ticket = None
+        del self._submitted[row]
+        if row.ahead:  # the norm is not known yet, or the rest of the update is due
+            if row.work.recovers:
+                self._grads_used(row)
+            else:
+                self._some_rest = True
+            return
+        self._grads_used(row)
+        if row.work.publish_s or row.work.regather_s:
+            row.unsent_s = row.work.publish_s
+        self._send(row)
 
-    def _await_update(self, unit: int) -> Process:
-        ticket = self.handed[unit]
+    def _await_update(self, row: _Unit) -> Process:
+        ticket = row.ticket
+        assert ticket is not None
         yield Until(lambda: ticket.done, OPTIMIZER)
-        self._note(unit)
+        self._note(row)
 
     def _finish_one(self) -> Process:
         """Wait for one update, whichever is the first."""
-        yield Until(lambda: any(ticket.done for ticket in self.handed.values()), OPTIMIZER)
-        for unit in [unit for unit, ticket in self.handed.items() if ticket.done]:
-            self._note(unit)
-
-    def _finish_step(self) -> Process:
-        self.worker.prefer(begun=False)
-        if not self._work.runs_in_backward:
-            yield from self._wait(self.grads.coming(), DOWN)
-            yield from self._update_all()
-        if self._work.settles:
-            for unit in list(self.pending):
-                self._in_use.append(unit)
-                yield from self._do(ParametersNeeded(unit))
-                self._in_use.remove(unit)
-            while self.handed:
-                yield from self._finish_one()
-            yield from self._wait([task for tasks in self._sending.values() for task in tasks], UP)
-            yield from self._settle()
+        yield Until(lambda: any(row.ticket and row.ticket.done for row in self._submitted), OPTIMIZER)
+        self._note_done()
 
     def _update_all(self) -> Process:
-        """The norm is known: what ran ahead stands, and the rest is updated."""
-        ahead, self._ahead = self._ahead, set()
-        self.worker.expect([unit for unit in range(len(self._units)) if unit not in ahead])
-        for unit, work in enumerate(self._units):
-            rest = deque(list(enumerate(work.tiles))[work.ahead if unit in ahead else 0 :])
-            if rest or unit not in ahead:
-                if unit in ahead:
-                    self.begun.add(unit)
-                yield from self._update(unit, rest)
-            elif unit not in self.handed:
-                self.grads.used(unit)
+        """The norm is known: what ran ahead stands, and the rest is updated, in the order of the next forward pass."""
+        rows = sorted(
+            (row for row in self._rows if row.work.tiles), key=lambda row: self.scheduler.cycle.first_use(row.index)
+        )
+        self.worker.queue.expect([row.index for row in rows if not row.ahead])
+        for row in rows:
+            left = deque(list(enumerate(row.work.tiles))[row.ahead :])
+            if left:
+                yield from self._update(row, left)
+                continue
+            row.ahead = 0
+            if row.ticket is None:
+                self._grads_used(row)

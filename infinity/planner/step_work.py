@@ -111,7 +111,7 @@ class StepWork:
         passes: forward and backward passes.
         runs_in_backward: units are updated as soon as their gradients are final.
         settles: a step is over when everything is updated.
-        standing: units whose gradients are final at the end of a pass only.
+        writes_all: every update is written home.
     """
 
     units: tuple[UnitWork, ...]
@@ -124,7 +124,7 @@ class StepWork:
     passes: int = 1
     runs_in_backward: bool = True
     settles: bool = False
-    standing: frozenset[int] = frozenset()
+    writes_all: bool = False
 
 
 def step_work(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> StepWork:
@@ -140,7 +140,7 @@ def step_work(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> S
     units = []
     for unit in range(len(plan.units)):
         fewer = _fewer([seconds.tile(unit, numel, home) for numel, home in tiles[unit]], together)
-        ahead = _ahead(plan, fewer) if schedule is UpdateSchedule.SPECULATIVE else 0
+        ahead = _ahead(plan, unit, fewer) if schedule is UpdateSchedule.SPECULATIVE else 0
         units.append(seconds.unit(unit, fewer, spills=unit in spilled, ahead=ahead))
     return StepWork(
         units=tuple(units),
@@ -153,7 +153,7 @@ def step_work(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> S
         passes=passes,
         runs_in_backward=schedule is UpdateSchedule.BACKWARD,
         settles=schedule is UpdateSchedule.BARRIER or sizing.rules.settles,
-        standing=frozenset(sizing.shards.standing),
+        writes_all=sizing.writes_updates,
     )
 
 
@@ -198,13 +198,14 @@ def _aside(tile: TileWork) -> TileWork:
     return tile if tile.is_stored else replace(tile, update_s=tile.update_s / _ASIDE_RATE)
 
 
-def _ahead(plan: TrainingPlan, tiles: Sequence[TileWork]) -> int:
+def _ahead(plan: TrainingPlan, unit: int, tiles: Sequence[TileWork]) -> int:
     """How many of a unit's tiles can be updated before the norm is known: what has two slots, or room for
     before-images."""
     sizing, needs, split = plan.sizing, plan.needs, plan.split
     if sizing.keeps_steps:
         return len(tiles)
-    slotted = sizing.has_slots and (sizing.rules.params is Memory.NVME or sizing.rules.recovers_grads)
+    has_slots = plan.placement.params[unit].memory is Memory.NVME
+    slotted = sizing.has_slots and (has_slots or sizing.rules.recovers_grads)
     stored = sum(tile.is_stored for tile in tiles) if slotted else 0
     share = split.images_bytes / needs.images_bytes if needs.images_bytes else 0.0
     return min(len(tiles), stored + round(share * len(tiles)))

@@ -94,6 +94,13 @@ class UpdateDue(LocalEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateForeseen(LocalEvent):
+    """A unit's gradients are complete, and its update will probably be due: it may run ahead of the norm."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
 class GradientsNeedRoom(LocalEvent):
     """A unit's gradients need memory that is not free; nothing is done if none can be freed."""
 
@@ -144,6 +151,15 @@ class Submit:
         write: the new parameters are written home, tile by tile as they are updated.
         needed: when the unit is needed next; of updates that nobody waits for the lowest goes first.
     """
+
+    unit: int
+    write: bool
+    needed: int
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitAhead:
+    """Submit the update that is foreseen for a unit, as far as it can be undone; see `Submit`."""
 
     unit: int
     write: bool
@@ -202,6 +218,7 @@ Action = (
     | AwaitFetch
     | Evict
     | Submit
+    | SubmitAhead
     | UpdateOnDevice
     | AwaitUpdate
     | AwaitNewest

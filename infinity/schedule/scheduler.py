@@ -50,7 +50,9 @@ from infinity.schedule.actions import (
     RoomNeeded,
     Spill,
     Submit,
+    SubmitAhead,
     UpdateDue,
+    UpdateForeseen,
     UpdateOnDevice,
     UseBegins,
 )
@@ -264,7 +266,7 @@ class Scheduler:
                 return
             yield AwaitUpdate(row.index)  # the last step's: computed, but not all written yet
         if row.gradients_have_room:
-            yield Submit(row.index, *self.urgency(row))
+            yield Submit(row.index, *self._urgency(row))
             self._blocked.pop(row, None)
         else:
             self._blocked[row] = None
@@ -280,6 +282,12 @@ class Scheduler:
                     f"no host memory is left for the gradients of unit `{row.name}`: raise tiering.host_memory"
                 )
 
+    def _try_ahead(self, row: UnitState) -> Actions:
+        """Submit the update that is foreseen, if the unit and its gradients are in memory and at rest."""
+        at_rest = not (row.is_updating or row.is_updated_on_device) and row.residency is _RESIDENT
+        if at_rest and row.gradients_have_room:
+            yield SubmitAhead(row.index, *self._urgency(row))
+
     def _retry_updates(self) -> Actions:
         """Submit what was blocked, the longest first, up to the first that still has no room: others need as much."""
         for row in list(self._blocked):
@@ -290,7 +298,7 @@ class Scheduler:
                 if row.update_is_due:
                     return
 
-    def urgency(self, row: UnitState) -> tuple[bool, int]:
+    def _urgency(self, row: UnitState) -> tuple[bool, int]:
         """How an update of the unit is carried out: whether it is written home, and when the unit is needed next."""
         needed = _NOW if self.cycle.is_leaving(row.index) else self.cycle.first_use(row.index)
         return self.cycle.leaves_memory(row.index) or self.is_written(row), needed
@@ -348,6 +356,7 @@ _HANDLERS: dict[type[Event], Callable[[Scheduler, Any], Actions]] = {
     ParametersStale: lambda scheduler, event: scheduler._drop_stale(scheduler.rows[event.unit]),
     RoomNeeded: lambda scheduler, event: scheduler._make_room(scheduler.rows[event.unit]),
     UpdateDue: lambda scheduler, event: scheduler._try_update(scheduler.rows[event.unit]),
+    UpdateForeseen: lambda scheduler, event: scheduler._try_ahead(scheduler.rows[event.unit]),
     GradientsNeedRoom: lambda scheduler, event: scheduler._free_gradients(scheduler.rows[event.unit]),
     GradientsRest: Scheduler._spill_ahead,
 }

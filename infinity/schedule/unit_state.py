@@ -80,5 +80,10 @@ class UnitState(ABC):
 
     @property
     @abstractmethod
+    def is_updating(self) -> bool:
+        """An update is due, submitted, or speculative: what is in memory is not the unit's newest value."""
+
+    @property
+    @abstractmethod
     def is_reconstructable(self) -> bool:
         """The old parameters can be reconstructed from the optimizer state, if the next update is like the last one."""

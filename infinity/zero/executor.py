@@ -53,7 +53,9 @@ from infinity.schedule.actions import (
     RoomNeeded,
     Spill,
     Submit,
+    SubmitAhead,
     UpdateDue,
+    UpdateForeseen,
     UpdateOnDevice,
     UseBegins,
 )
@@ -63,7 +65,7 @@ from infinity.tiers import GradStore, Params, Residency
 from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
 from infinity.zero.ranks import ALONE, Ranks
-from infinity.zero.unit import Unit
+from infinity.zero.unit import Foreseen, Unit
 from infinity.zero.views import ParameterViews
 
 
@@ -204,6 +206,13 @@ class Executor:
     def _submit(self, action: Submit) -> None:
         self._in_flight.submit(action.unit, action.write, action.needed)
 
+    def _submit_ahead(self, action: SubmitAhead) -> None:
+        unit = action.unit
+        if self._in_flight.can_run_ahead(unit, action.write, action.needed):
+            self._gathering.changed(unit)
+            self.views.cover(unit)
+            self._in_flight.run_ahead(unit, action.write, action.needed)
+
     def _update_on_device(self, action: UpdateOnDevice) -> None:
         self._in_flight.update_on_device(action.unit)
 
@@ -310,13 +319,13 @@ class Executor:
         Args:
             may_leave: nobody looks at its gradients until they are wanted.
         """
-        write, needed = self._scheduler.urgency(self._units[unit])
-        if not self._in_flight.can_run_ahead(unit, segments, write, needed):
-            return False
-        self._gathering.changed(unit)
-        self.views.cover(unit)
-        self._in_flight.run_ahead(unit, segments, write, needed, may_leave=may_leave)
-        return True
+        each = self._units[unit]
+        before, each.foreseen = each.ahead, Foreseen(segments, may_leave)
+        try:
+            self._do(UpdateForeseen(unit))
+        finally:
+            each.foreseen = None
+        return each.ahead is not before
 
     def confirm(self, unit: int, slots: Collection[int]) -> None:
         """What ran ahead is the unit's update, of these slots, which is finished as any other."""
@@ -599,6 +608,7 @@ _PERFORMERS: dict[type[Action], Callable[[Executor, Any], None]] = {
     Evict: Executor._evict,
     Spill: Executor._spill,
     Submit: Executor._submit,
+    SubmitAhead: Executor._submit_ahead,
     UpdateOnDevice: Executor._update_on_device,
     AwaitNewest: Executor._await_newest,
     AwaitAnyUpdate: Executor._await_any_update,

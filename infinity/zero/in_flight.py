@@ -26,7 +26,7 @@ from infinity.optim.before_images import Image
 from infinity.optim.jobs import Segment, UpdateJob, UpdateTicket
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import GradStore, Memory, Params, Residency
+from infinity.tiers import GradStore, Memory, Params
 from infinity.zero.on_device import OnDevice
 from infinity.zero.unit import Ahead, OldParams, Submitted, Unit
 
@@ -173,17 +173,13 @@ class InFlight:
         on_drive = each.params.home is Memory.NVME
         return on_drive and each.ahead.old_params is OldParams.STATES
 
-    def can_run_ahead(self, unit: int, segments: tuple[Segment, ...], write: bool, needed: int) -> bool:
-        """The unit and its gradients have memory and are at rest, and something of it can be updated and be undone.
+    def can_run_ahead(self, unit: int, write: bool, needed: int) -> bool:
+        """Something of the update that is foreseen can be undone; the unit and its gradients are at rest.
 
         What has not begun of units that are needed later makes way for it: what is left of the updates when the norm is
         known is then what the next forward pass comes to last.
         """
-        each = self._units[unit]
-        at_rest = not (each.is_updating or each.is_updated_on_device) and each.residency is Residency.RESIDENT
-        if not at_rest or not each.gradients_have_room:
-            return False
-        old_params = self._old_params(unit, segments, write)
+        old_params = self._old_params(unit, write)
         if self._can_undo(unit, old_params):
             return True
         later = self._needed_later(needed)
@@ -216,18 +212,19 @@ class InFlight:
         self._ahead.pop(each, None)
         return ahead
 
-    def _old_params(self, unit: int, segments: tuple[Segment, ...], write: bool) -> OldParams:
-        """Where an update that is handed over now would leave what the unit's parameters are.
+    def _old_params(self, unit: int, write: bool) -> OldParams:
+        """Where the update that is foreseen would leave what the unit's parameters are.
 
         Args:
             write: they are better written than told: they leave memory, or are to stay on the drive.
         """
-        each, undoing = self._units[unit].params, self._pipeline.undoing
+        each, undoing, foreseen = self._units[unit].params, self._pipeline.undoing, self._units[unit].foreseen
+        assert foreseen is not None
         can_undo, can_put_back = each.can_undo(), each.can_put_back()
         if can_undo and write:
             return OldParams.SLOTS
         may_be_told = can_put_back or (each.has_slots and not self._params.keeps_steps)
-        if may_be_told and undoing.can_recover_param(segments, self._grads.dtype) and undoing.has_slots(unit):
+        if may_be_told and undoing.can_recover_param(foreseen.segments, self._grads.dtype) and undoing.has_slots(unit):
             return OldParams.STATES
         if can_undo:
             return OldParams.SLOTS
@@ -239,26 +236,28 @@ class InFlight:
             return frozenset()
         return self._pipeline.can_undo(unit, param=old_params is OldParams.IMAGES, without=without)
 
-    def run_ahead(self, unit: int, segments: tuple[Segment, ...], write: bool, needed: int, *, may_leave: bool) -> None:
-        """Update what can be undone of a unit that `can_run_ahead`, and whose gradients are in memory.
+    def run_ahead(self, unit: int, write: bool, needed: int) -> None:
+        """Update what can be undone of a unit that `can_run_ahead`.
 
         Args:
             write: see `submit`; it may be written for its slots alone.
-            may_leave: nobody looks at its gradients until they are wanted.
         """
+        each = self._units[unit]
+        foreseen = each.foreseen
+        assert foreseen is not None
+        segments = foreseen.segments
         with self._handing_over:
             self.open_host(unit)
-            old_params = self._old_params(unit, segments, write)
+            old_params = self._old_params(unit, write)
             tiles = self._can_undo(unit, old_params)
             before = self._pipeline.undoing.keep_before(unit, tiles, param=old_params is OldParams.IMAGES)
             tells_grads = (
-                may_leave
+                foreseen.grads_may_leave
                 and not before
                 and self._grads.shares(unit)
                 and tiles == self._pipeline.all_tiles(unit)
                 and self._pipeline.undoing.can_recover(segments, self._grads.dtype)
             )
-            each = self._units[unit]
             ticket = self._hand_over(
                 each,
                 segments,

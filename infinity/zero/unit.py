@@ -62,6 +62,18 @@ class Ahead:
     old_params: OldParams
 
 
+@dataclass(frozen=True)
+class Foreseen:
+    """The update that a unit will probably have.
+
+    Attributes:
+        grads_may_leave: nobody looks at the gradients until they are wanted.
+    """
+
+    segments: tuple[Segment, ...]
+    grads_may_leave: bool
+
+
 class Unit(UnitState):
     """A unit.
 
@@ -70,10 +82,22 @@ class Unit(UnitState):
         due: the update that this step asks for and that is not submitted yet.
         begun: tiles that have had the update that is due already.
         submitted: the update in the pipeline.
+        foreseen: the update that may run ahead, while the scheduler decides on it.
         ahead: the speculative update.
     """
 
-    __slots__ = ("_gradients", "_grads", "_reconstructable", "_states", "ahead", "begun", "due", "params", "submitted")
+    __slots__ = (
+        "_gradients",
+        "_grads",
+        "_reconstructable",
+        "_states",
+        "ahead",
+        "begun",
+        "due",
+        "foreseen",
+        "params",
+        "submitted",
+    )
 
     def __init__(self, params: UnitParams, grads: GradStore, states: StateStore) -> None:
         spec, index = params.spec, params.index
@@ -85,6 +109,7 @@ class Unit(UnitState):
         self.due: tuple[Segment, ...] | None = None
         self.begun: frozenset[int] | None = None
         self.submitted: Submitted | None = None
+        self.foreseen: Foreseen | None = None
         self.ahead: Ahead | None = None
         self._reconstructable = False
 
@@ -127,15 +152,14 @@ class Unit(UnitState):
         return self.submitted is not None
 
     @property
+    def is_updating(self) -> bool:
+        return self.due is not None or self.submitted is not None or self.ahead is not None
+
+    @property
     def is_reconstructable(self) -> bool:
         return self._reconstructable
 
     # Updates #
-
-    @property
-    def is_updating(self) -> bool:
-        """An update of the unit is due, submitted, or speculative: what is in memory is not its newest value."""
-        return self.due is not None or self.submitted is not None or self.ahead is not None
 
     def ask(self, segments: tuple[Segment, ...]) -> None:
         """This step's update is due."""

@@ -22,7 +22,7 @@ from tests.action_logs.worlds import world_of
 from tests.behaviour.reference import named_budget
 
 BLOCKS, WIDTH, BATCH, STEPS = 5, 32, 2, 3
-_LARGE = 1 << 28  # of host memory: all of the model fits
+LARGE = 1 << 28  # of host memory: all of the model fits
 _NEVER, _ALWAYS = 1e9, 1e-3  # norms that gradients are clipped to
 
 
@@ -158,7 +158,7 @@ def make(case: Case, path: Path) -> infinity.Engine:
     """An engine with the room that the case has."""
     model, weights = case.model(path)
     params = sum(param.nbytes for param in model.parameters())
-    host_memory = _LARGE
+    host_memory = LARGE
     if case.room is not None:
         try:
             _initialize(case, path, model, weights, 1)
@@ -174,10 +174,10 @@ def _initialize(case: Case, path: Path, model: nn.Module, weights: Any, host_mem
         where = {"link": SameMemory()}
     if weights is not None:
         where["weights"] = weights
-    return infinity.initialize(model=model, config=_config(case, path, host_memory), **where)[0]
+    return infinity.initialize(model=model, config=config_of(case, path, host_memory), **where)[0]
 
 
-def _config(case: Case, path: Path, host_memory: int) -> dict[str, Any]:
+def config_of(case: Case, path: Path, host_memory: int) -> dict[str, Any]:
     drive = path / f"drive-{dist.get_rank() if dist.is_initialized() else 0}"
     drive.mkdir(exist_ok=True)
     tiering = {"tile_size": "8KiB", "update_schedule": case.schedule, "host_memory": host_memory}

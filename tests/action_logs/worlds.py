@@ -94,8 +94,7 @@ class _Inline(UpdatePipeline):
         return ticket
 
     def wait_computed(self, ticket: UpdateTicket, reached: Callable[[int], None] | None = None) -> None:
-        ticket.awaited = True
-        self._queue.sort(key=self._rank)
+        self._queue.hurry(ticket)
         while not ticket.computed.done():
             before = ticket.reached
             self.work(lambda before=before: ticket.computed.done() or ticket.reached > before)  # type: ignore[misc]
@@ -109,7 +108,7 @@ class _Inline(UpdatePipeline):
     def _park(self) -> None:
         if self._queue:
             raise RuntimeError("optimizer states cannot be visited while updates are queued")
-        self._expected = {}
+        self._queue.expect(())
         self._ring.clear()
 
     def _stop(self, timeout_s: float | None = None) -> None:

@@ -50,9 +50,9 @@ def seen(monkeypatch) -> list[str]:
         told.append("confirmed")
         confirm(self, unit)
 
-    def undone(self: InFlight, units: list[int], *, grads: bool) -> frozenset[int]:
+    def undone(self: InFlight, units: list[int], free: Callable[[int], bool], *, grads: bool) -> frozenset[int]:
         told.extend("undone" for _ in units)
-        return undo(self, units, grads=grads)
+        return undo(self, units, free, grads=grads)
 
     monkeypatch.setattr(InFlight, "confirm", confirmed)
     monkeypatch.setattr(InFlight, "undo", undone)

@@ -50,6 +50,7 @@ class Unit(UnitState):
     update_is_due = False
     update_has_begun = False
     update_is_submitted = False
+    is_updating = False
     is_reconstructable = False
 
     def __init__(self, world: World, index: int, nbytes: int) -> None:

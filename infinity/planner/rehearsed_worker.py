@@ -1,14 +1,14 @@
-"""The optimizer's worker and its ring in a rehearsal: optim/pipeline.py and tiers/ring.py without the bytes."""
+"""The optimizer's worker in a rehearsal: optim/pipeline.py and tiers/ring.py without the bytes."""
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from infinity.planner.lanes import Machine, Process, Task, Until
 from infinity.planner.step_work import TileWork, UnitWork
+from infinity.schedule.update_queue import UpdateQueue
 
 OPTIMIZER, READ, WRITE = "optimizer", "read", "write"
 _Key = tuple[int, int]  # unit, tile
@@ -41,6 +41,9 @@ class Ticket:
 class Worker:
     """Updates tile by tile what is in its queue, and reads ahead.
 
+    Attributes:
+        queue: what the compute thread submits.
+
     Args:
         slots: of the ring.
     """
@@ -49,36 +52,9 @@ class Worker:
         self._units = units
         self._machine = machine
         self._free = slots
-        self._queue: list[Ticket] = []
-        self._expected: dict[int, None] = {}
+        self.queue = UpdateQueue[Ticket]()
         self._arriving: dict[_Key, Task] = {}
         self._leaving: deque[tuple[_Key, Task]] = deque()
-        self._prefers_begun = True
-
-    # Called by the compute thread #
-
-    def expect(self, units: Sequence[int]) -> None:
-        """These are submitted next."""
-        self._expected = dict.fromkeys(units)
-
-    def submit(self, ticket: Ticket) -> None:
-        insort(self._queue, ticket, key=self._rank)
-        self._expected.pop(ticket.unit, None)
-
-    def hurry(self, ticket: Ticket) -> None:
-        """Somebody waits for this one."""
-        ticket.awaited = True
-        self._queue.sort(key=self._rank)
-
-    def prefer(self, *, begun: bool) -> None:
-        """Whether what is begun goes before what is needed first."""
-        self._prefers_begun = begun
-        self._queue.sort(key=self._rank)
-
-    def _rank(self, ticket: Ticket) -> tuple[bool, bool, int]:
-        return not ticket.awaited, not (ticket.begun and self._prefers_begun), ticket.needed
-
-    # The worker #
 
     def run(self) -> Process:
         """Work until nobody asks any more."""
@@ -86,12 +62,12 @@ class Worker:
             yield Until(self._has_work, OPTIMIZER)
             self._reap()
             self._read_ahead()
-            ticket = self._next()
+            ticket = self.queue.next(self._distance)
             if ticket is not None:
                 yield from self._advance(ticket)
 
     def _has_work(self) -> bool:
-        if self._queue:
+        if self.queue:
             return True
         self._reap()
         return self._free > 0 and next(self._unread(), None) is not None
@@ -102,14 +78,10 @@ class Worker:
             self._free += 1
 
     def _upcoming(self) -> Iterator[tuple[_Key, TileWork]]:
-        for ticket in self._queue:
-            for index, tile in ticket.tiles:
-                yield (ticket.unit, index), tile
-        queued = {ticket.unit for ticket in self._queue}
-        for unit in self._expected:
-            if unit not in queued:
-                for index, tile in enumerate(self._units[unit].tiles):
-                    yield (unit, index), tile
+        for unit, ticket in self.queue.upcoming():
+            tiles = enumerate(self._units[unit].tiles) if ticket is None else ticket.tiles
+            for index, tile in tiles:
+                yield (unit, index), tile
 
     def _unread(self) -> Iterator[tuple[_Key, TileWork]]:
         """What is to be read next; nothing behind a tile that is still being written."""
@@ -131,10 +103,6 @@ class Worker:
         self._free -= 1
         self._arriving[key] = self._machine.put(READ, tile.read_s, urgent=urgent)
 
-    def _next(self) -> Ticket | None:
-        """The nearest to being updated, and of those the first in rank."""
-        return min(self._queue, key=self._distance, default=None)
-
     def _distance(self, ticket: Ticket) -> int:
         if not all(task.done for task in ticket.ready):
             return 1
@@ -150,11 +118,10 @@ class Worker:
             yield from self._update(ticket, (ticket.unit, index), tile)
             ticket.tiles.popleft()
             if not ticket.begun:
-                ticket.begun = True
-                self._queue.sort(key=self._rank)
+                self.queue.begin(ticket)
         if not ticket.tiles:
             ticket.computed = True
-            self._queue.remove(ticket)
+            self.queue.remove(ticket)
 
     def _update(self, ticket: Ticket, key: _Key, tile: TileWork) -> Process:
         if tile.is_stored:
