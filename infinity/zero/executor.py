@@ -371,11 +371,16 @@ class Executor:
         self.undo(*units, grads=grads)
         return bool(units)
 
-    def spoil(self, unit: int) -> None:
-        """An update of the unit may have run ahead: its gradients change, so that it is not confirmed."""
+    def gradient_comes(self, unit: int) -> None:
+        """A gradient of the unit is about to be added: an update that has run ahead of it is not confirmed.
+
+        Between uses: if something waits for memory and an update has ended, it may have given some back.
+        """
         if self._units[unit].ahead is not None:
             self._in_flight.finish_ahead(unit, self.free_gradients)
             self._spill_ahead()
+        if self._scheduler.waits_for_memory and self._in_flight.some_ended:
+            self.settle()
 
     @property
     def awaits_updates(self) -> bool:
@@ -404,18 +409,15 @@ class Executor:
         if self._params.handing_over.torn:
             return
         self._in_flight.settle()
-        self._spill_ahead()
+        if self._in_flight.some_rest:
+            self._spill_ahead()
         if self._scheduler.waits_for_memory:
             self._do(MemoryFreed())
-        self._show_finished()
+        if self._in_flight.finished:
+            self._show_finished()
         for unit in self._params.passing:
             if not (self._units[unit].update_is_submitted or self._units[unit].update_is_due):
                 self._params.advance(unit)
-
-    def catch_up(self) -> None:
-        """Between uses: if something waits for memory and an update has ended, it may have given some back."""
-        if self._scheduler.waits_for_memory and self._in_flight.some_ended:
-            self.settle()
 
     def begin_step(self) -> None:
         """Parameters are about to be updated, from the first unit to the last."""

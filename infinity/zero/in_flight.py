@@ -459,6 +459,8 @@ class InFlight:
 
     def settle(self) -> None:
         """Take note of updates that are over."""
+        if not self._computed and self._ended.empty():
+            return
         self._take_ended()
         for each in list(self._computed):
             if each.submitted is not None and each.submitted.ticket.done():

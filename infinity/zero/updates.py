@@ -217,8 +217,7 @@ class Updates:
         Raises:
             CapacityError: no room can be had within the budget.
         """
-        self._executor.spoil(addend.unit)
-        self._executor.catch_up()
+        self._executor.gradient_comes(addend.unit)
         due = self._gradients.sum_there(addend)
         return self._gradients.all_come(addend.unit) if due is None else self._add_below(due)
 
