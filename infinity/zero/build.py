@@ -47,6 +47,7 @@ from infinity.tiers.run_files import RunFiles
 from infinity.zero.adoption import RunFacts, open_run
 from infinity.zero.agreement import configuration_facts
 from infinity.zero.budgets import agreed, device_budgets, fits, host_capacity
+from infinity.zero.drives import free_for_swap
 from infinity.zero.executor import Executor
 from infinity.zero.fitting import cut_to_fit
 from infinity.zero.gradients import Gradients
@@ -209,6 +210,8 @@ def build_runtime(
             made=made,
             in_files=in_files,
             device_bytes=free_bytes,
+            # The model's other parts would have to choose alike, and may share the drives.
+            drive_bytes=lambda: 0 if parts.are_several else free_for_swap(config),
         )
 
     def is_enough(sizing: Sizing) -> bool:

@@ -51,6 +51,7 @@ def there(engine: Any) -> list[int]:
         ("slow_link", Recipe("fp32", 2, 0.0, STEPS), "cpu"),
         ("slow_kernels", Recipe("bf16", 1, SOMETIMES, STEPS), "cpu"),
         ("slow_link", Recipe("bf16", 2, SOMETIMES, STEPS), "cpu"),
+        ("slow_link", Recipe("bf16", 1, SOMETIMES, STEPS), "nvme"),
     ],
 )
 def test_any_order_of_coming_and_leaving_has_the_same_bits(speed, recipe, tier, tmp_path, monkeypatch) -> None:
