@@ -354,7 +354,9 @@ def make_gradients(runtime: Runtime) -> Gradients:
         )
     streams = rules.grads_stream and not runtime.parts.shares
     places = Places(partition.units, whole=rules.reduces)
-    landing = landing_of(runtime.grads, source, places, runtime.counters, streams=streams)
+    landing = landing_of(
+        runtime.grads, source, places, runtime.counters, streams=streams, note=runtime.params.note_final
+    )
     return Gradients(partition.units, runtime.grads, source, landing, runtime.sums, runtime.counters, runtime.parts)
 
 
