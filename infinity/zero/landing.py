@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from infinity.kernels import GradStats, grad_store
+from infinity.kernels import GradStats, grad_stats, grad_store
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import DeviceGrads, GradStore, GradStores, Transfer, to_host
 from infinity.zero.partition import Unit
@@ -154,7 +154,7 @@ class ToHost(Landing):
 
     def measure(self, unit: int, part: int) -> GradStats:
         values = self._values(unit, part)
-        return self.settled(unit, part, grad_store(values, values.clone(), accumulate=False))
+        return self.settled(unit, part, grad_stats(values))
 
 
 class Stays(Landing):
