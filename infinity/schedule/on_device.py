@@ -62,8 +62,8 @@ def may_fill(config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool
         )
     if config.tiering.update_schedule == "speculative":
         raise ConfigError(
-            f'{key}, but tiering.update_schedule "speculative" keeps what was in slots of the drives: leave one of the '
-            "two out"
+            f'{key}, but tiering.update_schedule is "speculative": set it to "auto", which also picks "speculative" '
+            "where it serves and fills the device beside it, or leave fill_device out"
         )
     return True
 
@@ -85,7 +85,7 @@ def why_not_filled(config: Config, ranks: int, *, discrete: bool, exact: bool) -
     if tiering.crash_consistent:
         return "tiering.crash_consistent writes through what is updated in host memory"
     if tiering.update_schedule == "speculative":
-        return "tiering.update_schedule is speculative"
+        return 'tiering.update_schedule is speculative ("auto" may pick it, and fills the device)'
     if ranks > 1:
         # One rank can try a batch again that found no memory; several would end, where without filling they go on.
         return f"{ranks} ranks train together: set tiering.fill_device to true at stages 1 and 2"
