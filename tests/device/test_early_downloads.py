@@ -22,7 +22,7 @@ def test_a_download_of_what_is_there_overtakes_what_is_computed() -> None:
     with arena.lease(1 << 20) as late, arena.lease(1 << 20) as early:
         values = torch.ones(1 << 18, device=device)
         mark = link.mark()
-        with target.configured(launch_us=50_000):
+        with target.configured(launch_us=1_000_000):
             others = link.download(late.tensor(torch.float32), values + 1)
             token = link.download(early.tensor(torch.float32), values, mark)
             token.result()
