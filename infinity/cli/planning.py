@@ -186,8 +186,9 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
     _fill_in(args)
     world = args.nodes * args.ranks
     config = load_config(_values(args), world_size=world)
-    machine = Machine(world, args.ranks, args.device_memory, args.machine_memory)
     drives = drives_here(config) if args.nvme_capacity is None else [Drive("--nvme-capacity", args.nvme_capacity)]
+    drive_bytes = sum(drive.free_bytes for drive in drives)
+    machine = Machine(world, args.ranks, args.device_memory, args.machine_memory, drive_bytes)
     model, name, longest = _model(args, command)
     return Asked(
         model,

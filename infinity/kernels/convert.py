@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from infinity.kernels._native import DTYPES, _adam, check
+
+_CHUNK = 32768  # elements whose squares the kernel sums by themselves: pieces of so many give the bits of the whole
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,17 @@ def grad_store(dst: torch.Tensor, src: torch.Tensor, *, accumulate: bool, scale:
         numel, dst.data_ptr(), DTYPES[dst.dtype], src.data_ptr(), DTYPES[src.dtype], accumulate, scale
     )
     return GradStats(sum_sq, finite)
+
+
+def grad_stats(values: torch.Tensor) -> GradStats:
+    """What `grad_store` would measure of gradients that are stored already, which stay as they are.
+
+    The kernel writes what it measures. That goes to a piece of memory whose size does not depend on `values`.
+    """
+    piece, total = torch.empty(_CHUNK, dtype=values.dtype), 0.0
+    for part in values.split(_CHUNK):
+        total += grad_store(piece[: part.numel()], part, accumulate=False).sum_sq
+    return GradStats(total, math.isfinite(total))
 
 
 def split_master(master: torch.Tensor, param: torch.Tensor, low_bits: torch.Tensor) -> None:

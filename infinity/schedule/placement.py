@@ -41,6 +41,7 @@ _GRADS_IN_FLIGHT = 3  # units whose gradients may be held at once where they are
 _GRADS_LEFT_SHARE = 4
 _DEVICE_TILE_BYTES = 64 << 20
 _AHEAD_NUMEL = 50_000_000  # gathered ahead, beyond the next unit: DeepSpeed's default
+_DRIVE_COPIES = 3  # two slots, and a checkpoint
 _STAGING_UNITS = 3  # of those that lie apart: one uploaded, one read, one updated
 
 
@@ -142,6 +143,11 @@ class Rules:
         """Of a unit's parameters, which may `stay` by themselves, or because they are updated on the device or will be,
         before a budget moves it up from the drive."""
         return Memory.DEVICE if stays else self.params_there if updated_there else self.params
+
+    def stored_param_bytes(self, specs: Sequence[FlatSpec]) -> int:
+        """The most that this rank's parameters take of the drives, those in the files of others aside."""
+        on_drives = self.params is Memory.NVME
+        return sum(spec.shard_nbytes for spec in specs if on_drives and spec.offloaded and not spec.runs)
 
     def first_to_stay(
         self, first: Sequence[int], numels: Sequence[int], bytes_per_param: int, free_bytes: int
@@ -281,8 +287,33 @@ def may_run_ahead(config: Config, ranks: int, *, discrete: bool) -> bool:
     if config.tiering.crash_consistent:
         return config.zero.stage == 3
     in_memory = config.zero.offload_optimizer.device == "cpu" and config.zero.offload_param.device != "nvme"
-    # Several ranks would tell one another about each unit, where they now do so once a step.
-    return discrete and ranks == 1 and in_memory
+    return _alone_with_device(ranks, discrete=discrete) and in_memory
+
+
+def may_run_ahead_on_drives(
+    config: Config, rules: Rules, ranks: int, *, slot_bytes: int, drive_bytes: Callable[[], int | None]
+) -> bool:
+    """Whether "auto" has updates of what lives on the drives run ahead of the norm.
+
+    Their gradients need not be kept, and the drives have room for a second slot, and for a checkpoint beside both.
+
+    Args:
+        rules: of updates that run ahead.
+        ranks: how many train the model together.
+        slot_bytes: of one slot of all that may live on the drives.
+        drive_bytes: returns what the drives have free; None where that is not known, and taken to be enough.
+    """
+    chosen_here = config.tiering.update_schedule == "auto" and config.waits and config.managed_accumulation
+    if not chosen_here or not rules.stay_by_units or not _alone_with_device(ranks, discrete=not rules.one_memory):
+        return False
+    free_bytes = drive_bytes()
+    return free_bytes is None or _DRIVE_COPIES * slot_bytes <= free_bytes
+
+
+def _alone_with_device(ranks: int, *, discrete: bool) -> bool:
+    """The host's cores and drives idle while the device computes; several ranks would tell one another about each unit,
+    where they now do so once a step."""
+    return discrete and ranks == 1
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ from infinity.tiers.run_files import RunFiles
 from infinity.zero.adoption import RunFacts, open_run
 from infinity.zero.agreement import configuration_facts
 from infinity.zero.budgets import DeviceBudgets, agreed, device_budgets, fits, host_capacity
+from infinity.zero.drives import free_for_swap
 from infinity.zero.executor import Executor
 from infinity.zero.fitting import cut_to_fit
 from infinity.zero.gradients import Gradients
@@ -292,6 +293,8 @@ def _lay_out(
             made=made,
             in_files=in_files,
             device_bytes=free_bytes,
+            # The model's other parts would have to choose alike, and may share the drives.
+            drive_bytes=lambda: 0 if parts.are_several else free_for_swap(config),
         )
 
     def is_enough(sizing: Sizing) -> bool:
@@ -458,7 +461,9 @@ def make_gradients(runtime: Runtime) -> Gradients:
         )
     streams = rules.grads_stream and not runtime.parts.shares
     places = Places(partition.units, whole=rules.reduces)
-    landing = landing_of(runtime.grads, source, places, runtime.counters, streams=streams)
+    landing = landing_of(
+        runtime.grads, source, places, runtime.counters, streams=streams, note=runtime.params.note_final
+    )
     return Gradients(partition.units, runtime.grads, source, landing, runtime.sums, runtime.counters, runtime.parts)
 
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from infinity.kernels import GradStats, grad_store
+from infinity.kernels import GradStats, grad_stats, grad_store
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import DeviceGrads, GradStore, GradStores, Transfer, to_host
 from infinity.zero.partition import Unit
@@ -111,15 +111,27 @@ class Landing(ABC):
 
 
 class ToHost(Landing):
-    """Gradients go to host memory: the first of a step while the device computes on, if it measures them."""
+    """Gradients go to host memory: the first of a step while the device computes on, if it measures them.
+
+    Args:
+        note: is told of each copy of a unit's gradients that begins.
+    """
 
     def __init__(
-        self, store: GradStore, source: Direct | Reduction, places: Places, counters: Counters, *, streams: bool
+        self,
+        store: GradStore,
+        source: Direct | Reduction,
+        places: Places,
+        counters: Counters,
+        *,
+        streams: bool,
+        note: Callable[[int, Transfer], None],
     ) -> None:
         super().__init__(store, source, places)
         self._store = store
         self._counters = counters
         self._streams = streams
+        self._note = note
         self.lag = _LAG if streams else 0
 
     def add(self, addend: Addend, measures: Measures, *, last_pass: bool) -> bool:
@@ -129,6 +141,7 @@ class ToHost(Landing):
             copy = self._store.receive(unit, start, grad.view(-1), index)
             if copy is not None:
                 measures[part] = Coming(self._store.norms.values[index], copy)
+                self._note(unit, copy)
             return copy is not None
         buffer = self._store.open(unit)
         if buffer is None:
@@ -141,7 +154,7 @@ class ToHost(Landing):
 
     def measure(self, unit: int, part: int) -> GradStats:
         values = self._values(unit, part)
-        return self.settled(unit, part, grad_store(values, values.clone(), accumulate=False))
+        return self.settled(unit, part, grad_stats(values))
 
 
 class Stays(Landing):
@@ -191,10 +204,16 @@ class Parted:
 
 
 def landing_of(
-    stores: GradStores, source: Direct | Reduction, places: Places, counters: Counters, *, streams: bool
+    stores: GradStores,
+    source: Direct | Reduction,
+    places: Places,
+    counters: Counters,
+    *,
+    streams: bool,
+    note: Callable[[int, Transfer], None],
 ) -> Landing | Parted:
     """How gradients come to these stores."""
-    to_host = ToHost(stores.host, source, places, counters, streams=streams)
+    to_host = ToHost(stores.host, source, places, counters, streams=streams, note=note)
     if stores.device is None:
         return to_host
     return Parted(stores.is_there, Stays(stores.device, source, places), to_host)

@@ -452,6 +452,7 @@ class Step:
         for addend in self.gradients.end_backward():
             self.updates.add(addend)
         self.updates.end_backward()
+        self._runtime.params.end_pass()
         self._ranks.path.end()
         self._executor.follow(self.gradients.forward_order())
         self._stand_ins.place(self._arrived)
@@ -610,6 +611,7 @@ class Step:
         if self._open is None or self._open.phase is Phase.BACKWARD:
             self._pass_failed = True
             self.gradients.abort_backward()
+            self._runtime.params.end_pass()
             self._end_cycle(learn=False)
             if self.updates.under_way:
                 self.fail(error or InfinityError("a backward pass stopped after it had updated some units"))
