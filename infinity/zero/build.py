@@ -140,7 +140,7 @@ class Runtime:
 
     def together(self, what: str) -> None:
         """Where parameters are in the shards of several ranks, all must come to the same call `what`."""
-        if self.sizing.rules.gathers:
+        if self.sizing.rules.params.gathers:
             self.ranks.together(what)
 
     def settle(self) -> None:
@@ -439,15 +439,15 @@ def make_gradients(runtime: Runtime) -> Gradients:
     """Where the gradients of a training step are collected."""
     partition, rules = runtime.partition, runtime.sizing.rules
     source: Direct | Reduction = Direct(partition.units, runtime.parts)
-    if rules.reduces:
+    if rules.grads.reduces:
         sizing = runtime.sizing
         journey = Journey(
             rules.sharding,
-            rules.reduces_every_pass,
+            rules.grads.reduces_every_pass,
             sizing.collect_dtype,
             sizing.communication_dtype,
             tells_early=sizing.schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE),
-            streams=rules.grads_stream,
+            streams=rules.grads.stream,
         )
         source = Reduction(
             partition.units,
@@ -459,8 +459,8 @@ def make_gradients(runtime: Runtime) -> Gradients:
             runtime.parts,
             PartialSums(runtime.summed_once, sizing.shards.numels, sizing.grad_dtype, runtime.link.device),
         )
-    streams = rules.grads_stream and not runtime.parts.shares
-    places = Places(partition.units, whole=rules.reduces)
+    streams = rules.grads.stream and not runtime.parts.shares
+    places = Places(partition.units, whole=rules.grads.reduces)
     landing = landing_of(
         runtime.grads, source, places, runtime.counters, streams=streams, note=runtime.params.note_final
     )
@@ -471,7 +471,9 @@ def _hold_gradients(plan: _Plan, memory: _Memory, states: StateStore) -> GradSto
     """Where gradients are until they are used."""
     sizing, link = plan.sizing, plan.link
     shards, dtype = sizing.shards, sizing.grad_dtype
-    norms = Norms(sizing.rules.measured_there(Places(sizing.partition.units, whole=sizing.rules.reduces).count), link)
+    norms = Norms(
+        sizing.rules.measured_there(Places(sizing.partition.units, whole=sizing.rules.grads.reduces).count), link
+    )
     host = GradStore(
         shards.below,
         dtype,
@@ -495,7 +497,7 @@ def _tell_of_waiting(plan: _Plan, held: _Held) -> None:
         plan.config.tiering.update_schedule == "speculative"
         and not any(unit.has_slots for unit in held.params.units)
         and held.images is None
-        and not plan.sizing.rules.recovers_grads
+        and not plan.sizing.rules.grads.recovers
     ):
         _log.warning(
             'tiering.update_schedule is "speculative", but no parameters live on a drive, where updates that run '
@@ -518,7 +520,7 @@ def _apart(plan: _Plan, arena: Arena) -> Device | None:
     """What lies between parameters' homes and what is computed on, where these are apart."""
     if plan.sizing.rules.site is Memory.DEVICE:
         return None
-    direct = _open_direct(plan.config, plan.link) if plan.sizing.rules.params_pass_host else None
+    direct = _open_direct(plan.config, plan.link) if plan.sizing.rules.params.pass_host else None
     return Device(plan.link, arena.part(plan.sizing.params.staging), direct)
 
 
