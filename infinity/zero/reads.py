@@ -25,14 +25,14 @@ _CHANGE_NO_VALUE = frozenset({"requires_grad_", "detach_", "share_memory_", "ret
 _RENORMING = {"embedding": 1, "embedding_bag": 1}  # with `max_norm`, they change what stands there
 
 Used = Callable[[Any, Any], None]  # (result, arguments)
-Use = Callable[[tuple[int, ...]], Used]
+Use = Callable[[tuple[int, ...]], Used | None]
 Change = Callable[[int, int], None]
 
 
 class ParameterReads(TorchFunctionMode):
     """While active, `use(units)` is called before any torch function that is given parameters of these units, or
-    views of them, and what it returns is called with the function's result and arguments. Before a function that
-    changes a parameter in place, `change(identity of the parameter, unit)` is called.
+    views of them, and what it returns, if anything, is called with the function's result and arguments. Before a
+    function that changes a parameter in place, `change(identity of the parameter, unit)` is called.
 
     Activated by `begin` and `end`, not by `with`: backward may recompute a forward in a thread of its own, and each
     thread has its own stack of modes.
@@ -54,23 +54,20 @@ class ParameterReads(TorchFunctionMode):
         Nothing is counted: an exception between any two lines, torch's own included, would leave the count wrong. Torch
         takes a mode off its stack while the mode's function runs, and an interrupt there leaves it off.
         """
-        if self._is_active():
+        if self in _get_current_function_mode_stack():
             return False
         super().__enter__()  # type: ignore[no-untyped-call]
         return True
 
     def end(self) -> None:
         """Be inactive in this thread, wherever an exception has left the mode; other modes stay."""
-        if self._is_active():
-            stack = _get_current_function_mode_stack()
-            above = stack[next(index for index, mode in enumerate(stack) if mode is self) + 1 :]
+        stack = _get_current_function_mode_stack()
+        if self in stack:
+            above = stack[stack.index(self) + 1 :]
             for _ in range(len(above) + 1):
                 _pop_mode()
             for mode in above:
                 _push_mode(mode)
-
-    def _is_active(self) -> bool:
-        return any(mode is self for mode in _get_current_function_mode_stack())
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -78,8 +75,10 @@ class ParameterReads(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)  # to be seen when the compiled code runs, if it calls functions of torch's
-        for value in _changed_by(func, args, kwargs):
-            self._check_change(value)
+        name = getattr(func, "__name__", "")
+        if kwargs or name.endswith("_"):
+            for value in _changed_by(name, args, kwargs):
+                self._check_change(value)
         units: dict[int, None] = {}
         self._collect(args, units)
         if kwargs:
@@ -88,8 +87,10 @@ class ParameterReads(TorchFunctionMode):
             return func(*args, **kwargs)
         used = self._use(tuple(units))
         result = func(*args, **kwargs)
-        used(result, (args, kwargs))
-        if args and _shares_memory(func):
+        if used is not None:
+            used(result, (args, kwargs))
+        # Results in the memory of what the function is given, which autograd takes for no views of it.
+        if args and (name == "detach" or (name == "__get__" and func.__self__.__name__ == "data")):
             self._shares[result] = self._parameter_of(args[0])
         return result
 
@@ -127,15 +128,8 @@ def _asks_for_form(func: Any) -> bool:
     return name == "__set__" or func in _FORM  # the engine sets `.data`, and must not be asked for it
 
 
-def _shares_memory(func: Any) -> bool:
-    """It returns a tensor in the memory of the one it is given, which autograd takes for no view."""
-    name = getattr(func, "__name__", "")
-    return name == "detach" or (name == "__get__" and func.__self__.__name__ == "data")
-
-
-def _changed_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+def _changed_by(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """What a function of torch's changes in place; by torch's names, such functions end in one underscore."""
-    name = getattr(func, "__name__", "")
     if "out" in kwargs:
         yield kwargs["out"]
     in_place = name.endswith("_") and not name.endswith("__") and name not in _CHANGE_NO_VALUE
