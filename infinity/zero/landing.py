@@ -104,6 +104,8 @@ class Landing(ABC):
 
     def settled(self, unit: int, part: int, stats: GradStats) -> GradStats:
         """What has come of a measure, as far as it counts for the model's norm."""
+        if not self._source.shares:
+            return stats
         return self._source.measured(unit, part, stats, self._values(unit, part))
 
     def _values(self, unit: int, part: int) -> torch.Tensor:
@@ -136,7 +138,7 @@ class ToHost(Landing):
         values = buffer[start:stop]
         here = grad if grad.is_cpu else to_host(grad, self._counters)
         stored = grad_store(values, here, accumulate=part in measures)
-        measures[part] = self._source.measured(unit, part, stored, values)
+        measures[part] = self._source.measured(unit, part, stored, values) if self._source.shares else stored
         return True
 
     def measure(self, unit: int, part: int) -> GradStats:

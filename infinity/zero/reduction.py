@@ -84,6 +84,7 @@ class Direct:
     def __init__(self, units: Sequence[Unit], parts: ModelParts = UNDIVIDED) -> None:
         self._slots = [unit.slots for unit in units]
         self._parts = parts
+        self.shares = bool(parts.shares)
         self.gaps: Sequence[Sequence[tuple[int, int]]] = [gaps(unit) for unit in units]
 
     def take(self, unit: int, slot: int, grad: torch.Tensor) -> Addend | None:
@@ -123,8 +124,6 @@ class Direct:
         return None
 
     def measured(self, unit: int, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
-        if not self._parts.shares:
-            return stats
         return replace(stats, sum_sq=stats.sum_sq * self._parts.share(self._slots[unit][part].name))
 
     def agreeing(self) -> AbstractContextManager[None]:
@@ -186,6 +185,7 @@ class Reduction:
     Attributes:
         collected: what is not reduced yet, by unit.
         gaps: of each unit's buffer, elements that lie in no addend.
+        shares: other parts of the model hold some parameters, too, so that `measured` has something to do.
         groups: who shares the sums, and who has the same of them.
     """
 
@@ -212,6 +212,7 @@ class Reduction:
         self._scratch = scratch_on(device, read_late=journey.streams)
         self._counters = counters
         self._parts = parts
+        self.shares = bool(parts.shares)
         self._reduces = False  # in the backward pass that is running
         self._scattering: _Reduction | None = None
         self._averaging: _Reduction | None = None
