@@ -57,7 +57,6 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import InfinityError
-from infinity.zero.callbacks import weakly
 from infinity.zero.compiled import is_compiled, left_out
 from infinity.zero.coroutines import this_thread
 from infinity.zero.outside_units import normalisations
@@ -143,7 +142,7 @@ class Hooks:
                 self._names[id(param)] = slot.name
                 if slot.trainable:
                     self._watch_parameter(param, unit.index, index)
-        self._reads = ParameterReads(unit_of, lent, weakly(self._use), weakly(self._check_change))
+        self._reads = ParameterReads(unit_of, lent, self)
         for point in partition.hook_points:
             self._watch_module(model.get_submodule(point.module_name), point)
         for module, widened in normalisations(model):  # later than `enter`, which brings the values
@@ -191,10 +190,10 @@ class Hooks:
 
     def abandon(self) -> None:
         """Forget the calls that are running: an exception has ended them, and torch may not have said so."""
+        self._reads.end()
         running = self._running
         while running:
-            self._close(running)
-        self._reads.end()
+            self._listener.leave(tuple(running.pop().units))
 
     def remove(self) -> None:
         """Take all hooks away, and let the listener go, which has this object."""
@@ -228,7 +227,10 @@ class Hooks:
             running = self._running
             if not running or running[-1].module is not module:
                 return  # an exception before `before`
-            call = self._close(running)
+            call = running.pop()
+            if call.watches:
+                self._reads.end()
+            self._listener.leave(tuple(call.units))
             if not torch.is_grad_enabled():
                 return
             if call.followed:
@@ -249,15 +251,7 @@ class Hooks:
     def _backward_begins(self, grad: torch.Tensor) -> None:
         self._listener.backward_enter(())
 
-    def _close(self, running: list[_Call]) -> _Call:
-        """End the innermost of the calls that are running."""
-        call = running.pop()
-        if call.watches:
-            self._reads.end()
-        self._listener.leave(tuple(call.units))
-        return call
-
-    def _use(self, units: tuple[int, ...]) -> Used | None:
+    def use(self, units: tuple[int, ...]) -> Used | None:
         """A torch function is about to read parameters; see [Note: uses that no output shows]."""
         running = self._running
         if not running:
@@ -273,7 +267,7 @@ class Hooks:
                     call.followed.append(unit)
         return call.begin_with if call.followed and torch.is_grad_enabled() else None
 
-    def _check_change(self, param: int, unit: int) -> None:
+    def check_change(self, param: int, unit: int) -> None:
         """The model's forward is about to change a parameter, see [Note: parameters that forward changes]."""
         if self._units[unit].followed:
             raise InfinityError(

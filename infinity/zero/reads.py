@@ -8,8 +8,9 @@ functions that change a parameter, by itself or by `param.data` and `param.detac
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -25,26 +26,39 @@ _CHANGE_NO_VALUE = frozenset({"requires_grad_", "detach_", "share_memory_", "ret
 _RENORMING = {"embedding": 1, "embedding_bag": 1}  # with `max_norm`, they change what stands there
 
 Used = Callable[[Any, Any], None]  # (result, arguments)
-Use = Callable[[tuple[int, ...]], Used | None]
-Change = Callable[[int, int], None]
+
+
+class Reader(Protocol):
+    """What `ParameterReads` tells."""
+
+    def use(self, units: tuple[int, ...]) -> Used | None:
+        """A torch function is about to be called with parameters of these units, or views of them.
+
+        Returns:
+            What is called with the function's result and arguments, if anything is.
+        """
+
+    def check_change(self, param: int, unit: int) -> None:
+        """A torch function is about to change this parameter, given by its identity, in place."""
 
 
 class ParameterReads(TorchFunctionMode):
-    """While active, `use(units)` is called before any torch function that is given parameters of these units, or
-    views of them, and what it returns, if anything, is called with the function's result and arguments. Before a
-    function that changes a parameter in place, `change(identity of the parameter, unit)` is called.
+    """While active, tells the reader of torch functions that use parameters.
 
     Activated by `begin` and `end`, not by `with`: backward may recompute a forward in a thread of its own, and each
     thread has its own stack of modes.
+
+    Args:
+        unit_of: by identity of the parameter.
+        lent: identities of parameters that need no unit, for they lie elsewhere now.
+        reader: it has this object, which must not keep it alive: memory would stay until the garbage collector runs.
     """
 
-    def __init__(self, unit_of: Mapping[int, int], lent: Container[int], use: Use, change: Change) -> None:
-        """`unit_of` is by identity of the parameter; those in `lent` need no unit, for they lie elsewhere now."""
+    def __init__(self, unit_of: Mapping[int, int], lent: Container[int], reader: Reader) -> None:
         super().__init__()
         self._unit_of = unit_of
         self._lent = lent
-        self._use = use
-        self._change = change
+        self._reader = weakref.ref(reader)
         # Tensors without a base that lie in a parameter's memory, and its identity.
         self._shares = WeakIdKeyDictionary()
 
@@ -85,7 +99,9 @@ class ParameterReads(TorchFunctionMode):
             self._collect(kwargs.values(), units)
         if not units or _asks_for_form(func):
             return func(*args, **kwargs)
-        used = self._use(tuple(units))
+        reader = self._reader()
+        assert reader is not None, "the watch goes on after its reader is gone"
+        used = reader.use(tuple(units))
         result = func(*args, **kwargs)
         if used is not None:
             used(result, (args, kwargs))
@@ -101,7 +117,9 @@ class ParameterReads(TorchFunctionMode):
         elif isinstance(value, torch.Tensor):
             param = self._parameter_of(value)
             if param is not None:
-                self._change(param, self._unit_of[param])
+                reader = self._reader()
+                assert reader is not None, "the watch goes on after its reader is gone"
+                reader.check_change(param, self._unit_of[param])
 
     def _parameter_of(self, tensor: torch.Tensor) -> int | None:
         """The parameter in whose memory the tensor lies, by its identity."""
