@@ -56,7 +56,7 @@ from infinity.zero.in_flight import InFlight
 from infinity.zero.landing import Places, landing_of
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
 from infinity.zero.on_device import OnDevice
-from infinity.zero.partial_sums import PartialSums
+from infinity.zero.partial_sums import PartialSum
 from infinity.zero.partition import Partition
 from infinity.zero.ranks import ALONE, Ranks, is_first_process, ranks_on_this_machine
 from infinity.zero.reduction import Direct, Journey, Reduction
@@ -457,7 +457,10 @@ def make_gradients(runtime: Runtime) -> Gradients:
             runtime.link.device,
             runtime.counters,
             runtime.parts,
-            PartialSums(runtime.summed_once, sizing.shards.numels, sizing.grad_dtype, runtime.link.device),
+            {
+                unit: PartialSum(sizing.shards.numels[unit], sizing.grad_dtype, runtime.link.device)
+                for unit in runtime.summed_once
+            },
         )
     streams = rules.grads.stream and not runtime.parts.shares
     places = Places(partition.units, whole=rules.grads.reduces)

@@ -130,7 +130,7 @@ def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, rep
                 assert addend.values.numel() == NUMELS[addend.unit] // sharding.count
                 sums[addend.unit] = sums.get(addend.unit, 0) + float(addend.values[0])
     assert sums == dict.fromkeys(range(len(units)), 2 * sharding.count * replicas * 3.0)
-    assert not source.collected
+    assert not source.waits
     assert 0.6 * most_bytes <= meter.peak_bytes <= most_bytes
 
 
