@@ -87,6 +87,8 @@ class Scheduler:
     Attributes:
         staying: units that never leave memory.
         in_memory: units that come and go, of which memory has the parameters; the least recently used first.
+        planned: actions of the plan that have to wait until memory is freed, in its order.
+        blocked: units in memory whose updates had no room, the longest first.
     """
 
     def __init__(
@@ -106,8 +108,8 @@ class Scheduler:
         self.cycle = cycle
         self.in_memory: dict[UnitState, None] = {}
         self._fetching: dict[UnitState, None] = {}  # the oldest first
-        self._todo: deque[tuple[str, int]] = deque()  # of the plan, in its order
-        self._blocked: dict[UnitState, None] = {}  # units in memory whose updates had no room, the longest first
+        self.planned: deque[tuple[str, int]] = deque()
+        self.blocked: dict[UnitState, None] = {}
         self._budget = budget
         self._budget_key = budget_key
         self._gradient_slots = gradient_slots
@@ -123,21 +125,16 @@ class Scheduler:
         """
         return _HANDLERS[type(event)](self, event)
 
-    @property
-    def waits_for_memory(self) -> bool:
-        """Some action of the plan, or an update, has to wait until memory is freed."""
-        return bool(self._todo or self._blocked)
-
     # Passes #
 
     def _begin_pass(self, _: PassBegins) -> Actions:
         self.cycle.begin()
-        self._todo.extend(("evict", unit) for unit in self.cycle.strangers(row.index for row in self.in_memory))
+        self.planned.extend(("evict", unit) for unit in self.cycle.strangers(row.index for row in self.in_memory))
         yield from ()
 
     def _end_pass(self, event: PassEnds) -> Actions:
         if self.cycle.end(learn=event.learn) or not event.learn:
-            self._todo.clear()
+            self.planned.clear()
         yield from ()
 
     def _use(self, event: UseBegins) -> Actions:
@@ -145,13 +142,13 @@ class Scheduler:
         step = self.cycle.use(row.index)
         if step is None:
             if not self.cycle.follows_plan:
-                self._todo.clear()
+                self.planned.clear()
         elif step.before is not None:
-            self._todo.extend(("evict", victim) for victim in step.before)
+            self.planned.extend(("evict", victim) for victim in step.before)
             yield from self._follow_plan()
         yield from self._bring(row)
         if step is not None:
-            self._todo.extend(step.actions)
+            self.planned.extend(step.actions)
             yield from self._follow_plan()
 
     def _memory_freed(self, _: MemoryFreed) -> Actions:
@@ -160,8 +157,8 @@ class Scheduler:
 
     def _follow_plan(self) -> Actions:
         """Do what the plan asks for, in its order, up to the first action that must wait for memory."""
-        while self._todo:
-            action, unit = self._todo[0]
+        while self.planned:
+            action, unit = self.planned[0]
             row = self.rows[unit]
             if action == "evict" and row.residency is _RESIDENT:
                 if row.is_pinned:
@@ -171,7 +168,7 @@ class Scheduler:
                 if not (yield from self._fetch(row, urgent=False)):
                     return
                 yield from self._try_update(row)
-            self._todo.popleft()
+            self.planned.popleft()
 
     # Parameters #
 
@@ -179,7 +176,8 @@ class Scheduler:
         """Have the unit's newest parameters in memory."""
         if row.residency is _STORED:
             yield from self._fetch_now(row)
-        yield from self._update_now(row)
+        if row.update_is_due:
+            yield from self._update_now(row)
         yield AwaitNewest(row.index)
         self._arrived(row)
 
@@ -262,18 +260,18 @@ class Scheduler:
             return
         if row.update_is_submitted:
             if row.update_has_begun:  # with this step's
-                self._blocked[row] = None
+                self.blocked[row] = None
                 return
             yield AwaitUpdate(row.index)  # the last step's: computed, but not all written yet
         if row.gradients_have_room:
             yield Submit(row.index, *self._urgency(row))
-            self._blocked.pop(row, None)
+            self.blocked.pop(row, None)
         else:
-            self._blocked[row] = None
+            self.blocked[row] = None
 
     def _update_now(self, row: UnitState) -> Actions:
-        """Submit the unit's update if one is due, waiting for room."""
-        if row.update_is_due and row.update_has_begun and row.update_is_submitted:
+        """Submit the unit's update, which is due, waiting for room."""
+        if row.update_has_begun and row.update_is_submitted:
             yield AwaitUpdate(row.index)
         while row.update_is_due:
             yield from self._try_update(row)
@@ -290,9 +288,9 @@ class Scheduler:
 
     def _retry_updates(self) -> Actions:
         """Submit what was blocked, the longest first, up to the first that still has no room: others need as much."""
-        for row in list(self._blocked):
+        for row in list(self.blocked):
             if not row.update_is_due or row.residency is _STORED:
-                del self._blocked[row]
+                del self.blocked[row]
             elif not (row.update_has_begun and row.update_is_submitted):
                 yield from self._try_update(row)
                 if row.update_is_due:

@@ -30,6 +30,9 @@ class DeviceSums:
         budget: device memory for them.
         device: where they are computed.
         stays: whether a unit's gradients never leave the device, so that they need no sum beside them.
+
+    Attributes:
+        units: those that have a buffer.
     """
 
     def __init__(
@@ -45,23 +48,23 @@ class DeviceSums:
         self._budget = budget
         self._device = device
         self._stays = stays
-        self._units: dict[int, _UnitSums] = {}  # those that have a buffer
+        self.units: dict[int, _UnitSums] = {}
 
     def has_room(self, unit: int) -> bool:
         """There is a buffer for the unit's gradients."""
         if self._stays(unit):
             return False
-        if unit not in self._units:
+        if unit not in self.units:
             nbytes = self._numels[unit] * self._dtype.itemsize
             if not self._budget.fits(nbytes):
                 return False
             self._budget.take(nbytes, f"sums of gradients of unit {unit}")
-            self._units[unit] = _UnitSums(torch.empty(self._numels[unit], dtype=self._dtype, device=self._device))
+            self.units[unit] = _UnitSums(torch.empty(self._numels[unit], dtype=self._dtype, device=self._device))
         return True
 
     def add(self, unit: int, part: int, start: int, grad: torch.Tensor) -> None:
         """Add the gradients of a part of the unit, 1-D, which lie at `start` in its buffer; there is room."""
-        sums = self._units[unit]
+        sums = self.units[unit]
         if part in sums.parts:
             sums.parts[part].add_(grad)
         else:
@@ -69,34 +72,34 @@ class DeviceSums:
             sums.parts[part].copy_(grad)
 
     def holds(self, unit: int, part: int) -> bool:
-        sums = self._units.get(unit)
+        sums = self.units.get(unit)
         return sums is not None and part in sums.parts
 
     def held(self) -> list[tuple[int, int]]:
         """Unit and part of every sum that there is."""
-        return [(unit, part) for unit, sums in self._units.items() for part in sums.parts]
+        return [(unit, part) for unit, sums in self.units.items() for part in sums.parts]
 
     def of(self, unit: int, part: int) -> torch.Tensor:
         """The sum, in the buffer's memory."""
-        return self._units[unit].parts[part]
+        return self.units[unit].parts[part]
 
     def drop(self, unit: int, part: int) -> None:
         """Forget a sum, if there is one: what comes next begins a new one."""
-        sums = self._units.get(unit)
+        sums = self.units.get(unit)
         if sums is not None:
             sums.parts.pop(part, None)
 
     def give_up(self, unit: int) -> None:
         """The unit's gradients stay on the device from now on; it has no sum. Gives its buffer back."""
-        sums = self._units.pop(unit, None)
+        sums = self.units.pop(unit, None)
         if sums is not None:
             self._budget.give(sums.buffer.nbytes)
 
     def clear(self) -> None:
         """Forget all of them."""
-        for sums in self._units.values():
+        for sums in self.units.values():
             sums.parts.clear()
 
     def close(self) -> None:
         """Give the device's memory back."""
-        self._units.clear()
+        self.units.clear()

@@ -99,6 +99,8 @@ class Gradients:
         Returns:
             What `try_add` is to add now; None if nothing leaves the device yet.
         """
+        if self._last_pass and not self._sums.units:
+            return addend
         unit, part, start, _, grad, *_ = addend
         row = self._rows[unit]
         begins_here = (
