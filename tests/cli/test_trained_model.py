@@ -271,17 +271,27 @@ def test_a_checkpoint_that_does_not_name_its_model_is_exported_with_a_note(works
     assert AutoModelForCausalLM.from_pretrained(workspace / "exported").dtype is torch.bfloat16
 
 
-def test_adapters_are_not_exported_as_a_model(workspace, tmp_path, capsys) -> None:
-    pytest.importorskip("peft")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_adapters_are_exported_for_peft(precision, workspace, tmp_path, capsys) -> None:
+    peft = pytest.importorskip("peft")
     model = tmp_path / "model"
     tiny = tiny_llama()
     tiny.resize_token_embeddings(256)
     tiny.save_pretrained(model)
     saved = ["--save-every", "1", "--save-dir", str(workspace / "checkpoints"), "--lora", "2", "--seq-len", "32"]
-    command = ["train", str(model), *arguments(workspace, "--steps", "1", *saved)[2:]]
+    command = ["train", str(model), *arguments(workspace, "--steps", "1", *saved, "--precision", precision)[2:]]
     assert main(command) == 0
     capsys.readouterr()
-    assert exported(workspace) == 2
-    assert "holds LoRA adapters of" in capsys.readouterr().err
-    assert main([*command, "--resume", "--output", str(workspace / "merged")]) == 0
-    assert AutoModelForCausalLM.from_pretrained(workspace / "merged").dtype is torch.float32
+    assert exported(workspace) == 0
+    assert "adapter_model.safetensors" in capsys.readouterr().out
+    by_training, by_export = workspace / "trained" / "adapter", workspace / "exported"
+    before, after = (load_file(path / "adapter_model.safetensors") for path in (by_training, by_export))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    settings = [json.loads((path / "adapter_config.json").read_text()) for path in (by_training, by_export)]
+    assert settings[0] == settings[1]
+    base = AutoModelForCausalLM.from_pretrained(model)
+    adapted: nn.Module = peft.PeftModel.from_pretrained(base, by_export)
+    assert any(bool(value.any()) for name, value in adapted.named_parameters() if "lora_B" in name)
+    assert exported(workspace, "--model", "gpt2:tiny") == 2
+    assert "of another adapter or model" in capsys.readouterr().err
