@@ -143,7 +143,7 @@ def _export(args: argparse.Namespace) -> int:
     else:
         model, tokenizer = _described(args)
         dtype = None if args.dtype is None else getattr(torch, args.dtype)
-        if hasattr(model, "peft_config"):
+        if model is not None and hasattr(model, "peft_config"):
             from infinity.integrations.adapters import export_adapters  # noqa: PLC0415  (the same)
 
             export_adapters(args.source, args.target, model, dtype=dtype or torch.float32, tag=args.tag)

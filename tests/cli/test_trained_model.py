@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import infinity
 from infinity.cli.main import main
+from infinity.cli.training import precision
 from infinity.cli.training.models import model_directory
 from infinity.cli.training.schedule import Schedule
 from infinity.errors import ConfigError
@@ -52,6 +53,17 @@ def test_no_configuration_is_needed_and_the_model_continues_a_text(workspace, ca
     assert f"the trained model is in {trained}" in shown
     assert continued(trained, "the quick brown ", 8) == "the quick brown fox jump"
     assert load_file(trained / "model.safetensors")["transformer.wte.weight"].dtype is torch.float32
+
+
+@pytest.mark.parametrize(("bf16_s", "chosen"), [(1.2, "bf16"), (4.0, "fp32")])
+def test_the_precision_is_measured_where_nobody_names_one(bf16_s, chosen, workspace, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(precision, "_layer", lambda device, dtype: lambda: 1.0 if dtype is torch.float32 else bf16_s)
+    auto = {"bf16": {"enabled": "auto"}, "optimizer": {"type": "AdamW"}, "train_micro_batch_size_per_gpu": 1}
+    (workspace / "auto.json").write_text(json.dumps(auto))
+    command = ["train", "gpt2:tiny", str(workspace / "text.txt"), "--steps", "1", "--seq-len", "64", "--no-save"]
+    for configured in (["--nvme", str(workspace / "swap")], ["--config", str(workspace / "auto.json")]):
+        assert main([*command, *configured]) == 0
+        assert f"AdamW in {chosen}" in capsys.readouterr().err
 
 
 def test_a_text_survives_the_tokenizer_of_bytes(workspace) -> None:
