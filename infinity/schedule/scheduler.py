@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, NoReturn
 
+from infinity.config.sizes import format_size, size_to_set
 from infinity.errors import CapacityError
 from infinity.memory import Budget
 from infinity.schedule.actions import (
@@ -243,10 +244,11 @@ class Scheduler:
         others = {
             other.name: other.nbytes for other in self.rows if other is not row and other.moves and other.is_pinned
         }
+        more_bytes = row.nbytes + sum(others.values())
         raise CapacityError(
-            f"unit `{row.name}` needs {row.nbytes} bytes but {', '.join(others)} are in use together and fill the "
-            f"{self.cycle.capacity_bytes} bytes for parameters: raise {self._budget_key} by "
-            f"{row.nbytes + sum(others.values())} bytes, of which parameters get a part"
+            f"unit `{row.name}` needs {format_size(row.nbytes)} but {', '.join(others)} are in use together and fill "
+            f"the {format_size(self.cycle.capacity_bytes)} for parameters: raise {self._budget_key} by "
+            f"{more_bytes} bytes ({size_to_set(more_bytes)}), of which parameters get a part"
         )
 
     # Updates #
