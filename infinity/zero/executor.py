@@ -119,6 +119,8 @@ class Executor:
         """Wait until the units may be computed on, and start what the plan says; after an exception none is in use."""
         if self._in_flight.speculative:
             self.undo(*units)
+        if self._gathering.ahead and units[:1] != (self._cycle.expected,):
+            self._gathering.drop_ahead()  # for a use that does not come: these may need the memory
         for unit in units:
             self._params.pin(unit)  # before anything is evicted for another of them
         entered: list[int] = []
@@ -313,6 +315,13 @@ class Executor:
         self.write_changed()
         self._params.begin_ahead()
 
+    def may_run_ahead(self, unit: int) -> None:
+        """The unit's gradients are complete, under a schedule in which its update may run ahead.
+
+        Whether it does follows each rank's own memory and drives; what all of them gather anew must not.
+        """
+        self._gathering.changed(unit)
+
     def run_ahead(self, unit: int, segments: tuple[Segment, ...], *, may_leave: bool) -> bool:
         """Update of a unit what can be undone; False if that is nothing.
 
@@ -320,7 +329,6 @@ class Executor:
             may_leave: nobody looks at its gradients until they are wanted.
         """
         each = self._units[unit]
-        self._gathering.changed(unit)  # on all ranks, whatever each of them has room for: what is gathered follows
         before, each.foreseen = each.ahead, Foreseen(segments, may_leave)
         try:
             self._do(UpdateForeseen(unit))

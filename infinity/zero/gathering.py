@@ -72,6 +72,9 @@ class Gathering:
     Args:
         capacity_bytes: memory for units that come and go; the same on all ranks.
         ahead_bytes: of those that are gathered ahead of their use, beyond the next one.
+
+    Attributes:
+        ahead: units that are pinned and gathered for their next use, in its order.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Gathering:
             for unit, spec in enumerate(params.specs)
         ]
         self._may_be_ahead = Ahead(capacity_bytes, ahead_bytes, max(moving_bytes, default=0))
-        self._ahead: dict[_Shared, None] = {}  # units that are pinned and gathered for their next use, in its order
+        self.ahead: dict[_Shared, None] = {}
         self._order = [] if any(moving_bytes) else [each for each in self._shared if each is not None]
         self._in_forward = False
         self._in_use_bytes = 0  # of units that are in use, and come and go
@@ -104,8 +107,8 @@ class Gathering:
         if not each.uses:
             self._in_use_bytes += each.moving_bytes
         each.uses += 1  # first, because `leave` follows whatever happens here
-        if each in self._ahead:
-            while (first := next(iter(self._ahead))) is not each:
+        if each in self.ahead:
+            while (first := next(iter(self.ahead))) is not each:
                 self._drop(first)
             self._take(each)
         elif not each.is_whole:
@@ -125,10 +128,10 @@ class Gathering:
         if each.uses:
             return
         self._in_use_bytes -= each.moving_bytes
-        if expected == unit and each not in self._ahead and each.is_whole and each.moving_bytes:
+        if expected == unit and each not in self.ahead and each.is_whole and each.moving_bytes:
             self._params.pin(unit)
-            self._ahead = {each: None, **self._ahead}
-        elif each not in self._ahead:
+            self.ahead = {each: None, **self.ahead}
+        elif each not in self.ahead:
             self._let_go(each)
 
     def begin_cycle(self) -> None:
@@ -166,17 +169,17 @@ class Gathering:
             ):
                 return None
             passed.append(unit)
-            if each is not None and not each.is_whole and each not in self._ahead:
+            if each is not None and not each.is_whole and each not in self.ahead:
                 return unit if self._has_room(each, steps) else None
         return None
 
     def _has_room(self, each: _Shared, steps: int) -> bool:
         """A unit that is used so many uses from now has room beside all that is in use and comes before it."""
         if each.moving_bytes:
-            ahead_bytes = sum(other.moving_bytes for other in self._ahead)
+            ahead_bytes = sum(other.moving_bytes for other in self.ahead)
             return self._may_be_ahead.may_be(steps, each.moving_bytes, self._in_use_bytes, ahead_bytes)
         specs = self._params.specs
-        whole_bytes = sum(specs[other.unit].nbytes for other in (*self._ahead, each))
+        whole_bytes = sum(specs[other.unit].nbytes for other in (*self.ahead, each))
         return steps == 1 or whole_bytes <= self._may_be_ahead.bytes
 
     def look_ahead(self, unit: int) -> None:
@@ -184,7 +187,7 @@ class Gathering:
         each = self._shared[unit]
         assert each is not None
         self._start(each)
-        self._ahead[each] = None
+        self.ahead[each] = None
 
     def changed(self, unit: int) -> None:
         """The unit's values are others now, or will be.
@@ -196,7 +199,7 @@ class Gathering:
             self._change(each)
 
     def _change(self, each: _Shared) -> None:
-        if each in self._ahead:
+        if each in self.ahead:
             self._drop(each)
         self._wait(each)
         each.whole.outdate()
@@ -218,7 +221,7 @@ class Gathering:
             self._gather(each)
 
     def _gather(self, each: _Shared) -> None:
-        if each in self._ahead:
+        if each in self.ahead:
             self._take(each)
         if not each.is_whole:
             self._start(each)
@@ -246,8 +249,8 @@ class Gathering:
 
     def drop_ahead(self) -> None:
         """What was gathered ahead is not used next."""
-        while self._ahead:
-            self._drop(next(iter(self._ahead)))
+        while self.ahead:
+            self._drop(next(iter(self.ahead)))
 
     def _drop(self, each: _Shared) -> None:
         self._take(each)
@@ -255,7 +258,7 @@ class Gathering:
 
     def _take(self, each: _Shared) -> None:
         """What was gathered ahead is whole now."""
-        del self._ahead[each]
+        del self.ahead[each]
         try:
             self._wait(each)
         finally:

@@ -393,17 +393,25 @@ class InFlight:
         each.ahead = replace(each.ahead, segments=())
 
     def open_host(self, unit: int) -> None:
-        """Have the unit's values on their way to where they are changed, waiting for memory that updates hold.
+        """Have the unit's values on their way to where they are changed; waits for memory that updates or fetches hold.
 
         Raises:
             CapacityError: they hold none.
         """
         while not self._params.open_host(unit):
-            if not self.finish_one():
+            if not self.finish_one() and not self._finish_fetch():
                 raise CapacityError(
                     f"no host memory is left for the values of unit `{self._params.specs[unit].name}` on their way: "
                     "look at fewer units at once, or raise tiering.host_memory"
                 )
+
+    def _finish_fetch(self) -> bool:
+        """Wait for a fetch that passes host memory on its way to the device; False if there is none."""
+        for unit in self._params.passing:
+            if not self._units[unit].update_is_due:
+                self._params.fetch_wait(unit)
+                return True
+        return False
 
     @property
     def all_computed(self) -> bool:

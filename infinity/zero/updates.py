@@ -141,8 +141,10 @@ class Updates:
                 self._update_due()
             else:
                 self._update_due(len(self._due) - self._gradients.lag, leave=_ASKED)
-        elif self._schedule is UpdateSchedule.SPECULATIVE and self._foresight.runs_ahead:
-            self._run_ahead(unit)
+        elif self._schedule is UpdateSchedule.SPECULATIVE:
+            self._executor.may_run_ahead(unit)
+            if self._foresight.runs_ahead:
+                self._run_ahead(unit)
 
     def _run_ahead(self, unit: int) -> None:
         """Update the unit as if the norm of all gradients were known, and small."""

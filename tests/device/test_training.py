@@ -8,13 +8,14 @@ import itertools
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import infinity
 from infinity.tiers import link
 from infinity.zero.gradients import Gradients
 from infinity.zero.ranks import Vote
 from infinity.zero.updates import Updates
-from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of, named_budget
+from tests.behaviour.reference import SEQ, VOCAB, Placement, Recipe, Result, batches, loss_of, named_budget
 from tests.behaviour.test_parity import assert_same_bits
 from tests.device import target
 from tests.device.training import (
@@ -23,6 +24,7 @@ from tests.device.training import (
     engine_on,
     on_cpu_like,
     tiny,
+    train_here,
     train_on_device,
     train_over,
 )
@@ -269,3 +271,32 @@ def test_parameters_that_are_unfrozen_between_two_steps(placement, tmp_path) -> 
     assert ends[0][0] == ends[1][0]
     for name, values in ends[0][1].items():
         assert torch.equal(values, ends[1][1][name]), name
+
+
+@pytest.mark.parametrize("schedule", ["backward", "deferred"])
+def test_prefetches_leave_updates_memory_on_their_way(schedule, tmp_path) -> None:
+    """Parameters on the drive, and room for a few blocks on the device: those that come hold all of what they pass."""
+
+    def blocks() -> torch.nn.Module:
+        torch.manual_seed(0)
+        config = GPT2Config(
+            n_layer=10,
+            n_embd=64,
+            n_head=4,
+            vocab_size=VOCAB,
+            n_positions=SEQ,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+        )
+        config._attn_implementation = "eager"
+        return GPT2LMHeadModel(config)
+
+    recipe = Recipe("bf16", 1, 0.0, STEPS)
+    with engine_on(target.REFERENCE, blocks(), recipe, target.PLAIN) as engine:
+        expected = train_here(engine, recipe)
+    placement = Placement("nvme", "nvme", tmp_path, "64KiB", "800KB", schedule=schedule)
+    memory = (204 << 10) + 3 * (12 * 64 * 64 * 2 + 1700)  # the least, and three blocks more
+    with target.configured(**SPEEDS[next(reversed(SPEEDS))]):
+        found = train_on_device(recipe, placement, blocks(), device_memory=memory)
+    assert_same_bits(found, expected)
