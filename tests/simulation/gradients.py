@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from infinity.tiers.copies import State
 from tests.simulation.clock import Clock, Operation
-from tests.simulation.invariants import violate
+from tests.simulation.invariants import most_actions, violate
 from tests.simulation.rows import Row
 
 _ABSENT, _ARRIVING, _VALID, _WRITING, _LEAVING = State.ABSENT, State.ARRIVING, State.VALID, State.WRITING, State.LEAVING
@@ -27,6 +27,7 @@ class GradMemory:
         self.leased: dict[int, None] = {}
         self.slots = slots
         self.rows: Sequence[Row] = ()
+        self.questions = 0  # of the event that is performed
         self._clock = clock
         self._shared_bytes = shared_bytes
         self._leased_bytes = 0
@@ -77,6 +78,9 @@ class GradMemory:
 
     def can_hand_over(self, row: Row) -> bool:
         """There is room for the gradients, if they are elsewhere."""
+        self.questions += 1
+        if self.questions > 16 * most_actions(len(self.rows)):
+            violate("bounded", f"one event has asked {self.questions} times whether gradients have room")
         return not row.spills or row.gradients is not _ABSENT or self._has_free_slot()
 
     def would_have_room(self, row: Row) -> bool:
@@ -175,7 +179,7 @@ class GradMemory:
             row.grad_host = row.grad_drive
 
     def _has_free_slot(self) -> bool:
-        """Whether a slot is free, or that of gradients that are written, which may be of use where they are till then."""
+        """A slot is free, or that of gradients that are written, which may be of use where they are until then."""
         if len(self.leased) == self.slots:
             for unit in self.leased:
                 if self._is_written(self.rows[unit]):

@@ -31,6 +31,7 @@ PROMISES = {
     "refusal": "what is refused for lack of memory does not fit",
     "error": "after an error the engine has failed, or is as before",
     "crash": "the last committed step is on the drives at every moment",
+    "raises": "nothing raises but what a user, a drive or a budget has caused",
     "closed": "after close nothing is held",
 }
 

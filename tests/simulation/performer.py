@@ -38,11 +38,26 @@ from tests.simulation.clock import Clock
 from tests.simulation.gradients import GradMemory
 from tests.simulation.invariants import check_settled, check_world, most_actions, ready_updates, violate
 from tests.simulation.model import Config, RankSpec
-from tests.simulation.rows import Ahead, Due, Row
+from tests.simulation.rows import NOTHING, Ahead, Due, Row
 from tests.simulation.worker import Ticket, Worker
 
 _STORED, _FETCHING, _RESIDENT = Residency.STORED, Residency.FETCHING, Residency.RESIDENT
 Trace = Callable[[str], None]
+
+
+class _Ledger(Budget):
+    """Bounds how often an event may ask whether there is room, so that nobody asks for ever."""
+
+    def __init__(self, capacity_bytes: int, most: int) -> None:
+        super().__init__("memory for parameters", capacity_bytes)
+        self.questions = 0
+        self._most = most
+
+    def fits(self, nbytes: int) -> bool:
+        self.questions += 1
+        if self.questions > self._most:
+            violate("bounded", f"one event has asked {self.questions} times whether there is room")
+        return super().fits(nbytes)
 
 
 class Performer:
@@ -72,7 +87,8 @@ class Performer:
         self.rows = [Row(index, each, self.grads, versions[index]) for index, each in enumerate(config.units)]
         self.grads.rows = self.rows
         self.images = config.images
-        self.budget = Budget("memory for parameters", spec.capacity)
+        self._most_actions = most_actions(len(self.rows))
+        self.budget = _Ledger(spec.capacity, 2 * self._most_actions)
         capacity = min(rank.capacity for rank in config.ranks)
         moving = [row.moves for row in self.rows]
         self.cycle = Cycle([row.nbytes for row in self.rows], moving, capacity, config.ahead_bytes)
@@ -86,7 +102,6 @@ class Performer:
             writes_all=config.keeps,
             writes_unreconstructable=any(unit.has_slots for unit in config.units),
         )
-        self._most_actions = most_actions(len(self.rows))
 
     def do(self, event: Event) -> bool:
         """Perform what the scheduler asks for because of an event; False if that is nothing."""
@@ -94,6 +109,7 @@ class Performer:
         if self.trace is not None:
             self.trace(f"  {event}")
         self.clock.tick()
+        self.budget.questions = self.grads.questions = 0
         count = 0
         for action in self.scheduler.on(event):
             count += 1
@@ -150,6 +166,7 @@ class Performer:
             violate("lost", f"{row.name} is evicted at {row.mem}, and the drive has {row.home}")
         self.changed_memory = True
         row.residency, row.fetch, row.stale = _STORED, None, False
+        row.mem = [NOTHING] * row.spec.tiles
         self.budget.give(row.nbytes)
 
     def write_home(self, row: Row) -> None:
@@ -334,9 +351,11 @@ class Performer:
         self.foreseen = None
         return self.rows[unit].ahead is not None
 
-    def commit_ahead(self, row: Row) -> None:
+    def commit_ahead(self, row: Row, due: Due) -> None:
         """What ran ahead is the unit's update; what is left of it is due."""
         ahead = self._decide(row)
+        if ahead.due != due:
+            violate("once", f"{row.name} was updated ahead with {ahead.due}, and {due} is due")
         if len(ahead.tiles) < row.spec.tiles:
             row.begun = ahead.tiles
             row.due = ahead.due

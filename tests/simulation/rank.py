@@ -1,4 +1,4 @@
-"""What one rank's engine does around the scheduler: passes, steps and user calls, as step.py and updates.py have them."""
+"""What one rank's engine does around the scheduler: passes, steps and user calls, as in step.py and updates.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from infinity.schedule.actions import (
     UseBegins,
 )
 from infinity.tiers import Residency
-from infinity.tiers.copies import State
 from infinity.zero.foresight import Foresight
 from infinity.zero.gathering import Gathering
 from tests.simulation.invariants import (
@@ -61,6 +60,8 @@ class Rank(Performer):
         self.failed = False
         self._agree = agree
         self._schedule = config.schedule
+        self._is_shared = len(config.ranks) > 1
+        self._whole: dict[int, int] = {}  # the version at which each unit was gathered
         self._gathering = self._gathers(len(config.ranks))
         self._foresight = Foresight()
         self._added: dict[int, int] = {}  # uses that have added to each unit's gradients in this step
@@ -98,8 +99,10 @@ class Rank(Performer):
         )
 
     def _all_gather(self, unit: int, _pieces: object, _name: str) -> Sequence[Any]:
-        check_newest(self.rows[unit])
-        self._agree(("gather", unit, self.rows[unit].wanted))
+        row = self.rows[unit]
+        check_newest(row)
+        self._agree(("gather", unit, row.wanted))
+        self._whole[unit] = row.wanted
         return ()
 
     def _pin(self, unit: int) -> None:
@@ -243,8 +246,11 @@ class Rank(Performer):
             self._gathering.enter(unit)
             self._look_ahead()
         for unit in units:
-            check_newest(self.rows[unit])
-            self.rows[unit].computing = True
+            row = self.rows[unit]
+            check_newest(row)
+            if self._is_shared and self._whole.get(unit) != row.wanted:
+                violate("newest", f"{row.name} was gathered at {self._whole.get(unit)}, and the newest is {row.wanted}")
+            row.computing = True
         self._commit_if_computed()
 
     def _look_ahead(self) -> None:
@@ -290,7 +296,7 @@ class Rank(Performer):
         if last and self._schedule == "backward":
             self._finals.append(row.index)
             self._update(row)
-        elif runs_ahead and self.run_ahead(row.index, self._due(row)):
+        elif runs_ahead and self.run_ahead(row.index, self._due(row, clips=False)):
             self._finals.append(row.index)
             self._foresight.tried()
             self._gathering.changed(row.index)
@@ -313,24 +319,25 @@ class Rank(Performer):
 
     # Updates #
 
-    def _due(self, row: Row) -> Due:
-        return Due(row.wanted + 1, (self.step, self._added[row.index]))
+    def _due(self, row: Row, *, clips: bool) -> Due:
+        return Due(row.wanted + 1, (self.step, self._added[row.index]), clips)
 
-    def _update(self, row: Row) -> None:
+    def _update(self, row: Row, *, clips: bool = False) -> None:
         """Update the unit as soon as its values are in memory."""
         self._under_way = True
-        row.due = self._due(row)
+        row.due = self._due(row, clips=clips)
         row.wanted += 1
         del self._added[row.index]
         self._gathering.changed(row.index)
         if row.residency is not Residency.STORED:
             self.do(UpdateDue(row.index))
 
-    def _confirm(self, row: Row) -> None:
+    def _confirm(self, row: Row, *, clips: bool) -> None:
+        """What ran ahead is the unit's update."""
         self._under_way = True
+        self.commit_ahead(row, self._due(row, clips=clips))
         row.wanted += 1
         del self._added[row.index]
-        self.commit_ahead(row)
         if row.residency is not Residency.STORED:
             self.do(UpdateDue(row.index))
 
@@ -349,7 +356,7 @@ class Rank(Performer):
                 self._drop()
             else:
                 self._foresight.after_step(quiet=norm == "quiet")
-                self._update_all(stands=norm == "quiet")
+                self._update_all(clips=norm == "clipped")
         if self._schedule == "barrier":
             self.drain()
         self._under_way = False
@@ -360,18 +367,18 @@ class Rank(Performer):
         self._commit_if_computed()
         self.settle()
 
-    def _update_all(self, *, stands: bool) -> None:
+    def _update_all(self, *, clips: bool) -> None:
         """The norm is known: what ran ahead stands or is undone, and the others are updated."""
         rows = [self.rows[unit] for unit in sorted(self._added, key=self.cycle.first_use)]
-        others = [row.index for row in rows if row.ahead is None or not stands]
+        others = [row.index for row in rows if row.ahead is None or clips]
         self.undo(*others)
         if self._schedule != "barrier":
             self.worker.queue.expect(others)
         for row in rows:
             if row.ahead is not None:
-                self._confirm(row)
+                self._confirm(row, clips=clips)
             else:
-                self._update(row)
+                self._update(row, clips=clips)
 
     def undo_all(self, *, grads: bool = True) -> bool:
         """What runs ahead, or has done so, is undone; whether there was any."""
@@ -420,7 +427,7 @@ class Rank(Performer):
             self._commit()
 
     def _commit(self) -> None:
-        """The drives have the last step, once what is being written is there: it stays until the next one is committed."""
+        """The drives have the last step, once writes are over: it stays until the next one is committed."""
         for row in self.rows:
             for write in row.ticket.writes if row.ticket is not None else ():
                 self.clock.wait(write)

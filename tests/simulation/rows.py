@@ -1,4 +1,4 @@
-"""A row of the scheduler, with versions in the place of values: each tile's is the number of updates that it has had."""
+"""A row of the scheduler, with versions in the place of values: a tile's is the number of updates that it has had."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ class Due:
     Attributes:
         target: version of what it makes.
         grad: what it is made with.
+        clips: by the norm of all gradients.
     """
 
     target: int
     grad: Gradient
+    clips: bool
 
 
 @dataclass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from infinity.errors import CapacityError, StorageError
 from tests.simulation.clock import Crash
@@ -28,6 +30,13 @@ class Outcome:
     crashes: int = 0
     failures: int = 0
     violation: Violation | None = None
+
+    def add(self, other: Outcome) -> None:
+        """Count another one's, too."""
+        self.steps += other.steps
+        self.events += other.events
+        self.crashes += other.crashes
+        self.failures += other.failures
 
 
 class _Agreement:
@@ -75,6 +84,10 @@ class World:
             self._close()
         except Violation as violation:
             self.outcome.violation = violation
+        except Exception as error:  # of the code that is simulated
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            told = f"{type(error).__name__}: {error} ({Path(at.filename).name}, {at.name})"
+            self.outcome.violation = Violation("raises", told)
         self.outcome.events += sum(rank.events for rank in self.ranks)
         return self.outcome
 
@@ -87,9 +100,7 @@ class World:
             if self._trace is not None:
                 self._trace(f"rank {index} starts at versions {versions[index]}")
             seed_of = hash((seed, index, self._starts))
-            self.ranks.append(
-                Rank(config, spec, seed_of, versions[index], self._agreement.of(index), self._trace)
-            )
+            self.ranks.append(Rank(config, spec, seed_of, versions[index], self._agreement.of(index), self._trace))
         self._starts += 1
 
     def _call(self, call: Call, *, last: bool) -> None:
