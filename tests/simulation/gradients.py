@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from infinity.tiers.copies import State
+from infinity.tiers.grads import ARRIVING_UNITS
 from tests.simulation.clock import Clock, Operation
 from tests.simulation.invariants import most_actions, violate
 from tests.simulation.rows import Row
@@ -27,6 +28,7 @@ class GradMemory:
         self.leased: dict[int, None] = {}
         self.slots = slots
         self.rows: Sequence[Row] = ()
+        self._arriving: dict[Row, None] = {}  # units whose gradients come from the device, the oldest first
         self.questions = 0  # of the event that is performed
         self._clock = clock
         self._shared_bytes = shared_bytes
@@ -48,21 +50,56 @@ class GradMemory:
         if row.gradients is not _WRITING:
             if row.grad_pins or not self._bring(row):
                 return False
-            if row.spills:
+            if row.spills or row.streams_in is not None:
                 self.finish_moves(row)
             row.gradients = _WRITING
         return True
 
-    def add(self, row: Row, step: int, count: int) -> None:
-        """A use adds to gradients that are open; so many have done so before in this step."""
+    def try_add(self, row: Row, step: int, count: int) -> bool:
+        """A use adds to the gradients; so many have done so before in this step. False while there is no room."""
+        if row.spec.streams and not row.grad_pins and (row.streams_in is not None or not self._exists(row)):
+            return self._receive(row, step, count)
+        if not self.open(row):
+            return False
         if any(not move.done for move in row.grad_moves):
             violate("race", f"gradients of {row.name} are added to while they move")
         if count and row.grad_host != (step, count):
             violate("once", f"the {count + 1}th gradients of {row.name} are added to {row.grad_host} of step {step}")
         row.grad_host = (step, count + 1)
+        return True
+
+    @staticmethod
+    def _exists(row: Row) -> bool:
+        return row.gradients is not _ABSENT or row.grad_drive is not None
+
+    def _receive(self, row: Row, step: int, count: int) -> bool:
+        """Gradients leave the device while it computes on, see [Note: gradients that stream] in tiers/grads.py."""
+        if row.streams_in is None:
+            self._finish_arrivals(ARRIVING_UNITS - 1)
+            if not self._bring(row):
+                return False
+            row.gradients, row.streams_in = _ARRIVING, True
+            self._arriving[row] = None
+
+        def end(_: Operation) -> None:
+            row.grad_host = max(row.grad_host or (step, 0), (step, count + 1))
+
+        self._move(row, "download", end)
+        return True
+
+    def _finish_arrivals(self, most: int) -> None:
+        """Have no more whole units than this on their way, whose memory the device keeps."""
+        closed = [row for row in self._arriving if row.streams_in is False]
+        for left, row in zip(range(len(closed), 0, -1), closed, strict=True):
+            if left <= most and not all(move.done for move in row.grad_moves):
+                break
+            self.finish_moves(row)
 
     def rest(self, row: Row) -> None:
         """Nothing is added for a while: what spills may spill."""
+        if row.streams_in:
+            row.streams_in = False
+            self._finish_arrivals(ARRIVING_UNITS)
         if row.spills and row.gradients is _WRITING:
             row.gradients = _VALID
             row.grad_drive = None
@@ -96,6 +133,8 @@ class GradMemory:
         """The gradients are an update's, once these operations are over."""
         if row.gradients is _WRITING:
             row.gradients, row.grad_drive = _VALID, None
+        if row.streams_in:
+            row.streams_in = False
         if not self._bring(row):
             violate("legal", f"an update of {row.name} is submitted, and its gradients have no room")
         row.grad_pins += 1
@@ -137,7 +176,8 @@ class GradMemory:
 
     def finish_moves(self, row: Row) -> None:
         """Wait for what moves of the gradients."""
-        moves, row.grad_moves = row.grad_moves, []
+        moves, row.grad_moves, row.streams_in = row.grad_moves, [], None
+        self._arriving.pop(row, None)
         for move in moves:
             self._clock.wait(move)
         if row.gradients is _ARRIVING:
@@ -199,10 +239,9 @@ class GradMemory:
             if not row.spills:
                 self._leased_bytes -= row.spec.grad_bytes
 
-    def _move(self, row: Row, kind: str, end: object) -> None:
-        assert callable(end)
+    def _move(self, row: Row, kind: str, end: Callable[[Operation], None]) -> None:
         move = self._clock.start(kind, row.index)
         move.end = lambda: end(move)
         row.grad_moves.append(move)
-        assert row.slot is not None
-        self._moving[row.slot].append(move)
+        if row.slot is not None:
+            self._moving[row.slot].append(move)

@@ -103,7 +103,7 @@ def check_newest(row: Row) -> None:
 def check_at_rest(world: Performer) -> None:
     """Every update was carried out, and everything is where it belongs."""
     for row in world.rows:
-        values = row.mem if row.residency is not _STORED and not row.stale else row.home
+        values = row.mem if row.residency is Residency.RESIDENT and not row.stale else row.home
         if row.due is not None or row.ticket is not None or row.ahead is not None:
             violate("once", f"an update of {row.name} is left behind")
         if any(version != row.wanted for version in values):

@@ -24,6 +24,7 @@ class UnitSpec:
         ahead: tiles that a speculative update can undo.
         recovers: its gradients can be recovered from the optimizer states.
         made: its first values are made in memory.
+        streams: its gradients leave the device while that computes on.
     """
 
     nbytes: int
@@ -37,6 +38,12 @@ class UnitSpec:
     ahead: int = 1
     recovers: bool = False
     made: bool = False
+    streams: bool = False
+
+    @property
+    def beside(self) -> bool:
+        """The values that come and go have their home on the device, too, and may be updated there at any time."""
+        return self.on_device and self.moves
 
 
 @dataclass(frozen=True)
@@ -168,7 +175,9 @@ class _Drawn:
         keeps = random.random() < 0.25
         memory = random.choice(("own", "slot", "slot", "shared" if schedule == "backward" else "slot"))
         slots = random.randint(1, 4) if memory == "slot" else 0
-        units = tuple(self._unit(schedule, memory, keeps=keeps) for _ in range(random.randint(1, 10)))
+        streams = random.random() < 0.3
+        count = random.randint(1, 10)
+        units = tuple(self._unit(schedule, memory, keeps=keeps, streams=streams) for _ in range(count))
         uses = self._uses(units)
         least = max(least_bytes(units, use) for use in uses)
         spare = random.choice((0, 0, random.randint(0, 9), sum(unit.nbytes for unit in units)))
@@ -184,7 +193,7 @@ class _Drawn:
         ahead_bytes = random.choice((0, 0, random.randint(1, 20)))
         return Config(units, ranks, schedule, slots, shared_bytes, keeps, images, ahead_bytes), uses
 
-    def _unit(self, schedule: str, memory: str, *, keeps: bool) -> UnitSpec:
+    def _unit(self, schedule: str, memory: str, *, keeps: bool, streams: bool) -> UnitSpec:
         random = self.random
         moves, frozen = random.random() < 0.85, random.random() < 0.1
         tiles = random.randint(1, 3)
@@ -207,7 +216,8 @@ class _Drawn:
             has_slots=keeps or (old_params == "slots"),
             ahead=random.choice((tiles, random.randint(1, tiles))),
             recovers=random.random() < 0.5,
-            made=moves and random.random() < 0.2,
+            made=moves and not on_device and random.random() < 0.2,
+            streams=streams and not on_device,
         )
 
     def _uses(self, units: tuple[UnitSpec, ...]) -> list[tuple[int, ...]]:

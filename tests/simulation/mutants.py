@@ -25,7 +25,6 @@ from infinity.schedule.actions import (
     Fetch,
     Spill,
     Submit,
-    SubmitAhead,
 )
 from infinity.schedule.cycle import Cycle
 from infinity.schedule.scheduler import Scheduler
@@ -38,7 +37,7 @@ from tests.simulation.gradients import GradMemory
 from tests.simulation.model import draw
 from tests.simulation.performer import Performer
 from tests.simulation.rank import Rank
-from tests.simulation.rows import Row
+from tests.simulation.rows import Due, Row
 from tests.simulation.run import simulate
 from tests.simulation.worker import Worker
 
@@ -181,6 +180,20 @@ def _plan_evicts_pinned(patch: Patch) -> None:
     patch(Scheduler, "_follow_plan", follow)
 
 
+@_mutant("the plan evicts a unit that is on its way")
+def _plan_evicts_arriving(patch: Patch) -> None:
+    original = Scheduler._follow_plan
+
+    def follow(self: Scheduler) -> Any:
+        if self._todo and self._todo[0][0] == "evict":
+            row = self.rows[self._todo[0][1]]
+            if row.residency is Residency.FETCHING:
+                yield from self._evict(row)
+        yield from original(self)
+
+    patch(Scheduler, "_follow_plan", follow)
+
+
 @_mutant("the least recently used unit makes room, in use or not")
 def _room_by_pinned(patch: Patch) -> None:
     original = Scheduler._make_room
@@ -244,9 +257,6 @@ def _made_forgotten(patch: Patch) -> None:
 
 # Updates #
 
-_add(
-    "last_update_not_awaited", "an update is submitted behind one that is written", _without("_try_update", AwaitUpdate)
-)
 _add("no_room_awaited", "an update that has no room is not helped", _without("_free_gradients", AwaitAnyUpdate))
 
 
@@ -301,13 +311,9 @@ def _submitted_without_room(patch: Patch) -> None:
     patch(Scheduler, "_try_update", try_update)
 
 
-@_mutant("an update runs ahead of one that is due or under way")
-def _ahead_of_another(patch: Patch) -> None:
-    def try_ahead(self: Scheduler, row: Any) -> Any:
-        if row.residency is _RESIDENT and row.gradients_have_room:
-            yield SubmitAhead(row.index, *self._urgency(row))
-
-    patch(Scheduler, "_try_ahead", try_ahead)
+@_mutant("somebody who needs an update tries once, and does not wait for room")
+def _update_tried_once(patch: Patch) -> None:
+    patch(Scheduler, "_update_now", lambda self, row: self._try_update(row))
 
 
 @_mutant("the rest of an update is submitted beside the part that runs")
@@ -485,17 +491,29 @@ def _slot_given_twice(patch: Patch) -> None:
     patch(GradMemory, "_has_free_slot", lambda self: len(self.leased) <= self.slots)
 
 
-@_mutant("an update that is undone goes on")
-def _undone_goes_on(patch: Patch) -> None:
-    patch(Worker, "stop", lambda self, tickets: None)
+@_mutant("an update that is undone does not give its gradients back")
+def _undone_keeps_gradients(patch: Patch) -> None:
+    patch(Performer, "_recover_grads", lambda self, row, *, grads: None)
+
+
+@_mutant("the rest of an update that ran ahead in part is forgotten")
+def _rest_forgotten(patch: Patch) -> None:
+    original = Performer.commit_ahead
+
+    def commit(self: Performer, row: Row, due: Due) -> None:
+        original(self, row, due)
+        if row.begun is not None:
+            row.due = row.begun = None
+
+    patch(Performer, "commit_ahead", commit)
 
 
 @_mutant("an update that ran ahead stands although the norm was clipped")
 def _clipped_stands(patch: Patch) -> None:
-    original = Rank._update_all
-
     def update_all(self: Rank, *, clips: bool) -> None:
-        original(self, clips=False)
+        for unit in list(self._added):
+            row = self.rows[unit]
+            (self._update if row.ahead is None else self._confirm)(row, clips=clips)
 
     patch(Rank, "_update_all", update_all)
 

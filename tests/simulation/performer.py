@@ -222,12 +222,16 @@ class Performer:
     def _update_on_device(self, action: UpdateOnDevice) -> None:
         row = self.rows[action.unit]
         due = row.due
-        if due is None or row.residency is _STORED:
+        if due is None or (row.residency is _STORED and not row.spec.beside):
             violate("legal", f"{row.name} is updated on the device, and is not there")
-        self.await_fetch(AwaitFetch(row.index))  # in the device's queue
+        if row.residency is not _STORED:
+            self.await_fetch(AwaitFetch(row.index))  # in the device's queue
+        if row.spec.beside:
+            row.mem = list(row.home)
         if row.mem != [due.target - 1] * row.spec.tiles or row.grad_host != due.grad:
             violate("once", f"{row.name} is at {row.mem} with gradients {row.grad_host}, and {due} is due")
         row.mem = [due.target] * row.spec.tiles
+        row.home = list(row.mem) if row.spec.beside else row.home
         row.due = None
         self.grads.drop(row)
 

@@ -276,11 +276,10 @@ class Rank(Performer):
         """The backward pass adds to the unit's gradients, once there is room."""
         if self.scheduler.waits_for_memory and self.worker.ended:
             self.settle()
-        while not self.grads.open(row):
+        added = self._added.get(row.index, 0)
+        while not self.grads.try_add(row, self.step, added):
             if not self._make_room(row):
                 raise CapacityError(f"no memory is left for the gradients of {row.name}")
-        added = self._added.get(row.index, 0)
-        self.grads.add(row, self.step, added)
         self._added[row.index] = added + 1
 
     def _make_room(self, row: Row) -> bool:
@@ -329,7 +328,7 @@ class Rank(Performer):
         row.wanted += 1
         del self._added[row.index]
         self._gathering.changed(row.index)
-        if row.residency is not Residency.STORED:
+        if row.residency is not Residency.STORED or row.spec.beside:
             self.do(UpdateDue(row.index))
 
     def _confirm(self, row: Row, *, clips: bool) -> None:
@@ -505,6 +504,8 @@ class Rank(Performer):
                 self.finish(row.ticket)
             row.wanted += 1
             row.mem = [row.wanted] * row.spec.tiles
+            if row.spec.beside:
+                row.home = list(row.mem)
             self._gathering.changed(unit)
 
     # The end #

@@ -62,6 +62,7 @@ class Row(UnitState):
         readers, home_readers, home_writers: operations that read the memory, and that read and write the drive.
         computing: a module computes on the unit now.
         grad_host, grad_drive: the gradients in memory and on the drive.
+        streams_in: gradients come from the device: more may follow, or none; None if nothing comes.
         elsewhere: the optimizer states tell the gradients, which are nowhere else.
     """
 
@@ -92,6 +93,7 @@ class Row(UnitState):
         "slot",
         "spec",
         "stale",
+        "streams_in",
         "ticket",
         "updating_tile",
         "wanted",
@@ -125,6 +127,7 @@ class Row(UnitState):
         self.grad_moves: list[Operation] = []
         self.grad_pins = 0
         self.slot: int | None = None
+        self.streams_in: bool | None = None
         self.elsewhere = False
 
     # What the scheduler sees #
