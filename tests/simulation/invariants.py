@@ -72,6 +72,7 @@ def check_world(world: Performer) -> None:
     if used != budget.used_bytes or used > budget.capacity_bytes:
         violate("ledger", f"{used} bytes are used, {budget.used_bytes} counted, of {budget.capacity_bytes}")
     world.grads.check()
+    world.staging.check()
 
 
 def ready_updates(world: Performer) -> list[Row]:
@@ -103,7 +104,8 @@ def check_newest(row: Row) -> None:
 def check_at_rest(world: Performer) -> None:
     """Every update was carried out, and everything is where it belongs."""
     for row in world.rows:
-        values = row.mem if row.residency is Residency.RESIDENT and not row.stale else row.home
+        arrives = row.fetch is not None and not row.fetch.done
+        values = row.home if row.residency is _STORED or row.stale or arrives else row.mem
         if row.due is not None or row.ticket is not None or row.ahead is not None:
             violate("once", f"an update of {row.name} is left behind")
         if any(version != row.wanted for version in values):
@@ -115,6 +117,7 @@ def check_closed(world: Performer) -> None:
     if world.budget.used_bytes:
         violate("closed", f"{world.budget.used_bytes} bytes are counted as used")
     held = [row.name for row in world.rows if row.pins or row.grad_pins or row.gradients is not _ABSENT]
+    held += [row.name for row in world.rows if row.host_pins]
     if held or world.grads.leased or world.worker.queue or world.clock.is_busy:
         violate("closed", f"{held} are held, or operations are under way")
 

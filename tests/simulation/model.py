@@ -8,6 +8,7 @@ from random import Random
 from tests.simulation.clock import Tempo
 
 SCHEDULES = ("backward", "deferred", "speculative", "barrier")
+STAGING_UNITS = 3  # as in infinity/schedule/placement.py
 FAULTS = ("fetch", "write", "update", "spill", "unspill")
 
 
@@ -64,6 +65,7 @@ class Config:
         keeps: each step is committed, and survives a crash.
         images: tiles of before-images that there is room for.
         ahead_bytes: of units that are gathered ahead, beyond the next one.
+        staging_bytes: host memory that units pass through where the device has a memory of its own; 0 if it has none.
     """
 
     units: tuple[UnitSpec, ...]
@@ -74,6 +76,7 @@ class Config:
     keeps: bool = False
     images: int = 0
     ahead_bytes: int = 0
+    staging_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,9 @@ class _Drawn:
         shared_bytes = open_bytes + sum(sorted(shared)[-2:]) + random.choice((0, 0, 3)) if shared else 0
         images = random.randint(0, 4)
         ahead_bytes = random.choice((0, 0, random.randint(1, 20)))
-        return Config(units, ranks, schedule, slots, shared_bytes, keeps, images, ahead_bytes), uses
+        largest = max((unit.nbytes for unit in units if unit.moves), default=0)
+        staging_bytes = STAGING_UNITS * largest if streams or random.random() < 0.2 else 0
+        return Config(units, ranks, schedule, slots, shared_bytes, keeps, images, ahead_bytes, staging_bytes), uses
 
     def _unit(self, schedule: str, memory: str, *, keeps: bool, streams: bool) -> UnitSpec:
         random = self.random

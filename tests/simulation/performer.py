@@ -39,6 +39,7 @@ from tests.simulation.gradients import GradMemory
 from tests.simulation.invariants import check_settled, check_world, most_actions, ready_updates, violate
 from tests.simulation.model import Config, RankSpec
 from tests.simulation.rows import NOTHING, Ahead, Due, Row
+from tests.simulation.staging import Staging
 from tests.simulation.worker import Ticket, Worker
 
 _STORED, _FETCHING, _RESIDENT = Residency.STORED, Residency.FETCHING, Residency.RESIDENT
@@ -87,6 +88,7 @@ class Performer:
         self.rows = [Row(index, each, self.grads, versions[index]) for index, each in enumerate(config.units)]
         self.grads.rows = self.rows
         self.images = config.images
+        self.staging = Staging(self.clock, config.staging_bytes)
         self._most_actions = most_actions(len(self.rows))
         self.budget = _Ledger(spec.capacity, 2 * self._most_actions)
         capacity = min(rank.capacity for rank in config.ranks)
@@ -131,6 +133,8 @@ class Performer:
             violate("legal", f"{row.name} is fetched, and is {row.residency.name}")
         if not self.budget.fits(row.nbytes):
             violate("ledger", f"{row.name} is fetched, and memory is full")
+        if not self.staging.open(row):
+            return  # memory on the way is used up
         self.changed_memory = True
         self.budget.take(row.nbytes, row.name)
         row.residency = _FETCHING
@@ -149,8 +153,11 @@ class Performer:
                 self.changed_memory = True
                 row.residency = _STORED
                 self.budget.give(row.nbytes)
+            else:
+                row.residency = _RESIDENT
+                self.staging.upload(row)
+            self.staging.close(row)
             row.fetch.check()
-            row.residency = _RESIDENT
 
     def _evict(self, action: Evict) -> None:
         row = self.rows[action.unit]
@@ -171,6 +178,7 @@ class Performer:
 
     def write_home(self, row: Row) -> None:
         """Write what memory has, and wait."""
+        self._open_host(row)
         if row.fetch is not None:
             self.clock.wait(row.fetch)
             row.fetch.check()
@@ -184,7 +192,14 @@ class Performer:
 
         write.end = end
         self.clock.wait(write)
+        self.staging.close(row)
         write.check()
+
+    def _open_host(self, row: Row) -> None:
+        """Have the values where they are changed and written, waiting for memory that updates hold."""
+        while not self.staging.open(row):
+            if not self.finish_one():
+                violate("refusal", f"no host memory is left for the values of {row.name} on their way")
 
     def _await_newest(self, action: AwaitNewest) -> None:
         row = self.rows[action.unit]
@@ -207,12 +222,14 @@ class Performer:
 
     def _hand_over(self, row: Row, due: Due, tiles: list[int], needed: int, *, write: bool) -> Ticket:
         self.changed_memory = True
+        self._open_host(row)
         ready = self.grads.hand_over(row)
         if row.residency is _FETCHING:
             assert row.fetch is not None
             ready.append(row.fetch)
         row.pins += 1
-        row.residency = _RESIDENT
+        if not self.staging.is_needed(row):  # else the fetch goes on with the values that the update makes
+            row.residency = _RESIDENT
         row.is_reconstructable = row.spec.old_params == "states"
         ticket = Ticket(row, due, deque(tiles), ready, needed, write and (row.moves or row.spec.has_slots))
         row.ticket = ticket
@@ -243,6 +260,8 @@ class Performer:
             self.clock.wait_for_next()
         if ticket.error is not None:
             raise ticket.error
+        if ticket.row.residency is _RESIDENT:
+            self.staging.upload(ticket.row)
 
     def _await_update(self, action: AwaitUpdate) -> None:
         ticket = self.rows[action.unit].ticket
@@ -300,6 +319,9 @@ class Performer:
             self.grads.returned(row)
             self.some_rest = True
         row.pins -= 1
+        if row.residency is _RESIDENT and ticket.error is None:
+            self.staging.upload(row)
+        self.staging.close(row)
         if ticket.error is not None:
             raise ticket.error
         for write in ticket.writes:

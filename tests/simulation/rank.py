@@ -478,17 +478,17 @@ class Rank(Performer):
             for unit in units:
                 check_newest(self.rows[unit])
         except CapacityError:
-            self._check_refusal(pinned)
+            self._check_refusal(units)
         finally:
             for unit in pinned:
                 if whole:
                     self._gathering.let_go(unit)
                 self._unpin(unit)
 
-    def _check_refusal(self, pinned: list[int]) -> None:
-        used = sum(row.nbytes for row in self.rows if row.moves and row.pins)
+    def _check_refusal(self, units: tuple[int, ...]) -> None:
+        used = sum(row.nbytes for row in self.rows if row.moves and (row.pins or row.index in units))
         if used <= self.budget.capacity_bytes:
-            violate("refusal", f"{pinned} are refused, and {used} of {self.budget.capacity_bytes} bytes are in use")
+            violate("refusal", f"{units} are refused, and {used} of {self.budget.capacity_bytes} bytes are in use")
         check_world(self)
 
     def _change(self, unit: int) -> None:
@@ -528,6 +528,8 @@ class Rank(Performer):
     def _give_up(self, row: Row) -> None:
         if row.moves and row.residency is not Residency.STORED:
             self.budget.give(row.nbytes)
+        if row.residency is Residency.FETCHING:
+            self.staging.close(row)
         row.residency = Residency.STORED
 
 

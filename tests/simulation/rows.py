@@ -63,6 +63,8 @@ class Row(UnitState):
         computing: a module computes on the unit now.
         grad_host, grad_drive: the gradients in memory and on the drive.
         streams_in: gradients come from the device: more may follow, or none; None if nothing comes.
+        staged, host_pins: it has host memory that it passes through, and who needs that.
+        upload: its values on their way from there.
         elsewhere: the optimizer states tell the gradients, which are nowhere else.
     """
 
@@ -81,6 +83,7 @@ class Row(UnitState):
         "home",
         "home_readers",
         "home_writers",
+        "host_pins",
         "is_reconstructable",
         "kept",
         "mem",
@@ -92,10 +95,12 @@ class Row(UnitState):
         "residency",
         "slot",
         "spec",
+        "staged",
         "stale",
         "streams_in",
         "ticket",
         "updating_tile",
+        "upload",
         "wanted",
     )
 
@@ -115,6 +120,9 @@ class Row(UnitState):
         self.stale = False
         self.fetch: Operation | None = None
         self.readers = self.home_readers = self.home_writers = 0
+        self.staged = False
+        self.host_pins = 0
+        self.upload: Operation | None = None
         self.updating_tile: int | None = None
         self.computing = False
         self.pins = 0
