@@ -99,7 +99,7 @@ class World:
         for index, spec in enumerate(config.ranks):
             if self._trace is not None:
                 self._trace(f"rank {index} starts at versions {versions[index]}")
-            seed_of = hash((seed, index, self._starts))
+            seed_of = (seed * 1009 + self._starts) * 8 + index
             self.ranks.append(Rank(config, spec, seed_of, versions[index], self._agreement.of(index), self._trace))
         self._starts += 1
 
