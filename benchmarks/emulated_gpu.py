@@ -102,7 +102,6 @@ class Regime:
 
 H200 = {"link": 53e9, "adam": 9e9}
 H100 = {"link": 53e9, "adam": 150e9 / 26}  # an optimizer that 150 GB/s of host memory bound, 26 bytes a parameter
-EMBEDDING = {"ratio": 0.92}  # on the device, where nothing comes to it later
 REGIMES = {
     "h200": Regime(1.2, **H200),
     "h200-all-on-host": Regime(1.2, fills=False, **H200),
@@ -121,22 +120,12 @@ REGIMES = {
     "few-tokens": Regime(0.15, **H200),
     "h200-32k-activations": Regime(4.8, activations=8.6e9, **H200),  # 32 checkpoints of 32,768 tokens of 4,096 numbers
     "h200-nvme": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", **H200),
-    "h200-nvme-clip": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, **H200),
-    "h200-nvme-clip-ahead": Regime(
-        1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, schedule="speculative", **EMBEDDING, **H200
+    "h200-nvme-clip": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, schedule="deferred", **H200),
+    "h200-nvme-clip-ahead": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, **H200),  # "auto"
+    "h200-nvme-clipping": Regime(
+        1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, schedule="deferred", clips=True, **H200
     ),
-    "h200-nvme-clipping": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, clips=True, **H200),
-    "h200-nvme-clipping-ahead": Regime(
-        1.2,
-        drive=6e9,
-        host_share=1 / 3,
-        states="nvme",
-        clip=1.0,
-        schedule="speculative",
-        clips=True,
-        **EMBEDDING,
-        **H200,
-    ),
+    "h200-nvme-clipping-ahead": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, clips=True, **H200),
     "4090-nvme": Regime(3.2, link=25e9, adam=3e9, drive=6e9, host_share=1 / 3, states="nvme"),
 }
 

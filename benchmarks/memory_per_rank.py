@@ -128,7 +128,8 @@ def count(engine: infinity.Engine) -> tuple[int, int, int, int]:
     tiles = [tile.lease for unit in units for tile in runtime.pipeline._states.tiles(unit)]
     states = lease_bytes(tiles)
     source = engine._step.gradients._source
-    collected = sum(storage_bytes(c.flat) for c in source.collected.values())
+    here = [each.collected for each in getattr(source, "_units", ()) if each.collected is not None]
+    collected = sum(storage_bytes(each.loan.tensor) for each in here)
     spare = sum(memory.nbytes for memory in getattr(source, "_spare", ()))
     staging = runtime.arena.used_bytes - homes - own - lent - states
     return staying + homes, own + lent + collected, states, gathered + spare + staging

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.config import parse_size
 from tests.behaviour.reference import Placement, Recipe, batches
 from tests.device import simdev
 from tests.device.training import engine_on, tiny, train_over
@@ -93,9 +94,9 @@ def least(ask: Any, key: str, extra: int) -> int:
     try:
         ask()
     except infinity.CapacityError as error:
-        found = re.search(rf"(?:{key}|raise it|raise device_memory) to (\d+) bytes or more", str(error))
+        found = re.search(rf"(?:{key}|raise it|raise device_memory) to (\S+?)(?: bytes)? or more", str(error))
         if found is not None:
-            return int(found[1]) + extra
+            return parse_size(found[1]) + extra
         raise
     raise AssertionError(f"one byte of {key} was not refused")
 

@@ -107,7 +107,7 @@ class Accessors:
         Raises:
             InfinityError: gradients of several passes have no room under this configuration.
         """
-        if not is_boundary and not self._runtime.sizing.rules.holds_all_grads:
+        if not is_boundary and not self._runtime.sizing.rules.grads.holds_all:
             raise InfinityError(
                 "set_gradient_accumulation_boundary(False) adds up the gradients of several backward passes, for which "
                 "nothing is reserved: set gradient_accumulation_steps to how many they are, or "
@@ -124,7 +124,7 @@ class Accessors:
         Raises:
             InfinityError: gradients of several passes have no room under this configuration; `step()` is called inside.
         """
-        if not self._runtime.sizing.rules.holds_all_grads:
+        if not self._runtime.sizing.rules.grads.holds_all:
             raise InfinityError(
                 "coalesce_grad_reduction adds up the gradients of several backward passes, for which nothing is "
                 'reserved: set tiering.update_schedule to "deferred"'

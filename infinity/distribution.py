@@ -12,6 +12,7 @@ EXTRAS = {
     "train": ("transformers>=4.45", "tokenizers>=0.20"),
     "plot": ("matplotlib>=3.7",),
     "checksum": ("xxhash>=3.5",),
+    "examples": ("datasets>=4.7", "ray[train]>=2.40", "trl>=1.0"),
 }
 
 

@@ -6,6 +6,8 @@ import argparse
 import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -161,3 +163,17 @@ def test_every_message_of_the_troubleshooting_page_exists() -> None:
 
 def test_the_recipes_of_the_tests_are_valid(tmp_path) -> None:
     load_config(Recipe().config(Placement("nvme", "nvme", tmp_path)))
+
+
+def test_the_page_on_the_engine_has_the_hops_of_today(tmp_path) -> None:
+    counted = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "count_hops.py"), "--blocks", "24", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    figures = re.compile(r"(\d+) hops and (\d+) calls a unit and step, through\s(\d+) files")
+    told, today = figures.search((ROOT / "docs/inside.md").read_text()), figures.search(counted)
+    assert told is not None
+    assert today is not None
+    assert [int(each) for each in told.groups()] == pytest.approx([int(each) for each in today.groups()], rel=0.05)

@@ -115,6 +115,23 @@ def client_state(source: Path, tag: str | None = None) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
+def trained_values(source: Path, tag: str | None = None) -> dict[str, torch.Tensor]:
+    """The float32 masters of the trained parameters, all of them in memory: for adapters.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged.
+        ConfigError: `tag` is no plain name.
+    """
+    path = checkpoint_at(source, tag)
+    manifest = verify(source, tag)
+    with StoredReader(path, manifest.tensors) as reader:
+        found = {}
+        for name in trained_params(manifest.tensors):
+            stored = manifest.tensors[f"{MASTER.name}.{name}"]
+            found[name] = reader.read(f"{MASTER.name}.{name}", 0, stored.numel).view(stored.shape)
+        return found
+
+
 def export_weights(
     source: Path,
     target: Path,

@@ -15,7 +15,6 @@ from infinity.cli.packages import needed_packages
 from infinity.cli.progress import Progress
 from infinity.cli.terminal import plain
 from infinity.config import format_size
-from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,9 +37,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     reshard.add_argument("--state-format", help="fp32, split, master, bf16 or int8 (default: the one that it has)")
     reshard.add_argument("--ranks", type=int, default=1, help="how many ranks' shards to write (default: 1)")
-    export = _add(commands, "export", _export, "write its model as a directory that transformers loads")
+    export = _add(
+        commands, "export", _export, "write its model as a directory that transformers loads, or its adapters for PEFT"
+    )
     export.add_argument("target", type=path_argument, help="directory for them")
-    export.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: as the training computed)")
+    export.add_argument(
+        "--dtype", choices=_DTYPES, help="of the weights (default: as the training computed; adapters: float32)"
+    )
     export.add_argument(
         "--model",
         help="directory, size or Hugging Face name that configuration and tokenizer are taken from (default: what "
@@ -140,7 +143,12 @@ def _export(args: argparse.Namespace) -> int:
     else:
         model, tokenizer = _described(args)
         dtype = None if args.dtype is None else getattr(torch, args.dtype)
-        export_weights(args.source, args.target, dtype=dtype, tag=args.tag, model=model)
+        if model is not None and hasattr(model, "peft_config"):
+            from infinity.integrations.adapters import export_adapters  # noqa: PLC0415  (the same)
+
+            export_adapters(args.source, args.target, model, dtype=dtype or torch.float32, tag=args.tag)
+        else:
+            export_weights(args.source, args.target, dtype=dtype, tag=args.tag, model=model)
         if tokenizer is not None:
             tokenizer.save_pretrained(args.target)
     seconds = time.perf_counter() - start_s
@@ -156,8 +164,10 @@ def _export(args: argparse.Namespace) -> int:
 def _described(args: argparse.Namespace) -> tuple[nn.Module | None, Any | None]:
     """The model on the meta device and its tokenizer, as --model or the checkpoint says; None if neither does.
 
+    The model of `infinity train --lora` has its adapters.
+
     Raises:
-        ConfigError: the model is not there any more, or was trained with adapters.
+        ConfigError: the model is not there any more, or PEFT is not, which adapters need.
     """
     from infinity.checkpoint.inspection import client_state  # noqa: PLC0415  (torch takes seconds to load)
 
@@ -171,20 +181,17 @@ def _described(args: argparse.Namespace) -> tuple[nn.Module | None, Any | None]:
             file=sys.stderr,
         )
         return None, None
-    if trained.get("lora"):
-        raise ConfigError(
-            f"{args.source} holds LoRA adapters of {name}: `infinity train` with the same options, --resume and the "
-            "steps that it has writes the merged model and the adapters to --output"
-        )
     with needed_packages("checkpoint export"):
-        from infinity.cli.training.models import model_directory, model_shape  # noqa: PLC0415  (the same)
+        from infinity.cli.training.lora import with_adapters  # noqa: PLC0415  (the same)
+        from infinity.cli.training.models import model_directory, model_shape  # noqa: PLC0415
         from infinity.cli.training.tokenizers import byte_tokenizer, find_tokenizer  # noqa: PLC0415  (the same)
     directory = model_directory(name, weights=False)
     asked = trained.get("tokenizer") if args.model in (None, trained.get("model")) else None
     tokenizer = find_tokenizer(name if directory is None else str(directory), asked)
     if tokenizer is None and trained:
         tokenizer = byte_tokenizer()  # what it was trained with
-    return model_shape(name), tokenizer
+    model, rank = model_shape(name), trained.get("lora")
+    return with_adapters(model, rank) if rank else model, tokenizer
 
 
 def _import(args: argparse.Namespace) -> int:

@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     plan, needs = draft.plan, draft.needs
     if args.json:
         facts: dict[str, Any] = {"model": asked.name, "params": plan.params, "ranks": plan.machine.ranks}
+        facts["precision"] = draft.asked.config.precision
         facts |= asdict(needs) | {"free_nvme_bytes": sum(drive.free_bytes for drive in asked.drives)}
         facts |= {"tokens": draft.work.tokens, "host_budget_bytes": plan.host_bytes, "problems": draft.problems}
         facts["verdict"] = verdict(draft)

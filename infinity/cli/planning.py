@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,6 @@ def _everything_on_nvme(stage: int) -> Mapping[str, Any]:
     """A configuration that has on a drive whatever the stage lets go there."""
     offloaded = [name for name, least in OFFLOADED_FROM.items() if stage >= least]
     return {
-        "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {}},
         "zero_optimization": {"stage": stage, **{name: {"device": "nvme"} for name in offloaded}},
         "tiering": {"nvme": [{"path": "."}]},
@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         type=config_argument,
-        help="configuration file, or the name of a ready one (default: bf16, stage 3, everything on NVMe)",
+        help="configuration file, or the name of a ready one (default: stage 3, everything on NVMe, bf16 or what is "
+        "measured to be faster here)",
     )
     parser.add_argument("--host-memory", help="tiering.host_memory, of one rank, in place of the configuration's")
     parser.add_argument("--stage", type=int, choices=range(4), help="of ZeRO, in place of the configuration's")
@@ -186,8 +187,9 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
     _fill_in(args)
     world = args.nodes * args.ranks
     config = load_config(_values(args), world_size=world)
-    machine = Machine(world, args.ranks, args.device_memory, args.machine_memory)
     drives = drives_here(config) if args.nvme_capacity is None else [Drive("--nvme-capacity", args.nvme_capacity)]
+    drive_bytes = sum(drive.free_bytes for drive in drives)
+    machine = Machine(world, args.ranks, args.device_memory, args.machine_memory, drive_bytes)
     model, name, longest = _model(args, command)
     return Asked(
         model,
@@ -217,6 +219,8 @@ def _fill_in(args: argparse.Namespace) -> None:
 
 def _values(args: argparse.Namespace) -> Mapping[str, Any]:
     """The configuration with what the command line says in its place."""
+    from infinity.cli.training.configuration import with_precision  # noqa: PLC0415  (torch takes seconds)
+
     batches = {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
         "gradient_accumulation_steps": args.accumulation,
@@ -234,12 +238,34 @@ def _values(args: argparse.Namespace) -> Mapping[str, Any]:
         values.setdefault("train_micro_batch_size_per_gpu", 1)
     if any(value is not None for value in batches.values()):
         values.pop("train_batch_size", None)  # it follows
-    if args.precision is not None:
-        for section in ("fp16", "bf16", "bfloat16"):
-            values.pop(section, None)
-        if args.precision != "fp32":
-            values[args.precision] = {"enabled": True}
-    return values
+    precision = args.precision or _chosen_precision(args, values)
+    return values if precision is None else with_precision(values, precision)
+
+
+def _chosen_precision(args: argparse.Namespace, values: Mapping[str, Any]) -> str | None:
+    """The precision where nobody names one, as `infinity train` chooses it; None for the configuration's.
+
+    It is measured for a training on this machine. Others are taken to compute bf16 well.
+    """
+    import torch  # noqa: PLC0415  (it takes seconds)
+
+    from infinity.cli.training.configuration import precision_is_auto  # noqa: PLC0415  (the same)
+    from infinity.cli.training.precision import measured_precision  # noqa: PLC0415
+    from infinity.tiers import accelerator  # noqa: PLC0415
+
+    if args.config is not None and not precision_is_auto(values):
+        return None
+    elsewhere = (args.emulate, args.device_memory, args.machine_memory, args.profile)
+    if args.nodes > 1 or any(option is not None for option in elsewhere):
+        return "bf16"
+    precision = measured_precision(torch.device(accelerator() or "cpu"))
+    if precision != "bf16":
+        print(
+            "note: this machine computes products in bf16 much more slowly than in fp32, so fp32 is assumed, as "
+            "`infinity train` chooses it; --precision names another",
+            file=sys.stderr,
+        )
+    return precision
 
 
 def _model(args: argparse.Namespace, command: str) -> tuple[nn.Module, str, int]:

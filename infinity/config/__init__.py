@@ -20,7 +20,7 @@ from infinity.config.resolved import (
     WandbConfig,
     ZeroConfig,
 )
-from infinity.config.sizes import format_size, parse_size
+from infinity.config.sizes import format_size, parse_size, size_to_set
 
 __all__ = [
     "AioConfig",
@@ -42,6 +42,7 @@ __all__ = [
     "load_config",
     "expanded_path",
     "parse_size",
+    "size_to_set",
     "read_json",
     "with_values",
 ]

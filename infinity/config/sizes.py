@@ -50,3 +50,12 @@ def format_size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.2f} TiB"
+
+
+def size_to_set(nbytes: int) -> str:
+    """A value for a key that must be at least `nbytes`: `format_size`, rounded up, as one word: `1.51GiB`."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            hundredths = -(-nbytes * 100 // size)
+            return f"{hundredths // 100}.{hundredths % 100:02d}{unit}"
+    return f"{nbytes}B"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.inspection import trained_values
 from infinity.checkpoint.tensors import TensorReader, read_header
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError
@@ -38,11 +39,43 @@ def save_adapters(
         assert value is not None
         values[name] = value.to("cpu", dtype)
     rank = engine.begin_gathering("save_adapters", stores=False).ranks.rank
+    _write(model, directory, adapter, values, writes=rank == 0)
+
+
+def export_adapters(
+    source: Path, directory: Path, model: nn.Module, *, dtype: torch.dtype = torch.float32, tag: str | None = None
+) -> None:
+    """Write the adapter "default" of a checkpoint, as `save_adapters` writes an engine's; the base is not read.
+
+    Args:
+        source: the checkpoint, or a directory of them.
+        directory: for `PeftModel.from_pretrained`.
+        model: PEFT's, on any device; its values are not used.
+        dtype: of the values; the exact masters by default.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, or is not of `model`'s adapter.
+        ConfigError: `tag` is no plain name.
+    """
+    stored, names = trained_values(source, tag), set(_names(model, "default").values())
+    differing = sorted(names ^ stored.keys())
+    if differing:
+        raise CheckpointError(
+            f"{source} is the checkpoint of another adapter or model ({len(differing)} differences): `{differing[0]}` "
+            "is in one of them alone"
+        )
+    values = {name: value.to(dtype) for name, value in stored.items()}
+    _write(model, directory, "default", values)
+
+
+def _write(
+    model: Any, directory: str | Path, adapter: str, values: Mapping[str, torch.Tensor], *, writes: bool = True
+) -> None:
     model.save_pretrained(
         str(directory),
         state_dict=values,
         selected_adapters=[adapter],
-        is_main_process=rank == 0,
+        is_main_process=writes,
         save_embedding_layers=False,  # what is trained of them is in `modules_to_save`, and has been taken
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from infinity.config import Config, format_size
+from infinity.config import Config, format_size, size_to_set
 from infinity.engine import Engine
 from infinity.errors import CapacityError, ConfigError
 
@@ -68,8 +68,8 @@ class BudgetedCache(DynamicCache):
         if nbytes > self._budget_bytes:
             raise CapacityError(
                 f"keys and values of {batch} sequences, {tokens} tokens and {self._new_tokens} new ones each, need "
-                f"{format_size(nbytes)}, and kv_cache is {format_size(self._budget_bytes)}: raise it to {nbytes} bytes "
-                "or more, or generate fewer sequences or tokens at a time"
+                f"{format_size(nbytes)}, and kv_cache is {format_size(self._budget_bytes)}: raise it to "
+                f"{size_to_set(nbytes)} or more, or generate fewer sequences or tokens at a time"
             )
 
 

@@ -1,6 +1,6 @@
 """The checked doors to the native optimizer kernels."""
 
-from infinity.kernels.convert import GradStats, grad_store, join_master, split_master
+from infinity.kernels.convert import GradStats, grad_stats, grad_store, join_master, split_master
 from infinity.kernels.machine import (
     active_instruction_set,
     bind_this_thread,
@@ -50,6 +50,7 @@ __all__ = [
     "bind_this_thread",
     "can_recover",
     "cpus_near",
+    "grad_stats",
     "grad_store",
     "instruction_sets",
     "join_master",

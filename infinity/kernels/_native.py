@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from infinity.errors import InfinityError
@@ -21,18 +23,23 @@ DTYPES = {
 }
 
 
-def check(name: str, tensor: torch.Tensor, numel: int, *dtypes: torch.dtype) -> None:
-    """Refuse a tensor that the kernels could not take as it is.
+def check(numel: int, tensors: Mapping[str, torch.Tensor], *dtypes: torch.dtype) -> None:
+    """Refuse tensors that the kernels could not take as they are.
+
+    Args:
+        tensors: by the name that the message has for them.
+        dtypes: those that each of them may have.
 
     Raises:
         ValueError: wrong dtype, length, layout or device; the message names it.
     """
-    if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{name} is {tensor.dtype}; it must be {wanted}")
-    if tensor.numel() != numel:
-        raise ValueError(f"{name} has {tensor.numel()} elements where {numel} are expected")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on {tensor.device}; the kernels work in host memory")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} is not contiguous")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in dtypes:
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise ValueError(f"{name} is {tensor.dtype}; it must be {wanted}")
+        if tensor.numel() != numel:
+            raise ValueError(f"{name} has {tensor.numel()} elements where {numel} are expected")
+        if not tensor.is_cpu:
+            raise ValueError(f"{name} is on {tensor.device}; the kernels work in host memory")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} is not contiguous")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from infinity.kernels._native import DTYPES, _adam, check
+
+_CHUNK = 32768  # elements whose squares the kernel sums by themselves: pieces of so many give the bits of the whole
 
 
 @dataclass(frozen=True)
@@ -32,27 +35,37 @@ def grad_store(dst: torch.Tensor, src: torch.Tensor, *, accumulate: bool, scale:
         ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
     """
     numel = dst.numel()
-    check("dst", dst, numel, *DTYPES)
-    check("src", src, numel, *DTYPES)
+    check(numel, {"dst": dst, "src": src}, *DTYPES)
     sum_sq, finite = _adam.grad_store(
         numel, dst.data_ptr(), DTYPES[dst.dtype], src.data_ptr(), DTYPES[src.dtype], accumulate, scale
     )
     return GradStats(sum_sq, finite)
 
 
+def grad_stats(values: torch.Tensor) -> GradStats:
+    """What `grad_store` would measure of gradients that are stored already, which stay as they are.
+
+    The kernel writes what it measures. That goes to a piece of memory whose size does not depend on `values`.
+    """
+    piece, total = torch.empty(_CHUNK, dtype=values.dtype), 0.0
+    for part in values.split(_CHUNK):
+        total += grad_store(piece[: part.numel()], part, accumulate=False).sum_sq
+    return GradStats(total, math.isfinite(total))
+
+
 def split_master(master: torch.Tensor, param: torch.Tensor, low_bits: torch.Tensor) -> None:
     """Split float32 `master` into its nearest bfloat16 `param` and the int16 `low_bits` that complete it."""
     numel = master.numel()
-    check("master", master, numel, torch.float32)
-    check("param", param, numel, torch.bfloat16)
-    check("low_bits", low_bits, numel, torch.int16)
+    check(numel, {"master": master}, torch.float32)
+    check(numel, {"param": param}, torch.bfloat16)
+    check(numel, {"low_bits": low_bits}, torch.int16)
     _adam.split_master(numel, master.data_ptr(), param.data_ptr(), low_bits.data_ptr())
 
 
 def join_master(param: torch.Tensor, low_bits: torch.Tensor, master: torch.Tensor) -> None:
     """The inverse of `split_master`, exact."""
     numel = master.numel()
-    check("param", param, numel, torch.bfloat16)
-    check("low_bits", low_bits, numel, torch.int16)
-    check("master", master, numel, torch.float32)
+    check(numel, {"param": param}, torch.bfloat16)
+    check(numel, {"low_bits": low_bits}, torch.int16)
+    check(numel, {"master": master}, torch.float32)
     _adam.join_master(numel, param.data_ptr(), low_bits.data_ptr(), master.data_ptr())

@@ -123,8 +123,8 @@ def update(
         ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
     """
     numel = param.numel()
-    check("param", param, numel, *_PARAM_KINDS)
-    check("grad", grad, numel, *DTYPES)
+    check(numel, {"param": param}, *_PARAM_KINDS)
+    check(numel, {"grad": grad}, *DTYPES)
     if recoverably and not can_recover(hyper, None if first is None else first.values.dtype, grad.dtype):
         raise ValueError(f"no gradient of dtype {grad.dtype} can be told from what {type(hyper).__name__} does")
     if params and not (recoverably and param.dtype == torch.bfloat16):
@@ -133,7 +133,7 @@ def update(
     if (master is None) != (master_dtype is None):
         raise ValueError(f"master is {'missing' if master is None else 'given'} beside a {param.dtype} param")
     if master is not None and master_dtype is not None:
-        check("master", master, numel, master_dtype)
+        check(numel, {"master": master}, master_dtype)
     moments = {hyper.first: first, hyper.second: second}
     if (first is None) != (hyper.first is None) or (second is None) != (hyper.second is None):
         raise ValueError(f"{type(hyper).__name__} has the moments {hyper.first} and {hyper.second}; give just these")
@@ -191,9 +191,8 @@ def recover_grad(hyper: Rule, before: torch.Tensor, after: torch.Tensor, grad: t
         ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
     """
     numel = grad.numel()
-    check("grad", grad, numel, torch.bfloat16, torch.float16)
-    check("before", before, numel, torch.float32)
-    check("after", after, numel, torch.float32)
+    check(numel, {"grad": grad}, torch.bfloat16, torch.float16)
+    check(numel, {"before": before, "after": after}, torch.float32)
     _, scalars = _native(hyper)
     _adam.recover(numel, before.data_ptr(), after.data_ptr(), scalars, DTYPES[grad.dtype], grad.data_ptr())
 
@@ -217,14 +216,13 @@ def recover_params(
         ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
     """
     numel = param.numel()
-    check("param", param, numel, torch.bfloat16)
-    for name, low in zip(("low bits before", "low bits after"), low_bits, strict=True):
-        check(name, low, numel, torch.int16)
-    check("first", first, numel, torch.float32)
-    check("second", second, numel, torch.float32)
-    before, after = (low.data_ptr() for low in low_bits)
+    before, after = low_bits
+    check(numel, {"param": param}, torch.bfloat16)
+    check(numel, {"low bits before": before, "low bits after": after}, torch.int16)
+    check(numel, {"first": first, "second": second}, torch.float32)
     _, scalars = _native(hyper)
-    _adam.recover_params(numel, param.data_ptr(), before, after, first.data_ptr(), second.data_ptr(), scalars)
+    states = (before.data_ptr(), after.data_ptr(), first.data_ptr(), second.data_ptr())
+    _adam.recover_params(numel, param.data_ptr(), *states, scalars)
 
 
 def _check_aside(name: str, aside: torch.Tensor | None, own: torch.Tensor | None) -> None:
@@ -232,7 +230,7 @@ def _check_aside(name: str, aside: torch.Tensor | None, own: torch.Tensor | None
         return
     if own is None:
         raise ValueError(f"the update has no {name}, but one is given aside")
-    check(f"{name} aside", aside, own.numel(), own.dtype)
+    check(own.numel(), {f"{name} aside": aside}, own.dtype)
 
 
 def _check_moment_aside(name: str, aside: Moment | None, own: Moment | None) -> None:
@@ -273,7 +271,7 @@ def adam_fp32(
     Raises:
         ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
     """
-    check("param", param, param.numel(), torch.float32)
+    check(param.numel(), {"param": param}, torch.float32)
     update(hyper, param, grad, first=Moment(exp_avg), second=Moment(exp_avg_sq))
 
 
@@ -293,7 +291,7 @@ def adam_split(
     Raises:
         ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
     """
-    check("param", param, param.numel(), torch.bfloat16)
+    check(param.numel(), {"param": param}, torch.bfloat16)
     update(hyper, param, grad, master=low_bits, first=Moment(exp_avg), second=Moment(exp_avg_sq))
 
 
@@ -313,7 +311,7 @@ def load_moment(moment: Moment, *, signed: bool) -> torch.Tensor:
 def store_moment(moment: Moment, values: torch.Tensor, *, signed: bool, dither: Dither | None = None) -> None:
     """Keep float32 `values` as `moment` does; the inverse of `load_moment`, up to its rounding."""
     numel = values.numel()
-    check("values", values, numel, torch.float32)
+    check(numel, {"values": values}, torch.float32)
     kind = _check_moment("moment", moment, numel)
     dither = dither or Dither()
     target = (moment.values.data_ptr(), _address(moment.scales))
@@ -323,17 +321,16 @@ def store_moment(moment: Moment, values: torch.Tensor, *, signed: bool, dither: 
 def bare_loop(param: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor) -> None:
     """Read and write what `adam_fp32` does with next to no arithmetic, its roofline. Finite values stay."""
     numel = param.numel()
-    for name, tensor in (("param", param), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("grad", grad)):
-        check(name, tensor, numel, torch.float32)
+    check(numel, {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}, torch.float32)
     _adam.bare_loop(numel, param.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr())
 
 
 def _check_moment(name: str, moment: Moment, numel: int) -> _adam.MomentKind:
-    check(name, moment.values, numel, *_MOMENT_KINDS)
+    check(numel, {name: moment.values}, *_MOMENT_KINDS)
     if (moment.scales is None) == (moment.values.dtype == torch.uint8):
         raise ValueError(f"{name} is {moment.values.dtype}: scales go with torch.uint8 and with nothing else")
     if moment.scales is not None:
-        check(f"scales of {name}", moment.scales, -(-numel // SCALE_BLOCK), torch.float32)
+        check(-(-numel // SCALE_BLOCK), {f"scales of {name}": moment.scales}, torch.float32)
     return _MOMENT_KINDS[moment.values.dtype]
 
 

@@ -12,6 +12,7 @@ from types import TracebackType
 
 import torch
 
+from infinity.config import format_size
 from infinity.errors import CapacityError, InfinityError
 from infinity.io import Span
 from infinity.kernels import bind_this_thread, thread_count
@@ -171,8 +172,8 @@ class Arena:
 
     def _full(self, nbytes: int) -> CapacityError:
         return CapacityError(
-            f"no {nbytes} bytes in one piece are left in the arena: {self.used_bytes} of "
-            f"{self.capacity_bytes} are in use and the largest hole has {self._free.largest}"
+            f"no {format_size(nbytes)} in one piece are left in the arena: {format_size(self.used_bytes)} of "
+            f"{format_size(self.capacity_bytes)} are in use and the largest hole has {format_size(self._free.largest)}"
         )
 
     def close(self) -> None:

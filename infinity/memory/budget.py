@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from infinity.config import format_size, size_to_set
 from infinity.errors import CapacityError
 
 _PAGE_BYTES = 4096  # shares are rounded up to whole ones
@@ -53,7 +54,8 @@ class Budget:
         """
         if not self.fits(nbytes):
             raise CapacityError(
-                f"{what} needs {nbytes} bytes of {self.name}, but {self.used_bytes} of {self.capacity_bytes} are used"
+                f"{what} needs {format_size(nbytes)} of {self.name}, but {format_size(self.used_bytes)} of "
+                f"{format_size(self.capacity_bytes)} are used"
             )
         self.used_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -84,8 +86,11 @@ class Ledger:
         self.parts[name] = part
         shares = self.shares_bytes
         if shares > self.capacity_bytes + _PAGE_BYTES * len(self.parts):
-            told = ", ".join(f"{name} {part.capacity_bytes}" for name, part in self.parts.items())
-            raise CapacityError(f"{self.key} is {self.capacity_bytes} bytes but its parts need {shares}: {told}")
+            told = ", ".join(f"{name} {format_size(part.capacity_bytes)}" for name, part in self.parts.items())
+            raise CapacityError(
+                f"{self.key} is {format_size(self.capacity_bytes)} but its parts need {format_size(shares)} ({told}): "
+                f"raise it to {size_to_set(shares)} or more"
+            )
 
     def open(self, name: str, capacity_bytes: int) -> Budget:
         """A part that counts bytes."""

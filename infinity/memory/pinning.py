@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import torch
 
+from infinity.config import format_size
 from infinity.errors import CapacityError
 
 PIECE_BYTES = 64 << 30  # most that is registered in one call, between multiples of which no copy crosses
@@ -33,7 +34,7 @@ def pin(device: torch.device, address: int, nbytes: int) -> tuple[int, ...]:
     except CapacityError as error:
         unpin(device, pinned)
         raise CapacityError(
-            f"{device.type} cannot pin {nbytes} bytes of host memory ({error}): lower tiering.host_memory"
+            f"{device.type} cannot pin {format_size(nbytes)} of host memory ({error}): lower tiering.host_memory"
         ) from error
     return tuple(pinned)
 

@@ -109,7 +109,7 @@ class UpdateTicket:
         return self.job.needed
 
     def done(self) -> bool:
-        return self.computed.done() and all(write.done() for write in self.writes)
+        return self.computed.done() and (not self.writes or all(write.done() for write in self.writes))
 
     def times(self) -> Times | None:
         return None

@@ -1,7 +1,7 @@
 """What a training will need, do and cost, before anything is allocated."""
 
 from infinity.planner.filled import filled_later, once_filled, states_on_device
-from infinity.planner.memory import Drive, Estimate, drives_here, estimate, largest_model, problems
+from infinity.planner.memory import Estimate, estimate, largest_model, problems
 from infinity.planner.rates import Duplex, Rates, rates_of, with_numbers
 from infinity.planner.roofline import Intensity, bandwidth_for, efficiency, intensity
 from infinity.planner.room import plan_with_room
@@ -10,6 +10,7 @@ from infinity.planner.step_time import StepTime, predict_step
 from infinity.planner.sweep import Point, Sweep
 from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
 from infinity.planner.work import Work, count_work
+from infinity.zero.drives import Drive, drives_here
 
 __all__ = [
     "WIDTH_STEP",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -17,6 +15,7 @@ from infinity.planner.stand_in import Shape, shape_of, stand_in
 from infinity.planner.step_time import StepTime
 from infinity.planner.training_plan import Machine, TrainingPlan
 from infinity.planner.work import Work
+from infinity.zero.drives import Drive
 
 Count = Callable[[nn.Module, TrainingPlan], Work]
 
@@ -25,14 +24,6 @@ _SURE = 0.98  # of the memory that is free: libraries take a little more or less
 _NEAR = 1.05
 _LEAST_BYTES = 6  # of a parameter and its states, in any format
 _TRIES = 14  # halvings of a factor of 2e8: within a few percent
-
-
-@dataclass(frozen=True)
-class Drive:
-    """A drive of the machine, with what is free on it."""
-
-    path: str
-    free_bytes: int
 
 
 @dataclass(frozen=True)
@@ -102,22 +93,6 @@ def _never_taken_bytes(plan: TrainingPlan, step: StepTime | None) -> int:
     if step is None or step.unknown:
         return params
     return params + max(0, shared - step.leased_grads_bytes)
-
-
-def drives_here(config: Config) -> list[Drive]:
-    """The drives of a configuration on this machine, each once, with what the configuration may take of it.
-
-    A directory that does not exist yet is looked for upwards, since `initialize` makes it.
-    """
-    found: dict[int, Drive] = {}
-    for nvme in config.tiering.nvme:
-        path = nvme.path.absolute()
-        while not path.exists():
-            path = path.parent
-        free = shutil.disk_usage(path).free
-        free = free if nvme.capacity_bytes is None else min(free, nvme.capacity_bytes)
-        found.setdefault(os.stat(path).st_dev, Drive(str(nvme.path), free))  # noqa: PTH116 (`path` may be a mount)
-    return list(found.values())
 
 
 def problems(plan: TrainingPlan, needs: Estimate, drives: list[Drive], host_bytes: int) -> Iterator[str]:

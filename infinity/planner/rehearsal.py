@@ -359,11 +359,12 @@ class Stage:
         if self._some_rest:
             self._some_rest = False
             yield from self._do(GradientsRest())
-        if self.scheduler.waits_for_memory:
+        if self.scheduler.planned or self.scheduler.blocked:
             yield from self._do(MemoryFreed())
 
     def _catch_up(self) -> Process:
-        if self.scheduler.waits_for_memory and any(row.ticket and row.ticket.done for row in self._submitted):
+        waits = self.scheduler.planned or self.scheduler.blocked
+        if waits and any(row.ticket and row.ticket.done for row in self._submitted):
             yield from self._settle()
 
     # Actions #

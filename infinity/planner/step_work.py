@@ -205,7 +205,7 @@ def _ahead(plan: TrainingPlan, unit: int, tiles: Sequence[TileWork]) -> int:
     if sizing.keeps_steps:
         return len(tiles)
     has_slots = plan.placement.params[unit].memory is Memory.NVME
-    slotted = sizing.has_slots and (has_slots or sizing.rules.recovers_grads)
+    slotted = sizing.has_slots and (has_slots or sizing.rules.grads.recovers)
     stored = sum(tile.is_stored for tile in tiles) if slotted else 0
     share = split.images_bytes / needs.images_bytes if needs.images_bytes else 0.0
     return min(len(tiles), stored + round(share * len(tiles)))
@@ -259,7 +259,7 @@ class _Seconds:
             else _over(traffic.regathered * spec.nbytes / self._whole, rates.gather_bytes_per_s),
             tiles=(*map(_aside, tiles[:ahead]), *tiles[ahead:]),
             ahead=ahead,
-            recovers=sizing.rules.recovers_grads and spills and ahead == len(tiles),
+            recovers=sizing.rules.grads.recovers and spills and ahead == len(tiles),
         )
 
     def tile(self, unit: int, numel: int, home: Home) -> TileWork:

@@ -81,9 +81,9 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
     forward, backward = (_fetches(sizing, stored, list(units), whole, passes) for units, whole in phases)
     spills = placement.grad_homes
     sizes = [sizing.shards.grad_sizes[unit] for unit in spills.spilled]
-    spilling = [] if rules.recovers_grads else sizes  # while updates run ahead
+    spilling = [] if rules.grads.recovers else sizes  # while updates run ahead
     trained = sum(unit.trainable_numel for unit in sizing.partition.units)
-    reduces = micro_batches if rules.reduces_every_pass else 1
+    reduces = micro_batches if rules.grads.reduces_every_pass else 1
     travel = sizing.communication_dtype.itemsize
     at_once = summed_once(rules, sizing.shards, sums_bytes)
     numels = [unit.trainable_numel * (1 if unit.index in at_once else reduces) for unit in sizing.partition.units]
@@ -115,7 +115,7 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
 def written(sizing: Sizing, steps: Plan) -> Collection[int]:
     """Units whose updated parameters are written where they live: where they are updated in what is computed on, those
     that leave it."""
-    changed_there = sizing.rules.one_memory and not sizing.rules.gathers
+    changed_there = sizing.rules.one_memory and not sizing.rules.params.gathers
     return steps.evicted if changed_there and not sizing.writes_updates else range(len(sizing.specs))
 
 

@@ -30,12 +30,14 @@ class Machine:
         ranks: processes that train it together, one a device; `neighbours` of them share a machine.
         device_bytes: memory of each compute device; None where that is the CPU.
         host_bytes: memory of a machine; None for this one's.
+        drive_bytes: what its drives have free; None where that is not known, and taken to be enough.
     """
 
     ranks: int = 1
     neighbours: int = 1
     device_bytes: int | None = None
     host_bytes: int | None = None
+    drive_bytes: int | None = None
 
     @property
     def discrete(self) -> bool:
@@ -227,6 +229,7 @@ def _sizing(model: nn.Module, config: Config, machine: Machine) -> Sizing:
         ranks=ranks,
         made=made,
         device_bytes=machine.device_bytes or 0,
+        drive_bytes=lambda: machine.drive_bytes,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from infinity import __version__, kernels
+from infinity.config import format_size
 from infinity.errors import CapacityError
 from infinity.io import IoOptions
 from infinity.memory import available_memory_bytes
@@ -116,9 +117,11 @@ def _machine(job: ProfileJob, device: torch.device | None, progress: Progress) -
 
 def _params(most: int) -> int:
     """As many as a quarter of the free memory holds."""
-    params = min(most, available_memory_bytes() // 4 // _BYTES_PER_PARAM)
+    free = available_memory_bytes()
+    params = min(most, free // 4 // _BYTES_PER_PARAM)
     if params < min(most, _LEAST_PARAMS):
         raise CapacityError(
-            f"too little memory is free to measure in: it takes {4 * _LEAST_PARAMS * _BYTES_PER_PARAM >> 20} MiB"
+            "too little memory is free to measure in: it takes "
+            f"{format_size(4 * _LEAST_PARAMS * _BYTES_PER_PARAM)}, and {format_size(free)} are free"
         )
     return params // 2048 * 2048

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infinity.config import format_size
+from infinity.config import format_size, size_to_set
 from infinity.errors import CapacityError
 
 _RING_SHARE = 16  # of the capacity: tiles in flight beyond the fewest take no larger a part
@@ -134,7 +134,7 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str, cut_bytes: i
             f"optimizer tiles {format_size(needs.ring_min_bytes)}, "
             f"always held {format_size(needs.always_bytes + needs.states_min_bytes)}"
             f"{_further(needs)}. "
-            f"Raise {key} to {needs.least_bytes} bytes or more{_or_cut(cut_bytes)}, lower tiering.tile_size, "
+            f"Raise {key} to {needs.least_bytes} bytes ({size_to_set(needs.least_bytes)}) or more{_or_cut(cut_bytes)}, lower tiering.tile_size, "
             "or move a section to nvme."
             + alone(
                 needs.largest_unit,

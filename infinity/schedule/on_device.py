@@ -3,9 +3,11 @@
 [Note: which units go to the device first]
 Gradients of a unit that is updated there never cross the link, and its update takes no time of the host's cores. So the
 first to go are those whose update nothing hides: what the next forward pass needs first and backward makes last, which
-is the first unit, and the small parameters that stay, whose gradients are complete only when backward is over. The rest
-is taken evenly from all over the model, so that in every part of backward the link and the cores have as much to do
-beside what is computed. One order serves any amount of memory: the more there is, the farther it is followed.
+is the first unit, and the small parameters that stay, whose gradients are complete only when backward is over. Two more
+follow: between the gradients of the first block and its next use there is nothing but its own forward pass, and of the
+second not much more. The rest is taken evenly from all over the model, so that in every part of backward the link and
+the cores have as much to do beside what is computed. One order serves any amount of memory: the more there is, the
+farther it is followed.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Collection, Sequence
 from infinity.config import Config
 from infinity.errors import ConfigError
 
+_EARLY = 2  # of the units that are taken evenly, those whose gradients come last: they go before the others
 _WORTH_NUMEL = 1 << 24  # an update of fewer elements takes the host's cores 2 to 5 ms
 
 _log = logging.getLogger(__name__)
@@ -62,8 +65,8 @@ def may_fill(config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool
         )
     if config.tiering.update_schedule == "speculative":
         raise ConfigError(
-            f'{key}, but tiering.update_schedule "speculative" keeps what was in slots of the drives: leave one of the '
-            "two out"
+            f'{key}, but tiering.update_schedule is "speculative": set it to "auto", which also picks "speculative" '
+            "where it serves and fills the device beside it, or leave fill_device out"
         )
     return True
 
@@ -85,7 +88,7 @@ def why_not_filled(config: Config, ranks: int, *, discrete: bool, exact: bool) -
     if tiering.crash_consistent:
         return "tiering.crash_consistent writes through what is updated in host memory"
     if tiering.update_schedule == "speculative":
-        return "tiering.update_schedule is speculative"
+        return 'tiering.update_schedule is speculative ("auto" may pick it, and fills the device)'
     if ranks > 1:
         # One rank can try a batch again that found no memory; several would end, where without filling they go on.
         return f"{ranks} ranks train together: set tiering.fill_device to true at stages 1 and 2"
@@ -146,7 +149,7 @@ def promotion_order(numels: Sequence[int], first: Collection[int]) -> list[int]:
     """
     others = [unit for unit, numel in enumerate(numels) if numel and unit not in first]
     digits = len(others).bit_length()
-    spread = sorted(range(len(others)), key=lambda index: f"{index:0{digits}b}"[::-1])
+    spread = sorted(range(len(others)), key=lambda index: (index >= _EARLY, f"{index:0{digits}b}"[::-1]))
     return [unit for unit in first if numels[unit]] + [others[index] for index in spread]
 
 

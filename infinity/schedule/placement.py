@@ -41,6 +41,7 @@ _GRADS_IN_FLIGHT = 3  # units whose gradients may be held at once where they are
 _GRADS_LEFT_SHARE = 4
 _DEVICE_TILE_BYTES = 64 << 20
 _AHEAD_NUMEL = 50_000_000  # gathered ahead, beyond the next unit: DeepSpeed's default
+_DRIVE_COPIES = 3  # two slots, and a checkpoint
 _STAGING_UNITS = 3  # of those that lie apart: one uploaded, one read, one updated
 
 
@@ -61,73 +62,103 @@ class Home:
 
 
 @dataclass(frozen=True)
+class ParamRules:
+    """What follows for parameters.
+
+    Attributes:
+        home: of those that may leave what is computed on; DEVICE if none may.
+        home_there: of those whose states are on the device.
+        gathers: units are made whole from the shards of several ranks.
+        ahead_numel: elements of units that are, ahead of their use, beyond the next one.
+        pass_host: they are to be read from the drives straight into the device, if there is a way.
+    """
+
+    home: Memory
+    home_there: Memory
+    gathers: bool
+    ahead_numel: int
+    pass_host: bool
+
+
+@dataclass(frozen=True)
+class GradRules:
+    """What follows for gradients.
+
+    Attributes:
+        reduces: they are sums over several ranks.
+        reduces_every_pass: in every backward pass, else in the last one of a step.
+        collects_all: every rank has whole gradients of all units at once before they are reduced.
+        holds_all: there is room for the gradients of all units at once, as far as they are this rank's.
+        spills: those that are to be held but do not fit go to the drive.
+        recovers: those of units all of whose states have two slots on the drives need no memory once their updates
+            have run ahead of the norm.
+        stream: a unit's gradients leave the device while it computes on, where nothing is added to them below.
+        sums_there: those of several micro-batches are added up on the device, as far as it has room, and leave once.
+        sums_once: those of a group of ranks are added up where they are computed, as far as that has room, and over the
+            replicas once a step.
+    """
+
+    reduces: bool
+    reduces_every_pass: bool
+    collects_all: bool
+    holds_all: bool
+    spills: bool
+    recovers: bool
+    stream: bool
+    sums_there: bool
+    sums_once: bool
+
+
+@dataclass(frozen=True)
+class StateRules:
+    """What follows for optimizer states.
+
+    Attributes:
+        home: DEVICE if they, and gradients, never leave it.
+        share_there: so many of them are on the device, unit by unit, whatever the home of the others is.
+        fills: what the device's memory has left after the first step is filled with states of further units.
+        keeps_steps: what a step has finished stays on the drives, where what lives in host memory has its place, too.
+        least_tile_bytes: of a tile: kernels of a device are not worth a launch for less.
+    """
+
+    home: Memory
+    share_there: float
+    fills: bool
+    keeps_steps: bool
+    least_tile_bytes: int
+
+
+@dataclass(frozen=True)
 class Rules:
     """What follows for all units alike, see [Note: placement].
 
     Attributes:
         sharding: which slice of a unit's states, of its gradients, and of what lies apart, is this rank's.
         replicas: ranks that have the same slice.
-        params: home of parameters that may leave what is computed on; DEVICE if none may.
-        params_there: home of parameters whose states are on the device.
-        states: home of optimizer states; DEVICE if they, and gradients, never leave it.
-        share_there: of the states, so many are on the device, unit by unit, whatever the home of the others is.
-        fills: what the device's memory has left after the first step is filled with states of further units.
         site: where the optimizer updates: HOST on a shard that lies apart, DEVICE on what is computed on.
         one_memory: device and host are one: the host's budget pays for both.
         stage: of ZeRO, where there are several ranks; else 0.
-        gathers: units are made whole from the shards of several ranks.
-        ahead_numel: elements of units that are, ahead of their use, beyond the next one.
-        reduces: gradients are sums over several ranks.
-        reduces_every_pass: in every backward pass, else in the last one of a step.
-        collects_all: every rank has whole gradients of all units at once before they are reduced.
-        holds_all_grads: there is room for the gradients of all units at once, as far as they are this rank's.
-        spills_grads: those that are to be held but do not fit go to the drive.
-        keeps_steps: what a step has finished stays on the drives, where what lives in host memory has its place, too.
-        recovers_grads: those of units all of whose states have two slots on the drives need no memory once their
-            updates have run ahead of the norm.
-        grads_stream: a unit's gradients leave the device while it computes on, where nothing is added to them below.
-        least_tile_bytes: of a tile of optimizer states: kernels of a device are not worth a launch for less.
-        sums_there: those of several micro-batches are added up on the device, as far as it has room, and leave once.
-        sums_once: those of a group of ranks are added up where they are computed, as far as that has room, and over the
-            replicas once a step.
         settles: a step is over when all parameters are updated and show it; else updates go on under the next forward.
-        params_pass_host: they are to be read from the drives straight into the device, if there is a way.
         drives: those that are used.
         activations_bytes: host memory for what autograd saves; 0 where it stays on the device.
     """
 
+    params: ParamRules
+    grads: GradRules
+    states: StateRules
     sharding: Sharding
     replicas: int
-    params: Memory
-    params_there: Memory
-    states: Memory
-    share_there: float
-    fills: bool
     site: Memory
     one_memory: bool
     stage: int
-    gathers: bool
-    ahead_numel: int
-    reduces: bool
-    reduces_every_pass: bool
-    collects_all: bool
-    holds_all_grads: bool
-    spills_grads: bool
-    keeps_steps: bool
-    recovers_grads: bool
-    grads_stream: bool
-    sums_there: bool
-    sums_once: bool
-    least_tile_bytes: int
     settles: bool
-    params_pass_host: bool
     drives: tuple[NvmeConfig, ...]
     activations_bytes: int
 
     @property
     def stay_by_units(self) -> bool:
         """States stay in memory by whole units, see `place_units`."""
-        return self.recovers_grads and not self.keeps_steps
+        return self.grads.recovers and not self.states.keeps_steps
 
     def with_grads_recovered(self, *, params: bool) -> Rules:
         """As these, where updates run ahead of the norm and tell the gradients of states that live on the drives.
@@ -135,27 +166,32 @@ class Rules:
         Args:
             params: they tell parameters, too, which else have to have slots themselves.
         """
-        on_drives = self.states is Memory.NVME and (params or self.params is Memory.NVME)
-        return replace(self, recovers_grads=self.spills_grads and on_drives)
+        on_drives = self.states.home is Memory.NVME and (params or self.params.home is Memory.NVME)
+        return replace(self, grads=replace(self.grads, recovers=self.grads.spills and on_drives))
 
     def param_home(self, *, stays: bool, updated_there: bool) -> Memory:
         """Of a unit's parameters, which may `stay` by themselves, or because they are updated on the device or will be,
         before a budget moves it up from the drive."""
-        return Memory.DEVICE if stays else self.params_there if updated_there else self.params
+        return Memory.DEVICE if stays else self.params.home_there if updated_there else self.params.home
+
+    def stored_param_bytes(self, specs: Sequence[FlatSpec]) -> int:
+        """The most that this rank's parameters take of the drives, those in the files of others aside."""
+        on_drives = self.params.home is Memory.NVME
+        return sum(spec.shard_nbytes for spec in specs if on_drives and spec.offloaded and not spec.runs)
 
     def first_to_stay(
         self, first: Sequence[int], numels: Sequence[int], bytes_per_param: int, free_bytes: int
     ) -> frozenset[int]:
         """Units whose parameters stay on the device for their states, which may come later; see the function."""
-        return first_to_stay(first, numels, bytes_per_param, free_bytes) if self.fills else frozenset()
+        return first_to_stay(first, numels, bytes_per_param, free_bytes) if self.states.fills else frozenset()
 
     def measured_there(self, parts: int) -> int:
         """Of so many parts of units, each measured by itself, those whose gradients' norms are made on the device."""
-        return parts if self.grads_stream or self.share_there else 0
+        return parts if self.grads.stream or self.states.share_there else 0
 
     def in_place_problem(self) -> str:
         """Why frozen weights cannot be used where they lie in somebody's files; or nothing."""
-        if self.params is Memory.NVME:
+        if self.params.home is Memory.NVME:
             return ""
         return (
             "the weights are to be used where they lie, but parameters stay in memory: set stage to 3 and "
@@ -164,7 +200,7 @@ class Rules:
 
     def commit_problem(self) -> str:
         """Why not every step can be kept on the drives; or nothing."""
-        if not (self.share_there or self.fills):
+        if not (self.states.share_there or self.states.fills):
             return ""
         return (
             "tiering.crash_consistent writes through what an update changes in host memory, but with "
@@ -179,7 +215,7 @@ class Rules:
                 f"no_sync keeps whole gradients on every rank, which stage {self.stage} is there to avoid: leave it "
                 "out, or use stage 0 or 1, which reduce gradients in the last micro-batch of a step anyway"
             )
-        if not self.reduces and not self.holds_all_grads:
+        if not self.grads.reduces and not self.grads.holds_all:
             return (
                 "no_sync keeps the gradients of all units, but under the update schedule `backward` there is room for "
                 "those on their way only: set tiering.update_schedule to deferred, or gradient_accumulation_steps"
@@ -226,32 +262,38 @@ def rules_of(
     asked_there = share > 0 or (fills and config.tiering.fill_device is True)
     streams = discrete and states_home is not Memory.DEVICE
     return Rules(
+        params=ParamRules(
+            home=home,
+            home_there=there,
+            gathers=sharding.count > 1,
+            ahead_numel=_ahead_numel(config, discrete=discrete) if sharding.count > 1 else 0,
+            pass_host=config.aio.use_gds and discrete and home is Memory.NVME,
+        ),
+        grads=GradRules(
+            reduces=ranks > 1,
+            reduces_every_pass=every_pass,
+            collects_all=ranks > 1 and summed and not every_pass,
+            holds_all=summed or not updates_in_backward,
+            spills=on_drives and (summed or not updates_in_backward),
+            recovers=False,
+            stream=streams,
+            sums_there=streams and summed and (ranks == 1 or every_pass),
+            sums_once=every_pass and summed and 1 < sharing < ranks,
+        ),
+        states=StateRules(
+            home=states_home,
+            share_there=share,
+            fills=fills,
+            keeps_steps=config.tiering.crash_consistent,
+            least_tile_bytes=_least_tile_bytes(states_home, there=asked_there),
+        ),
         sharding=sharding,
         replicas=ranks // sharing,
-        params=home,
-        params_there=there,
-        states=states_home,
-        share_there=share,
-        fills=fills,
         site=Memory.HOST if apart else Memory.DEVICE,
         one_memory=not discrete,
         stage=stage if ranks > 1 else 0,
-        gathers=sharding.count > 1,
-        ahead_numel=_ahead_numel(config, discrete=discrete) if sharding.count > 1 else 0,
-        reduces=ranks > 1,
-        reduces_every_pass=every_pass,
-        collects_all=ranks > 1 and summed and not every_pass,
-        holds_all_grads=summed or not updates_in_backward,
-        spills_grads=on_drives and (summed or not updates_in_backward),
-        keeps_steps=config.tiering.crash_consistent,
-        recovers_grads=False,
-        grads_stream=streams,
-        sums_there=streams and summed and (ranks == 1 or every_pass),
-        sums_once=every_pass and summed and 1 < sharing < ranks,
-        least_tile_bytes=_least_tile_bytes(states_home, there=asked_there),
         # Users read and write parameters between steps at these stages, as in torch.
         settles=stage < 3 and config.tiering.update_schedule == "auto",
-        params_pass_host=config.aio.use_gds and discrete and home is Memory.NVME,
         drives=config.tiering.nvme if on_drives else (),
         activations_bytes=config.tiering.activation_memory_bytes if activations_move else 0,
     )
@@ -281,8 +323,33 @@ def may_run_ahead(config: Config, ranks: int, *, discrete: bool) -> bool:
     if config.tiering.crash_consistent:
         return config.zero.stage == 3
     in_memory = config.zero.offload_optimizer.device == "cpu" and config.zero.offload_param.device != "nvme"
-    # Several ranks would tell one another about each unit, where they now do so once a step.
-    return discrete and ranks == 1 and in_memory
+    return _alone_with_device(ranks, discrete=discrete) and in_memory
+
+
+def may_run_ahead_on_drives(
+    config: Config, rules: Rules, ranks: int, *, slot_bytes: int, drive_bytes: Callable[[], int | None]
+) -> bool:
+    """Whether "auto" has updates of what lives on the drives run ahead of the norm.
+
+    Their gradients need not be kept, and the drives have room for a second slot, and for a checkpoint beside both.
+
+    Args:
+        rules: of updates that run ahead.
+        ranks: how many train the model together.
+        slot_bytes: of one slot of all that may live on the drives.
+        drive_bytes: returns what the drives have free; None where that is not known, and taken to be enough.
+    """
+    chosen_here = config.tiering.update_schedule == "auto" and config.waits and config.managed_accumulation
+    if not chosen_here or not rules.stay_by_units or not _alone_with_device(ranks, discrete=not rules.one_memory):
+        return False
+    free_bytes = drive_bytes()
+    return free_bytes is None or _DRIVE_COPIES * slot_bytes <= free_bytes
+
+
+def _alone_with_device(ranks: int, *, discrete: bool) -> bool:
+    """The host's cores and drives idle while the device computes; several ranks would tell one another about each unit,
+    where they now do so once a step."""
+    return discrete and ranks == 1
 
 
 @dataclass(frozen=True)
@@ -352,7 +419,7 @@ def may_come(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, first: Col
     Args:
         first: units that come before the others.
     """
-    if not rules.fills:
+    if not rules.states.fills:
         return []
     staying = [0 if spec.offloaded else numel for spec, numel in zip(specs, shards.below, strict=True)]
     return promotion_order(staying, first)
@@ -389,19 +456,19 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     staying = sum(spec.nbytes for spec in specs if not spec.offloaded)
     beside = sum(spec.shard_nbytes for spec in specs if spec.beside)
     # Gathered beside their shards, more than one to go would be there twice.
-    twice = [spec.nbytes for spec in moving if spec.beside or (rules.one_memory and rules.gathers)]
+    twice = [spec.nbytes for spec in moving if spec.beside or (rules.one_memory and rules.params.gathers)]
     most = sum(map(_nbytes, moving)) - sum(twice[3:])
-    most += min(sum(twice[3:]), rules.ahead_numel * specs[0].dtype.itemsize)
+    most += min(sum(twice[3:]), rules.params.ahead_numel * specs[0].dtype.itemsize)
     together = _together_bytes(moving)
     computed = Share(staying + beside, together, max(together, most))
     if rules.site is Memory.DEVICE:
         return ParamBytes(computed, Share(), 0)
     # What is updated on the device passes through when it is made or looked at.
-    units = 1 if rules.states is Memory.DEVICE else _STAGING_UNITS
+    units = 1 if rules.states.home is Memory.DEVICE else _STAGING_UNITS
     staging = units * max(spec.shard_nbytes for spec in specs)
     homes = sum(spec.shard_nbytes for spec in moving if not spec.beside)
     return ParamBytes(
-        computed, Share(0, staging + (0 if rules.params is Memory.NVME else homes), staging + homes), staging
+        computed, Share(0, staging + (0 if rules.params.home is Memory.NVME else homes), staging + homes), staging
     )
 
 
@@ -443,15 +510,15 @@ def collecting_bytes(
         shared: units that several modules use, which are collected until the pass ends.
         collect, travel, hold: dtypes in which gradients are collected, reduced, and held until they are used.
     """
-    if not rules.reduces:
+    if not rules.grads.reduces:
         return 0
-    kept = [rules.collects_all or unit in shared for unit in range(len(numels))]
+    kept = [rules.grads.collects_all or unit in shared for unit in range(len(numels))]
     moving = sorted((numel for numel, stays in zip(numels, kept, strict=True) if not stays), reverse=True)
     converts = collect is not travel  # else a unit is sent from where it was collected, beside the next
     collected = sum(numels) - sum(moving) + sum(moving[: 1 if converts else 2])
     shard = max(numels) // rules.sharding.count if rules.sharding.count > 1 else 0
     shard *= 2 if rules.replicas > 1 else 1  # one is summed over its replicas beside the next, which is scattered
-    leaving = ARRIVING_UNITS * max(numels) // rules.sharding.count if rules.grads_stream else 0
+    leaving = ARRIVING_UNITS * max(numels) // rules.sharding.count if rules.grads.stream else 0
     moving_bytes = ((max(numels) if converts else 0) + shard) * travel.itemsize + leaving * hold.itemsize
     return collected * collect.itemsize + moving_bytes
 
@@ -491,10 +558,10 @@ def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, there: boo
     def flying(units: int) -> int:
         return min(total, sum(largest_first[:units]) + open_bytes)
 
-    if rules.holds_all_grads and (there or not rules.recovers_grads):
-        least = flying(1) if rules.spills_grads and not there else total
+    if rules.grads.holds_all and (there or not rules.grads.recovers):
+        least = flying(1) if rules.grads.spills and not there else total
         return GradShare(least, least, total)
-    lags = not there and (rules.states is Memory.NVME or rules.grads_stream)
+    lags = not there and (rules.states.home is Memory.NVME or rules.grads.stream)
     left = total // _GRADS_LEFT_SHARE if lags else 0
     return GradShare(flying(1), flying(2), min(total, flying(_GRADS_IN_FLIGHT) + left))
 
@@ -517,9 +584,9 @@ def device_share(rules: Rules, shards: Shards) -> DeviceShare:
 
 def _sum_sizes(rules: Rules, shards: Shards) -> Sequence[int]:
     """Bytes of each unit's sum over a step's micro-batches."""
-    if rules.sums_once:
+    if rules.grads.sums_once:
         return [numel * shards.grad_dtype.itemsize for numel in shards.numels]
-    return shards.grad_sizes if rules.sums_there else ()
+    return shards.grad_sizes if rules.grads.sums_there else ()
 
 
 def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: int) -> list[int]:
@@ -529,7 +596,7 @@ def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: in
     """
     states = [shards.states_bytes([unit]) for unit in range(len(shards.numels))]
     scratch = scratch_bytes(max((shards.numels[unit] for unit in order), default=0))
-    if rules.holds_all_grads:
+    if rules.grads.holds_all:
         grads = [numel * shards.grad_dtype.itemsize for numel in shards.numels]
         sizes, passing = [sum(pair) for pair in zip(states, grads, strict=True)], scratch
     else:
@@ -541,7 +608,7 @@ def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: in
 def summed_once(rules: Rules, shards: Shards, capacity_bytes: int) -> dict[int, int]:
     """Units whose replicas add up once a step, as far as their sums have room, and the bytes of each sum."""
     taken: dict[int, int] = {}
-    for unit, nbytes in enumerate(_sum_sizes(rules, shards) if rules.sums_once else ()):
+    for unit, nbytes in enumerate(_sum_sizes(rules, shards) if rules.grads.sums_once else ()):
         if 0 < nbytes <= capacity_bytes:
             taken[unit] = nbytes
             capacity_bytes -= nbytes
@@ -577,12 +644,12 @@ def host_needs(
     """
     params = param_bytes(rules, specs)
     computed = params.computed if rules.one_memory else Share()
-    stored = shards.tile_sizes if rules.states is Memory.NVME else []
+    stored = shards.tile_sizes if rules.states.home is Memory.NVME else []
     grads = grad_share(rules, shards, shards.grad_sizes)
     states_bytes = sum(shards.tile_sizes)
     beside = sum(shards.grad_sizes) if rules.stay_by_units else 0
     # What lies on the device passes through one slot when it is looked at.
-    passing = int(rules.fills or bool(shards.there))
+    passing = int(rules.states.fills or bool(shards.there))
     slots = (max(passing, min(slots[0], len(stored))), max(passing, min(slots[1], len(stored))))
     largest = max(specs, key=lambda spec: spec.nbytes)
     tile_bytes = shards.tile_bytes(shards.tile_numel)
@@ -637,11 +704,11 @@ def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: Memory
     if rules.stay_by_units:
         grads, stay = place_units(shards, split)
     else:
-        if rules.recovers_grads:
+        if rules.grads.recovers:
             grads = _with_most_slots(shards.grad_sizes, shards.standing, split.grads_bytes)
         else:
             grads = place_gradients(
-                shards.grad_sizes, shards.standing, split.grads_bytes, spills=rules.spills_grads, blocks=shards.blocks
+                shards.grad_sizes, shards.standing, split.grads_bytes, spills=rules.grads.spills, blocks=shards.blocks
             )
         # Of states at home in host memory, the share is all.
         stay = resident_tiles(shards.below, shards.tile_numel, shards.tile_bytes, split.states_bytes)
@@ -683,7 +750,7 @@ def _param_homes(rules: Rules, specs: Sequence[FlatSpec], homes_bytes: int) -> I
             continue
         fits = spec.shard_nbytes <= homes_bytes
         homes_bytes -= spec.shard_nbytes if fits else 0
-        drive = Memory.FILE if spec.runs else rules.params
+        drive = Memory.FILE if spec.runs else rules.params.home
         yield Home(Memory.HOST if fits else drive, rules.sharding, spec.dtype, moves=True)
 
 

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, NoReturn
 
+from infinity.config.sizes import format_size, size_to_set
 from infinity.errors import CapacityError
 from infinity.memory import Budget
 from infinity.schedule.actions import (
@@ -87,6 +88,8 @@ class Scheduler:
     Attributes:
         staying: units that never leave memory.
         in_memory: units that come and go, of which memory has the parameters; the least recently used first.
+        planned: actions of the plan that have to wait until memory is freed, in its order.
+        blocked: units in memory whose updates had no room, the longest first.
     """
 
     def __init__(
@@ -106,8 +109,8 @@ class Scheduler:
         self.cycle = cycle
         self.in_memory: dict[UnitState, None] = {}
         self._fetching: dict[UnitState, None] = {}  # the oldest first
-        self._todo: deque[tuple[str, int]] = deque()  # of the plan, in its order
-        self._blocked: dict[UnitState, None] = {}  # units in memory whose updates had no room, the longest first
+        self.planned: deque[tuple[str, int]] = deque()
+        self.blocked: dict[UnitState, None] = {}
         self._budget = budget
         self._budget_key = budget_key
         self._gradient_slots = gradient_slots
@@ -123,21 +126,16 @@ class Scheduler:
         """
         return _HANDLERS[type(event)](self, event)
 
-    @property
-    def waits_for_memory(self) -> bool:
-        """Some action of the plan, or an update, has to wait until memory is freed."""
-        return bool(self._todo or self._blocked)
-
     # Passes #
 
     def _begin_pass(self, _: PassBegins) -> Actions:
         self.cycle.begin()
-        self._todo.extend(("evict", unit) for unit in self.cycle.strangers(row.index for row in self.in_memory))
+        self.planned.extend(("evict", unit) for unit in self.cycle.strangers(row.index for row in self.in_memory))
         yield from ()
 
     def _end_pass(self, event: PassEnds) -> Actions:
         if self.cycle.end(learn=event.learn) or not event.learn:
-            self._todo.clear()
+            self.planned.clear()
         yield from ()
 
     def _use(self, event: UseBegins) -> Actions:
@@ -145,13 +143,13 @@ class Scheduler:
         step = self.cycle.use(row.index)
         if step is None:
             if not self.cycle.follows_plan:
-                self._todo.clear()
+                self.planned.clear()
         elif step.before is not None:
-            self._todo.extend(("evict", victim) for victim in step.before)
+            self.planned.extend(("evict", victim) for victim in step.before)
             yield from self._follow_plan()
         yield from self._bring(row)
         if step is not None:
-            self._todo.extend(step.actions)
+            self.planned.extend(step.actions)
             yield from self._follow_plan()
 
     def _memory_freed(self, _: MemoryFreed) -> Actions:
@@ -160,8 +158,8 @@ class Scheduler:
 
     def _follow_plan(self) -> Actions:
         """Do what the plan asks for, in its order, up to the first action that must wait for memory."""
-        while self._todo:
-            action, unit = self._todo[0]
+        while self.planned:
+            action, unit = self.planned[0]
             row = self.rows[unit]
             if action == "evict" and row.residency is _RESIDENT:
                 if row.is_pinned:
@@ -171,7 +169,7 @@ class Scheduler:
                 if not (yield from self._fetch(row, urgent=False)):
                     return
                 yield from self._try_update(row)
-            self._todo.popleft()
+            self.planned.popleft()
 
     # Parameters #
 
@@ -179,7 +177,8 @@ class Scheduler:
         """Have the unit's newest parameters in memory."""
         if row.residency is _STORED:
             yield from self._fetch_now(row)
-        yield from self._update_now(row)
+        if row.update_is_due:
+            yield from self._update_now(row)
         yield AwaitNewest(row.index)
         self._arrived(row)
 
@@ -245,10 +244,11 @@ class Scheduler:
         others = {
             other.name: other.nbytes for other in self.rows if other is not row and other.moves and other.is_pinned
         }
+        more_bytes = row.nbytes + sum(others.values())
         raise CapacityError(
-            f"unit `{row.name}` needs {row.nbytes} bytes but {', '.join(others)} are in use together and fill the "
-            f"{self.cycle.capacity_bytes} bytes for parameters: raise {self._budget_key} by "
-            f"{row.nbytes + sum(others.values())} bytes, of which parameters get a part"
+            f"unit `{row.name}` needs {format_size(row.nbytes)} but {', '.join(others)} are in use together and fill "
+            f"the {format_size(self.cycle.capacity_bytes)} for parameters: raise {self._budget_key} by "
+            f"{more_bytes} bytes ({size_to_set(more_bytes)}), of which parameters get a part"
         )
 
     # Updates #
@@ -262,18 +262,18 @@ class Scheduler:
             return
         if row.update_is_submitted:
             if row.update_has_begun:  # with this step's
-                self._blocked[row] = None
+                self.blocked[row] = None
                 return
             yield AwaitUpdate(row.index)  # the last step's: computed, but not all written yet
         if row.gradients_have_room:
             yield Submit(row.index, *self._urgency(row))
-            self._blocked.pop(row, None)
+            self.blocked.pop(row, None)
         else:
-            self._blocked[row] = None
+            self.blocked[row] = None
 
     def _update_now(self, row: UnitState) -> Actions:
-        """Submit the unit's update if one is due, waiting for room."""
-        if row.update_is_due and row.update_has_begun and row.update_is_submitted:
+        """Submit the unit's update, which is due, waiting for room."""
+        if row.update_has_begun and row.update_is_submitted:
             yield AwaitUpdate(row.index)
         while row.update_is_due:
             yield from self._try_update(row)
@@ -290,9 +290,9 @@ class Scheduler:
 
     def _retry_updates(self) -> Actions:
         """Submit what was blocked, the longest first, up to the first that still has no room: others need as much."""
-        for row in list(self._blocked):
+        for row in list(self.blocked):
             if not row.update_is_due or row.residency is _STORED:
-                del self._blocked[row]
+                del self.blocked[row]
             elif not (row.update_has_begun and row.update_is_submitted):
                 yield from self._try_update(row)
                 if row.update_is_due:

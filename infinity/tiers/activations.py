@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from infinity.config import format_size, size_to_set
 from infinity.errors import CapacityError, InfinityError
 from infinity.io import IoStats, Priority
 from infinity.memory import Arena, Lease
@@ -237,10 +238,12 @@ class ActivationStore:
         return False
 
     def _needed_room(self, entry: _Entry) -> Lease:
-        lease = self._room(_padded(entry.nbytes))
+        nbytes = _padded(entry.nbytes)
+        lease = self._room(nbytes)
         if lease is None:
             raise CapacityError(
-                f"no {entry.nbytes} bytes in one piece are left for an activation: raise tiering.activation_memory"
+                f"no {format_size(nbytes)} in one piece are left for an activation in tiering.activation_memory, "
+                f"{format_size(self.capacity_bytes)}: raise it to {size_to_set(self.capacity_bytes + nbytes)} or more"
             )
         return lease
 

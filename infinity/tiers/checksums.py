@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from infinity.distribution import install_command
 from infinity.errors import ConfigError, StorageError
 from infinity.io import IoFuture, Span
 from infinity.telemetry import Times
@@ -28,7 +29,7 @@ Locate = Callable[[int, int], Sequence[tuple[Path, int, int]]]  # (offset in the
 def check_available() -> None:
     """Raises ConfigError if the xxhash package is missing."""
     if xxhash is None:
-        raise ConfigError("tiering.checksum needs the xxhash package: pip install 'infinity-tiering[checksum]'")
+        raise ConfigError(f"tiering.checksum needs the xxhash package: {install_command('checksum')}")
 
 
 def _digest(span: Span) -> int:

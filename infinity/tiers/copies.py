@@ -277,8 +277,9 @@ class Field:
         A field without a value may begin with any copy.
         """
         copy = self.copies[memory]
-        if any(other.state is _WRITING for other in self.copies.values()):
-            raise RuntimeError(f"{self.name} is being changed already")
+        for other in self.copies.values():  # for every gradient: no generator
+            if other.state is _WRITING:
+                raise RuntimeError(f"{self.name} is being changed already")
         if self.version:
             if memory < Memory.HOST:
                 raise RuntimeError(f"{self.name} cannot be changed in place in {memory.name}")

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from infinity.memory import Budget
 from infinity.tiers.copies import Move, Transfer
 from infinity.tiers.norms import Norms
+
+
+@dataclass(slots=True)
+class _UnitGrads:
+    """One unit's gradients, and the last of their norms on its way."""
+
+    buffer: torch.Tensor
+    measured: Transfer | None = None
 
 
 class DeviceGrads:
@@ -36,44 +45,44 @@ class DeviceGrads:
         self._dtype = dtype
         self.budget = budget
         self._device = device
-        self._buffers: dict[int, torch.Tensor] = {}
-        self._measured: dict[int, Transfer] = {}  # the last norm of each unit on its way
+        self._units: dict[int, _UnitGrads] = {}  # those that have gradients
 
     # Adding #
 
     def open(self, unit: int) -> torch.Tensor | None:
         """The unit's gradients, to be added to; without a meaning if it has none yet. None while there is no room."""
-        buffer = self._buffers.get(unit)
-        if buffer is None:
+        each = self._units.get(unit)
+        if each is None:
             if self.lacks_capacity(unit):
                 return None
             self.budget.take(self._nbytes(unit), f"gradients of unit {unit}")
-            buffer = self._buffers[unit] = torch.empty(self._numels[unit], dtype=self._dtype, device=self._device)
-        return buffer
+            each = _UnitGrads(torch.empty(self._numels[unit], dtype=self._dtype, device=self._device))
+            self._units[unit] = each
+        return each.buffer
 
     def measure(self, unit: int, index: int, values: torch.Tensor) -> Transfer:
         """Have the norm of these gradients of the unit made, and come to `index` of `norms`."""
-        copy = self._measured[unit] = self.norms.bring(index, values)
+        copy = self._units[unit].measured = self.norms.bring(index, values)
         return copy
 
     def tensor(self, unit: int) -> torch.Tensor:
-        return self._buffers[unit]
+        return self._units[unit].buffer
 
     def has_come(self, unit: int) -> bool:
         """What was measured of the unit's gradients is in host memory."""
-        return unit not in self._measured or self._measured[unit].done()  # of the last, behind all others
+        each = self._units.get(unit)
+        return each is None or each.measured is None or each.measured.done()  # the last one is behind all others
 
     def rest(self, unit: int) -> None:
         """They stay where they are."""
 
     def holds(self, unit: int) -> bool:
         """The unit has gradients that no update has."""
-        return unit in self._buffers
+        return unit in self._units
 
     def drop(self, unit: int) -> None:
         """The unit's gradients are nothing any more."""
-        del self._buffers[unit]
-        self._measured.pop(unit, None)
+        del self._units[unit]
         self.budget.give(self._nbytes(unit))
 
     # Room #
@@ -92,7 +101,7 @@ class DeviceGrads:
 
     def hand_over(self, unit: int) -> tuple[torch.Tensor, tuple[Move, ...]]:
         """The gradients are the unit's update's, at once; pairs with `used`."""
-        return self._buffers[unit], ()
+        return self._units[unit].buffer, ()
 
     def used(self, unit: int) -> None:
         """The update has used the gradients."""
@@ -100,4 +109,4 @@ class DeviceGrads:
 
     def close(self) -> None:
         """The device's memory goes."""
-        self._buffers.clear()
+        self._units.clear()

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from infinity.memory import Budget
+
+
+@dataclass(slots=True)
+class _UnitSums:
+    """One unit's buffer, and the sums that there are in it, by part."""
+
+    buffer: torch.Tensor
+    parts: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class DeviceSums:
@@ -21,6 +30,9 @@ class DeviceSums:
         budget: device memory for them.
         device: where they are computed.
         stays: whether a unit's gradients never leave the device, so that they need no sum beside them.
+
+    Attributes:
+        units: those that have a buffer.
     """
 
     def __init__(
@@ -36,55 +48,58 @@ class DeviceSums:
         self._budget = budget
         self._device = device
         self._stays = stays
-        self._buffers: dict[int, torch.Tensor] = {}
-        self._held: dict[int, dict[int, torch.Tensor]] = {}  # the sums that there are, by unit and part
+        self.units: dict[int, _UnitSums] = {}
 
     def has_room(self, unit: int) -> bool:
         """There is a buffer for the unit's gradients."""
         if self._stays(unit):
             return False
-        if unit not in self._buffers:
+        if unit not in self.units:
             nbytes = self._numels[unit] * self._dtype.itemsize
             if not self._budget.fits(nbytes):
                 return False
             self._budget.take(nbytes, f"sums of gradients of unit {unit}")
-            self._buffers[unit] = torch.empty(self._numels[unit], dtype=self._dtype, device=self._device)
+            self.units[unit] = _UnitSums(torch.empty(self._numels[unit], dtype=self._dtype, device=self._device))
         return True
 
     def add(self, unit: int, part: int, start: int, grad: torch.Tensor) -> None:
         """Add the gradients of a part of the unit, 1-D, which lie at `start` in its buffer; there is room."""
-        held = self._held.setdefault(unit, {})
-        if part in held:
-            held[part].add_(grad)
+        sums = self.units[unit]
+        if part in sums.parts:
+            sums.parts[part].add_(grad)
         else:
-            held[part] = self._buffers[unit][start : start + grad.numel()]
-            held[part].copy_(grad)
+            sums.parts[part] = sums.buffer[start : start + grad.numel()]
+            sums.parts[part].copy_(grad)
 
     def holds(self, unit: int, part: int) -> bool:
-        return part in self._held.get(unit, ())
+        sums = self.units.get(unit)
+        return sums is not None and part in sums.parts
 
     def held(self) -> list[tuple[int, int]]:
         """Unit and part of every sum that there is."""
-        return [(unit, part) for unit, parts in self._held.items() for part in parts]
+        return [(unit, part) for unit, sums in self.units.items() for part in sums.parts]
 
     def of(self, unit: int, part: int) -> torch.Tensor:
         """The sum, in the buffer's memory."""
-        return self._held[unit][part]
+        return self.units[unit].parts[part]
 
     def drop(self, unit: int, part: int) -> None:
         """Forget a sum, if there is one: what comes next begins a new one."""
-        self._held.get(unit, {}).pop(part, None)
+        sums = self.units.get(unit)
+        if sums is not None:
+            sums.parts.pop(part, None)
 
     def give_up(self, unit: int) -> None:
         """The unit's gradients stay on the device from now on; it has no sum. Gives its buffer back."""
-        if self._buffers.pop(unit, None) is not None:
-            self._budget.give(self._numels[unit] * self._dtype.itemsize)
+        sums = self.units.pop(unit, None)
+        if sums is not None:
+            self._budget.give(sums.buffer.nbytes)
 
     def clear(self) -> None:
         """Forget all of them."""
-        self._held.clear()
+        for sums in self.units.values():
+            sums.parts.clear()
 
     def close(self) -> None:
         """Give the device's memory back."""
-        self.clear()
-        self._buffers.clear()
+        self.units.clear()

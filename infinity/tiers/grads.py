@@ -185,9 +185,6 @@ class GradStore:
         each = self._units[unit]
         if each.is_elsewhere:
             raise RuntimeError(f"the gradients of unit {unit} are asked for, which its update has")
-        return self._open(each)
-
-    def _open(self, each: _UnitGrads) -> torch.Tensor | None:
         host = each.host
         if host.state is not _WRITING:
             if host.pins or not self._bring(each, Priority.DEMAND):
@@ -343,9 +340,11 @@ class GradStore:
     def restore(self, unit: int) -> torch.Tensor | None:
         """Where the unit's gradients are to be again, filled at once; None while there is no room."""
         each = self._units[unit]
-        buffer = self._open(each)
-        if buffer is not None:
-            each.is_elsewhere = False
+        buffer, each.is_elsewhere = None, False
+        try:
+            buffer = self.open(unit)
+        finally:
+            each.is_elsewhere = buffer is None
         return buffer
 
     def returned(self, unit: int) -> None:
@@ -454,9 +453,10 @@ class GradStore:
 
     def _finish_moves(self, each: _UnitGrads) -> None:
         # A write that is done may have left its source already, and its target waits to hear how it ended.
-        for move in dict.fromkeys(move for copy in each.field.copies.values() for move in copy.moves):
-            with self._counters.stalled(move.cause):
-                each.field.finish_move(move)
+        for copy in each.field.copies.values():
+            for move in tuple(copy.moves):
+                with self._counters.stalled(move.cause):
+                    each.field.finish_move(move)
         each.arrival = None
         self._arriving.pop(each, None)
 

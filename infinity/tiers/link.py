@@ -40,8 +40,13 @@ class Link(Protocol):
             after: a `mark`: what the stream was given since then has nothing to do with the target.
         """
 
-    def download(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
-        """Copy device -> host, after everything that the compute stream was given so far."""
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
+        """Copy device -> host, after everything that the compute stream was given so far.
+
+        Args:
+            after: once this is over the source has its values. The copy waits for nothing else, nor for downloads
+                without it.
+        """
 
     def compute_waits(self, token: Transfer) -> None:
         """What the compute stream is given from now on runs after the copy."""
@@ -74,7 +79,11 @@ def accelerator() -> torch.device | None:
 
 
 class AcceleratorLink:
-    """A copy stream for each direction, so that uploads and downloads use both halves of the bus."""
+    """A copy stream for each direction, so that uploads and downloads use both halves of the bus.
+
+    The host runs ahead of the device, so that a stream's copies wait for what is not computed yet. Downloads of what is
+    there already have a stream of their own.
+    """
 
     discrete = True
 
@@ -84,12 +93,13 @@ class AcceleratorLink:
         self._clock: _DeviceClock | None = None
         self._up = torch.Stream(device)
         self._down = torch.Stream(device)
+        self._down_early = torch.Stream(device)
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
         return self._copy(self._up, target, source, after)
 
-    def download(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
-        return self._copy(self._down, target, source)
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
+        return self._copy(self._down if after is None else self._down_early, target, source, after)
 
     def compute_waits(self, token: Transfer) -> None:
         assert isinstance(token, _EventToken)  # of this link
@@ -216,7 +226,7 @@ class SameMemory:
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
         return self._copy(target, source)
 
-    def download(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
         return self._copy(target, source)
 
     def compute_waits(self, token: Transfer) -> None:

@@ -32,7 +32,7 @@ from infinity.errors import InfinityError
 from infinity.io import IoFuture, Priority
 from infinity.memory import Arena, Budget, SparePages
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers.copies import Memory, Move, State
+from infinity.tiers.copies import Memory, Move, State, Transfer
 from infinity.tiers.slots import Extent, SlotExtent
 from infinity.tiers.swap import SwapSpace
 from infinity.tiers.unit_params import Carriers, Device, FlatSpec, Residency, UnitParams
@@ -298,6 +298,15 @@ class Params:
         each = self.units[unit]
         self._finish(each, each.site)
 
+    def note_final(self, unit: int, gradients: Transfer) -> None:
+        """Once these gradients have come, nothing but updates changes the unit on the device until `end_pass`."""
+        self.units[unit].final = gradients
+
+    def end_pass(self) -> None:
+        """The backward pass is over: others may change units from now on."""
+        for each in self.units:
+            each.final = None
+
     def begin_change(self, unit: int) -> tuple[Move, ...]:
         """What `host_tensor` shows may be changed once these are over; pairs with `end_change`.
 
@@ -366,6 +375,7 @@ class Params:
         each = self.units[unit]
         assert self._device is not None
         self.await_update(unit)
+        each.final = None
         for move in each.field.begin_write(each.there):
             self._device.link.compute_waits(move.transfer)
         return each.trained_there()

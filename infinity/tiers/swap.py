@@ -213,7 +213,8 @@ class SwapSpace:
 
     @property
     def _slotted_by(self) -> str:
-        return 'tiering.update_schedule "speculative"' if self.run is None else "tiering.crash_consistent"
+        speculative = 'the update schedule "speculative" (see tiering.update_schedule, "deferred" needs one)'
+        return speculative if self.run is None else "tiering.crash_consistent"
 
     def _two_slots(self, error: StorageError) -> StorageError:
         """The error, with a reason that users may not think of."""

@@ -6,6 +6,10 @@ host runs ahead of the device: a next forward pass may be queued while an update
 may have been others' until then. What an update changes is used until the update begins: from then on nobody sees the
 old values (`ParameterViews.outdate`). Each of these moments is marked in the compute stream.
 
+[Note: downloads]
+Nor does a download for an update wait for all that was queued until it begins: by then several more units may be. In a
+backward pass nothing but updates changes a unit once its gradients are computed, so that it waits for these.
+
 [Note: stable storage]
 Autograd saves views of the weights (`weight.t()` for a linear layer) and uses them in backward, after the unit
 may have been evicted and fetched again. So a unit's flat tensor keeps one storage for the whole run, and only
@@ -162,6 +166,8 @@ class UnitParams:
         since: what the device was given from this moment on does not touch the memory that the next upload fills, see
             [Note: uploads]; None where nobody knows.
         sent: elements of the shard that are on the device, or on their way there, while the others are being changed.
+        final: once this is over the device has the values that a download is to have, see [Note: downloads]; None where
+            nobody knows.
     """
 
     def __init__(
@@ -182,6 +188,7 @@ class UnitParams:
         self.lease = lease
         self.since: Transfer | None = None
         self.sent = 0
+        self.final: Transfer | None = None
         self._extent = extent
         self._by = carriers
         self._counters = carriers.counters
@@ -374,6 +381,7 @@ class UnitParams:
 
     def put_in_place(self) -> None:
         """SHARD to its place in the tensor, by what the device is given now."""
+        self.final = None
         for here, there in _runs(self.beside, self.tensor, self.spec.pieces):
             there.copy_(here)
         self.field.begin_move(Memory.SHARD, Memory.DEVICE, self.device.link.mark(), StallCause.HOST_LINK)
@@ -397,6 +405,7 @@ class UnitParams:
         for here, there in _runs(self.shard, *self._flat_there(), self.sent, stop):
             with self._counters.stalled(StallCause.HOST_LINK):
                 token = self.device.link.upload(there, here, since)
+            self.final = None
             self._counters.moved("host_to_device", here.nbytes, token, self.index, "parameters")
         self.sent = stop
         return token
@@ -417,7 +426,7 @@ class UnitParams:
         """The shard's values on the device to HOST."""
         for here, there in _runs(self.shard, *self._flat_there()):
             with self._counters.stalled(StallCause.HOST_LINK):
-                token = self.device.link.download(here, there)
+                token = self.device.link.download(here, there, self.final)
             self._counters.moved("device_to_host", here.nbytes, token, self.index, "parameters")
         self.field.begin_move(self.there, Memory.HOST, token, StallCause.HOST_LINK)
 

@@ -94,8 +94,9 @@ class Outlook:
         self._bounds = bounds
         self._seq_len = seq_len
         self._checkpointing = checkpointing
-        self._machine = Machine(device_bytes=machine["device_bytes"])
         self.config = load_config(values)
+        drive_bytes = sum(drive.free_bytes for drive in drives_here(self.config))
+        self._machine = Machine(device_bytes=machine["device_bytes"], drive_bytes=drive_bytes)
         self.given = setting_of(self.config, bounds.limits)
         dtype = str(compute_dtype(self.config)).removeprefix("torch.")
         device = machine["device"] or "cpu"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from infinity.config import Config, format_size
+from infinity.config import Config, format_size, size_to_set
 from infinity.errors import CapacityError
 from infinity.memory import Budget, Ledger, available_memory_bytes
 from infinity.schedule import MemoryNeeds, MemorySplit, alone
@@ -122,11 +122,11 @@ def _checked_capacity(sizing: Sizing, config: Config, free_bytes: int) -> int:
             f"optimizer.device is none, or ratio below 1) parameters need {format_size(params.always + params.least)}, "
             f"states {format_size(share.states)} and gradients {format_size(share.grads_least)} there: set "
             "zero_optimization.offload_optimizer.device to cpu or nvme, raise a ratio below 1, or raise device_memory "
-            f"to {least} bytes or more"
+            f"to {size_to_set(least)} or more"
         )
     raise CapacityError(
         f"tiering.device_memory is {format_size(total)} but the parameters need at least {format_size(least)} "
-        f"on the device at once: raise it to {least} bytes or more, or offload parameters that stay there"
+        f"on the device at once: raise it to {size_to_set(least)} or more, or offload parameters that stay there"
         + alone(sizing.largest.name, sizing.largest.nbytes, total, sizing.largest.name in sizing.embeddings, 2)
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -16,12 +16,12 @@ from infinity.errors import ConfigError
 from infinity.io import IoOptions, open_engine
 from infinity.io.gds import DeviceReads
 from infinity.kernels import cpus_near, share_threads
-from infinity.memory import Arena, Budget, Ledger, Level
+from infinity.memory import Arena, Lease, Ledger, Level
 from infinity.optim.before_images import BeforeImages
 from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule import Cycle, MemorySplit, split_memory
-from infinity.schedule.placement import Placement, Rules, place, summed_once
+from infinity.schedule.placement import Placement, place, summed_once
 from infinity.telemetry import Counters, Monitor, Timeline
 from infinity.tiers import (
     ActivationFiles,
@@ -46,7 +46,8 @@ from infinity.tiers import (
 from infinity.tiers.run_files import RunFiles
 from infinity.zero.adoption import RunFacts, open_run
 from infinity.zero.agreement import configuration_facts
-from infinity.zero.budgets import agreed, device_budgets, fits, host_capacity
+from infinity.zero.budgets import DeviceBudgets, agreed, device_budgets, fits, host_capacity
+from infinity.zero.drives import free_for_swap
 from infinity.zero.executor import Executor
 from infinity.zero.fitting import cut_to_fit
 from infinity.zero.gradients import Gradients
@@ -55,7 +56,7 @@ from infinity.zero.in_flight import InFlight
 from infinity.zero.landing import Places, landing_of
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
 from infinity.zero.on_device import OnDevice
-from infinity.zero.partial_sums import PartialSums
+from infinity.zero.partial_sums import PartialSum
 from infinity.zero.partition import Partition
 from infinity.zero.ranks import ALONE, Ranks, is_first_process, ranks_on_this_machine
 from infinity.zero.reduction import Direct, Journey, Reduction
@@ -139,7 +140,7 @@ class Runtime:
 
     def together(self, what: str) -> None:
         """Where parameters are in the shards of several ranks, all must come to the same call `what`."""
-        if self.sizing.rules.gathers:
+        if self.sizing.rules.params.gathers:
             self.ranks.together(what)
 
     def settle(self) -> None:
@@ -196,12 +197,95 @@ def build_runtime(
         StorageError: an nvme path cannot be used or does not have the space.
         RankError: one of these on another rank.
     """
+    plan = _lay_out(model, groups, config, optimizer, link, ranks, parts, made, in_files or {})
+    facts = {**(facts or {}), "configuration": configuration_facts(plan.config)}
+    share_threads(ranks_on_this_machine(ranks), launches=link.discrete, near=cpus_near(link.device))
+    with ExitStack() as undo:  # what was acquired goes again if a later step fails
+        run = _open_run(plan, facts)
+        memory = _open_memory(plan, undo, run)
+        once = _share_sums(plan, memory)
+        with _as_one(ranks, parts):
+            states = _hold_states(plan, memory)
+            undo.callback(states.close)
+            held = _hold_units(plan, memory, states, undo)
+            if run is None:
+                memory.swap.create()
+        if run is not None:
+            ranks.each(lambda: _take_over(memory.swap), "infinity.initialize(): the files")
+        _tell_of_waiting(plan, held)
+        for slot in memory.slots:
+            memory.swap.register(slot.span())
+        pipeline = UpdatePipeline(plan.sizing.layout, states, memory.slots, memory.counters, held.images)
+        undo.pop_all()
+    return Runtime(
+        sizing=plan.sizing,
+        groups=plan.groups,
+        executor=_make_executor(plan, model, memory, states, held, pipeline),
+        params=held.params,
+        grads=held.grads,
+        pipeline=pipeline,
+        states=states,
+        sums=held.sums,
+        arena=memory.arena,
+        host=plan.host,
+        device=memory.there.ledger,
+        swap=memory.swap,
+        files=held.files,
+        counters=memory.counters,
+        link=link,
+        loss_norm=Norms(plan.sizing.rules.measured_there(1), link),
+        parts=parts,
+        monitor=Monitor(config.monitors, writes=is_first_process()),
+        summed_once=once,
+        in_files=in_files or {},
+    )
+
+
+# What is decided before anything is acquired #
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What goes where.
+
+    Attributes:
+        config: as it was cut to fit.
+        groups: who shares the states, and who has the same of them.
+        host: what host memory is used for.
+    """
+
+    config: Config
+    sizing: Sizing
+    split: MemorySplit
+    placement: Placement
+    groups: Groups
+    host: Ledger
+    link: Link
+    parts: ModelParts
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.groups.all
+
+
+def _lay_out(
+    model: nn.Module,
+    param_groups: Mapping[str, int],
+    config: Config,
+    optimizer: str,
+    link: Link,
+    ranks: Ranks,
+    parts: ModelParts,
+    made: Collection[str],
+    in_files: Mapping[str, StoredTensor],
+) -> _Plan:
+    """Decide what goes where; see `build_runtime`."""
     free_bytes = link.free_bytes()
 
     def layout(config: Config) -> Sizing:
         return size_up(
             model,
-            groups,
+            param_groups,
             config,
             optimizer,
             discrete=link.discrete,
@@ -209,6 +293,8 @@ def build_runtime(
             made=made,
             in_files=in_files,
             device_bytes=free_bytes,
+            # The model's other parts would have to choose alike, and may share the drives.
+            drive_bytes=lambda: 0 if parts.are_several else free_for_swap(config),
         )
 
     def is_enough(sizing: Sizing) -> bool:
@@ -216,107 +302,129 @@ def build_runtime(
         return fits(sizing, config, host_bytes, free_bytes, ranks, parts.ranks)  # all compute together
 
     config, sizing, cut_bytes = cut_to_fit(config, layout, is_enough)
-    facts = {**(facts or {}), "configuration": configuration_facts(config)}  # as it is cut
-    share_threads(ranks_on_this_machine(ranks), launches=link.discrete, near=cpus_near(link.device))
-    groups_of_ranks = Groups.of(ranks, sizing.rules.sharding)
     needs = sizing.host_needs()
     host = Ledger("host memory", host_capacity(config, needs, ranks))
     with _as_one(ranks, parts):
         split = split_memory(needs, host.capacity_bytes, "tiering.host_memory", cut_bytes)
     split = agreed(split, ranks, parts.ranks)
     placement = place(sizing.rules, sizing.specs, sizing.shards, split)
-    with ExitStack() as undo:  # what was acquired goes again if a later step fails
-        # All of host memory but what is computed on, which has memory of its own.
-        arena_bytes = split.ring_bytes + split.grads_bytes + split.states_bytes + split.homes_bytes
-        run = _open_run(sizing.rules, config, ranks, facts)
-        with _as_one(ranks, parts):
-            counters = Counters(_open_timeline(sizing, config, ranks, link, undo))
-            arena = Arena(arena_bytes, pin=link.pinned_for)
-            undo.callback(arena.close)
-            swap = _open_disk(sizing.rules, config, ranks, undo, run)
-            slots = [arena.lease(sizing.tile_bytes) for _ in range(split.ring_bytes // sizing.tile_bytes)]
-            there = device_budgets(sizing, config, split, host, link.free_bytes())  # before anything is taken
-        for others in (ranks, parts.ranks):  # full on one is full on all, see `agreed`
-            there.grads.capacity_bytes = others.least(there.grads.capacity_bytes)
-        once = summed_once(sizing.rules, sizing.shards, ranks.least(there.sums.capacity_bytes))
-        there.sums.take(sum(once.values()), "sums of gradients over a group of ranks")
-        with _as_one(ranks, parts):
-            states = StateStore(
-                sizing.shards.numels,
-                sizing.tile_numel,
-                sizing.layout.tile_bytes,
-                [home.memory for home in placement.tiles],
-                arena=arena,
-                swap=swap,
-                counters=counters,
-                device=DeviceStates(link, sizing.layout) if sizing.there or sizing.may_come else None,
-                written_through=config.tiering.crash_consistent,
-                slotted=sizing.has_slots,
-            )
-            undo.callback(states.close)
-            sums = DeviceSums(sizing.shards.numels, sizing.grad_dtype, there.sums, link.device, states.is_there)
-            host.count("gradients, states and what is on its way", arena)
-            host.fix("values on their way at initialize", needs.initial_extra_bytes(split))
-            apart = _apart(sizing, config, arena, link)
-            homes = [home.memory for home in placement.params]
-            files = _open_weights(sizing, config, undo)
-            params = Params(
-                sizing.specs,
-                homes,
-                there.params,
-                counters,
-                arena=arena,
-                swap=swap,
-                files=files,
-                device=apart,
-                written_through=config.tiering.crash_consistent,
-                slotted=sizing.tile_numel if sizing.has_slots else 0,
-            )
-            undo.callback(params.close)
-            images = _room_for_images(sizing, split, host, undo)
-            # Behind what a later process goes on from: how many gradients are there depends on the memory of the day.
-            grads = _hold_gradients(sizing, placement, split, there.grads, arena, swap, counters, link, states)
-            undo.callback(grads.close)
-            if run is None:
-                swap.create()
-        if run is not None:
-            ranks.each(lambda: _take_over(swap), "infinity.initialize(): the files")
-        _tell_of_waiting(config, sizing, params, images)
-        for slot in slots:
-            swap.register(slot.span())
-        pipeline = UpdatePipeline(sizing.layout, states, slots, counters, images)
-        undo.pop_all()
-    capacity_bytes = ranks.least(there.params.capacity_bytes)
+    groups = Groups.of(ranks, sizing.rules.sharding)
+    return _Plan(config, sizing, split, placement, groups, host, link, parts)
+
+
+# What is acquired #
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """The tiers, empty.
+
+    Attributes:
+        slots: of the ring of tiles.
+        there: what the device's memory is used for.
+    """
+
+    counters: Counters
+    arena: Arena
+    swap: SwapSpace
+    slots: Sequence[Lease]
+    there: DeviceBudgets
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Where units' parameters and gradients are held."""
+
+    params: Params
+    grads: GradStores
+    sums: DeviceSums
+    files: WeightFiles
+    images: BeforeImages | None
+
+
+def _open_memory(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> _Memory:
+    """Have host memory, but what is computed on, which has memory of its own, and the drives."""
+    sizing, split, config = plan.sizing, plan.split, plan.config
+    arena_bytes = split.ring_bytes + split.grads_bytes + split.states_bytes + split.homes_bytes
+    with _as_one(plan.ranks, plan.parts):
+        counters = Counters(_open_timeline(plan, undo))
+        arena = Arena(arena_bytes, pin=plan.link.pinned_for)
+        undo.callback(arena.close)
+        swap = _open_disk(plan, undo, run)
+        slots = [arena.lease(sizing.tile_bytes) for _ in range(split.ring_bytes // sizing.tile_bytes)]
+        there = device_budgets(sizing, config, split, plan.host, plan.link.free_bytes())  # before anything is taken
+    for ranks in (plan.ranks, plan.parts.ranks):  # full on one is full on all, see `agreed`
+        there.grads.capacity_bytes = ranks.least(there.grads.capacity_bytes)
+    return _Memory(counters, arena, swap, slots, there)
+
+
+def _share_sums(plan: _Plan, memory: _Memory) -> frozenset[int]:
+    """Which units' replicas add their gradients up once a step; what that takes is taken."""
+    sums = memory.there.sums
+    once = summed_once(plan.sizing.rules, plan.sizing.shards, plan.ranks.least(sums.capacity_bytes))
+    sums.take(sum(once.values()), "sums of gradients over a group of ranks")
+    return frozenset(once)
+
+
+def _hold_states(plan: _Plan, memory: _Memory) -> StateStore:
+    """Where optimizer states are."""
+    sizing = plan.sizing
+    return StateStore(
+        sizing.shards.numels,
+        sizing.tile_numel,
+        sizing.layout.tile_bytes,
+        [home.memory for home in plan.placement.tiles],
+        arena=memory.arena,
+        swap=memory.swap,
+        counters=memory.counters,
+        device=DeviceStates(plan.link, sizing.layout) if sizing.there or sizing.may_come else None,
+        written_through=plan.config.tiering.crash_consistent,
+        slotted=sizing.has_slots,
+    )
+
+
+def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStack) -> _Held:
+    """Where parameters are, and gradients until they are used."""
+    sizing, split, host, link = plan.sizing, plan.split, plan.host, plan.link
+    sums = DeviceSums(sizing.shards.numels, sizing.grad_dtype, memory.there.sums, link.device, states.is_there)
+    host.count("gradients, states and what is on its way", memory.arena)
+    host.fix("values on their way at initialize", sizing.host_needs().initial_extra_bytes(split))
+    apart = _apart(plan, memory.arena)
+    files = _open_weights(plan, undo)
+    params = Params(
+        sizing.specs,
+        [home.memory for home in plan.placement.params],
+        memory.there.params,
+        memory.counters,
+        arena=memory.arena,
+        swap=memory.swap,
+        files=files,
+        device=apart,
+        written_through=plan.config.tiering.crash_consistent,
+        slotted=sizing.tile_numel if sizing.has_slots else 0,
+    )
+    undo.callback(params.close)
+    images = _room_for_images(plan, undo)
+    # Behind what a later process goes on from: how many gradients are there depends on the memory of the day.
+    grads = _hold_gradients(plan, memory, states)
+    undo.callback(grads.close)
+    return _Held(params, grads, sums, files, images)
+
+
+def _make_executor(
+    plan: _Plan, model: nn.Module, memory: _Memory, states: StateStore, held: _Held, pipeline: UpdatePipeline
+) -> Executor:
+    """What moves and updates units: their rows, what parameters show, and the cycle of uses."""
+    sizing, params, grads = plan.sizing, held.params, held.grads
+    capacity_bytes = plan.ranks.least(memory.there.params.capacity_bytes)
     moving = [spec.offloaded for spec in sizing.specs]
     cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes, sizing.ahead_bytes)
-    views = ParameterViews(model, sizing.partition, params, writable=config.zero.stage < 3)
+    views = ParameterViews(model, sizing.partition, params, writable=plan.config.zero.stage < 3)
     on_device = None if grads.device is None else OnDevice(params, grads.device, states, sizing.layout)
     units = [Unit(each, grads.host, states) for each in params.units]
-    in_flight = InFlight(units, params, grads.host, pipeline, counters, on_device)
-    return Runtime(
-        sizing=sizing,
-        groups=groups_of_ranks,
-        executor=Executor(
-            units, views, params, grads.host, in_flight, pipeline, cycle, counters, groups_of_ranks.sharing
-        ),
-        params=params,
-        grads=grads,
-        pipeline=pipeline,
-        states=states,
-        sums=sums,
-        arena=arena,
-        host=host,
-        device=there.ledger,
-        swap=swap,
-        files=files,
-        counters=counters,
-        link=link,
-        loss_norm=Norms(sizing.rules.measured_there(1), link),
-        parts=parts,
-        monitor=Monitor(config.monitors, writes=is_first_process()),
-        summed_once=frozenset(once),
-        in_files=in_files or {},
-    )
+    in_flight = InFlight(units, params, grads.host, pipeline, memory.counters, on_device)
+    sharing = plan.groups.sharing
+    return Executor(units, views, params, grads.host, in_flight, pipeline, cycle, memory.counters, sharing)
 
 
 @contextmanager
@@ -331,15 +439,15 @@ def make_gradients(runtime: Runtime) -> Gradients:
     """Where the gradients of a training step are collected."""
     partition, rules = runtime.partition, runtime.sizing.rules
     source: Direct | Reduction = Direct(partition.units, runtime.parts)
-    if rules.reduces:
+    if rules.grads.reduces:
         sizing = runtime.sizing
         journey = Journey(
             rules.sharding,
-            rules.reduces_every_pass,
+            rules.grads.reduces_every_pass,
             sizing.collect_dtype,
             sizing.communication_dtype,
             tells_early=sizing.schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE),
-            streams=rules.grads_stream,
+            streams=rules.grads.stream,
         )
         source = Reduction(
             partition.units,
@@ -349,42 +457,50 @@ def make_gradients(runtime: Runtime) -> Gradients:
             runtime.link.device,
             runtime.counters,
             runtime.parts,
-            PartialSums(runtime.summed_once, sizing.shards.numels, sizing.grad_dtype, runtime.link.device),
+            {
+                unit: PartialSum(sizing.shards.numels[unit], sizing.grad_dtype, runtime.link.device)
+                for unit in runtime.summed_once
+            },
         )
-    streams = rules.grads_stream and not runtime.parts.shares
-    places = Places(partition.units, whole=rules.reduces)
-    landing = landing_of(runtime.grads, source, places, runtime.counters, streams=streams)
+    streams = rules.grads.stream and not runtime.parts.shares
+    places = Places(partition.units, whole=rules.grads.reduces)
+    landing = landing_of(
+        runtime.grads, source, places, runtime.counters, streams=streams, note=runtime.params.note_final
+    )
     return Gradients(partition.units, runtime.grads, source, landing, runtime.sums, runtime.counters, runtime.parts)
 
 
-def _hold_gradients(
-    sizing: Sizing,
-    placement: Placement,
-    split: MemorySplit,
-    there: Budget,
-    arena: Arena,
-    swap: SwapSpace,
-    counters: Counters,
-    link: Link,
-    states: StateStore,
-) -> GradStores:
+def _hold_gradients(plan: _Plan, memory: _Memory, states: StateStore) -> GradStores:
     """Where gradients are until they are used."""
+    sizing, link = plan.sizing, plan.link
     shards, dtype = sizing.shards, sizing.grad_dtype
-    norms = Norms(sizing.rules.measured_there(Places(sizing.partition.units, whole=sizing.rules.reduces).count), link)
-    homes = placement.grad_homes
-    host = GradStore(shards.below, dtype, arena, split.grads_bytes, homes, counters, swap, link, norms)
+    norms = Norms(
+        sizing.rules.measured_there(Places(sizing.partition.units, whole=sizing.rules.grads.reduces).count), link
+    )
+    host = GradStore(
+        shards.below,
+        dtype,
+        memory.arena,
+        plan.split.grads_bytes,
+        plan.placement.grad_homes,
+        memory.counters,
+        memory.swap,
+        link,
+        norms,
+    )
     some_may_be_there = sizing.there or sizing.may_come
+    there = memory.there.grads
     device = DeviceGrads(shards.numels, dtype, there, link.device, norms) if some_may_be_there else None
     return GradStores(host, device, states.is_there)
 
 
-def _tell_of_waiting(config: Config, sizing: Sizing, params: Params, images: BeforeImages | None) -> None:
+def _tell_of_waiting(plan: _Plan, held: _Held) -> None:
     """Say where no update can run ahead although the configuration has them do so."""
     if (
-        config.tiering.update_schedule == "speculative"
-        and not any(unit.has_slots for unit in params.units)
-        and images is None
-        and not sizing.rules.recovers_grads
+        plan.config.tiering.update_schedule == "speculative"
+        and not any(unit.has_slots for unit in held.params.units)
+        and held.images is None
+        and not plan.sizing.rules.grads.recovers
     ):
         _log.warning(
             'tiering.update_schedule is "speculative", but no parameters live on a drive, where updates that run '
@@ -393,22 +509,22 @@ def _tell_of_waiting(config: Config, sizing: Sizing, params: Params, images: Bef
         )
 
 
-def _room_for_images(sizing: Sizing, split: MemorySplit, host: Ledger, undo: ExitStack) -> BeforeImages | None:
+def _room_for_images(plan: _Plan, undo: ExitStack) -> BeforeImages | None:
     """Room for before-images, if there is any."""
-    if not split.images_bytes:
+    if not plan.split.images_bytes:
         return None
-    images = BeforeImages(split.images_bytes)
+    images = BeforeImages(plan.split.images_bytes)
     undo.callback(images.close)
-    host.count("what updates ahead replace", images.arena)
+    plan.host.count("what updates ahead replace", images.arena)
     return images
 
 
-def _apart(sizing: Sizing, config: Config, arena: Arena, link: Link) -> Device | None:
+def _apart(plan: _Plan, arena: Arena) -> Device | None:
     """What lies between parameters' homes and what is computed on, where these are apart."""
-    if sizing.rules.site is Memory.DEVICE:
+    if plan.sizing.rules.site is Memory.DEVICE:
         return None
-    direct = _open_direct(config, link) if sizing.rules.params_pass_host else None
-    return Device(link, arena.part(sizing.params.staging), direct)
+    direct = _open_direct(plan.config, plan.link) if plan.sizing.rules.params.pass_host else None
+    return Device(plan.link, arena.part(plan.sizing.params.staging), direct)
 
 
 def _open_direct(config: Config, link: Link) -> DeviceReads | None:
@@ -425,17 +541,18 @@ def _open_direct(config: Config, link: Link) -> DeviceReads | None:
 # Timeline #
 
 
-def _open_timeline(sizing: Sizing, config: Config, ranks: Ranks, link: Link, undo: ExitStack) -> Timeline | None:
+def _open_timeline(plan: _Plan, undo: ExitStack) -> Timeline | None:
     """Where what runs is recorded, if it is asked for: a file for each rank."""
-    path = config.tiering.timeline
+    tiering, ranks = plan.config.tiering, plan.ranks
+    path = tiering.timeline
     if path is None:
         return None
     if ranks.size > 1:
         path = path.with_suffix(f".rank{ranks.rank}{path.suffix}")
-    names = [unit.name for unit in sizing.partition.units]
-    timeline = Timeline(path, names, steps=config.tiering.timeline_steps, rank=ranks.rank)
+    names = [unit.name for unit in plan.sizing.partition.units]
+    timeline = Timeline(path, names, steps=tiering.timeline_steps, rank=ranks.rank)
     undo.callback(timeline.close)
-    link.keep_times()
+    plan.link.keep_times()
     return timeline
 
 
@@ -473,24 +590,26 @@ def _io_options(config: Config) -> IoOptions:
     return IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll)
 
 
-def _open_run(rules: Rules, config: Config, ranks: Ranks, facts: RunFacts) -> RunFiles | None:
+def _open_run(plan: _Plan, facts: RunFacts) -> RunFiles | None:
     """What a later process can go on from, if it is to be able to; all ranks call this."""
-    if not config.tiering.crash_consistent:
+    if not plan.config.tiering.crash_consistent:
         return None
+    rules = plan.sizing.rules
     problem = rules.commit_problem()
     if problem:
         raise ConfigError(problem)
-    return open_run([nvme.path for nvme in rules.drives], facts, ranks)
+    return open_run([nvme.path for nvme in rules.drives], facts, plan.ranks)
 
 
-def _open_disk(rules: Rules, config: Config, ranks: Ranks, undo: ExitStack, run: RunFiles | None) -> SwapSpace:
-    paths = [SwapPath(nvme.path, nvme.capacity_bytes, nvme.bytes_per_s) for nvme in rules.drives]
+def _open_disk(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> SwapSpace:
+    config = plan.config
+    paths = [SwapPath(nvme.path, nvme.capacity_bytes, nvme.bytes_per_s) for nvme in plan.sizing.rules.drives]
     swap = open_swap(
         paths,
         _io_options(config),
         config.tiering.io_backend,
         checksum=config.tiering.checksum,
-        rank=ranks.rank,
+        rank=plan.ranks.rank,
         run=run,
     )
     undo.callback(swap.close)
@@ -503,10 +622,10 @@ def _take_over(swap: SwapSpace) -> None:
     swap.adopt()
 
 
-def _open_weights(sizing: Sizing, config: Config, undo: ExitStack) -> WeightFiles:
+def _open_weights(plan: _Plan, undo: ExitStack) -> WeightFiles:
     """Where units are read that stay in the files of somebody else."""
-    if not any(spec.runs for spec in sizing.specs):
+    if not any(spec.runs for spec in plan.sizing.specs):
         return WeightFiles()
-    files = WeightFiles(open_engine(_io_options(config), config.tiering.io_backend))
+    files = WeightFiles(open_engine(_io_options(plan.config), plan.config.tiering.io_backend))
     undo.callback(files.close)
     return files

@@ -65,7 +65,7 @@ class Coroutine(Generic[Result]):
             raise Abandoned
 
     def _run(self) -> None:
-        _here.coroutine = self
+        this_thread.coroutine = self
         self._go.acquire()
         try:
             if not self._abandoned:
@@ -90,16 +90,11 @@ class Abandoned(BaseException):
     """Raised where a function is paused that will not be resumed."""
 
 
-class _Here(threading.local):
-    coroutine: Coroutine[Any] | None = None
+class _ThisThread(threading.local):
+    coroutine: Coroutine[Any] | None = None  # that the calling code runs in
 
 
-_here = _Here()
-
-
-def current_coroutine() -> Coroutine[Any] | None:
-    """The coroutine that the calling code runs in."""
-    return _here.coroutine
+this_thread = _ThisThread()
 
 
 def abandon(coroutines: Sequence[Coroutine[Result]]) -> None:

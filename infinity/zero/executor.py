@@ -117,7 +117,8 @@ class Executor:
 
     def enter(self, units: tuple[int, ...]) -> None:
         """Wait until the units may be computed on, and start what the plan says; after an exception none is in use."""
-        self.undo(*units)
+        if self._in_flight.speculative:
+            self.undo(*units)
         for unit in units:
             self._params.pin(unit)  # before anything is evicted for another of them
         entered: list[int] = []
@@ -182,7 +183,7 @@ class Executor:
         self._params.fetch_start(unit, priority, updated=self._units[unit].update_is_due)
 
     def _await_fetch(self, action: AwaitFetch | AwaitNewest) -> None:
-        if self._params.residency(action.unit) is Residency.FETCHING:
+        if self._params.units[action.unit].residency is Residency.FETCHING:
             self._params.fetch_wait(action.unit)
 
     def _evict(self, action: Evict) -> None:
@@ -234,7 +235,7 @@ class Executor:
             self.views.show(unit)
 
     def _is_stored(self, unit: int) -> bool:
-        return self._params.residency(unit) is Residency.STORED
+        return self._params.units[unit].residency is Residency.STORED
 
     # The plan #
 
@@ -350,7 +351,7 @@ class Executor:
         if not ahead or self._params.handing_over.torn:  # nothing goes on from an engine that is torn
             return
         for unit in ahead:
-            if self._params.residency(unit) is Residency.FETCHING:  # the plan wants it next
+            if self._params.units[unit].residency is Residency.FETCHING:  # the plan wants it next
                 self._do(OldParametersNeeded(unit))
         away = [unit for unit in ahead if self._is_stored(unit) and self._in_flight.needs_memory(unit)]
         here = [unit for unit in ahead if unit not in away]
@@ -371,11 +372,16 @@ class Executor:
         self.undo(*units, grads=grads)
         return bool(units)
 
-    def spoil(self, unit: int) -> None:
-        """An update of the unit may have run ahead: its gradients change, so that it is not confirmed."""
+    def gradient_comes(self, unit: int) -> None:
+        """A gradient of the unit is about to be added: an update that has run ahead of it is not confirmed.
+
+        Between uses: if something waits for memory and an update has ended, it may have given some back.
+        """
         if self._units[unit].ahead is not None:
             self._in_flight.finish_ahead(unit, self.free_gradients)
             self._spill_ahead()
+        if (self._scheduler.planned or self._scheduler.blocked) and self._in_flight.some_ended:
+            self.settle()
 
     @property
     def awaits_updates(self) -> bool:
@@ -404,18 +410,15 @@ class Executor:
         if self._params.handing_over.torn:
             return
         self._in_flight.settle()
-        self._spill_ahead()
-        if self._scheduler.waits_for_memory:
+        if self._in_flight.some_rest:
+            self._spill_ahead()
+        if self._scheduler.planned or self._scheduler.blocked:
             self._do(MemoryFreed())
-        self._show_finished()
+        if self._in_flight.finished:
+            self._show_finished()
         for unit in self._params.passing:
             if not (self._units[unit].update_is_submitted or self._units[unit].update_is_due):
                 self._params.advance(unit)
-
-    def catch_up(self) -> None:
-        """Between uses: if something waits for memory and an update has ended, it may have given some back."""
-        if self._scheduler.waits_for_memory and self._in_flight.some_ended:
-            self.settle()
 
     def begin_step(self) -> None:
         """Parameters are about to be updated, from the first unit to the last."""
@@ -435,7 +438,7 @@ class Executor:
             behind = each.params.coming is not None or each.is_updating
             if behind or self._rests(unit):
                 continue  # shown when it is used
-            if self._params.residency(unit) is Residency.RESIDENT and self._gathering.is_whole(unit):
+            if self._params.units[unit].residency is Residency.RESIDENT and self._gathering.is_whole(unit):
                 self.views.show(unit)
 
     @property
@@ -568,7 +571,7 @@ class Executor:
         self._params.await_update(unit)
         each = self._units[unit]
         behind = each.is_updating or self.views.detached
-        whole = self._params.residency(unit) is Residency.RESIDENT and self._gathering.is_whole(unit)
+        whole = self._params.units[unit].residency is Residency.RESIDENT and self._gathering.is_whole(unit)
         if whole and not behind and not self._rests(unit):
             self.views.show(unit)
         else:
@@ -593,7 +596,7 @@ class Executor:
             raise
         finally:
             self._params.unpin(unit)
-        if self._params.residency(unit) is Residency.RESIDENT:
+        if self._params.units[unit].residency is Residency.RESIDENT:
             self._do(ParametersMade(unit))
         self.refresh(unit)
 

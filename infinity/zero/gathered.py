@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from infinity.config import format_size
 from infinity.errors import CapacityError, ConfigError, InfinityError
 from infinity.memory import free_bytes
 from infinity.optim.formats import read_master, write_master
@@ -293,8 +294,8 @@ def check_room(
         asked, advice = what
         names = f"`{places[0].slot.name}`" + (f" and {len(places) - 1} others" if len(places) > 1 else "")
         raise CapacityError(
-            f"{asked} needs {nbytes} bytes of {target.type} memory for copies of {names}, outside of the budgets, and "
-            f"{free} are free: {advice}"
+            f"{asked} needs {format_size(nbytes)} of {target.type} memory for copies of {names}, outside of the "
+            f"budgets, and {format_size(free)} are free: {advice}"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -21,11 +21,33 @@ from infinity.zero.reduction import WHOLE, Addend, Direct, Reduction
 
 
 @dataclass(slots=True)
-class _Total:
+class _StepTotal:
     """A unit's gradients of this step so far: slots that have one, and what was measured."""
 
-    present: set[int]
-    stats: Measures
+    present: set[int] = field(default_factory=set)
+    stats: Measures = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _UnitTotal:
+    """What has come of a unit's gradients.
+
+    Attributes:
+        index: of the unit.
+        trained: how many of its parameters are.
+        of_pass: slots that have come in the pass that is running.
+        step: None before the step's first gradient, and once they are handed over.
+    """
+
+    index: int
+    trained: int
+    of_pass: set[int] = field(default_factory=set)
+    step: _StepTotal | None = None
+
+    def begun(self) -> _StepTotal:
+        if self.step is None:
+            self.step = _StepTotal()
+        return self.step
 
 
 class Gradients:
@@ -55,10 +77,8 @@ class Gradients:
         self._sums = sums
         self._counters = counters
         self._parts = parts
-        self._totals: dict[int, _Total] = {}  # without what is handed over, which is in the store for a while, too
         self._last_pass = False
-        self._awaited = [sum(slot.trainable for slot in unit.slots) for unit in units]
-        self._of_pass: list[set[int]] = [set() for _ in units]  # slots that have come in the pass that is running
+        self._rows = [_UnitTotal(unit.index, sum(slot.trainable for slot in unit.slots)) for unit in units]
 
     # Arriving #
 
@@ -79,9 +99,13 @@ class Gradients:
         Returns:
             What `try_add` is to add now; None if nothing leaves the device yet.
         """
+        if self._last_pass and not self._sums.units:
+            return addend
         unit, part, start, _, grad, *_ = addend
-        total = self._total(unit)
-        begins_here = not self._last_pass and part not in total.stats and self._sums.has_room(unit)
+        row = self._rows[unit]
+        begins_here = (
+            not self._last_pass and (row.step is None or part not in row.step.stats) and self._sums.has_room(unit)
+        )
         if not begins_here and not self._sums.holds(unit, part):
             return addend
         self._sums.add(unit, part, start, grad.view(-1))
@@ -89,7 +113,7 @@ class Gradients:
             summed = addend._replace(values=self._sums.of(unit, part))
             self._sums.drop(unit, part)
             return summed
-        self._note_come(addend)
+        self._note_come(row, addend)
         return None
 
     def finish(self) -> Iterator[Addend]:
@@ -114,17 +138,13 @@ class Gradients:
 
     def all_come(self, unit: int) -> bool:
         """All gradients of the unit have come in this backward pass, as far as it takes to let them rest."""
-        return self._source.tells_late or len(self._of_pass[unit]) == self._awaited[unit]
+        row = self._rows[unit]
+        return self._source.tells_late or len(row.of_pass) == row.trained
 
-    def _total(self, unit: int) -> _Total:
-        total = self._totals.get(unit)
-        if total is None:
-            total = self._totals[unit] = _Total(set(), {})
-        return total
-
-    def _note_come(self, addend: Addend) -> None:
-        self._totals[addend.unit].present.update(addend.present)
-        self._of_pass[addend.unit].update(addend.of_pass)
+    @staticmethod
+    def _note_come(row: _UnitTotal, addend: Addend) -> None:
+        row.begun().present.update(addend.present)
+        row.of_pass.update(addend.of_pass)
 
     def try_add(self, addend: Addend) -> bool | None:
         """Add to what host memory has of a unit.
@@ -133,16 +153,17 @@ class Gradients:
             Whether all gradients of the unit have come in this backward pass; None, and nothing is added, while there
             is no room.
         """
-        unit = addend.unit
-        total = self._total(unit)  # first, so that what is opened can be dropped
-        begun = bool(total.stats)
-        if not self._landing.add(addend, total.stats, last_pass=self._last_pass):
+        row = self._rows[addend.unit]
+        step = row.step or row.begun()  # first, so that what is opened can be dropped
+        is_first = not step.stats
+        if not self._landing.add(addend, step.stats, last_pass=self._last_pass):
             return None
-        if not begun:
-            for low, high in self._source.gaps[unit]:
-                self._store(unit).tensor(unit)[low:high] = 0  # kernels run over the padding too
-        self._note_come(addend)
-        return self.all_come(unit)
+        if is_first:
+            for low, high in self._source.gaps[row.index]:
+                self._store(row.index).tensor(row.index)[low:high] = 0  # kernels run over the padding too
+        step.present.update(addend.present)
+        row.of_pass.update(addend.of_pass)
+        return self._source.tells_late or len(row.of_pass) == row.trained
 
     def begin_backward(self, *, last: bool, uses: Sequence[int] | None) -> None:
         """A backward pass begins, the `last` one of a step or not.
@@ -182,10 +203,11 @@ class Gradients:
         if not self._source.tells_late:
             return
         for unit, slots in self._source.told():
-            self._total(unit).present.update(slots)
-        for unit in [unit for unit, total in self._totals.items() if not total.present]:
-            self._sums.drop(unit, WHOLE)
-            self._drop(unit)
+            self._rows[unit].begun().present.update(slots)
+        for row in self._rows:
+            if row.step is not None and not row.step.present:
+                self._sums.drop(row.index, WHOLE)
+                self._drop(row)
 
     def abort_backward(self) -> None:
         """The pass has failed."""
@@ -193,20 +215,21 @@ class Gradients:
         self._forget_pass()
 
     def _forget_pass(self) -> None:
-        self._of_pass = [set() for _ in self._units]
+        for row in self._rows:
+            row.of_pass.clear()
 
     # Sums #
 
     def begun(self, unit: int) -> bool:
         """Something has been added to the unit's gradients in this step."""
-        return unit in self._totals
+        return self._rows[unit].step is not None
 
     def units_with_gradients(self) -> list[int]:
-        return sorted(unit for unit, total in self._totals.items() if total.present)
+        return [row.index for row in self._rows if row.step is not None and row.step.present]
 
     def slots_with_gradients(self, unit: int) -> frozenset[int]:
-        total = self._totals.get(unit)
-        return frozenset() if total is None else frozenset(total.present)
+        step = self._rows[unit].step
+        return frozenset() if step is None else frozenset(step.present)
 
     def have_come(self, unit: int) -> bool:
         """What is known of the unit's gradients is known without waiting."""
@@ -241,7 +264,7 @@ class Gradients:
 
     def _stats(self, unit: int) -> list[GradStats]:
         """What was measured of the unit's gradients, once it has come."""
-        stats = self._totals[unit].stats
+        stats = self._measures(unit)
         for part in [part for part, measured in stats.items() if measured is None]:
             stats[part] = self._landing.measure(unit, part)
         for part, measured in reversed(tuple(stats.items())):  # behind the last, all of them are there: one wait
@@ -249,10 +272,13 @@ class Gradients:
                 stats[part] = self._landing.settled(unit, part, measured.stats(self._counters))
         return [measured for measured in stats.values() if isinstance(measured, GradStats)]
 
+    def _measures(self, unit: int) -> Measures:
+        step = self._rows[unit].step
+        return {} if step is None else step.stats
+
     def are_measured(self, unit: int) -> bool:
         """Nobody looks at the unit's gradients again to know their norm."""
-        total = self._totals.get(unit)
-        stats = () if total is None else total.stats.values()
+        stats = self._measures(unit).values()
         return all(isinstance(each, GradStats) or (each is not None and not self._parts.shares) for each in stats)
 
     def sums_sq(self, unit: int) -> list[float]:
@@ -328,7 +354,7 @@ class Gradients:
 
     def remeasure(self, unit: int) -> None:
         """The unit's gradients, which are in memory, were changed from outside: their norm is another one."""
-        stats = self._totals[unit].stats
+        stats = self._measures(unit)
         for part in stats:
             stats[part] = self._landing.measure(unit, part)
 
@@ -346,7 +372,7 @@ class Gradients:
 
     def forget(self, unit: int) -> None:
         """The unit's gradients are handed over: what arrives next starts a new sum."""
-        self._totals.pop(unit, None)
+        self._rows[unit].step = None
 
     def held(self) -> bool:
         """There are gradients that no update has."""
@@ -359,7 +385,7 @@ class Gradients:
             InfinityError: others would stay, and what is reduced of a unit is one sum.
         """
         if self._source.groups.all.size > 1:
-            here = {unit: set(total.present) for unit, total in self._totals.items()}
+            here = {row.index: set(row.step.present) for row in self._rows if row.step is not None}
             for unit, waiting in self._source.slots_that_wait():
                 here.setdefault(unit, set()).update(waiting)
             if any(some - set(slots.get(unit, ())) for unit, some in here.items()):
@@ -369,23 +395,27 @@ class Gradients:
                 )
             self.drop_all()
             return
-        for unit in slots.keys() & self._totals.keys():
-            total = self._totals[unit]
+        for unit in slots:
+            row = self._rows[unit]
+            if row.step is None:
+                continue
             for slot in slots[unit]:
-                total.present.discard(slot)
-                total.stats.pop(slot, None)
+                row.step.present.discard(slot)
+                row.step.stats.pop(slot, None)
                 self._sums.drop(unit, slot)
-            if not total.present:
-                self._drop(unit)
+            if not row.step.present:
+                self._drop(row)
 
     def drop_all(self) -> None:
         """Throw the step's gradients away."""
         self._source.clear()
         self._sums.clear()
-        for unit in list(self._totals):
-            self._drop(unit)
+        for row in self._rows:
+            if row.step is not None:
+                self._drop(row)
 
-    def _drop(self, unit: int) -> None:
-        if self._store(unit).holds(unit):
-            self._store(unit).drop(unit)
-        self.forget(unit)
+    def _drop(self, row: _UnitTotal) -> None:
+        store = self._store(row.index)
+        if store.holds(row.index):
+            store.drop(row.index)
+        row.step = None

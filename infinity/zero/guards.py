@@ -20,6 +20,8 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from itertools import starmap
+from operator import eq
 from typing import Any
 
 import torch
@@ -307,7 +309,7 @@ class _Shape:
                     "so nothing trains it: give initialize a group that has it (model_parameters, or an optimizer), or "
                     "call requires_grad_(False) again"
                 )
-        kept = all(now == before for now, before in self._children)
+        kept = all(starmap(eq, self._children))
         for path, now, names, before in self._parameters:
             if [*map(id, now.values())] != before:
                 kept = False

@@ -44,9 +44,9 @@ gradients, to be repeated in backward.
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -57,9 +57,8 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import InfinityError
-from infinity.zero.callbacks import weakly
 from infinity.zero.compiled import is_compiled, left_out
-from infinity.zero.coroutines import current_coroutine
+from infinity.zero.coroutines import this_thread
 from infinity.zero.outside_units import normalisations
 from infinity.zero.partition import HookPoint, Partition, Unit
 from infinity.zero.reads import ParameterReads, Used
@@ -84,6 +83,29 @@ class Listener(Protocol):
         """`param.grad` holds this backward pass's gradient of the slot."""
 
 
+@dataclass(slots=True)
+class _UnitUses:
+    """What the hooks have seen of one unit in the training passes that are running.
+
+    Attributes:
+        followed: backward enters and leaves it.
+        awaited: the gradients that a backward pass has of it.
+        arrived: those that have come in the backward pass that is running.
+        calls: of the training forward passes whose backward is to come.
+        repeats: one of them ran without gradients, to be repeated in backward.
+    """
+
+    followed: bool
+    awaited: int
+    arrived: int = 0
+    calls: int = 0
+    repeats: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.arrived == self.awaited
+
+
 class Hooks:
     """Every hook of one engine; `remove` takes them all away.
 
@@ -100,17 +122,16 @@ class Hooks:
         self._compiled = is_compiled(model)
         self._handles: list[RemovableHandle] = []
         moving = frozenset(chain.from_iterable(p.units for p in partition.hook_points if p.moving))
-        # One of parameters without elements has nothing that backward could need, and would fill memory with padding.
-        self._followed = moving.difference(unit.index for unit in partition.units if not _has_elements(unit))
+        self._units = [
+            # Backward needs nothing of a unit without elements, which would fill memory with padding.
+            _UnitUses(unit.index in moving and _has_elements(unit), sum(slot.trainable for slot in unit.slots))
+            for unit in partition.units
+        ]
         self._calls: list[_Call] = []
         self._of_thread = _OfThread()
         self._begun = _Begun(listener)
         self._alone = alone
         self._trained: list[tuple[nn.Parameter, int]] = []  # and the key of its hook
-        self._awaited = [sum(slot.trainable for slot in unit.slots) for unit in partition.units]
-        self._arrived = [0] * len(partition.units)  # gradients in the backward pass that is running
-        self._uses: Counter[int] = Counter()  # calls of the training forward passes whose backward is to come
-        self._uses_without_grad: set[int] = set()
         self._counting = False
         unit_of: dict[int, int] = {}
         self._names: dict[int, str] = {}
@@ -121,7 +142,7 @@ class Hooks:
                 self._names[id(param)] = slot.name
                 if slot.trainable:
                     self._watch_parameter(param, unit.index, index)
-        self._reads = ParameterReads(unit_of, lent, weakly(self._use), weakly(self._check_change))
+        self._reads = ParameterReads(unit_of, lent, self)
         for point in partition.hook_points:
             self._watch_module(model.get_submodule(point.module_name), point)
         for module, widened in normalisations(model):  # later than `enter`, which brings the values
@@ -148,7 +169,7 @@ class Hooks:
 
     def in_parts(self) -> frozenset[int]:
         """Units whose gradients of the coming backward pass may come in several parts."""
-        return frozenset(unit for unit in self._uses_without_grad if self._uses[unit] > 1)
+        return frozenset(unit for unit, each in enumerate(self._units) if each.repeats and each.calls > 1)
 
     @property
     def in_forward(self) -> bool:
@@ -158,20 +179,21 @@ class Hooks:
     @property
     def _running(self) -> list[_Call]:
         """Calls of watched modules, outermost first; those of a coroutine are apart from the others."""
-        return self._calls if current_coroutine() is None else self._of_thread.calls
+        return self._calls if this_thread.coroutine is None else self._of_thread.calls
 
     def end_backward(self) -> None:
         """The backward pass is over: end the calls that are left of it, and of passes of autograd's that failed."""
-        self._arrived = [0] * len(self._arrived)
-        self._uses.clear()
-        self._uses_without_grad.clear()
+        for each in self._units:
+            each.arrived = each.calls = 0
+            each.repeats = False
         self._begun.end(lambda call: True)
 
     def abandon(self) -> None:
         """Forget the calls that are running: an exception has ended them, and torch may not have said so."""
-        while self._running:
-            self._close()
         self._reads.end()
+        running = self._running
+        while running:
+            self._listener.leave(tuple(running.pop().units))
 
     def remove(self) -> None:
         """Take all hooks away, and let the listener go, which has this object."""
@@ -186,19 +208,29 @@ class Hooks:
     # Forward #
 
     def _watch_module(self, module: nn.Module, point: HookPoint) -> None:
+        followed = [unit for unit in point.units if self._units[unit].followed]
+
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            followed = point.moving and torch.is_grad_enabled()
             # Before the call opens: autograd makes the nodes of views that were changed in place when it is asked.
-            inputs = list(_recorded((args, kwargs))) if followed else []
-            call = self._open(module, point.units)
+            inputs = list(_recorded((args, kwargs))) if point.moving and torch.is_grad_enabled() else []
+            call = _Call(module, point.units, followed, self._begun)
+            self._listener.enter(point.units)
+            if self._counting:
+                self._count(point.units)
+            call.watches = self._reads.begin()
+            self._running.append(call)
             call.has_inputs = bool(inputs)
             for tensor in inputs:
                 tensor.register_hook(partial(self._begun.end_newer, _node_of(tensor)))
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if not self._running or self._running[-1].module is not module:
+            running = self._running
+            if not running or running[-1].module is not module:
                 return  # an exception before `before`
-            call = self._close()
+            call = running.pop()
+            if call.watches:
+                self._reads.end()
+            self._listener.leave(tuple(call.units))
             if not torch.is_grad_enabled():
                 return
             if call.followed:
@@ -219,39 +251,25 @@ class Hooks:
     def _backward_begins(self, grad: torch.Tensor) -> None:
         self._listener.backward_enter(())
 
-    def _open(self, module: nn.Module, units: tuple[int, ...]) -> _Call:
-        call = _Call(module, units, self._begun)
-        self._listener.enter(units)
-        call.followed.extend(unit for unit in units if unit in self._followed)
-        self._count(units)
-        call.watches = self._reads.begin()
-        self._running.append(call)
-        return call
-
-    def _close(self) -> _Call:
-        call = self._running.pop()
-        if call.watches:
-            self._reads.end()
-        self._listener.leave(tuple(call.units))
-        return call
-
-    def _use(self, units: tuple[int, ...]) -> Used:
+    def use(self, units: tuple[int, ...]) -> Used | None:
         """A torch function is about to read parameters; see [Note: uses that no output shows]."""
-        if not self._running:
-            return _nothing  # an interrupt came before the call was noted, see `abandon`
-        call = self._running[-1]
+        running = self._running
+        if not running:
+            return None  # an interrupt came before the call was noted, see `abandon`
+        call = running[-1]
         for unit in units:
             if unit not in call.units:
                 self._listener.enter((unit,))
                 call.units.append(unit)
-                self._count((unit,))
-                if unit in self._followed:
+                if self._counting:
+                    self._count((unit,))
+                if self._units[unit].followed:
                     call.followed.append(unit)
-        return call.begin_with if call.followed and torch.is_grad_enabled() else _nothing
+        return call.begin_with if call.followed and torch.is_grad_enabled() else None
 
-    def _check_change(self, param: int, unit: int) -> None:
+    def check_change(self, param: int, unit: int) -> None:
         """The model's forward is about to change a parameter, see [Note: parameters that forward changes]."""
-        if unit in self._followed:
+        if self._units[unit].followed:
             raise InfinityError(
                 f"the forward pass changes `{self._names[param]}` in place, which would be lost when its unit leaves "
                 "memory: change it between two steps in zero.GatheredParameters, or have parameters stay in memory "
@@ -259,20 +277,23 @@ class Hooks:
             )
 
     def _count(self, units: tuple[int, ...]) -> None:
-        if self._counting:
-            self._uses.update(units)
-            if not torch.is_grad_enabled():
-                self._uses_without_grad.update(units)
+        """A training forward pass calls a module with these units."""
+        for unit in units:
+            each = self._units[unit]
+            each.calls += 1
+            each.repeats |= not torch.is_grad_enabled()
 
     # Backward #
 
     def _watch_parameter(self, param: nn.Parameter, unit: int, slot: int) -> None:
+        each = self._units[unit]
+
         def ready(param: torch.Tensor) -> None:
             if param.grad is None:
                 return  # a hook of the user's has taken it: to torch there is none in this pass
             self._listener.gradient_ready(unit, slot, param)  # type: ignore[arg-type]
-            self._arrived[unit] += 1
-            if self._alone and self._is_complete(unit):
+            each.arrived += 1
+            if self._alone and each.followed and each.is_complete:
                 self._begun.end(lambda call: unit in call.followed and self._is_through(call))
 
         handle = param.register_post_accumulate_grad_hook(ready)
@@ -290,11 +311,8 @@ class Hooks:
             if len(table) > 1 and next(reversed(table)) != key:
                 table[key] = table.pop(key)
 
-    def _is_complete(self, unit: int) -> bool:
-        return self._arrived[unit] == self._awaited[unit]
-
     def _is_through(self, call: _Call) -> bool:
-        return not call.has_inputs and all(map(self._is_complete, call.followed))
+        return not call.has_inputs and all(self._units[unit].is_complete for unit in call.followed)
 
 
 def _has_elements(unit: Unit) -> bool:
@@ -340,10 +358,6 @@ def watch_blocks(model: nn.Module, partition: Partition, entry: BlockEntry) -> l
     return [watch(index, name) for index, name in enumerate(partition.blocks)]
 
 
-def _nothing(result: Any, given: Any) -> None:
-    """No gradient of this result will be asked for."""
-
-
 class _Call:
     """One forward call of a module and its part of the backward pass, see [Note: when a unit is in use].
 
@@ -358,10 +372,10 @@ class _Call:
         watches: the watch on reads began with the call, and ends with it.
     """
 
-    def __init__(self, module: nn.Module, units: tuple[int, ...], begun: _Begun) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[int], followed: Sequence[int], begun: _Begun) -> None:
         self.module = module
         self.units = list(units)
-        self.followed: list[int] = []
+        self.followed = list(followed)
         self.entered: tuple[int, ...] = ()
         self.first_node = torch._C._autograd._get_sequence_nr()
         self.has_inputs = False

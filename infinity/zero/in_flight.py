@@ -42,6 +42,7 @@ class InFlight:
 
     Attributes:
         finished: units whose updates are over; whoever looks at them takes them out.
+        speculative: units whose updates run ahead of the norm, or have done so, as far as their rows say so.
         some_rest: an update that may be undone has given gradients back, which may spill; whoever is told resets it.
     """
 
@@ -56,6 +57,7 @@ class InFlight:
     ) -> None:
         self.finished: list[int] = []
         self.some_rest = False
+        self.speculative: dict[Unit, None] = {}
         self._units = tuple(units)
         self._params = params
         self._handing_over = params.handing_over
@@ -68,7 +70,6 @@ class InFlight:
         self._due: dict[Unit, None] = {}
         self._submitted: dict[Unit, None] = {}
         self._computed: dict[Unit, None] = {}  # of those that are submitted; their writes may be under way
-        self._ahead: dict[Unit, None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._due or self._submitted)
@@ -164,7 +165,7 @@ class InFlight:
     @property
     def ahead(self) -> list[int]:
         """Units whose updates run ahead, or have done so."""
-        return [each.index for each in self._ahead if each.ahead is not None]
+        return [each.index for each in self.speculative if each.ahead is not None]
 
     def needs_memory(self, unit: int) -> bool:
         """An update ahead is undone where the unit's values are in memory."""
@@ -193,7 +194,7 @@ class InFlight:
         """Updates ahead of units in memory that are needed later, and may not have begun; the last one last."""
         tickets = [
             each.submitted.ticket
-            for each in self._ahead
+            for each in self.speculative
             if each.submitted is not None and each.ahead is not None and each.ahead.old_params is OldParams.IMAGES
         ]
         return sorted((ticket for ticket in tickets if ticket.job.needed > needed), key=lambda each: each.job.needed)
@@ -209,7 +210,7 @@ class InFlight:
     def _decide(self, each: Unit) -> Ahead:
         """The unit's speculative update is none any more."""
         ahead = each.roll_back()
-        self._ahead.pop(each, None)
+        self.speculative.pop(each, None)
         return ahead
 
     def _old_params(self, unit: int, write: bool) -> OldParams:
@@ -268,7 +269,7 @@ class InFlight:
                 tells_grads=tells_grads,
                 tells_param=old_params is OldParams.STATES,
             )
-            self._ahead[each] = None
+            self.speculative[each] = None
             each.run_ahead(Ahead(segments, tiles, ticket, old_params))
 
     def confirm(self, unit: int) -> None:
@@ -279,7 +280,7 @@ class InFlight:
             if in_part:
                 self._due[each] = None
             ahead = each.commit(in_part=in_part)
-            self._ahead.pop(each, None)
+            self.speculative.pop(each, None)
             if each.submitted is not None and not in_part:
                 each.submitted.keeps = False
             elif not in_part:
@@ -459,6 +460,8 @@ class InFlight:
 
     def settle(self) -> None:
         """Take note of updates that are over."""
+        if not self._computed and self._ended.empty():
+            return
         self._take_ended()
         for each in list(self._computed):
             if each.submitted is not None and each.submitted.ticket.done():

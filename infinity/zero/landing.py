@@ -6,14 +6,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from infinity.kernels import GradStats, grad_store
+from infinity.kernels import GradStats, grad_stats, grad_store
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import DeviceGrads, GradStore, GradStores, Transfer, to_host
-from infinity.zero.partition import Unit
+from infinity.zero.partition import ParamSlot, Unit
 from infinity.zero.reduction import WHOLE, Addend, Direct, Reduction
 
 _LAG = 2  # one is copied while another is computed
@@ -41,28 +41,33 @@ class Coming:
 Measures: TypeAlias = dict[int, GradStats | Coming | None]  # of a unit's parts in this step; None for not yet
 
 
+class _UnitParts(NamedTuple):
+    """A unit's parts: the number of the first among those of all units, and the slots that they may be."""
+
+    first: int
+    slots: Sequence[ParamSlot]
+
+
 class Places:
     """Where the parts of units lie that are added to and measured by themselves.
 
     Args:
         whole: a unit is one part, as ranks reduce it; else every parameter is one.
+
+    Attributes:
+        count: parts of all units.
     """
 
     def __init__(self, units: Sequence[Unit], *, whole: bool) -> None:
-        self._units = units
-        self._whole = whole
-        self._first = [0]
+        self.count = 0
+        self._units: list[_UnitParts] = []
         for unit in units:
-            self._first.append(self._first[-1] + (1 if whole else len(unit.slots)))
-
-    @property
-    def count(self) -> int:
-        """Parts of all units."""
-        return self._first[-1]
+            self._units.append(_UnitParts(self.count, unit.slots))
+            self.count += 1 if whole else len(unit.slots)
 
     def index(self, unit: int, part: int) -> int:
         """Of a part among those of all units."""
-        return self._first[unit] + (0 if self._whole else part)
+        return self._units[unit].first + (0 if part == WHOLE else part)
 
     def of(self, flat: torch.Tensor, unit: int, part: int) -> torch.Tensor:
         """A part's values in the unit's buffer."""
@@ -104,6 +109,8 @@ class Landing(ABC):
 
     def settled(self, unit: int, part: int, stats: GradStats) -> GradStats:
         """What has come of a measure, as far as it counts for the model's norm."""
+        if not self._source.shares:
+            return stats
         return self._source.measured(unit, part, stats, self._values(unit, part))
 
     def _values(self, unit: int, part: int) -> torch.Tensor:
@@ -111,15 +118,27 @@ class Landing(ABC):
 
 
 class ToHost(Landing):
-    """Gradients go to host memory: the first of a step while the device computes on, if it measures them."""
+    """Gradients go to host memory: the first of a step while the device computes on, if it measures them.
+
+    Args:
+        note: is told of each copy of a unit's gradients that begins.
+    """
 
     def __init__(
-        self, store: GradStore, source: Direct | Reduction, places: Places, counters: Counters, *, streams: bool
+        self,
+        store: GradStore,
+        source: Direct | Reduction,
+        places: Places,
+        counters: Counters,
+        *,
+        streams: bool,
+        note: Callable[[int, Transfer], None],
     ) -> None:
         super().__init__(store, source, places)
         self._store = store
         self._counters = counters
         self._streams = streams
+        self._note = note
         self.lag = _LAG if streams else 0
 
     def add(self, addend: Addend, measures: Measures, *, last_pass: bool) -> bool:
@@ -129,6 +148,7 @@ class ToHost(Landing):
             copy = self._store.receive(unit, start, grad.view(-1), index)
             if copy is not None:
                 measures[part] = Coming(self._store.norms.values[index], copy)
+                self._note(unit, copy)
             return copy is not None
         buffer = self._store.open(unit)
         if buffer is None:
@@ -136,12 +156,12 @@ class ToHost(Landing):
         values = buffer[start:stop]
         here = grad if grad.is_cpu else to_host(grad, self._counters)
         stored = grad_store(values, here, accumulate=part in measures)
-        measures[part] = self._source.measured(unit, part, stored, values)
+        measures[part] = self._source.measured(unit, part, stored, values) if self._source.shares else stored
         return True
 
     def measure(self, unit: int, part: int) -> GradStats:
         values = self._values(unit, part)
-        return self.settled(unit, part, grad_store(values, values.clone(), accumulate=False))
+        return self.settled(unit, part, grad_stats(values))
 
 
 class Stays(Landing):
@@ -191,10 +211,16 @@ class Parted:
 
 
 def landing_of(
-    stores: GradStores, source: Direct | Reduction, places: Places, counters: Counters, *, streams: bool
+    stores: GradStores,
+    source: Direct | Reduction,
+    places: Places,
+    counters: Counters,
+    *,
+    streams: bool,
+    note: Callable[[int, Transfer], None],
 ) -> Landing | Parted:
     """How gradients come to these stores."""
-    to_host = ToHost(stores.host, source, places, counters, streams=streams)
+    to_host = ToHost(stores.host, source, places, counters, streams=streams, note=note)
     if stores.device is None:
         return to_host
     return Parted(stores.is_there, Stays(stores.device, source, places), to_host)

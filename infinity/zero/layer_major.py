@@ -27,7 +27,7 @@ from torch import nn
 
 from infinity.errors import ConfigError, InfinityError
 from infinity.tiers import carried_stream
-from infinity.zero.coroutines import Coroutine, abandon, current_coroutine
+from infinity.zero.coroutines import Coroutine, abandon, this_thread
 from infinity.zero.cuts import Cuts
 from infinity.zero.hooks import watch_blocks
 from infinity.zero.partition import Partition
@@ -96,7 +96,7 @@ class LayerMajor:
 
     def entered(self, units: Sequence[int]) -> None:
         """A module with these units is entered."""
-        if self._pass is not None and current_coroutine() is not None:
+        if self._pass is not None and this_thread.coroutine is not None:
             self._pass.uses(units)
 
     @property
@@ -107,7 +107,7 @@ class LayerMajor:
     def _entry(
         self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._pass is None or current_coroutine() is None:  # evaluation, or a recomputation inside backward
+        if self._pass is None or this_thread.coroutine is None:  # evaluation, or a recomputation inside backward
             return args, kwargs
         return self._pass.enter(block, args, kwargs)
 
@@ -202,7 +202,7 @@ class _Pass:
         self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A coroutine is at a block: wait until it is the block's turn, then cut the graph."""
-        coroutine = current_coroutine()
+        coroutine = this_thread.coroutine
         assert coroutine is not None
         if not torch.is_grad_enabled():
             raise InfinityError(

@@ -134,6 +134,6 @@ def _from_local(param: Any, values: torch.Tensor) -> torch.Tensor:
 def local_gradient(param: Any) -> torch.Tensor | None:
     """This process's part of `param.grad`; the processes of the model call this together."""
     grad = param.grad
-    if grad is None or not is_distributed(grad):
+    if grad is None or type(grad) is torch.Tensor or not is_distributed(grad):  # nearly all are plain tensors
         return grad  # type: ignore[no-any-return]
     return grad.redistribute(placements=param.placements).to_local()  # type: ignore[no-any-return]

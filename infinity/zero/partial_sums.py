@@ -9,76 +9,52 @@ all ranks; the replicas of the others add up in every micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-
 import torch
 
 
-@dataclass(eq=False)
 class PartialSum:
-    """This rank's shard of a unit's gradients, summed over its group alone.
+    """This rank's shard of a unit's gradients, summed over its group alone in the micro-batches of a step so far.
+
+    Args:
+        numel: elements of the shard.
+        dtype: in which they are summed.
 
     Attributes:
-        values: without a meaning while there are none.
+        held: there is a sum, or a micro-batch on its way to it, which is not completed yet.
         slots: parameters of which this rank has a gradient in it.
     """
 
-    values: torch.Tensor
-    slots: set[int] = field(default_factory=set)
-    begun: bool = False
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._numel = numel
+        self._dtype = dtype
+        self._device = device
+        self._values: torch.Tensor | None = None  # made when it is first needed, and used again in every step
+        self.held = False
+        self.slots: set[int] = set()
+        self._begun = False
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The sum, without a meaning while there is none."""
+        if self._values is None:
+            self._values = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        return self._values
+
+    def hold(self, slots: set[int]) -> None:
+        """A micro-batch is on its way to the sum that has gradients of these slots; `add` follows."""
+        if not self.held:
+            self.held, self._begun = True, False
+            self.slots = set()
+        self.slots.update(slots)
 
     def add(self, shard: torch.Tensor) -> None:
         """Add the shard of one more micro-batch."""
-        if self.begun:
+        if self._begun:
             self.values.add_(shard)
         else:
             self.values.copy_(shard)
-        self.begun = True
+        self._begun = True
 
     def add_to(self, shard: torch.Tensor) -> None:
         """Make of the last micro-batch's shard, in place, the sum of all."""
         shard.copy_(self.values.add_(shard))
-
-
-class PartialSums:
-    """The sums of a step so far.
-
-    Args:
-        units: those that have one.
-        numels: elements of each unit's shard.
-        dtype: in which they are summed.
-    """
-
-    def __init__(self, units: Collection[int], numels: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self._units = frozenset(units)
-        self._numels = numels
-        self._dtype = dtype
-        self._device = device
-        self._memory: dict[int, torch.Tensor] = {}  # used again in every step
-        self.held: dict[int, PartialSum] = {}
-
-    def may_hold(self, unit: int) -> bool:
-        """The unit's replicas add up once a step."""
-        return unit in self._units
-
-    def of(self, unit: int, slots: set[int]) -> PartialSum | None:
-        """The unit's sum, to which a micro-batch is to be added that has gradients of these slots."""
-        found = self.held.get(unit)
-        if found is None:
-            if unit not in self._memory:
-                self._memory[unit] = torch.empty(self._numels[unit], dtype=self._dtype, device=self._device)
-            found = self.held[unit] = PartialSum(self._memory[unit])
-        found.slots.update(slots)
-        return found
-
-    def take(self, unit: int) -> PartialSum | None:
-        """The unit's sum, which is completed now; None if it has none."""
-        return self.held.pop(unit, None)
-
-    def clear(self) -> None:
-        """What is summed so far is of no use."""
-        self.held.clear()
-
-
-NO_SUMS = PartialSums((), (), torch.float32, torch.device("cpu"))

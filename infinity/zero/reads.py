@@ -8,8 +8,9 @@ functions that change a parameter, by itself or by `param.data` and `param.detac
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -25,26 +26,39 @@ _CHANGE_NO_VALUE = frozenset({"requires_grad_", "detach_", "share_memory_", "ret
 _RENORMING = {"embedding": 1, "embedding_bag": 1}  # with `max_norm`, they change what stands there
 
 Used = Callable[[Any, Any], None]  # (result, arguments)
-Use = Callable[[tuple[int, ...]], Used]
-Change = Callable[[int, int], None]
+
+
+class Reader(Protocol):
+    """What `ParameterReads` tells."""
+
+    def use(self, units: tuple[int, ...]) -> Used | None:
+        """A torch function is about to be called with parameters of these units, or views of them.
+
+        Returns:
+            What is called with the function's result and arguments, if anything is.
+        """
+
+    def check_change(self, param: int, unit: int) -> None:
+        """A torch function is about to change this parameter, given by its identity, in place."""
 
 
 class ParameterReads(TorchFunctionMode):
-    """While active, `use(units)` is called before any torch function that is given parameters of these units, or
-    views of them, and what it returns is called with the function's result and arguments. Before a function that
-    changes a parameter in place, `change(identity of the parameter, unit)` is called.
+    """While active, tells the reader of torch functions that use parameters.
 
     Activated by `begin` and `end`, not by `with`: backward may recompute a forward in a thread of its own, and each
     thread has its own stack of modes.
+
+    Args:
+        unit_of: by identity of the parameter.
+        lent: identities of parameters that need no unit, for they lie elsewhere now.
+        reader: it has this object, which must not keep it alive: memory would stay until the garbage collector runs.
     """
 
-    def __init__(self, unit_of: Mapping[int, int], lent: Container[int], use: Use, change: Change) -> None:
-        """`unit_of` is by identity of the parameter; those in `lent` need no unit, for they lie elsewhere now."""
+    def __init__(self, unit_of: Mapping[int, int], lent: Container[int], reader: Reader) -> None:
         super().__init__()
         self._unit_of = unit_of
         self._lent = lent
-        self._use = use
-        self._change = change
+        self._reader = weakref.ref(reader)
         # Tensors without a base that lie in a parameter's memory, and its identity.
         self._shares = WeakIdKeyDictionary()
 
@@ -54,23 +68,20 @@ class ParameterReads(TorchFunctionMode):
         Nothing is counted: an exception between any two lines, torch's own included, would leave the count wrong. Torch
         takes a mode off its stack while the mode's function runs, and an interrupt there leaves it off.
         """
-        if self._is_active():
+        if self in _get_current_function_mode_stack():
             return False
         super().__enter__()  # type: ignore[no-untyped-call]
         return True
 
     def end(self) -> None:
         """Be inactive in this thread, wherever an exception has left the mode; other modes stay."""
-        if self._is_active():
-            stack = _get_current_function_mode_stack()
-            above = stack[next(index for index, mode in enumerate(stack) if mode is self) + 1 :]
+        stack = _get_current_function_mode_stack()
+        if self in stack:
+            above = stack[stack.index(self) + 1 :]
             for _ in range(len(above) + 1):
                 _pop_mode()
             for mode in above:
                 _push_mode(mode)
-
-    def _is_active(self) -> bool:
-        return any(mode is self for mode in _get_current_function_mode_stack())
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -78,18 +89,24 @@ class ParameterReads(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)  # to be seen when the compiled code runs, if it calls functions of torch's
-        for value in _changed_by(func, args, kwargs):
-            self._check_change(value)
+        name = getattr(func, "__name__", "")
+        if kwargs or name.endswith("_"):
+            for value in _changed_by(name, args, kwargs):
+                self._check_change(value)
         units: dict[int, None] = {}
         self._collect(args, units)
         if kwargs:
             self._collect(kwargs.values(), units)
         if not units or _asks_for_form(func):
             return func(*args, **kwargs)
-        used = self._use(tuple(units))
+        reader = self._reader()
+        assert reader is not None, "the watch goes on after its reader is gone"
+        used = reader.use(tuple(units))
         result = func(*args, **kwargs)
-        used(result, (args, kwargs))
-        if args and _shares_memory(func):
+        if used is not None:
+            used(result, (args, kwargs))
+        # Results in the memory of what the function is given, which autograd takes for no views of it.
+        if args and (name == "detach" or (name == "__get__" and func.__self__.__name__ == "data")):
             self._shares[result] = self._parameter_of(args[0])
         return result
 
@@ -100,7 +117,9 @@ class ParameterReads(TorchFunctionMode):
         elif isinstance(value, torch.Tensor):
             param = self._parameter_of(value)
             if param is not None:
-                self._change(param, self._unit_of[param])
+                reader = self._reader()
+                assert reader is not None, "the watch goes on after its reader is gone"
+                reader.check_change(param, self._unit_of[param])
 
     def _parameter_of(self, tensor: torch.Tensor) -> int | None:
         """The parameter in whose memory the tensor lies, by its identity."""
@@ -127,15 +146,8 @@ def _asks_for_form(func: Any) -> bool:
     return name == "__set__" or func in _FORM  # the engine sets `.data`, and must not be asked for it
 
 
-def _shares_memory(func: Any) -> bool:
-    """It returns a tensor in the memory of the one it is given, which autograd takes for no view."""
-    name = getattr(func, "__name__", "")
-    return name == "detach" or (name == "__get__" and func.__self__.__name__ == "data")
-
-
-def _changed_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+def _changed_by(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """What a function of torch's changes in place; by torch's names, such functions end in one underscore."""
-    name = getattr(func, "__name__", "")
     if "out" in kwargs:
         yield kwargs["out"]
     in_place = name.endswith("_") and not name.endswith("__") and name not in _CHANGE_NO_VALUE

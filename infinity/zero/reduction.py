@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -34,7 +33,7 @@ from infinity.telemetry import Counters, StallCause
 from infinity.tiers import Sharding, overlap
 from infinity.zero.groups import Groups
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
-from infinity.zero.partial_sums import NO_SUMS, PartialSum, PartialSums
+from infinity.zero.partial_sums import PartialSum
 from infinity.zero.partition import Unit
 from infinity.zero.ranks import Pending
 from infinity.zero.reduction_order import ReductionOrder
@@ -77,13 +76,13 @@ class Direct:
     """One rank: every parameter's gradient goes to its unit by itself. The verbs are those of `Reduction`."""
 
     groups = Groups()
-    collected: Mapping[int, _Collected] = {}
     tells_late = False
     waits = False
 
     def __init__(self, units: Sequence[Unit], parts: ModelParts = UNDIVIDED) -> None:
         self._slots = [unit.slots for unit in units]
         self._parts = parts
+        self.shares = bool(parts.shares)
         self.gaps: Sequence[Sequence[tuple[int, int]]] = [gaps(unit) for unit in units]
 
     def take(self, unit: int, slot: int, grad: torch.Tensor) -> Addend | None:
@@ -123,8 +122,6 @@ class Direct:
         return None
 
     def measured(self, unit: int, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
-        if not self._parts.shares:
-            return stats
         return replace(stats, sum_sq=stats.sum_sq * self._parts.share(self._slots[unit][part].name))
 
     def agreeing(self) -> AbstractContextManager[None]:
@@ -172,6 +169,48 @@ class _Reduction(NamedTuple):
     stays: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class _ReducedUnit:
+    """One unit, and what this rank has of its gradients.
+
+    Attributes:
+        first: of its slots, among those of all units.
+        trainable: how many of its parameters have gradients.
+        shared: several modules use it.
+        partial: where its replicas add up once a step: what its group has summed so far.
+        collected: what is not reduced yet; None while that is nothing.
+        uses: calls in the forward of the backward pass that is running, if they are known.
+        left: how many of them that pass has left.
+    """
+
+    unit: Unit
+    first: int
+    trainable: int
+    shared: bool
+    partial: PartialSum | None
+    collected: _Collected | None = None
+    uses: int = 0
+    left: int = 0
+
+    @property
+    def held(self) -> PartialSum | None:
+        """What is summed in its group, and not over the replicas yet; None if that is nothing."""
+        return self.partial if self.partial is not None and self.partial.held else None
+
+    @property
+    def slots(self) -> set[int]:
+        """Slots of which this rank has a gradient that is not reduced over all ranks yet."""
+        here = set() if self.collected is None else self.collected.slots
+        return here if self.held is None else here | self.held.slots
+
+    @property
+    def has_all(self) -> bool:
+        """This rank has all gradients of it once backward has left it: of a call of its module, or of all calls."""
+        if self.collected is not None and len(self.collected.of_pass) == self.trainable:
+            return True
+        return self.left >= self.uses
+
+
 class Reduction:
     """Several ranks: gradients are collected by unit, reduced, and come to host memory as this rank's shard.
 
@@ -184,8 +223,8 @@ class Reduction:
         partial_sums: of units whose replicas add up once a step.
 
     Attributes:
-        collected: what is not reduced yet, by unit.
         gaps: of each unit's buffer, elements that lie in no addend.
+        shares: other parts of the model hold some parameters, too, so that `measured` has something to do.
         groups: who shares the sums, and who has the same of them.
     """
 
@@ -198,28 +237,28 @@ class Reduction:
         device: torch.device,
         counters: Counters,
         parts: ModelParts = UNDIVIDED,
-        partial_sums: PartialSums = NO_SUMS,
+        partial_sums: Mapping[int, PartialSum] | None = None,
     ) -> None:
         self.groups = groups
-        self._partial_sums = partial_sums
         self._last = False
         self.gaps: Sequence[Sequence[tuple[int, int]]] = [()] * len(units)
-        self.collected: dict[int, _Collected] = {}
-        self._units = tuple(units)
+        self._units: list[_ReducedUnit] = []
+        self._slots = 0  # of all units
+        for index, unit in enumerate(units):
+            partial = None if partial_sums is None else partial_sums.get(index)
+            trainable = sum(slot.trainable for slot in unit.slots)
+            self._units.append(_ReducedUnit(unit, self._slots, trainable, index in shared, partial))
+            self._slots += len(unit.slots)
         self._journey = journey
-        self._shared = shared
         self._device = device
         self._scratch = scratch_on(device, read_late=journey.streams)
         self._counters = counters
         self._parts = parts
+        self.shares = bool(parts.shares)
         self._reduces = False  # in the backward pass that is running
         self._scattering: _Reduction | None = None
         self._averaging: _Reduction | None = None
-        self._first = list(accumulate((len(unit.slots) for unit in units), initial=0))  # slots of the units before
         self._present = self._no_flags()
-        self._trainable = [sum(slot.trainable for slot in unit.slots) for unit in units]
-        self._leaves: Counter[int] = Counter()  # of each unit in the backward pass that is running
-        self._uses: Counter[int] | None = None  # in its forward
         self._used: set[int] = set()  # units of which some rank has a gradient of it
         alone = (index for index, unit in enumerate(units) if unit.trainable_numel and index not in shared)
         self._order = ReductionOrder(reversed(list(alone)))
@@ -233,33 +272,32 @@ class Reduction:
     @property
     def waits(self) -> bool:
         """There are gradients that are not reduced over all ranks yet."""
-        return bool(self.collected or self._partial_sums.held)
+        return any(each.collected is not None or each.held is not None for each in self._units)
 
     def slots_that_wait(self) -> Iterator[tuple[int, set[int]]]:
         """Whose they are: parameters of which this rank has one, by unit."""
-        for unit, collected in self.collected.items():
-            yield unit, collected.slots
-        for unit, partial in self._partial_sums.held.items():
-            yield unit, partial.slots
+        for unit, each in enumerate(self._units):
+            if each.slots:
+                yield unit, each.slots
 
     def _no_flags(self) -> torch.Tensor:
         """Of all units' slots, bytes: this rank has reduced a gradient of it in this pass; at the end, some has."""
-        return torch.zeros(self._first[-1], dtype=torch.uint8, device="cpu")
+        return torch.zeros(self._slots, dtype=torch.uint8, device="cpu")
 
     # Collecting #
 
     def take(self, unit: int, slot: int, grad: torch.Tensor) -> Addend | None:
         """A parameter's gradient has come; returns what is to be added at once."""
+        each = self._units[unit]
         if self._journey.tells_early and unit in self._order.skipped:
             raise InfinityError(
-                f"a gradient of `{self._units[unit].slots[slot].name}` has come, whose module this pass has not run on "
+                f"a gradient of `{each.unit.slots[slot].name}` has come, whose module this pass has not run on "
                 "this rank, and other ranks' gradients of it may have updated it: read it in the model's forward, or "
                 'set tiering.update_schedule to "deferred"'
             )
-        collected = self.collected.get(unit)
-        if collected is None:
-            collected = self.collected[unit] = self._empty(unit)
-        place = self._units[unit].slots[slot]
+        if each.collected is None:
+            each.collected = self._empty(each.unit)
+        collected, place = each.collected, each.unit.slots[slot]
         target = collected.loan.tensor[place.offset : place.offset + place.numel].view(place.shape)
         if slot in collected.slots:
             target.add_(grad)
@@ -269,8 +307,8 @@ class Reduction:
         collected.of_pass.add(slot)
         return None
 
-    def _empty(self, unit: int) -> _Collected:
-        return _Collected(self._scratch.take(self._units[unit].trainable_numel, self._journey.collect_dtype))
+    def _empty(self, unit: Unit) -> _Collected:
+        return _Collected(self._scratch.take(unit.trainable_numel, self._journey.collect_dtype))
 
     def begin_pass(self, *, last: bool, uses: Sequence[int] | None = None) -> None:
         """A backward pass begins, the `last` one of a step or not.
@@ -282,13 +320,14 @@ class Reduction:
         self._reduces = last or self._journey.every_pass
         self._last = last
         self._present = self._no_flags()
-        self._leaves.clear()
-        self._uses = None if uses is None else Counter(uses)
+        calls = Counter(uses or ())
+        for unit, each in enumerate(self._units):
+            each.uses, each.left = calls[unit], 0
         self._used.clear()
         if self._reduces and not self._knows_order:
             self._learn_order(reversed(dict.fromkeys(uses or ())))
             self._knows_order = True
-        self._order.begin(self._uses)
+        self._order.begin(None if uses is None else calls.keys())
 
     def _learn_order(self, order: Iterable[int]) -> None:
         """All ranks take over rank 0's order."""
@@ -302,9 +341,12 @@ class Reduction:
     def clear(self) -> None:
         """What is collected is of no use, nor is the pass that is running."""
         self._reduces = False
-        dropped, self.collected = self.collected, {}
-        self._scratch.give(*(collected.loan for collected in dropped.values()))
-        self._partial_sums.clear()
+        for each in self._units:
+            if each.collected is not None:
+                dropped, each.collected = each.collected, None
+                self._scratch.give(dropped.loan)
+            if each.partial is not None:
+                each.partial.held = False
         # Other ranks may never answer, and what still writes there keeps its memory.
         self._scattering = self._averaging = None
 
@@ -314,13 +356,13 @@ class Reduction:
         Args:
             of_all: its sum over the ranks, which look together; else what this one has.
         """
-        place, collected = self._units[unit].slots[slot], self.collected.get(unit)
+        each = self._units[unit]
+        place, collected, partial = each.unit.slots[slot], each.collected, each.held
         mine = None
         if collected is not None and slot in collected.slots:
             mine = collected.loan.tensor[place.offset : place.offset + place.numel]
         if not of_all:
             return None if mine is None else mine.float().clone()
-        partial = self._partial_sums.held.get(unit)
         here = mine is not None or (partial is not None and slot in partial.slots)
         if not self.groups.all.any(here):
             return None
@@ -328,30 +370,24 @@ class Reduction:
         if mine is not None:
             total.copy_(mine)
         if partial is not None:
-            numel = self._units[unit].trainable_numel
+            numel = each.unit.trainable_numel
             for own in self._journey.sharding.pieces(numel, numel):
                 part = overlap(own, place.offset, place.offset + place.numel)
                 if part is not None:
                     start = part.whole - place.offset
                     total[start : start + part.numel] += partial.values[part.shard : part.shard + part.numel]
-        self.groups.all.all_reduce(total, self._units[unit].name).wait()
+        self.groups.all.all_reduce(total, each.unit.name).wait()
         return total.float()
 
     # Reducing #
 
     def leave(self, unit: int) -> Iterator[Addend]:
         """Backward has left a module of the unit: add what was under way, and reduce the unit under what comes next."""
-        self._leaves[unit] += 1
-        if self._reduces and unit not in self._shared and self._is_final(unit):
+        each = self._units[unit]
+        each.left += 1
+        if self._reduces and not each.shared and each.has_all:
             for due in self._order.leave(unit):
                 yield from self._reduce(due)
-
-    def _is_final(self, unit: int) -> bool:
-        """This rank has all gradients of a unit that backward has left: of a call of its module, or of all calls."""
-        collected = self.collected.get(unit)
-        if collected is not None and len(collected.of_pass) == self._trainable[unit]:
-            return True
-        return self._uses is None or self._leaves[unit] >= self._uses[unit]
 
     def complete(self, unit: int) -> Iterator[Addend]:
         """All micro-batches have left the unit, which is reduced at once: a round later it might be away."""
@@ -382,20 +418,22 @@ class Reduction:
                 self._learn_order(self._order.left)
             if self._last:  # in others, some units say nothing
                 self._order.note_used(self._used | {unit for unit, _ in self.told()})
-        for collected in self.collected.values():
-            collected.of_pass.clear()
+        for each in self._units:
+            if each.collected is not None:
+                each.collected.of_pass.clear()
 
     def _left(self) -> tuple[list[int], bool]:
         """Units of which some rank has gradients that no module has reduced; and the order has suited all ranks."""
         count = len(self._units)
         left = torch.zeros(count, dtype=torch.uint8, device="cpu")
-        left[list(self.collected)] = 1
-        if self._last:
-            left[list(self._partial_sums.held)] = 1
+        for unit, each in enumerate(self._units):
+            if each.collected is not None or (self._last and each.held is not None):
+                left[unit] = 1
         told = self._no_flags()[:0]
         if self.tells_late:
             for unit in left.nonzero():
-                self._note(int(unit), self._slots_of(int(unit)))
+                each = self._units[int(unit)]
+                self._note(each, each.slots)
             told = self._present
         path = self.groups.all.path.flags()
         flags = torch.cat([left, told, path, torch.tensor([not self._order.suits], dtype=torch.uint8, device="cpu")])
@@ -412,39 +450,34 @@ class Reduction:
             self._present = told
         return [int(unit) for unit in left.nonzero()], not bool(unsuited)
 
-    def _slots_of(self, unit: int) -> set[int]:
-        """Slots of which this rank has a gradient that a reduction would begin with."""
-        collected, partial = self.collected.get(unit), self._partial_sums.held.get(unit)
-        here = set() if collected is None else collected.slots
-        return here if partial is None else here | partial.slots
+    def _note(self, each: _ReducedUnit, slots: set[int]) -> None:
+        if not self._stays(each):
+            self._present[[each.first + slot for slot in slots]] = 1
 
-    def _note(self, unit: int, slots: set[int]) -> None:
-        if not self._stays(unit):
-            first = self._first[unit]
-            self._present[[first + slot for slot in slots]] = 1
-
-    def _stays(self, unit: int) -> bool:
+    def _stays(self, each: _ReducedUnit) -> bool:
         """What this pass has of the unit waits for the last one."""
-        return not self._last and self._partial_sums.may_hold(unit)
+        return not self._last and each.partial is not None
 
     def told(self) -> Iterator[tuple[int, list[int]]]:
         """By unit, slots that have a gradient on some rank in the pass that is over, if addends have not said it."""
         if not (self._reduces and self.tells_late):
             return
-        for unit, (first, stop) in enumerate(pairwise(self._first)):
-            slots = [int(slot) for slot in self._present[first:stop].nonzero()]
+        for unit, each in enumerate(self._units):
+            flags = self._present[each.first : each.first + len(each.unit.slots)]
+            slots = [int(slot) for slot in flags.nonzero()]
             if slots:
                 yield unit, slots
 
     def _reduce(self, index: int) -> Iterator[Addend]:
         """Start to reduce a unit, once the one before is added."""
-        unit, journey = self._units[index], self._journey
+        each, journey = self._units[index], self._journey
+        unit = each.unit
         numel = unit.trainable_numel
         if not self._reduces or not numel:
             return
         yield from self._advance()
-        slots = self._slots_of(index)
-        collected = self.collected.pop(index, None) or self._empty(index)
+        slots, stays = each.slots, self._stays(each)
+        collected, each.collected = each.collected or self._empty(unit), None
         whole = collected.loan
         for start, stop in gaps(unit, collected.slots):
             whole.tensor[start:stop] = 0
@@ -452,8 +485,11 @@ class Reduction:
             whole = self._scratch.take(numel, journey.dtype)
             whole.tensor.copy_(collected.loan.tensor)
             self._scratch.give(collected.loan)
-        stays = self._stays(index)
-        partial = self._partial_sums.of(index, slots) if stays else self._partial_sums.take(index)
+        partial = each.partial if stays else each.held
+        if partial is not None and stays:
+            partial.hold(slots)
+        elif partial is not None:
+            partial.held = False  # this reduction completes it
         own = None
         if journey.sharding.count == 1:
             sums = self.groups.replicas.all_reduce(whole.tensor, unit.name)
@@ -461,18 +497,18 @@ class Reduction:
             own = self._scratch.take(numel // journey.sharding.count, journey.dtype)
             sums = self.groups.sharing.reduce_scatter(own.tensor, whole.tensor, unit.name)
         # Behind the sums, before which ranks that are not at the same unit find that out.
-        present, flags = (None, ()) if stays else self._tell(index, slots, collected.of_pass)
+        present, flags = (None, ()) if stays else self._tell(each, slots, collected.of_pass)
         if own is None:
             self._averaging = _Reduction(index, None, whole, present, (*flags, sums))
         else:
             self._scattering = _Reduction(index, whole, own, present, (*flags, sums), partial, stays)
 
-    def _tell(self, unit: int, slots: set[int], of_pass: set[int]) -> _Told:
+    def _tell(self, each: _ReducedUnit, slots: set[int], of_pass: set[int]) -> _Told:
         """Which slots of a unit have a gradient: here, and once what is pending is over, on some rank."""
         if self.tells_late:
-            self._note(unit, slots)
+            self._note(each, slots)
             return None, ()
-        present = torch.zeros(2, len(self._units[unit].slots), dtype=torch.uint8, device="cpu")
+        present = torch.zeros(2, len(each.unit.slots), dtype=torch.uint8, device="cpu")
         present[0, list(slots)] = 1
         present[1, list(of_pass)] = 1
         return present, (self.groups.all.any_of(present),)
@@ -500,7 +536,7 @@ class Reduction:
             else:
                 if scattered.partial is not None:
                     scattered.partial.add_to(scattered.shard.tensor)
-                name = self._units[scattered.unit].name
+                name = self._units[scattered.unit].unit.name
                 sums = self.groups.replicas.all_reduce(scattered.shard.tensor, name)
                 self._averaging = scattered._replace(pending=(sums,))
         if complete is not None:
@@ -527,9 +563,10 @@ class Reduction:
 
     def measured(self, unit: int, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
         """Less the squares of what other parts of the model hold alike, as far as they account for it."""
-        elsewhere, numel = 0.0, self._units[unit].trainable_numel
+        layout = self._units[unit].unit
+        elsewhere, numel = 0.0, layout.trainable_numel
         for own in self._journey.sharding.pieces(numel, numel):
-            for slot in self._units[unit].slots:
+            for slot in layout.slots:
                 share = self._parts.share(slot.name)
                 here = overlap(own, slot.offset, slot.offset + slot.numel) if share < 1 and slot.trainable else None
                 if here is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,6 +29,7 @@ from infinity.schedule.placement import (
     host_needs,
     may_come,
     may_run_ahead,
+    may_run_ahead_on_drives,
     param_bytes,
     rules_of,
 )
@@ -126,12 +127,12 @@ class Sizing:
     @property
     def ahead_bytes(self) -> int:
         """Of units that are gathered ahead of their use, beyond the next one."""
-        return self.rules.ahead_numel * self.largest.dtype.itemsize
+        return self.rules.params.ahead_numel * self.largest.dtype.itemsize
 
     @property
     def collect_dtype(self) -> torch.dtype:
         """Of whole gradients of a unit, before they are reduced."""
-        return self.layout.param_dtype if self.rules.reduces_every_pass else self.grad_dtype
+        return self.layout.param_dtype if self.rules.grads.reduces_every_pass else self.grad_dtype
 
     @property
     def collecting_bytes(self) -> int:
@@ -148,7 +149,7 @@ class Sizing:
     @property
     def keeps_steps(self) -> bool:
         """What a step has finished stays on the drives."""
-        return self.rules.keeps_steps
+        return self.rules.states.keeps_steps
 
     @property
     def has_slots(self) -> bool:
@@ -224,6 +225,10 @@ def choose_schedule(config: Config, ranks: int = 1, *, discrete: bool = False) -
     return schedule
 
 
+def _unknown() -> int | None:
+    return None
+
+
 def size_up(
     model: nn.Module,
     groups: Mapping[str, int],
@@ -235,6 +240,7 @@ def size_up(
     made: Collection[str] = (),
     in_files: Mapping[str, StoredTensor] | None = None,
     device_bytes: int = 0,
+    drive_bytes: Callable[[], int | None] = _unknown,
 ) -> Sizing:
     """Lay out a model's states.
 
@@ -246,6 +252,7 @@ def size_up(
         made: parameters whose values do not come with the model.
         in_files: frozen ones that are to stay where they are stored.
         device_bytes: what the device has free; 0 where that is not known.
+        drive_bytes: what the drives have free; None where that is not known, and taken to be enough.
 
     Raises:
         ConfigError: the model has no parameters, the state format does not serve the precision, or parameters cannot
@@ -271,33 +278,39 @@ def size_up(
         groups,
         align=Alignment.of(layout),
         persistence_threshold=config.zero.param_persistence_threshold,
-        offloaded=rules.params is not Memory.DEVICE,
+        offloaded=rules.params.home is not Memory.DEVICE,
         sharding=rules.sharding,
-        watched=rules.reduces,
+        watched=rules.grads.reduces,
         in_files=InFiles(in_files or {}, dtype),
         limit_numel=_limit_numel(config, dtype),
         leaves=called_leaves(model, config.zero.leaf_modules),
     )
     accumulates = config.accumulates
-    there = _there(partition, rules.share_there)
+    there = _there(partition, rules.states.share_there)
     grad_dtype = _DTYPES[config.grad_accum_dtype] if accumulates else _held_dtype(config, rules)
-    if schedule is UpdateSchedule.SPECULATIVE and not accumulates and _recovers(layout, grad_dtype):
-        rules = rules.with_grads_recovered(params=can_recover_param(layout))
     budget_bytes = min(device_bytes, config.tiering.device_memory_bytes or device_bytes)
     free_bytes = budget_bytes - dtype.itemsize * sum(unit.numel for unit in partition.units)
     numels = [unit.trainable_numel for unit in partition.units]
     bytes_per_param = layout.bytes_per_param + grad_dtype.itemsize  # of states and gradients
     stay = there | rules.first_to_stay(first_to_go(partition), numels, bytes_per_param, free_bytes)
+    specs = tuple(_flat_spec(unit, dtype, rules, there=unit.index in stay) for unit in partition.units)
+    if not accumulates and _recovers(layout, grad_dtype):
+        ahead = rules.with_grads_recovered(params=can_recover_param(layout))
+        below = sum(numel for unit, numel in enumerate(numels) if unit not in there)
+        slot_bytes = layout.bytes_per_param * below // rules.sharding.count + rules.stored_param_bytes(specs)
+        chosen = may_run_ahead_on_drives(config, ahead, ranks.size, slot_bytes=slot_bytes, drive_bytes=drive_bytes)
+        schedule = UpdateSchedule.SPECULATIVE if chosen else schedule
+        rules = ahead if schedule is UpdateSchedule.SPECULATIVE else rules
     return Sizing(
         partition=partition,
         layout=layout,
         schedule=schedule,
         rules=rules,
         there=there,
-        specs=tuple(_flat_spec(unit, dtype, rules, there=unit.index in stay) for unit in partition.units),
+        specs=specs,
         grad_dtype=grad_dtype,
         communication_dtype=_DTYPES[config.communication_data_type],
-        tile_numel=_tile_numel(partition, layout, max(config.tiering.tile_size_bytes, rules.least_tile_bytes)),
+        tile_numel=_tile_numel(partition, layout, max(config.tiering.tile_size_bytes, rules.states.least_tile_bytes)),
         layer_major=accumulates and config.tiering.accumulation == "layer",
         initial_numel=max(_initial_numel(unit, made, rules) for unit in partition.units),
         embeddings=_embeddings(model),
@@ -325,7 +338,7 @@ def first_to_go(partition: Partition) -> list[int]:
 def _held_dtype(config: Config, rules: Rules) -> torch.dtype:
     """Of the gradients of one backward pass: the model's, unless the ranks' sum has more digits."""
     made, summed = compute_dtype(config), _DTYPES[config.communication_data_type]
-    return summed if rules.reduces and summed.itemsize > made.itemsize else made
+    return summed if rules.grads.reduces and summed.itemsize > made.itemsize else made
 
 
 def _recovers(layout: StateLayout, grad_dtype: torch.dtype) -> bool:
@@ -344,7 +357,7 @@ def _initial_numel(unit: Unit, made: Collection[str], rules: Rules) -> int:
     """Elements of a unit whose values are in memory on their way to the tiers: all are that the ranks exchange."""
     if unit.runs:
         return 0  # they are read straight to where they are used
-    return sum(slot.numel for slot in unit.slots if rules.reduces or slot.name in made)
+    return sum(slot.numel for slot in unit.slots if rules.grads.reduces or slot.name in made)
 
 
 def _block_of(spec: FlatSpec, blocks: Collection[str]) -> str:

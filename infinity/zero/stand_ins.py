@@ -10,7 +10,8 @@ that the user has dropped the gradient; whatever else stands there in its place 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,6 +46,23 @@ class StandIn(torch.Tensor):
         return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+@dataclass(slots=True)
+class _Trained:
+    """A trained parameter.
+
+    Attributes:
+        stand_in: kept, since making one takes longer.
+        has_gradient: the engine has one of it.
+    """
+
+    unit: int
+    slot: int
+    name: str
+    param: nn.Parameter
+    stand_in: StandIn | None = None
+    has_gradient: bool = False
+
+
 class StandIns:
     """The stand-ins of a model's trained parameters.
 
@@ -53,44 +71,43 @@ class StandIns:
     """
 
     def __init__(self, model: nn.Module, units: Iterable[Unit]) -> None:
-        self._params: list[list[tuple[int, str, nn.Parameter]]] = []
+        self._params: list[_Trained] = []
         for unit in units:
-            trained = [(i, slot.name, model.get_parameter(slot.name)) for i, slot in enumerate(unit.slots)]
-            self._params.append([(i, n, p) for i, n, p in trained if unit.slots[i].trainable and not is_distributed(p)])
-        self._made: dict[int, StandIn] = {}  # by identity of the parameter; kept, since making one takes longer
-        self._having: dict[int, set[int]] = {}  # slots with a gradient, by unit
+            for index, slot in enumerate(unit.slots):
+                param = model.get_parameter(slot.name)
+                if slot.trainable and not is_distributed(param):
+                    self._params.append(_Trained(unit.index, index, slot.name, param))
         self._placed = False
 
     @torch.inference_mode(False)
     def place(self, slots: Mapping[int, Collection[int]]) -> None:
         """These parameters, by unit, have a gradient, beside those that are known to have one."""
-        for unit, some in slots.items():
-            self._having.setdefault(unit, set()).update(some)
-        for _, _, _, param in self._each():
-            stand_in = self._made.get(id(param))
-            if stand_in is None:
-                stand_in = self._made[id(param)] = StandIn(param)
-            param.grad = stand_in
+        for each in self._params:
+            each.has_gradient |= each.slot in slots.get(each.unit, ())
+            if each.has_gradient:
+                if each.stand_in is None:
+                    each.stand_in = StandIn(each.param)
+                each.param.grad = each.stand_in
         self._placed = True
 
     def lift(self) -> None:
         """Backward is about to write to `param.grad`; `place` follows."""
-        for _, _, _, param in self._each():
-            if isinstance(param.grad, StandIn):
-                param.grad = None
+        for each in self._params:
+            if each.has_gradient and isinstance(each.param.grad, StandIn):
+                each.param.grad = None
         self._placed = False
 
     def clear(self) -> None:
         """No parameter has a gradient."""
         self.lift()
-        self._having.clear()
+        for each in self._params:
+            each.has_gradient = False
 
     def wipe(self) -> None:
         """As `clear`, also of a gradient that a backward pass has left as it failed."""
         self.clear()
-        for params in self._params:
-            for _, _, param in params:
-                param.grad = None
+        for each in self._params:
+            each.param.grad = None
 
     def check(self, arriving: nn.Parameter | None = None) -> None:
         """Nothing else than stand-ins is where gradients are, but for what is just arriving.
@@ -98,30 +115,25 @@ class StandIns:
         Raises:
             InfinityError: something is.
         """
-        for params in self._params:
-            for _, name, param in params:
-                if param.grad is not None and not isinstance(param.grad, StandIn) and param is not arriving:
-                    raise InfinityError(
-                        f"the gradient of `{name}` was set by hand, which the engine does not see: leave param.grad "
-                        "alone, and change the loss instead"
-                    )
+        for each in self._params:
+            grad = each.param.grad
+            if grad is not None and not isinstance(grad, StandIn) and each.param is not arriving:
+                raise InfinityError(
+                    f"the gradient of `{each.name}` was set by hand, which the engine does not see: leave param.grad "
+                    "alone, and change the loss instead"
+                )
 
     def dropped(self) -> dict[int, set[int]]:
         """The slots, by unit, whose stand-in somebody has taken away."""
         gone: dict[int, set[int]] = {}
         if self._placed:
-            for unit, slot, _, param in self._each():
-                if param.grad is None:
-                    gone.setdefault(unit, set()).add(slot)
+            for each in self._params:
+                if each.has_gradient and each.param.grad is None:
+                    gone.setdefault(each.unit, set()).add(each.slot)
         return gone
 
     def forget(self, slots: Mapping[int, Collection[int]]) -> None:
         """These parameters have no gradient any more."""
-        for unit, some in slots.items():
-            self._having[unit].difference_update(some)
-
-    def _each(self) -> Iterator[tuple[int, int, str, nn.Parameter]]:
-        for unit, slots in self._having.items():
-            for slot, name, param in self._params[unit]:
-                if slot in slots:
-                    yield unit, slot, name, param
+        for each in self._params:
+            if each.slot in slots.get(each.unit, ()):
+                each.has_gradient = False

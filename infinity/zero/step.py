@@ -13,7 +13,7 @@ that is FAILED. What a step has changed in the counts is committed by one assign
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -66,11 +66,13 @@ class _Open:
     Attributes:
         before: the phase that it came from.
         direct: what ends with a backward pass that the user has begun, by `loss.backward()`; None for another pass.
+        last: it is the last backward pass of a step.
     """
 
     phase: Phase
     before: Phase
     direct: ExitStack | None = None
+    last: bool = False
 
 
 class Step:
@@ -433,7 +435,7 @@ class Step:
         last = self.is_last
         if self.keeper is not None and last:
             self.keeper.before_updates()
-        before, self._open = self._phase, _Open(Phase.BACKWARD, self._phase, direct)
+        before, self._open = self._phase, _Open(Phase.BACKWARD, self._phase, direct, last)
         self._stand_ins.lift()
         self._arrived.clear()
         self._go(Phase.BACKWARD)
@@ -452,6 +454,7 @@ class Step:
         for addend in self.gradients.end_backward():
             self.updates.add(addend)
         self.updates.end_backward()
+        self._runtime.params.end_pass()
         self._ranks.path.end()
         self._executor.follow(self.gradients.forward_order())
         self._stand_ins.place(self._arrived)
@@ -610,6 +613,7 @@ class Step:
         if self._open is None or self._open.phase is Phase.BACKWARD:
             self._pass_failed = True
             self.gradients.abort_backward()
+            self._runtime.params.end_pass()
             self._end_cycle(learn=False)
             if self.updates.under_way:
                 self.fail(error or InfinityError("a backward pass stopped after it had updated some units"))
@@ -735,30 +739,31 @@ class Step:
         """Add gradients as they come, and begin what follows: after the same collectives on all ranks."""
         for addend in addends:
             if self.updates.add(addend):
-                self._complete((addend.unit,))
+                self._complete(addend.unit)
 
     def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
-        if not self._in_backward:
+        opened = self._open
+        if opened is None or opened.phase is not Phase.BACKWARD:
             if self.hooks.in_forward:
                 raise InfinityError("backward() inside the model's forward: call it on what the forward returns")
             self._open_direct(param)
-        if self._open is not None and self._open.direct is not None:
+            opened = self._open
+        if opened is not None and opened.direct is not None:
             if self.layer_major is not None:
                 raise InfinityError(LAYER_MAJOR)
             self.losses.share_out(param.grad, self._direct_pass)
         self._arrived.setdefault(unit, set()).add(slot)
         addend = self.gradients.take(unit, slot, param)
         if addend is not None and self.updates.add(addend):
-            self._complete((unit,))
+            self._complete(unit)
 
-    def _complete(self, units: Sequence[int]) -> None:
-        """All gradients that these units have in this backward pass are there."""
+    def _complete(self, unit: int) -> None:
+        """All gradients that the unit has in this backward pass are there."""
         if self.layer_major is not None:
-            return  # other micro-batches have not been through these units yet
-        for unit in units:
-            if self.is_last:
-                self.updates.final(unit)
-            self.updates.rest(unit)
+            return  # other micro-batches have not been through the unit yet
+        if self._open is not None and self._open.last:
+            self.updates.final(unit)
+        self.updates.rest(unit)
 
     # Contexts and end #
 

@@ -217,13 +217,15 @@ class Updates:
         Raises:
             CapacityError: no room can be had within the budget.
         """
-        self._executor.spoil(addend.unit)
-        self._executor.catch_up()
+        self._executor.gradient_comes(addend.unit)
         due = self._gradients.sum_there(addend)
-        return self._gradients.all_come(addend.unit) if due is None else self._add_below(due)
+        if due is None:
+            return self._gradients.all_come(addend.unit)
+        complete = self._gradients.try_add(due)
+        return self._add_below(due) if complete is None else complete
 
     def _add_below(self, addend: Addend) -> bool:
-        """As `add`, of what leaves the device now."""
+        """As `add`, of what leaves the device now, once there is room."""
         while (complete := self._gradients.try_add(addend)) is None:
             if not self._make_room(addend.unit):
                 raise CapacityError(

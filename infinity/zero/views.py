@@ -23,10 +23,11 @@ from torch import nn
 
 from infinity.errors import InfinityError
 from infinity.tiers import Params
-from infinity.zero.model_parts import local_part, set_local_part
+from infinity.zero.model_parts import is_distributed, local_part, set_local_part
 from infinity.zero.partition import ParamSlot, Partition
 
-_is_copy_on_write = getattr(torch._C, "_is_cow_tensor")  # noqa: B009  # torch's stubs leave it out
+# Nobody has written to a placeholder, nor asked for its address; False for any other tensor.
+_is_untouched = getattr(torch._C, "_is_cow_tensor")  # noqa: B009  # torch's stubs leave it out
 
 
 @contextmanager
@@ -67,11 +68,13 @@ class _UnitViews:
         shown: whether values are shown, or NaN; None: neither values nor NaN of ours.
         lies: where each was put; None where nobody knows: somebody else has put it there, or is about to.
         lent: those that are lent, by slot.
+        divided: some of them are DTensors, which lie where their local parts do.
     """
 
     def __init__(self, slots: Sequence[ParamSlot], parameters: Sequence[nn.Parameter]) -> None:
         self.slots = slots
         self.parameters = parameters
+        self.divided = any(map(is_distributed, parameters))
         self.views: list[torch.Tensor] | None = None
         self.placeholders: list[torch.Tensor] | None = None
         self.shown: bool | None = None
@@ -111,32 +114,50 @@ class ParameterViews:
         each.shown = None
         each.lies = [None] * len(each.lies)
 
-    @_plainly()
-    def look(self, unit: int) -> None:
-        """The unit's parameters lie where they were put, see [Note: parameters that lie elsewhere].
+    def _look(self, unit: int) -> None:
+        """Check that the unit's parameters lie where they were put, see [Note: parameters that lie elsewhere].
 
         Raises:
             InfinityError: one does not, and cannot be brought there.
         """
         each = self._units[unit]
-        refused = ""
+        strays = []
+        placeholders = each.placeholders
         with torch._C.DisableTorchFunction():  # this is no use of the parameters, see reads.py
             for slot, (param, place) in enumerate(zip(each.parameters, each.lies, strict=True)):
                 if place is None or slot in each.lent:
                     continue
-                lies = local_part(param)
-                if _same_place(lies, place):
-                    if self._is_placeholder(unit, slot, place) and not _is_untouched(place):
-                        if _is_written(place):
-                            refused = refused or self._refusal(unit, slot, lies, "written to")
-                        self._renew(unit, slot)
-                    continue
-                if self.writable and each.shown and lies.shape == place.shape:
-                    place.copy_(lies.detach())
-                else:
-                    refused = refused or self._refusal(unit, slot, lies)
-                set_local_part(param, place)
-                torch.autograd.graph.increment_version(param)  # a graph of before must not compute with these
+                lies = local_part(param) if each.divided else param
+                if lies.shape != place.shape or lies.stride() != place.stride():
+                    strays.append(slot)
+                elif _is_untouched(place):  # its address would be taken for a write
+                    if lies.untyped_storage()._cdata != place.untyped_storage()._cdata:
+                        strays.append(slot)
+                elif lies.data_ptr() != place.data_ptr() or (placeholders is not None and placeholders[slot] is place):
+                    strays.append(slot)
+            if strays:
+                self._bring_back(unit, strays)
+
+    @_plainly()
+    def _bring_back(self, unit: int, strays: Sequence[int]) -> None:
+        """Have these parameters lie where they were put, and renew the placeholders that somebody has touched."""
+        each = self._units[unit]
+        refused = ""
+        for slot in strays:
+            param, place = each.parameters[slot], each.lies[slot]
+            assert place is not None
+            lies = local_part(param)
+            if _same_place(lies, place):
+                if _is_written(place):
+                    refused = refused or self._refusal(unit, slot, lies, "written to")
+                self._renew(unit, slot)
+                continue
+            if self.writable and each.shown and lies.shape == place.shape:
+                place.copy_(lies.detach())
+            else:
+                refused = refused or self._refusal(unit, slot, lies)
+            set_local_part(param, place)
+            torch.autograd.graph.increment_version(param)  # a graph of before must not compute with these
         if refused:
             raise InfinityError(refused)
 
@@ -154,7 +175,6 @@ class ParameterViews:
             "zero.GatheredParameters(..., modifier_rank=0), or with load_state_dict"
         )
 
-    @_plainly()
     def outdate(self, unit: int, slots: Collection[int] | None = None) -> None:
         """The unit's values are old, or those of these slots.
 
@@ -166,7 +186,6 @@ class ParameterViews:
         changed = [each.parameters[index] for index in old if index not in each.lent]
         torch.autograd.graph.increment_version(changed)
 
-    @_plainly()
     def cover(self, unit: int) -> None:
         """The values of the unit's trained parameters may be old, or not: nobody sees any."""
         each = self._units[unit]
@@ -175,8 +194,8 @@ class ParameterViews:
     def _cover(self, unit: int, slots: Sequence[int]) -> None:
         each = self._units[unit]
         if each.shown is not False:
-            self.look(unit)
-            self._set(unit, slots, self._nothing(unit))
+            self._look(unit)
+            self._set(each, slots, self._nothing(unit))
             each.shown = None
 
     def values(self, unit: int, slot: int) -> torch.Tensor:
@@ -220,41 +239,38 @@ class ParameterViews:
         sums = each.lent[slot].sums
         return sums is not None and not torch.equal(_sums(self.values(unit, slot)), sums)
 
-    @_plainly()
     def show(self, unit: int) -> None:
+        self._look(unit)
         each = self._units[unit]
-        self.look(unit)
         if each.shown:
             return
-        if each.views is None:
-            flat = self._params.tensor(unit)
-            each.views = [flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in each.slots]
-        self._set(unit, range(len(each.views)), each.views)
+        self._set(each, range(len(each.slots)), each.views or self._views(unit))
         each.shown = True
 
-    @_plainly()
     def hide(self, unit: int) -> None:
+        self._look(unit)
         each = self._units[unit]
-        self.look(unit)
         if each.shown is False:
             return
-        self._set(unit, range(len(each.parameters)), self._nothing(unit))
+        self._set(each, range(len(each.slots)), self._nothing(unit))
         each.shown = False
 
+    @_plainly()
+    def _views(self, unit: int) -> list[torch.Tensor]:
+        """A view of the unit's memory for each slot, made once."""
+        each = self._units[unit]
+        flat = self._params.tensor(unit)
+        each.views = [flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in each.slots]
+        return each.views
+
+    @_plainly()
     def _nothing(self, unit: int) -> list[torch.Tensor]:
         """A placeholder for each slot of the unit, made once."""
         each = self._units[unit]
-        placeholders = each.placeholders
-        if placeholders is None:
+        if each.placeholders is None:
             flat = self._params.tensor(unit)
-            placeholders = [_placeholder(flat, slot.shape) for slot in each.slots]
-            each.placeholders = placeholders
-        return placeholders
-
-    def _is_placeholder(self, unit: int, slot: int, place: torch.Tensor) -> bool:
-        each = self._units[unit]
-        placeholders = each.placeholders
-        return placeholders is not None and placeholders[slot] is place
+            each.placeholders = [_placeholder(flat, slot.shape) for slot in each.slots]
+        return each.placeholders
 
     def _renew(self, unit: int, slot: int) -> None:
         """Have another placeholder, so that it is seen again whether somebody writes to it."""
@@ -262,14 +278,18 @@ class ParameterViews:
         placeholders = each.placeholders
         assert placeholders is not None
         placeholders[slot] = _placeholder(placeholders[slot], each.slots[slot].shape)
-        self._set(unit, [slot], placeholders)
+        self._set(each, [slot], placeholders)
 
-    def _set(self, unit: int, slots: Iterable[int], values: Sequence[torch.Tensor]) -> None:
-        each = self._units[unit]
-        for slot in slots:
-            if slot not in each.lent:
+    def _set(self, each: _UnitViews, slots: Iterable[int], values: Sequence[torch.Tensor]) -> None:
+        with torch._C.DisableTorchFunction():  # this is no use of the parameters, see reads.py
+            for slot in slots:
+                if slot in each.lent:
+                    continue
                 each.lies[slot] = None  # an interrupt must not look as if somebody else had put it there
-                set_local_part(each.parameters[slot], values[slot])
+                if each.divided:
+                    _set_part(each.parameters[slot], values[slot])
+                else:
+                    each.parameters[slot].data = values[slot]
                 each.lies[slot] = values[slot]
 
     def lent_values(self, unit: int, slot: int) -> torch.Tensor | None:
@@ -285,7 +305,7 @@ class ParameterViews:
     @property
     def lends(self) -> bool:
         """Some parameter is lent."""
-        return any(each.lent for each in self._units)
+        return bool(self.lent_params)
 
     def detach(self) -> None:
         """Leave the model's parameters without memory, before the memory goes."""
@@ -304,6 +324,11 @@ def _same_place(lies: torch.Tensor, place: torch.Tensor) -> bool:
     return lies.data_ptr() == place.data_ptr()
 
 
+@_plainly()
+def _set_part(param: nn.Parameter, values: torch.Tensor) -> None:
+    set_local_part(param, values)  # which may make another DTensor
+
+
 def _placeholder(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     nothing = torch.full((), float("nan"), dtype=like.dtype, device=like.device)
     return torch._lazy_clone(nothing).expand(shape)
@@ -314,11 +339,6 @@ def _is_written(placeholder: torch.Tensor) -> bool:
     if not placeholder.numel() or not placeholder.is_floating_point():
         return False
     return not bool(placeholder[(0,) * placeholder.dim()].float().isnan())
-
-
-def _is_untouched(placeholder: torch.Tensor) -> bool:
-    """Nobody has written to it, nor asked for its address; False for any other tensor."""
-    return bool(_is_copy_on_write(placeholder))
 
 
 def _sums(values: torch.Tensor) -> torch.Tensor:

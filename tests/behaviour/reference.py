@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import infinity
+from infinity.config import parse_size
 
 VOCAB, SEQ, BATCH = 128, 32, 2
 LR, WEIGHT_DECAY = 1e-3, 0.1
@@ -173,5 +175,7 @@ def train_plainly(model: nn.Module, recipe: Recipe) -> Result:
 
 
 def named_budget(refusal: BaseException) -> int:
-    """The bytes of tiering.host_memory that a refusal asks for."""
-    return int(str(refusal).lower().split("raise ")[1].split(" to ")[1].split()[0])
+    """The bytes that a refusal asks for, of the budget that it names."""
+    found = re.search(r"raise \S+ to (\S+) ", str(refusal), re.IGNORECASE)
+    assert found is not None, refusal
+    return parse_size(found[1])

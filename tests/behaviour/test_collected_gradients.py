@@ -118,8 +118,8 @@ def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, rep
     units = [unit(index, numel) for index, numel in enumerate(NUMELS)]
     journey = Journey(sharding, every_pass, collect, travel, tells_early=every_pass)
     source = Reduction(units, groups(sharding, replicas), journey, {SHARED}, torch.device("cpu"), Counters())
-    facts = {"reduces": True, "collects_all": not every_pass, "grads_stream": False}
-    rules = cast(Rules, SimpleNamespace(sharding=sharding, replicas=replicas, **facts))
+    grads = SimpleNamespace(reduces=True, collects_all=not every_pass, stream=False)
+    rules = cast(Rules, SimpleNamespace(sharding=sharding, replicas=replicas, grads=grads))
     most_bytes = collecting_bytes(rules, NUMELS, {SHARED}, collect, travel, collect)
     sums: dict[int, float] = {}
     for _ in range(2):  # steps
@@ -130,7 +130,7 @@ def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, rep
                 assert addend.values.numel() == NUMELS[addend.unit] // sharding.count
                 sums[addend.unit] = sums.get(addend.unit, 0) + float(addend.values[0])
     assert sums == dict.fromkeys(range(len(units)), 2 * sharding.count * replicas * 3.0)
-    assert not source.collected
+    assert not source.waits
     assert 0.6 * most_bytes <= meter.peak_bytes <= most_bytes
 
 

@@ -198,7 +198,9 @@ def train_cut(config: dict[str, Any], rank: int = 0, ranks: int = 1) -> tuple[Re
 def test_blocks_are_cut_where_whole_ones_do_not_fit(tmp_path) -> None:
     run = Run(placement=Placement("nvme", "nvme", tmp_path, "16KiB"))
     words = refused_with(run, 1)
-    found = re.search(r"Raise tiering.host_memory to (\d+) bytes or more \(from (\d+) on, blocks are cut", words)
+    found = re.search(
+        r"Raise tiering.host_memory to (\d+) bytes \(\S+\) or more \(from (\d+) on, blocks are cut", words
+    )
     assert found is not None, words
     whole, least = int(found[1]), int(found[2])
     assert least < whole

@@ -17,6 +17,7 @@ from tests.behaviour.reference import (
     Result,
     batches,
     loss_of,
+    named_budget,
     tiny_gpt2,
     tiny_llama,
     train_on,
@@ -60,7 +61,7 @@ def least_device_memory(placement: Placement, recipe: Recipe) -> int:
     config["tiering"] |= {"device_memory": 1}
     with pytest.raises(infinity.CapacityError, match=r"tiering\.device_memory is 1 B") as refused:
         infinity.initialize(model=tiny_llama(), config=config, link=SameMemory())
-    return int(str(refused.value).split("raise it to ")[1].split()[0])
+    return named_budget(refused.value)
 
 
 def test_checkpoints_move_between_kinds_of_devices(tmp_path) -> None:

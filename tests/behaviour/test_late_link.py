@@ -16,7 +16,17 @@ import infinity
 from infinity.tiers import Link, SameMemory
 from infinity.zero import GatheredParameters
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, Result, batches, loss_of, tiny_llama, train_on
+from tests.behaviour.reference import (
+    ARCHITECTURES,
+    Placement,
+    Recipe,
+    Result,
+    batches,
+    loss_of,
+    named_budget,
+    tiny_llama,
+    train_on,
+)
 from tests.behaviour.test_activations import Many, placed
 from tests.behaviour.test_activations import train as train_many
 from tests.behaviour.test_discrete_device import least_device_memory
@@ -125,7 +135,7 @@ def test_blocks_that_are_skipped_after_they_were_fetched(home, schedule, seed, t
     plain = train_some_blocks(config_of(tmp_path, "none", schedule, "auto"))
     with pytest.raises(infinity.CapacityError) as refused:
         train_some_blocks(config_of(tmp_path, home, schedule, 1), SameMemory())
-    room = int(str(refused.value).split("raise it to ")[1].split()[0]) * 3 // 2
+    room = named_budget(refused.value) * 3 // 2
     ours = train_some_blocks(config_of(tmp_path, home, schedule, room), make_link(seed))
     assert_same_bits(Result([], ours), Result([], plain))
 

@@ -31,7 +31,7 @@ class SlowLink(SameMemory):
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
         return _Late(super().upload(target, source), self._upload_s)
 
-    def download(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
         return _Late(super().download(target, source), self._download_s)
 
 

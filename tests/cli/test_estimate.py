@@ -6,8 +6,10 @@ import json
 import re
 
 import pytest
+import torch
 
 from infinity.cli.main import main
+from infinity.cli.training import precision
 from tests.cli.test_plan import config_file
 
 
@@ -41,6 +43,24 @@ def test_ranks_and_devices(capsys) -> None:
     assert facts["machine_nvme_bytes"] == 4 * facts["nvme_bytes"]
     assert 0 < facts["activation_bytes"] < facts["device_bytes"] < 16 << 30
     assert facts["largest_params"] > facts["params"]
+
+
+@pytest.mark.parametrize(("bf16_s", "chosen"), [(1.2, "bf16"), (4.0, "fp32")])
+def test_the_precision_is_measured_where_nobody_names_one(bf16_s, chosen, tmp_path, monkeypatch, capsys) -> None:
+    """As `infinity train` does; machines that are not here compute bf16 well."""
+    monkeypatch.setattr(precision, "_layer", lambda device, dtype: lambda: 1.0 if dtype is torch.float32 else bf16_s)
+    (tmp_path / "auto.json").write_text(json.dumps({"bf16": {"enabled": "auto"}, "train_batch_size": 1}))
+    (tmp_path / "named.json").write_text(json.dumps({"bf16": {"enabled": True}, "train_batch_size": 1}))
+
+    def precision_of(*options: str) -> str:
+        main(["estimate", "--params", "2x64", "--json", *options])
+        captured = capsys.readouterr()
+        assert ("fp32 is assumed" in captured.err) == (json.loads(captured.out)["precision"] == "fp32")
+        return str(json.loads(captured.out)["precision"])
+
+    assert precision_of() == precision_of("--config", str(tmp_path / "auto.json")) == chosen
+    assert precision_of("--emulate", "H100") == precision_of("--precision", "bf16") == "bf16"
+    assert precision_of("--config", str(tmp_path / "named.json")) == "bf16"
 
 
 def test_what_a_stage_lets_go_is_on_nvme(caplog, capsys) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import infinity
 from infinity.cli.main import main
+from infinity.cli.training import precision
 from infinity.cli.training.models import model_directory
 from infinity.cli.training.schedule import Schedule
 from infinity.errors import ConfigError
@@ -52,6 +54,17 @@ def test_no_configuration_is_needed_and_the_model_continues_a_text(workspace, ca
     assert f"the trained model is in {trained}" in shown
     assert continued(trained, "the quick brown ", 8) == "the quick brown fox jump"
     assert load_file(trained / "model.safetensors")["transformer.wte.weight"].dtype is torch.float32
+
+
+@pytest.mark.parametrize(("bf16_s", "chosen"), [(1.2, "bf16"), (4.0, "fp32")])
+def test_the_precision_is_measured_where_nobody_names_one(bf16_s, chosen, workspace, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(precision, "_layer", lambda device, dtype: lambda: 1.0 if dtype is torch.float32 else bf16_s)
+    auto = {"bf16": {"enabled": "auto"}, "optimizer": {"type": "AdamW"}, "train_micro_batch_size_per_gpu": 1}
+    (workspace / "auto.json").write_text(json.dumps(auto))
+    command = ["train", "gpt2:tiny", str(workspace / "text.txt"), "--steps", "1", "--seq-len", "64", "--no-save"]
+    for configured in (["--nvme", str(workspace / "swap")], ["--config", str(workspace / "auto.json")]):
+        assert main([*command, *configured]) == 0
+        assert f"AdamW in {chosen}" in capsys.readouterr().err
 
 
 def test_a_text_survives_the_tokenizer_of_bytes(workspace) -> None:
@@ -109,7 +122,9 @@ def test_lora_leaves_the_merged_model_and_the_adapters(in_place, workspace, tmp_
     common = ["--nvme", str(workspace / "swap"), "--precision", "fp32", "--seq-len", "32", "--lora", "4"]
     output = workspace / "trained"
     command = ["train", str(model), text, *common, "--steps", "3", "--lr", "0.01", "--output", str(output)]
-    assert main(command) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # of names that transformers gives up
+        assert main([*command, "--checkpoint-activations"]) == 0
     assert "LoRA of rank 4" in capsys.readouterr().err
     ids = torch.arange(16).view(1, -1)
     merged = AutoModelForCausalLM.from_pretrained(output)
@@ -271,17 +286,27 @@ def test_a_checkpoint_that_does_not_name_its_model_is_exported_with_a_note(works
     assert AutoModelForCausalLM.from_pretrained(workspace / "exported").dtype is torch.bfloat16
 
 
-def test_adapters_are_not_exported_as_a_model(workspace, tmp_path, capsys) -> None:
-    pytest.importorskip("peft")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_adapters_are_exported_for_peft(precision, workspace, tmp_path, capsys) -> None:
+    peft = pytest.importorskip("peft")
     model = tmp_path / "model"
     tiny = tiny_llama()
     tiny.resize_token_embeddings(256)
     tiny.save_pretrained(model)
     saved = ["--save-every", "1", "--save-dir", str(workspace / "checkpoints"), "--lora", "2", "--seq-len", "32"]
-    command = ["train", str(model), *arguments(workspace, "--steps", "1", *saved)[2:]]
+    command = ["train", str(model), *arguments(workspace, "--steps", "1", *saved, "--precision", precision)[2:]]
     assert main(command) == 0
     capsys.readouterr()
-    assert exported(workspace) == 2
-    assert "holds LoRA adapters of" in capsys.readouterr().err
-    assert main([*command, "--resume", "--output", str(workspace / "merged")]) == 0
-    assert AutoModelForCausalLM.from_pretrained(workspace / "merged").dtype is torch.float32
+    assert exported(workspace) == 0
+    assert "adapter_model.safetensors" in capsys.readouterr().out
+    by_training, by_export = workspace / "trained" / "adapter", workspace / "exported"
+    before, after = (load_file(path / "adapter_model.safetensors") for path in (by_training, by_export))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    settings = [json.loads((path / "adapter_config.json").read_text()) for path in (by_training, by_export)]
+    assert settings[0] == settings[1]
+    base = AutoModelForCausalLM.from_pretrained(model)
+    adapted: nn.Module = peft.PeftModel.from_pretrained(base, by_export)
+    assert any(bool(value.any()) for name, value in adapted.named_parameters() if "lora_B" in name)
+    assert exported(workspace, "--model", "gpt2:tiny") == 2
+    assert "of another adapter or model" in capsys.readouterr().err

@@ -7,8 +7,10 @@ import logging
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from infinity.config import format_size, load_config, parse_size
+from infinity.config import format_size, load_config, parse_size, size_to_set
 from infinity.config.keys import CHOICES, NO_EFFECT, REFUSED
 from infinity.errors import ConfigError
 
@@ -38,6 +40,12 @@ def test_what_is_no_size_is_refused(text) -> None:
 
 def test_sizes_are_printed_in_the_unit_that_suits() -> None:
     assert [format_size(n) for n in (5, 1536, 3 << 29)] == ["5 B", "1.50 KiB", "1.50 GiB"]
+
+
+@given(st.integers(0, 1 << 60))
+def test_a_size_to_set_is_read_as_enough(nbytes) -> None:
+    assert nbytes <= parse_size(size_to_set(nbytes)) <= nbytes + max(0, nbytes // 100)
+    assert [size_to_set(n) for n in (5, 1536, (1 << 30) + 1)] == ["5B", "1.50KiB", "1.01GiB"]
 
 
 def test_defaults_are_deepspeeds() -> None:

@@ -51,6 +51,7 @@ def there(engine: Any) -> list[int]:
         ("slow_link", Recipe("fp32", 2, 0.0, STEPS), "cpu"),
         ("slow_kernels", Recipe("bf16", 1, SOMETIMES, STEPS), "cpu"),
         ("slow_link", Recipe("bf16", 2, SOMETIMES, STEPS), "cpu"),
+        ("slow_link", Recipe("bf16", 1, SOMETIMES, STEPS), "nvme"),
     ],
 )
 def test_any_order_of_coming_and_leaving_has_the_same_bits(speed, recipe, tier, tmp_path, monkeypatch) -> None:
@@ -214,7 +215,7 @@ def test_a_save_in_the_background_is_finished_before_anything_comes(small_device
 def test_what_cannot_be_filled_is_refused() -> None:
     for tiering, words in (
         ({"state_format": "int8"}, "is rounded as only the kernels of the host"),
-        ({"update_schedule": "speculative"}, "keeps what was in slots of the drives"),
+        ({"update_schedule": "speculative"}, 'set it to "auto", which also picks'),
     ):
         with pytest.raises(ConfigError, match=words):
             filled(CLIPPED, Placement("none", "cpu"), **tiering)

@@ -27,7 +27,7 @@ from infinity.tiers import AcceleratorLink, Params
 from infinity.tiers.unit_params import UnitParams
 from infinity.zero import landing
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import Placement, Recipe, batches, loss_of
+from tests.behaviour.reference import Placement, Recipe, batches, loss_of, named_budget
 from tests.device import simdev, target
 from tests.device.staged_group import staged_group
 from tests.device.training import SPEEDS, tiny
@@ -212,7 +212,7 @@ def test_the_replicas_of_two_groups_add_up_once_a_step(tmp_path) -> None:
 def within_the_least(group: dist.ProcessGroup) -> None:
     with pytest.raises(infinity.CapacityError, match="device_memory is 64") as refused:
         start(group, device_memory="64KiB")
-    least = int(str(refused.value).split("device_memory to ")[1].split()[0])
+    least = named_budget(refused.value)
     with start(group, device_memory=least) as engine:
         shards = sum(spec.shard_nbytes for spec in engine._runtime.params.specs if spec.beside)
         stays = engine._runtime.device.parts["parameters that stay"].capacity_bytes

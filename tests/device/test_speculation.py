@@ -78,14 +78,16 @@ def test_the_bits_are_those_of_the_cpu(params, states, keeps, clipping, accumula
         ("cpu", "cpu", 1.0, {}, "speculative"),
         ("none", "cpu", 1.0, {}, "speculative"),
         ("none", "cpu", 0.0, {}, "backward"),
-        ("nvme", "cpu", 1.0, {}, "deferred"),  # which would need two slots
-        ("cpu", "nvme", 1.0, {}, "deferred"),
+        ("nvme", "cpu", 1.0, {}, "deferred"),  # states in memory tell no parameters on the drive
+        ("cpu", "nvme", 1.0, {}, "speculative"),
+        ("nvme", "nvme", 1.0, {}, "speculative"),
+        ("none", "nvme", 0.0, {}, "backward"),
         ("none", "cpu", 1.0, {"fill_device": "auto"}, "speculative"),
         ("none", "cpu", 1.0, {"fill_device": True}, "speculative"),
-        ("none", "nvme", 1.0, {"fill_device": True}, "deferred"),
+        ("none", "nvme", 1.0, {"fill_device": True}, "speculative"),
     ],
 )
-def test_in_memory_it_is_chosen_by_itself(params, states, clipping, more, schedule, tmp_path) -> None:
+def test_it_is_chosen_by_itself_where_it_costs_nothing(params, states, clipping, more, schedule, tmp_path) -> None:
     recipe = Recipe("bf16", 1, clipping, STEPS)
     for device, expected in ((target.DEVICE, schedule), ("cpu", schedule if clipping == 0 else "deferred")):
         placement = Placement(params, states, tmp_path, "64KiB", schedule="auto")
@@ -93,9 +95,45 @@ def test_in_memory_it_is_chosen_by_itself(params, states, clipping, more, schedu
             assert engine._runtime.sizing.schedule.value == expected
 
 
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "schedule"),
+    [
+        ("bf16", 1, "speculative"),
+        ("fp16", 1, "speculative"),
+        ("fp32", 1, "deferred"),  # its gradients cannot be recovered from the states
+        ("bf16", 2, "deferred"),  # nor can the sums of several passes
+    ],
+)
+def test_on_the_drives_it_is_chosen_where_gradients_need_not_be_kept(
+    precision, accumulation, schedule, tmp_path
+) -> None:
+    placement = Placement("nvme", "nvme", tmp_path, "64KiB", schedule="auto")
+    with engine_on(target.DEVICE, tiny(), Recipe(precision, accumulation, 1.0), placement) as engine:
+        assert engine._runtime.sizing.schedule.value == schedule
+
+
+@pytest.mark.parametrize("params", ["none", "nvme"])
+def test_on_the_drives_it_is_chosen_where_they_have_room_for_two_slots_and_a_checkpoint(params, tmp_path) -> None:
+    recipe, placement = Recipe("bf16", 1, 1.0), Placement(params, "nvme", tmp_path, "64KiB", schedule="auto")
+
+    def chosen(capacity: int) -> tuple[str, int]:
+        """The schedule, and what a slot takes of all that may be on the drive."""
+        nvme = [{"path": str(tmp_path), "capacity": capacity}]
+        with engine_on(target.DEVICE, tiny(), recipe, placement, nvme=nvme) as engine:
+            sizing = engine._runtime.sizing
+            states = sizing.layout.bytes_per_param * sum(sizing.shards.numels)
+            values = sum(spec.nbytes for spec in sizing.specs if spec.offloaded)
+            return sizing.schedule.value, states + values
+
+    schedule, slot_bytes = chosen(1 << 30)
+    assert schedule == "speculative"
+    assert chosen(3 * slot_bytes)[0] == "speculative"
+    assert chosen(3 * slot_bytes - 1)[0] == "deferred"
+
+
 @pytest.mark.usefixtures("_speed")
 @pytest.mark.parametrize("clipping", [0.0, SOMETIMES])
-@pytest.mark.parametrize(("params", "states"), [("cpu", "cpu"), ("none", "cpu"), ("nvme", "nvme")])
+@pytest.mark.parametrize(("params", "states"), [("cpu", "cpu"), ("none", "cpu"), ("none", "nvme"), ("nvme", "nvme")])
 def test_beside_an_embedding_that_stays(params, states, clipping, tmp_path, monkeypatch) -> None:
     """The embedding is updated on the device after the first step, unasked, and the blocks ahead of the norm."""
     monkeypatch.setattr(Foresight, "runs_ahead", True)

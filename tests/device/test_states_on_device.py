@@ -33,7 +33,7 @@ def _slow_kernels():
 def test_same_bits_and_nothing_on_the_link(recipe, schedule) -> None:
     placement = Placement("none", "none", schedule=schedule)
     with engine_on(target.DEVICE, tiny("llama"), recipe, placement) as engine:
-        assert engine._runtime.sizing.rules.states is Memory.DEVICE
+        assert engine._runtime.sizing.rules.states.home is Memory.DEVICE
         ours = train_here(engine, recipe)
         moved = engine.stats().tier_bytes
     assert_same_bits(ours, on_cpu_like(recipe, "llama"))
@@ -133,4 +133,4 @@ def test_a_gradient_that_is_not_finite_is_refused_or_skipped() -> None:
 
 def test_formats_that_round_stay_with_the_native_kernels() -> None:
     with engine_on(target.DEVICE, tiny(), Recipe("bf16"), ON_DEVICE, state_format="int8") as engine:
-        assert engine._runtime.sizing.rules.states is Memory.HOST
+        assert engine._runtime.sizing.rules.states.home is Memory.HOST

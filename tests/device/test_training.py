@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
-import re
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from infinity.tiers import link
 from infinity.zero.gradients import Gradients
 from infinity.zero.ranks import Vote
 from infinity.zero.updates import Updates
-from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of
+from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of, named_budget
 from tests.behaviour.test_parity import assert_same_bits
 from tests.device import target
 from tests.device.training import (
@@ -243,9 +242,7 @@ def least_device_memory(placement: Placement, recipe: Recipe, architecture: str)
     """The least device memory that this recipe runs in, as the error for too small a one states it."""
     with pytest.raises(infinity.CapacityError, match=r"tiering\.device_memory is 1 B") as refused:
         engine_on(target.DEVICE, tiny(architecture), recipe, placement, device_memory=1)
-    found = re.search(r"raise it to (\d+)", str(refused.value))
-    assert found is not None, refused.value
-    return int(found.group(1))
+    return named_budget(refused.value)
 
 
 @pytest.mark.parametrize(

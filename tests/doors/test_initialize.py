@@ -234,7 +234,7 @@ def least_host_memory(config: dict[str, Any], model: nn.Module) -> int:
     config = config | {"tiering": config["tiering"] | {"host_memory": 1}}
     with pytest.raises(infinity.CapacityError) as refused:
         infinity.initialize(model, config)
-    found = re.search(r"host_memory to (\d+) bytes or more", str(refused.value))
+    found = re.search(r"host_memory to (\d+) bytes \(\S+\) or more", str(refused.value))
     assert found is not None
     return int(found[1])
 

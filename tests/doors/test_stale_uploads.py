@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +30,7 @@ from infinity.tiers import (
     open_swap,
 )
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import LR, WEIGHT_DECAY, Placement, Recipe
+from tests.behaviour.reference import LR, WEIGHT_DECAY, Placement, Recipe, named_budget
 
 WIDTH, DEPTH = 32, 6
 
@@ -272,9 +271,7 @@ def test_a_unit_that_was_fetched_ahead_and_not_used_is_trained(link, schedule, h
     """Stochastic depth on a device with room for three of the blocks."""
     with pytest.raises(infinity.CapacityError) as refused:
         train(config_of(tmp_path, home, schedule, 1), SameMemory())
-    found = re.search(r"raise it to (\d+) bytes", str(refused.value))
-    assert found is not None, refused.value
-    room = int(found.group(1)) * 3 // 2
+    room = named_budget(refused.value) * 3 // 2
     assert_trained(train(config_of(tmp_path, home, schedule, room), LINKS[link]()))
 
 

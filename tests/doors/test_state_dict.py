@@ -131,7 +131,7 @@ def test_memory_that_cannot_hold_it_is_refused(tmp_path, monkeypatch) -> None:
     with engine_in("moves", tmp_path) as engine:
         memory = psutil.virtual_memory()._replace(available=2**18)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-        with pytest.raises(CapacityError, match=r"state_dict needs \d+ bytes .* engine\.save_16bit_model"):
+        with pytest.raises(CapacityError, match=r"state_dict needs [\d.]+ [KM]iB .* engine\.save_16bit_model"):
             engine.module.state_dict()
         assert same(
             engine.module.lm_head.state_dict(prefix="lm_head."), {"lm_head.weight": newest(engine)["lm_head.weight"]}

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from infinity.config import with_values
+from infinity.distribution import install_command
 from tests.integrations.processes import ROOT, output, plainly, script
 
 EXAMPLES = ROOT / "examples"
@@ -74,7 +75,7 @@ def test_lightning_trains_a_model_on_the_drive(place) -> None:
 
 
 def test_ray_goes_on_from_the_last_checkpoint_when_a_worker_is_lost(place, monkeypatch) -> None:
-    pytest.importorskip("ray", reason="pip install 'infinity-tiering[examples]'")
+    pytest.importorskip("ray", reason=install_command("examples"))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     config = with_values(ROOT / "configs/nvme.json", {"tiering.host_memory": "64MiB"})
     (place / "nvme.json").write_text(json.dumps(config))
@@ -88,7 +89,7 @@ def test_ray_goes_on_from_the_last_checkpoint_when_a_worker_is_lost(place, monke
 
 
 def test_trl_fine_tunes_adapters_of_a_model_on_the_drive(place) -> None:
-    pytest.importorskip("trl", reason="pip install 'infinity-tiering[examples]'")
+    pytest.importorskip("trl", reason=install_command("examples"))
     lines = [json.dumps({"prompt": f"{n} and one are", "completion": f" {n + 1}"}) for n in range(20)]
     (place / "sums.jsonl").write_text("\n".join(lines))
     losses = []

@@ -22,7 +22,16 @@ from infinity.tiers import Memory, SameMemory, StoredTensor, WeightFile, lay_out
 from infinity.zero import GatheredParameters
 from infinity.zero.initial_values import InitialValues
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_llama, train_on, train_plainly
+from tests.behaviour.reference import (
+    Placement,
+    Recipe,
+    batches,
+    loss_of,
+    named_budget,
+    tiny_llama,
+    train_on,
+    train_plainly,
+)
 
 peft = pytest.importorskip("peft")
 
@@ -67,13 +76,9 @@ def trained(engine: infinity.Engine) -> tuple[list[float], dict[str, torch.Tenso
 
 
 def least_memory(base: Path, swap: Path, key: str, *, in_place: bool, link: Any = None) -> int:
-    with pytest.raises(infinity.CapacityError, match=r"to \d+ bytes or more") as refused:
+    with pytest.raises(infinity.CapacityError, match=r"to \S+( bytes)? or more") as refused:
         lora(base, swap, in_place=in_place, link=link, **{key: 4096})
-    return least_in(refused)
-
-
-def least_in(refused: pytest.ExceptionInfo[infinity.CapacityError]) -> int:
-    return int(str(refused.value).partition(" bytes or more")[0].rpartition(" ")[2])
+    return named_budget(refused.value)
 
 
 # The layout #
@@ -150,7 +155,7 @@ def _on_two(base: Path, path: Path) -> list[tuple[list[float], list[Memory]]]:
     with pytest.raises(infinity.CapacityError) as refused:
         _some(base, path, in_place=True, host_memory=4096)
     found = []
-    for in_place, memory in ((False, None), (True, None), (True, least_in(refused))):
+    for in_place, memory in ((False, None), (True, None), (True, named_budget(refused.value))):
         with _some(base, path, in_place=in_place, host_memory=memory) as engine:
             losses = train_on(engine, batches(6)[torch.distributed.get_rank() :: 2])
             found.append((losses, [unit.home for unit in engine._runtime.params.units]))
@@ -312,7 +317,7 @@ def test_inference_gives_the_tokens_of_plain_torch_without_training_state(in_pla
     expected = plain.generate(prompts, **ASKED)
     with pytest.raises(infinity.CapacityError) as refused:
         infinity.from_pretrained(base, without_optimizer(tmp_path, host_memory=4096), inference=True, in_place=in_place)
-    least = least_in(refused)
+    least = named_budget(refused.value)
     settings = without_optimizer(tmp_path / "swap", host_memory=least)
     engine, optimizer, *_ = infinity.from_pretrained(base, settings, inference=True, in_place=in_place)
     with engine:

@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils import skip_init
 
 import infinity
+from infinity.config import format_size
 from infinity.integrations.dialect.engine import DeepSpeedEngine, initialize
 from infinity.integrations.dialect.live_views import LiveView, part_of_built
 from infinity.integrations.dialect.parameters import Init
@@ -150,7 +151,7 @@ def test_what_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -
     with engine_at(2) as engine:
         (view,) = engine.optimizer.single_partition_of_fp32_groups
         monkeypatch.setattr("infinity.integrations.dialect.live_views.free_bytes", lambda device: 100)
-        with pytest.raises(infinity.CapacityError, match=rf"needs {view.numel() * 4} bytes of host memory"):
+        with pytest.raises(infinity.CapacityError, match=f"needs {format_size(view.numel() * 4)} of host memory"):
             view.sum()
 
 

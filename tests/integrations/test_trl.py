@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from infinity.distribution import install_command
 from tests.integrations.processes import result, script
 from tests.integrations.test_example_loops import byte_tokenizer
 
@@ -31,7 +32,7 @@ FILE = {
 
 def test_trainers_of_trl_log_what_they_do_without_deepspeed(tmp_path) -> None:
     """Two micro-batches a step, reference models, generation, and a model that is looked at before it is trained."""
-    pytest.importorskip("trl", reason="pip install 'infinity-tiering[examples]'")
+    pytest.importorskip("trl", reason=install_command("examples"))
     pytest.importorskip("peft")
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -147,7 +147,7 @@ def test_the_plan_fills_the_device_by_default_and_says_so(capsys, tmp_path) -> N
     limited = plan(device_memory="8GB")
     assert 0 < len(limited["filled_later"]) < len(filled["filled_later"])
     speculative = plan(update_schedule="speculative")
-    assert speculative["optimizer_states"] == "none stay on the device: tiering.update_schedule is speculative"
+    assert speculative["optimizer_states"].startswith("none stay on the device: tiering.update_schedule is speculative")
     assert share_below(speculative, "optimizer") == 1
     streamed = plan("--offload-param", "cpu")
     assert set(streamed["filled_later"]) < set(filled["filled_later"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -23,6 +26,7 @@ from infinity.planner import (
     predict_step,
     problems,
 )
+from infinity.zero.drives import free_for_swap
 from infinity.zero.sizing import compute_dtype
 from tests.behaviour.reference import SEQ, Placement, Recipe, batches, tiny_gpt2, tiny_llama, train_on
 
@@ -119,6 +123,30 @@ def test_drives_that_are_one_count_once(tmp_path) -> None:
     drives = drives_here(load_config(values))
     assert [drive.free_bytes for drive in drives] == [4096]
     assert list(tmp_path.iterdir()) == [], "nothing was made"
+
+
+def test_what_dead_runs_have_left_is_free_for_a_new_one(tmp_path, monkeypatch) -> None:
+    values = Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB"))
+    left = tmp_path / "infinity-r0-1-0.swap.new"
+    left.touch()
+    os.utime(left, (0, 0))
+    found = [Drive("/a", 1), Drive("/b", 2)]
+    monkeypatch.setattr("infinity.zero.drives.drives_here", lambda config: [] if left.exists() else found)
+    assert free_for_swap(load_config(values)) == 3
+
+
+@pytest.mark.parametrize(
+    ("room", "schedule"),
+    [({}, "speculative"), ({"drive_bytes": 1 << 30}, "speculative"), ({"drive_bytes": 1}, "deferred")],
+)
+def test_updates_run_ahead_where_the_drives_have_room_for_it(room, schedule, tmp_path) -> None:
+    clipped = load_config(Recipe("bf16", clipping=1.0).config(Placement("nvme", "nvme", tmp_path, "64KiB")))
+    machine = Machine(device_bytes=1 << 30, **room)
+    assert plan_training(tiny_llama(), clipped, machine).update_schedule == schedule
+    here = replace(machine, device_bytes=None)
+    assert plan_training(tiny_llama(), clipped, here).update_schedule == "deferred"
+    several = replace(machine, ranks=2, neighbours=2)
+    assert plan_training(tiny_llama(), clipped, several).update_schedule == "deferred"
 
 
 def count_short(model: nn.Module, plan: TrainingPlan) -> Work:

@@ -84,10 +84,10 @@ TABLE = {
 def test_homes_follow_from_stage_section_ranks_and_device(given, expected) -> None:
     stage, params, ranks, discrete = given
     made = rules(stage, params, ranks=ranks, discrete=discrete)
-    assert (made.params, made.site, made.sharding.count, made.gathers) == expected
+    assert (made.params.home, made.site, made.sharding.count, made.params.gathers) == expected
     assert made.sharding == (Sharding(1, 2) if expected[2] == 2 else WHOLE)
     assert made.one_memory is not discrete
-    assert made.reduces == (ranks == 2)
+    assert made.grads.reduces == (ranks == 2)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_homes_follow_from_stage_section_ranks_and_device(given, expected) -> No
 )
 def test_shards_are_on_the_device_where_it_updates_them(states, exact, params_home, states_home, share) -> None:
     made = rules(3, "none", states, 2, discrete=True, exact=exact)
-    assert (made.params, made.states, made.share_there) == (params_home, states_home, share)
+    assert (made.params.home, made.states.home, made.states.share_there) == (params_home, states_home, share)
     homes = [made.param_home(stays=stays, updated_there=there) for stays, there in product((True, False), repeat=2)]
     assert homes == [DEVICE, DEVICE, SHARD, params_home]
 
@@ -113,7 +113,11 @@ def test_shards_are_on_the_device_where_it_updates_them(states, exact, params_ho
 )
 def test_what_ranks_reduce_and_keep(stage, accumulation, order, every_pass, collects_all, keeps) -> None:
     made = rules(stage, ranks=2, steps=accumulation, accumulation=order)
-    assert (made.reduces_every_pass, made.collects_all, not made.no_sync_problem()) == (every_pass, collects_all, keeps)
+    assert (made.grads.reduces_every_pass, made.grads.collects_all, not made.no_sync_problem()) == (
+        every_pass,
+        collects_all,
+        keeps,
+    )
     sizes = [10, 40, 20, 30]
     here = 2 * (100 if collects_all else 40 + 30) + (0 if stage == 0 else 2 * 20)  # beside it this rank's shard
     assert collecting_bytes(made, sizes, (), torch.bfloat16, torch.bfloat16, torch.bfloat16) == here
@@ -125,9 +129,9 @@ def test_what_ranks_reduce_and_keep(stage, accumulation, order, every_pass, coll
 def test_gradients_that_are_all_held_spill_where_there_is_a_drive(stage, steps, backward, holds) -> None:
     for states in ("cpu", "nvme"):
         made = rules(stage, states=states, steps=steps, backward=backward)
-        assert made.holds_all_grads == holds
-        assert made.spills_grads == (holds and states == "nvme")
-        assert made.states is (NVME if states == "nvme" else HOST)
+        assert made.grads.holds_all == holds
+        assert made.grads.spills == (holds and states == "nvme")
+        assert made.states.home is (NVME if states == "nvme" else HOST)
 
 
 def test_activations_move_where_there_is_somewhere_to_move_them() -> None:
@@ -144,8 +148,13 @@ def test_a_step_settles_below_stage_3_unless_a_schedule_was_asked_for() -> None:
 # Memory #
 
 
+def with_ahead(made: Rules, numel: int) -> Rules:
+    """Of units that are gathered ahead, so many elements."""
+    return replace(made, params=replace(made.params, ahead_numel=numel))
+
+
 def specs_of(made: Rules, *numels: int) -> list[FlatSpec]:
-    moves, beside = made.params is not DEVICE, made.params is SHARD
+    moves, beside = made.params.home is not DEVICE, made.params.home is SHARD
     return [
         FlatSpec(f"u{index}", n, n, torch.bfloat16, moves, made.sharding, beside=beside)
         for index, n in enumerate(numels)
@@ -166,7 +175,7 @@ def test_units_inside_of_one_another_are_needed_together() -> None:
 
 def test_no_memory_has_less_than_the_least() -> None:
     """Units of one size, three inside of one another and one beside, where the ranks gather nothing ahead."""
-    shared = replace(rules(3, "nvme", ranks=2), ahead_numel=0)
+    shared = with_ahead(rules(3, "nvme", ranks=2), 0)
     specs = [FlatSpec(name, 10, 10, torch.bfloat16, offloaded=True) for name in ("0", "0.mlp", "0.mlp.up", "1", "2")]
     computed = param_bytes(shared, specs).computed
     assert computed.least <= computed.most
@@ -185,7 +194,7 @@ def test_what_is_computed_on_is_counted_beside_its_shards() -> None:
     held = param_bytes(stays, specs_of(stays, 20, 10, 10, 10))
     assert held.computed == Share(100, 0, 0)
     assert held.homes == Share(0, 60, 60)
-    there = replace(rules(3, ranks=2, discrete=True), ahead_numel=5)
+    there = with_ahead(rules(3, ranks=2, discrete=True), 5)
     held = param_bytes(there, specs_of(there, 20, 10, 10, 10))
     assert held.computed == Share(50, 60, 90), "shards, and three units with a part of the fourth ahead"
     assert held.homes == Share(0, 20, 20), "one is looked at"
@@ -211,18 +220,18 @@ def test_the_table_keeps_to_its_shares_and_names_every_field(data: st.DataObject
     grad_sizes = [0 if unit in there else size for unit, size in enumerate(sizes)]
     homes_bytes = max(homes_bytes, held.homes.least - held.staging)
     tiles = shards.tile_sizes
-    states_bytes = states_bytes if made.states is NVME else sum(tiles)
+    states_bytes = states_bytes if made.states.home is NVME else sum(tiles)
     table = place(made, specs, shards, MemorySplit(0, grads_bytes, states_bytes, 0, held.staging + homes_bytes))
 
     assert len(table.params) == len(table.grads) == len(specs)
     at_home = [size for size, home in zip(sizes, table.params, strict=True) if home.memory is HOST]
     assert sum(at_home) <= homes_bytes
-    assert {home.memory for home in table.params} <= {made.params, HOST}
+    assert {home.memory for home in table.params} <= {made.params.home, HOST}
     assert all(home.moves == (home.memory is not DEVICE) for home in table.params)
 
     spilled = {unit for unit, home in enumerate(table.grads) if home.moves}
     assert spilled == set(table.grad_homes.spilled)
-    assert not spilled or NVME in (made.params, made.states)
+    assert not spilled or NVME in (made.params.home, made.states.home)
     if spilled:
         held = sum(grad_sizes[unit] for unit in table.grad_homes.own)
         assert held + table.grad_homes.slots * max(sizes[unit] for unit in spilled) <= grads_bytes
@@ -233,7 +242,7 @@ def test_the_table_keeps_to_its_shares_and_names_every_field(data: st.DataObject
     below = [home for home in table.tiles if home.memory is not DEVICE]
     stored = sum(size for size, home in zip(tiles, below, strict=True) if home.moves)
     assert sum(tiles) - stored <= states_bytes
-    assert not stored or made.states is NVME
+    assert not stored or made.states.home is NVME
     assert table.stored_bytes == stored + sum(sizes[unit] for unit in spilled)
 
 

@@ -238,7 +238,7 @@ def test_units_that_do_not_fit_together_are_refused_by_name() -> None:
     world.on(PassBegins())
     world.units[0].pins += 1
     world.on(UseBegins(0))
-    with pytest.raises(CapacityError, match=r"unit `u1` needs 4 bytes but u0 .* raise tiering.host_memory by 8 bytes"):
+    with pytest.raises(CapacityError, match=r"unit `u1` needs 4 B but u0 .* raise tiering.host_memory by 8 bytes"):
         world.on(UseBegins(1))
 
 

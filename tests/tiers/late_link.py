@@ -237,8 +237,8 @@ class LateLink:
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: object = None) -> LateToken:
         return self._copy("upload", target, source)
 
-    def download(self, target: torch.Tensor, source: torch.Tensor) -> LateToken:
-        return self._copy("download", target, source)
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: LateToken | None = None) -> LateToken:
+        return self._copy("download", target, source, after)
 
     def compute_waits(self, token: LateToken) -> None:
         with self.watch.lock:
@@ -288,7 +288,7 @@ class LateLink:
             for token in self._under_way:
                 self.complete(token)
 
-    def _copy(self, kind: str, target: torch.Tensor, source: torch.Tensor) -> LateToken:
+    def _copy(self, kind: str, target: torch.Tensor, source: torch.Tensor, after: LateToken | None = None) -> LateToken:
         assert target.dtype == source.dtype
         assert target.size() == source.size()
         assert target.stride() == source.stride() or (target.is_contiguous() and source.is_contiguous())
@@ -296,17 +296,23 @@ class LateLink:
             self._tick()
             self.copies += 1
             what = f"{kind} {self.copies} ({source.numel()} of {source.dtype}, from {_callers()})"
-            token = self.copy(self, what, self._before(kind), self._due())
+            stream = kind if after is None else f"early {kind}"
+            before = self._before(kind) if after is None else [after, *self._tail(stream)]
+            token = self.copy(self, what, before, self._due())
             up = kind == "upload"
             token.begin(self.watch, source if up else target, target if up else source, up=up)
-            self._started(kind, token)
+            self._started(stream, token)
             return token
 
     def _before(self, stream: str) -> list[LateToken]:
         """What is over before something that this stream begins now."""
         self._computed = [token for token in self._computed if not token.over]
+        return [*self._computed, *self._tail(stream)]
+
+    def _tail(self, stream: str) -> list[LateToken]:
+        """The last copy of a stream, while it is under way."""
         tail = self._tails.get(stream)
-        return [*self._computed, *([tail] if tail is not None and not tail.over else [])]
+        return [] if tail is None or tail.over else [tail]
 
     def _started(self, stream: str, token: LateToken) -> LateToken:
         self._tails[stream] = token

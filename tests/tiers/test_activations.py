@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 
+from infinity.errors import CapacityError
 from infinity.telemetry import Counters
 from infinity.tiers import ActivationStore, SameMemory, Transfer
 
@@ -117,3 +121,10 @@ def test_a_device_without_room_uploads_when_it_is_asked(store, link, monkeypatch
     monkeypatch.setattr("infinity.tiers.activations.torch.empty_strided", full)
     y.sum().backward()
     assert torch.equal(x.grad, torch.full((4,), 1.0 + sum(range(COUNT))))
+
+
+def test_an_activation_without_room_says_what_to_set(store) -> None:
+    entry = cast(Any, SimpleNamespace(nbytes=4 * NUMEL))
+    words = r"no 64.00 KiB in one piece .*activation_memory, 4.00 MiB: raise it to 4.07MiB or more"
+    with store._arena.lease(store.capacity_bytes), pytest.raises(CapacityError, match=words):
+        store._needed_room(entry)

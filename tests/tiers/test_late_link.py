@@ -65,6 +65,18 @@ def test_what_compute_has_waited_for_is_over_before_what_begins_then(link) -> No
     assert host.eq(1).all()
 
 
+def test_a_download_of_what_is_there_waits_for_that_alone(link) -> None:
+    device, host = torch.ones(3, N), torch.zeros(3, N)
+    gradients = link.download(host[0], device[0])
+    link.compute_waits(link.upload(device[1], torch.ones(N)))
+    others = link.download(host[1], device[1])
+    early = link.download(host[2], device[2], gradients)
+    early.result()
+    assert host[2].eq(1).all()
+    assert gradients.done()
+    assert not others.done()
+
+
 def test_nobody_waits_and_time_passes() -> None:
     link = LateLink(seed=1, patience=8)
     device = torch.zeros(20, N)

@@ -84,7 +84,7 @@ def base_values(options: ConfigOptions, measured: Callable[[], str]) -> dict[str
     elif _section(values, "optimizer").get("lr") == "auto":
         raise ConfigError(f'optimizer.params.lr is "auto" in {options.config}: give the learning rate by --lr')
     precision = options.precision
-    if precision is None and (options.config is None or _precision_is_auto(values)):
+    if precision is None and (options.config is None or precision_is_auto(values)):
         precision = measured()
     return values if precision is None else with_precision(values, precision)
 
@@ -140,7 +140,8 @@ def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return params if isinstance(params, Mapping) else {}
 
 
-def _precision_is_auto(values: Mapping[str, Any]) -> bool:
+def precision_is_auto(values: Mapping[str, Any]) -> bool:
+    """A file leaves the precision to whoever reads it."""
     sections = [values.get(name) for name in _SECTIONS]
     enabled = [section.get("enabled") for section in sections if isinstance(section, Mapping)]
     return "auto" in enabled and not any(value is True or value == "true" for value in enabled)

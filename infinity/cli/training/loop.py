@@ -29,7 +29,7 @@ from infinity.cli.training.lora import reads_in_place, with_adapters
 from infinity.cli.training.models import build_model, checkpoint_activations, max_tokens, model_directory
 from infinity.cli.training.opening import model_line, run_lines
 from infinity.cli.training.output import check_room, output_directory, save_trained
-from infinity.cli.training.precision import faster_precision, product_seconds, slowdown
+from infinity.cli.training.precision import measured_precision, slowdown
 from infinity.cli.training.progress import Progress, StepReport
 from infinity.cli.training.ranks import agreed, first_sample, mean_over_ranks, rank_and_size
 from infinity.cli.training.room import with_room
@@ -174,7 +174,7 @@ def _prepare(settings: Settings) -> _Prepared:
     default_lr = _LORA_LR if settings.lora is not None else _FRESH_LR if source is None else _PRETRAINED_LR
     options = replace(settings.config, default_lr=default_lr)
     device = _device(settings.device)
-    values = base_values(options, lambda: ranks.on_rank_0(lambda: _measured_precision(device)))
+    values = base_values(options, lambda: ranks.on_rank_0(lambda: measured_precision(device)))
     config = load_config(values, world_size=ranks.size)
     in_place = settings.lora is not None and source is not None and reads_in_place(config, source)
     model, weights = build_model(settings.model, in_place=in_place)
@@ -232,13 +232,6 @@ def _device(name: str | None) -> torch.device:
         return torch.device(name or accelerator() or "cpu")
     except RuntimeError as error:
         raise ConfigError(f"--device is {name}: {error}") from error
-
-
-def _measured_precision(device: torch.device) -> str:
-    try:
-        return faster_precision(product_seconds(device, ("fp32", "bf16")))
-    except (AssertionError, RuntimeError) as error:  # there is none, or torch cannot use it
-        raise ConfigError(f"--device is {device}, which cannot be used: {error}") from error
 
 
 def _opening(settings: Settings, prepared: _Prepared, engine: Engine) -> list[str]:

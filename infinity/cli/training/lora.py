@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,11 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
         task_type="CAUSAL_LM",
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
-    adapted: nn.Module = get_peft_model(model, settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
+        )  # PEFT asks for it
+        adapted: nn.Module = get_peft_model(model, settings)
     return adapted
 
 

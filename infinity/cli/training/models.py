@@ -185,8 +185,12 @@ def checkpoint_activations(model: nn.Module) -> None:
     Raises:
         ConfigError: the architecture cannot.
     """
+    newer = getattr(
+        model, "activation_checkpointing_enable", None
+    )  # of transformers 5.23, which warns of the older name
+    enable: Any = newer or model.gradient_checkpointing_enable
     try:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        enable({"use_reentrant": False})
     except ValueError as error:
         raise ConfigError(f"--checkpoint-activations: {error}") from error
     model.config.use_cache = False  # type: ignore[union-attr]

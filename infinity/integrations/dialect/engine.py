@@ -135,10 +135,10 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
         return super().forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """As the engine's; returns the loss as it was divided by the gradient accumulation steps, which scripts log."""
+        """As the engine's; returns the loss as it was divided by the gradient accumulation steps, in its own dtype."""
         super().backward(loss, retain_graph, scale_wrt_gas)
         steps = self.gradient_accumulation_steps() if scale_wrt_gas else 1
-        return loss if steps == 1 else loss.float() / steps
+        return loss if steps == 1 else loss / steps
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """As the engine's.

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from infinity.config import format_size
 from infinity.errors import CapacityError, InfinityError
 from infinity.integrations.dialect.values import (
     local_values,
@@ -93,8 +94,9 @@ class LiveView(torch.Tensor):
         nbytes, free = self.numel() * 4, free_bytes(_CPU)
         if nbytes > free:
             raise CapacityError(
-                f"{self._what} needs {nbytes} bytes of host memory as one tensor, outside of the budgets, and {free} "
-                "are free: read parameter by parameter, with deepspeed.utils.safe_get_local_fp32_param and its like"
+                f"{self._what} needs {format_size(nbytes)} of host memory as one tensor, outside of the budgets, and "
+                f"{format_size(free)} are free: read parameter by parameter, with "
+                "deepspeed.utils.safe_get_local_fp32_param and its like"
             )
         return self._read()
 

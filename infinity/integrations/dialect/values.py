@@ -54,7 +54,7 @@ class _Found:
             if part.slot is self.place.slot:
                 stop = start + part.stop - part.start
                 mine[part.param] = value.reshape(-1)[start:stop].float().cpu()
-                if self.runtime.sizing.rules.gathers:
+                if self.runtime.sizing.rules.params.gathers:
                     self.runtime.groups.replicas.broadcast(mine[part.param])
                 start = stop
         if start != value.numel():
