@@ -76,8 +76,9 @@ SEEDS = {
     "fetch_forgotten": 36,
     "made_forgotten": 32,
     "old_unit_not_awaited": 60,
-    "plan_evicts_arriving": 229,
-    "undone_keeps_gradients": 73,
+    "plan_evicts_arriving": 350,
+    "prefetch_past_budget": 59,
+    "undone_keeps_gradients": 96,
     "withdrawn_while_run": 421,
     "zero_grad_leaves_ahead": 13,
 }
@@ -178,8 +179,8 @@ def _update_left_out(patch: Patch) -> None:
 @_mutant("the plan evicts a unit that is in use")
 def _plan_evicts_pinned(patch: Patch) -> None:
     def follow(self: Scheduler) -> Any:
-        while self._todo:
-            action, unit = self._todo.popleft()
+        while self.planned:
+            action, unit = self.planned.popleft()
             row = self.rows[unit]
             if action == "evict" and row.residency is _RESIDENT:
                 yield from self._evict(row)
@@ -195,8 +196,8 @@ def _plan_evicts_arriving(patch: Patch) -> None:
     original = Scheduler._follow_plan
 
     def follow(self: Scheduler) -> Any:
-        if self._todo and self._todo[0][0] == "evict":
-            row = self.rows[self._todo[0][1]]
+        if self.planned and self.planned[0][0] == "evict":
+            row = self.rows[self.planned[0][1]]
             if row.residency is Residency.FETCHING:
                 yield from self._evict(row)
         yield from original(self)
@@ -294,7 +295,7 @@ def _blocked_forgotten(patch: Patch) -> None:
 
     def try_update(self: Scheduler, row: Any) -> Any:
         yield from original(self, row)
-        self._blocked.clear()
+        self.blocked.clear()
 
     patch(Scheduler, "_try_update", try_update)
 
@@ -302,9 +303,9 @@ def _blocked_forgotten(patch: Patch) -> None:
 @_mutant("a blocked update is submitted although its unit has left memory")
 def _blocked_while_stored(patch: Patch) -> None:
     def retry(self: Scheduler) -> Any:
-        for row in list(self._blocked):
+        for row in list(self.blocked):
             if row.update_is_due and row.gradients_have_room and not row.update_is_submitted:
-                del self._blocked[row]
+                del self.blocked[row]
                 yield Submit(row.index, True, 0)
 
     patch(Scheduler, "_retry_updates", retry)
@@ -427,7 +428,7 @@ def _upcoming_by_memory(patch: Patch) -> None:
 
     def use(self: Scheduler, event: Any) -> Any:
         yield from original(self, event)
-        if self._todo:
+        if self.planned:
             self.cycle._last.end()
 
     patch(Scheduler, "_use", use)

@@ -125,6 +125,11 @@ class Performer:
             check_world(self)
         return count > 0
 
+    @property
+    def waits_for_memory(self) -> bool:
+        """Some action of the plan, or an update, waits until memory is freed."""
+        return bool(self.scheduler.planned or self.scheduler.blocked)
+
     # Parameters #
 
     def _fetch(self, action: Fetch) -> None:
@@ -297,7 +302,7 @@ class Performer:
                 self._note(ticket)
         self.spill_ahead()
         ready = ready_updates(self)
-        if self.scheduler.waits_for_memory:
+        if self.waits_for_memory:
             self.do(MemoryFreed())
         if ready:
             check_settled(ready)

@@ -274,7 +274,7 @@ class Rank(Performer):
 
     def _add(self, row: Row) -> None:
         """The backward pass adds to the unit's gradients, once there is room."""
-        if self.scheduler.waits_for_memory and self.worker.ended:
+        if self.waits_for_memory and self.worker.ended:
             self.settle()
         added = self._added.get(row.index, 0)
         while not self.grads.try_add(row, self.step, added):
@@ -295,10 +295,11 @@ class Rank(Performer):
         if last and self._schedule == "backward":
             self._finals.append(row.index)
             self._update(row)
-        elif runs_ahead and self.run_ahead(row.index, self._due(row, clips=False)):
-            self._finals.append(row.index)
-            self._foresight.tried()
-            self._gathering.changed(row.index)
+        elif runs_ahead:
+            self._gathering.changed(row.index)  # on all ranks, also where it does not run ahead
+            if self.run_ahead(row.index, self._due(row, clips=False)):
+                self._finals.append(row.index)
+                self._foresight.tried()
         self.grads.rest(row)
         if row.spills:
             self.do(GradientsRest())
