@@ -134,7 +134,8 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str, cut_bytes: i
             f"optimizer tiles {format_size(needs.ring_min_bytes)}, "
             f"always held {format_size(needs.always_bytes + needs.states_min_bytes)}"
             f"{_further(needs)}. "
-            f"Raise {key} to {needs.least_bytes} bytes ({size_to_set(needs.least_bytes)}) or more{_or_cut(cut_bytes)}, lower tiering.tile_size, "
+            f"Raise {key} to {needs.least_bytes} bytes ({size_to_set(needs.least_bytes)}) or more"
+            f"{_or_cut(cut_bytes)}, lower tiering.tile_size, "
             "or move a section to nvme."
             + alone(
                 needs.largest_unit,

@@ -32,6 +32,7 @@ def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
 # Attributes that give a key of the configuration, and what stands for it where it is not given.
 _KEYS: dict[str, Any] = {
     "dump_state": False,
+    "gradient_allreduce_op": "mean",
     "gradient_predivide_factor": 1.0,
     "memory_breakdown": False,
     "prescale_gradients": False,
