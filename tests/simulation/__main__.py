@@ -8,14 +8,11 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-from tests.simulation import clock, model
 from tests.simulation.invariants import PROMISES
 from tests.simulation.model import Scenario, draw
 from tests.simulation.mutants import MUTANTS, find, planted
 from tests.simulation.run import Outcome, simulate
-from tests.simulation.shrink import shrink, text
-
-_NAMES = {name: each for module in (clock, model) for name, each in vars(module).items() if name[0].isupper()}
+from tests.simulation.shrink import parse, shrink, text
 
 
 def main() -> int:
@@ -34,7 +31,7 @@ def main() -> int:
         if arguments.seconds is not None:
             return _search(arguments.seed, arguments.steps, arguments.seconds)
         if arguments.replay is not None:
-            scenario = eval(arguments.replay.read_text(), _NAMES)
+            scenario = parse(arguments.replay.read_text())
         else:
             scenario = draw(arguments.seed, steps=arguments.steps)
         outcome = simulate(scenario, print)

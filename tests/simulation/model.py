@@ -206,10 +206,10 @@ class _Drawn:
         grads = "" if frozen else "own" if on_device or random.random() < 0.25 else memory
         old_params = ""
         if schedule == "speculative" and grads and not on_device:
-            told = ("slots", "states") if moves else ("images", "states")
+            told = ["slots", "states"] if moves else ["images", "states"]
             if keeps:  # else a crash would find neither what was before nor what is then
-                told = ("slots",) if moves else ("",)
-            old_params = random.choice((*told, *told, ""))
+                told = ["slots"] if moves else []
+            old_params = random.choice([*told, *told, ""])
         return UnitSpec(
             nbytes=random.choice((1, random.randint(1, 9), random.randint(1, 30))),
             tiles=tiles,
@@ -229,7 +229,7 @@ class _Drawn:
         """What a pass uses that goes through all branches."""
         random, count = self.random, len(units)
         order = list(range(count)) if random.random() < 0.7 else random.sample(range(count), random.randint(1, count))
-        uses = [(unit,) for unit in order]
+        uses: list[tuple[int, ...]] = [(unit,) for unit in order]
         if random.random() < 0.4:  # one unit is used twice, as tied weights are
             uses.insert(random.randint(0, len(uses)), (random.choice(order),))
         if count > 1 and random.random() < 0.3:  # a module has parameters in two units

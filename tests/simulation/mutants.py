@@ -25,6 +25,7 @@ from infinity.schedule.actions import (
     Fetch,
     Spill,
     Submit,
+    UseBegins,
 )
 from infinity.schedule.cycle import Cycle
 from infinity.schedule.scheduler import Scheduler
@@ -432,7 +433,7 @@ def _upcoming_by_memory(patch: Patch) -> None:
             self.cycle._last.end()
 
     patch(Scheduler, "_use", use)
-    patch(_HANDLERS, scheduler_module.UseBegins, use)
+    patch(_HANDLERS, UseBegins, use)
 
 
 @_mutant("a unit that was updated is not gathered again")

@@ -362,7 +362,8 @@ class Performer:
         later.sort(key=lambda each: each.needed)
         while row.spec.ahead > self.images:
             ticket = later.pop()
-            assert self.worker.withdraw(ticket)
+            withdrawn = self.worker.withdraw(ticket)
+            assert withdrawn
             self._decide(ticket.row)
             self._note(ticket)
         return True

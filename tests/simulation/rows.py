@@ -104,6 +104,10 @@ class Row(UnitState):
         "wanted",
     )
 
+    residency: Residency
+    gradients: State
+    is_reconstructable: bool
+
     def __init__(self, index: int, spec: UnitSpec, memory: GradMemory, version: int) -> None:
         super().__init__(index, f"u{index}", spec.nbytes, moves=spec.moves, spills=spec.grads == "slot")
         self.spec = spec

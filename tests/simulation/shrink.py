@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
+from tests.simulation import clock, model
 from tests.simulation.clock import Tempo
 from tests.simulation.model import Call, Change, Death, Fault, Look, Pass, RankSpec, Scenario, UnitSpec
 from tests.simulation.run import simulate
@@ -51,9 +52,10 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
             yield replace(scenario, calls=(*calls[:index], simpler, *calls[index + 1 :]))
     for ranks in _simpler_ranks(config.ranks):
         yield replace(scenario, config=replace(config, ranks=ranks))
-    for name, plain in (("keeps", False), ("images", 0), ("ahead_bytes", 0)):
-        if getattr(config, name) != plain:
-            yield replace(scenario, config=replace(config, **{name: plain}))
+    plain = replace(config, keeps=False), replace(config, images=0), replace(config, ahead_bytes=0)
+    for simpler_config in (*plain, replace(config, staging_bytes=0)):
+        if simpler_config != config:
+            yield replace(scenario, config=simpler_config)
     for unit, spec in enumerate(config.units):
         for simpler_unit in _simpler_unit(spec):
             units = (*config.units[:unit], simpler_unit, *config.units[unit + 1 :])
@@ -98,8 +100,8 @@ def _without_unit(scenario: Scenario, unit: int) -> Scenario:
                 calls += [Change(other - (other > unit))] if other != unit else []
             case _:
                 calls.append(call)
-    units = scenario.config.units[:unit] + scenario.config.units[unit + 1 :]
-    return replace(scenario, config=replace(scenario.config, units=units), calls=tuple(calls))
+    left_units = scenario.config.units[:unit] + scenario.config.units[unit + 1 :]
+    return replace(scenario, config=replace(scenario.config, units=left_units), calls=tuple(calls))
 
 
 def _simpler(call: Call) -> Iterator[Call]:
@@ -131,8 +133,15 @@ def _simpler_unit(spec: UnitSpec) -> Iterator[UnitSpec]:
             yield replace(changed, ahead=min(changed.ahead, changed.tiles))
 
 
+def parse(told: str) -> Scenario:
+    """The scenario of a `text`."""
+    scenario = eval(told, {name: each for module in (clock, model) for name, each in vars(module).items()})
+    assert isinstance(scenario, Scenario)
+    return scenario
+
+
 def text(scenario: Scenario) -> str:
-    """The scenario as it can be given to `--replay`."""
+    """The scenario in words that can be given to `--replay`."""
     config = scenario.config
     lines = [*(f"        {unit}," for unit in config.units)]
     rest = ", ".join(f"{each.name}={getattr(config, each.name)!r}" for each in fields(config) if each.name != "units")

@@ -10,7 +10,7 @@ from tests.simulation.clock import Tempo
 from tests.simulation.model import Config, Death, Pass, RankSpec, Scenario, Step, UnitSpec, draw
 from tests.simulation.mutants import MUTANTS, find, planted
 from tests.simulation.run import simulate, with_last
-from tests.simulation.shrink import shrink, text
+from tests.simulation.shrink import parse, shrink, text
 
 _SEARCH_S = 12.0  # a run of the tests takes seeds that no run before has taken
 _MUTANT_S = 60.0
@@ -27,12 +27,12 @@ def test_new_seeds_break_no_promise() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_fixed_seeds_break_no_promise(seed) -> None:
+def test_fixed_seeds_break_no_promise(seed: int) -> None:
     assert simulate(draw(seed)).violation is None
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_planted_fault_is_found(name) -> None:
+def test_a_planted_fault_is_found(name: str) -> None:
     assert find(name, _MUTANT_S) is not None, MUTANTS[name].why
 
 
@@ -56,8 +56,7 @@ def test_a_violation_shrinks_to_a_scenario_that_can_be_replayed() -> None:
         found = simulate(scenario).violation
         assert found is not None
         short = shrink(scenario, most_s=5.0)
-        names = {"Scenario": Scenario, "Config": Config, "RankSpec": RankSpec, "Tempo": Tempo, "UnitSpec": UnitSpec}
-        replayed = simulate(eval(text(short), names | {"Pass": Pass, "Step": Step})).violation
+        replayed = simulate(parse(text(short))).violation
         assert replayed is not None
         assert replayed.promise == found.promise
     assert len(short.calls) < len(scenario.calls) // 2
