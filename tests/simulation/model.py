@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from tests.simulation.clock import Tempo
@@ -181,10 +181,16 @@ class _Drawn:
         streams = random.random() < 0.3
         count = random.randint(1, 10)
         units = tuple(self._unit(schedule, memory, keeps=keeps, streams=streams) for _ in range(count))
+        if random.random() < 0.3:  # as blocks are
+            units = tuple(replace(unit, nbytes=units[0].nbytes) for unit in units)
         uses = self._uses(units)
         least = max(least_bytes(units, use) for use in uses)
+        alone = random.random() < 0.5
+        if alone and random.random() < 0.3:  # what is used together, and no unit beside it
+            least = max(sum(units[unit].nbytes for unit in set(use) if units[unit].moves) for use in uses)
+            least = max([least, *(unit.nbytes for unit in units if unit.moves)])
         spare = random.choice((0, 0, random.randint(0, 9), sum(unit.nbytes for unit in units)))
-        count = random.choice((1, 1, 1, 2, 3, random.randint(2, 8)))
+        count = 1 if alone else random.choice((2, 3, random.randint(2, 8)))
         ranks = tuple(
             RankSpec(least + spare + random.choice((0, random.randint(0, 9))), self._tempo()) for _ in range(count)
         )

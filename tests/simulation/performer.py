@@ -201,10 +201,14 @@ class Performer:
         write.check()
 
     def _open_host(self, row: Row) -> None:
-        """Have the values where they are changed and written, waiting for memory that updates hold."""
+        """Have the values where they are changed and written, waiting for memory that updates and fetches hold."""
         while not self.staging.open(row):
-            if not self.finish_one():
+            if self.finish_one():
+                continue
+            fetched = next((each for each in self.rows if each.residency is _FETCHING and each is not row), None)
+            if fetched is None:
                 violate("refusal", f"no host memory is left for the values of {row.name} on their way")
+            self.await_fetch(AwaitFetch(fetched.index))
 
     def _await_newest(self, action: AwaitNewest) -> None:
         row = self.rows[action.unit]

@@ -165,6 +165,7 @@ class Rank(Performer):
     def _evaluate(self, call: Pass) -> None:
         self._begin_cycle()
         self._forward(call)
+        self._gather_owed(None)
         self._end_cycle(learn=False)
 
     def _forward(self, call: Pass) -> None:
@@ -178,6 +179,7 @@ class Rank(Performer):
             return  # the step's last pass is over, and the engine refuses another
         self._begin_cycle()
         self._forward(call)
+        self._gather_owed(None)
         self.undo_all()
         if last:
             self._before_updates()
@@ -236,6 +238,8 @@ class Rank(Performer):
 
     def _enter(self, units: tuple[int, ...]) -> None:
         """A module is about to compute on the units."""
+        if self.cycle.expected != units[0]:
+            self._gathering.drop_ahead()  # first, since they may have no room beside what was to come
         self.undo(*units)
         for unit in units:
             self._pin(unit)
@@ -243,6 +247,7 @@ class Rank(Performer):
             self.settle()
             self._agree(unit)
             self.do(UseBegins(unit))
+            self._gather_owed(unit)
             self._gathering.enter(unit)
             self._look_ahead()
         for unit in units:
@@ -252,6 +257,12 @@ class Rank(Performer):
                 violate("newest", f"{row.name} was gathered at {self._whole.get(unit)}, and the newest is {row.wanted}")
             row.computing = True
         self._commit_if_computed()
+
+    def _gather_owed(self, unit: int | None) -> None:
+        """Gather what all ranks gather before this unit; None before they exchange something else."""
+        for other in self._gathering.owed(unit):
+            self.do(ParametersNeeded(other))
+            self._gathering.gather(other)
 
     def _look_ahead(self) -> None:
         while (unit := self._gathering.due(self.cycle.upcoming)) is not None:
@@ -295,9 +306,9 @@ class Rank(Performer):
         if last and self._schedule == "backward":
             self._finals.append(row.index)
             self._update(row)
-        elif runs_ahead:
-            self._gathering.changed(row.index)  # on all ranks, also where it does not run ahead
-            if self.run_ahead(row.index, self._due(row, clips=False)):
+        elif last and self._schedule == "speculative":
+            self._gathering.changed(row.index)  # on all ranks, also on those where it does not run ahead
+            if runs_ahead and self.run_ahead(row.index, self._due(row, clips=False)):
                 self._finals.append(row.index)
                 self._foresight.tried()
         self.grads.rest(row)
