@@ -57,7 +57,7 @@ class GradMemory:
 
     def try_add(self, row: Row, step: int, count: int) -> bool:
         """A use adds to the gradients; so many have done so before in this step. False while there is no room."""
-        if row.spec.streams and not row.grad_pins and (row.streams_in is not None or not self._exists(row)):
+        if row.spec.streams and self._can_receive(row):
             return self._receive(row, step, count)
         if not self.open(row):
             return False
@@ -69,8 +69,10 @@ class GradMemory:
         return True
 
     @staticmethod
-    def _exists(row: Row) -> bool:
-        return row.gradients is not _ABSENT or row.grad_drive is not None
+    def _can_receive(row: Row) -> bool:
+        """All that the unit has in this step comes from the device, and no update has what it had before."""
+        exists = row.gradients is not _ABSENT or row.grad_drive is not None
+        return not row.grad_pins and (row.streams_in is not None or not exists)
 
     def _receive(self, row: Row, step: int, count: int) -> bool:
         """Gradients leave the device while it computes on, see [Note: gradients that stream] in tiers/grads.py."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+from infinity.errors import CapacityError
 from infinity.memory import Budget
 from infinity.schedule import scheduler as scheduler_module
 from infinity.schedule.actions import (
@@ -34,8 +35,9 @@ from infinity.tiers import Residency
 from infinity.tiers.copies import State
 from infinity.zero.gathering import Gathering
 from tests.simulation import performer as performer_module
+from tests.simulation.clock import Tempo
 from tests.simulation.gradients import GradMemory
-from tests.simulation.model import draw
+from tests.simulation.model import Config, Pass, RankSpec, Scenario, Step, UnitSpec, draw
 from tests.simulation.performer import Performer
 from tests.simulation.rank import Rank
 from tests.simulation.rows import Due, Row
@@ -73,15 +75,36 @@ MUTANTS: dict[str, Mutant] = {}
 # Seeds of mutants that those from 0 on take longer to find; `python -m tests.simulation --mutants` shows them.
 SEEDS = {
     "blocked_while_stored": 29,
-    "error_swallowed": 42,
-    "fetch_forgotten": 36,
-    "made_forgotten": 32,
-    "old_unit_not_awaited": 60,
-    "plan_evicts_arriving": 350,
-    "prefetch_past_budget": 59,
-    "undone_keeps_gradients": 96,
-    "withdrawn_while_run": 421,
+    "clipped_stands": 16,
+    "error_swallowed": 48,
+    "fetch_forgotten": 20,
+    "made_forgotten": 33,
+    "pins_stay": 18,
+    "plan_evicts_arriving": 20,
+    "prefetch_past_budget": 20,
+    "streams_into_used": 16,
+    "undone_keeps_gradients": 48,
+    "upcoming_by_memory": 19,
+    "withdrawn_while_run": 321,
     "zero_grad_leaves_ahead": 13,
+}
+
+_BLOCK, _STAYS = UnitSpec(1), UnitSpec(1, moves=False, old_params="images")
+_LATE = RankSpec(0, Tempo(0.3, 20))
+# Scenarios for those that seeds seldom find: shrunk from violations.
+SCENARIOS = {
+    "ahead_keeps_room": Scenario(
+        Config((_BLOCK, _BLOCK, UnitSpec(5), _BLOCK), (RankSpec(7), RankSpec(7)), ahead_bytes=7),
+        (Pass(((0,), (1,), (2, 3))), Pass(((0,), (1,))), Pass(((0,), (1,), (2, 3)))),
+    ),
+    "gathered_where_ahead": Scenario(
+        Config((replace(_STAYS, tiles=2, ahead=2), _STAYS), (_LATE, _LATE), "speculative", images=2),
+        (Pass(((0,),)), Step(), Pass(((1, 0),)), Step("overflow"), Pass(((1, 0),))),
+    ),
+    "prefetches_keep_staging": Scenario(
+        Config((_BLOCK,) * 8, (RankSpec(4, Tempo(0.0, 20)),), "backward", staging_bytes=3),
+        (Pass(tuple((unit,) for unit in range(8))), Step()) * 6,
+    ),
 }
 
 
@@ -119,16 +142,16 @@ def planted(name: str) -> Iterator[None]:
 def find(name: str, most_s: float) -> Found | None:
     """Look for a planted fault, first with its seed; None if so many seconds do not find it."""
     begun_s = time.process_time()
-    seed, following = SEEDS.get(name, 0), 0
+    scenario, following = SCENARIOS.get(name, draw(SEEDS.get(name, 0))), 0
     with planted(name):
         while True:
-            violation = simulate(draw(seed)).violation
+            violation = simulate(scenario).violation
             seconds = time.process_time() - begun_s
             if violation is not None:
-                return Found(violation.promise, seed, seconds)
+                return Found(violation.promise, scenario.seed, seconds)
             if seconds > most_s:
                 return None
-            seed, following = following, following + 1
+            scenario, following = draw(following), following + 1
 
 
 def _without(method: str, *kinds: type[object]) -> Plant:
@@ -436,6 +459,25 @@ def _upcoming_by_memory(patch: Patch) -> None:
     patch(_HANDLERS, UseBegins, use)
 
 
+@_mutant("units that were gathered ahead keep their room from those that are used")
+def _ahead_keeps_room(patch: Patch) -> None:
+    patch(Rank, "_make_way", lambda self, unit: None)
+
+
+@_mutant("a unit is gathered anew only on ranks where its update has run ahead")
+def _gathered_where_ahead(patch: Patch) -> None:
+    original = Rank.run_ahead
+
+    def run_ahead(self: Rank, unit: int, due: Due) -> bool:
+        runs = original(self, unit, due)
+        if runs:
+            self._gathering.changed(unit)
+        return runs
+
+    patch(Rank, "_foresee", lambda self, row: None)
+    patch(Performer, "run_ahead", run_ahead)
+
+
 @_mutant("a unit that was updated is not gathered again")
 def _gathered_once(patch: Patch) -> None:
     patch(Gathering, "changed", lambda self, unit: None)
@@ -488,6 +530,24 @@ def _error_swallowed(patch: Patch) -> None:
         original(self, ticket)
 
     patch(Worker, "_finish", finish)
+
+
+@_mutant("prefetched units keep all memory on the way from an update")
+def _prefetches_keep_staging(patch: Patch) -> None:
+    def open_host(self: Performer, row: Row) -> None:
+        while not self.staging.open(row):
+            if not self.finish_one():
+                raise CapacityError(row.name)
+
+    patch(Performer, "_open_host", open_host)
+
+
+@_mutant("gradients come from the device to those that an update still has")
+def _streams_into_used(patch: Patch) -> None:
+    def can_receive(row: Row) -> bool:
+        return row.streams_in is not None or (row.gradients is State.ABSENT and row.grad_drive is None)
+
+    patch(GradMemory, "_can_receive", staticmethod(can_receive))
 
 
 @_mutant("gradients stay after their update")

@@ -238,8 +238,7 @@ class Rank(Performer):
 
     def _enter(self, units: tuple[int, ...]) -> None:
         """A module is about to compute on the units."""
-        if self.cycle.expected != units[0]:
-            self._gathering.drop_ahead()  # first, since they may have no room beside what was to come
+        self._make_way(units[0])
         self.undo(*units)
         for unit in units:
             self._pin(unit)
@@ -257,6 +256,11 @@ class Rank(Performer):
                 violate("newest", f"{row.name} was gathered at {self._whole.get(unit)}, and the newest is {row.wanted}")
             row.computing = True
         self._commit_if_computed()
+
+    def _make_way(self, unit: int) -> None:
+        """What was gathered ahead for other uses goes first: there may be no room beside it."""
+        if self.cycle.expected != unit:
+            self._gathering.drop_ahead()
 
     def _gather_owed(self, unit: int | None) -> None:
         """Gather what all ranks gather before this unit; None before they exchange something else."""
@@ -307,13 +311,17 @@ class Rank(Performer):
             self._finals.append(row.index)
             self._update(row)
         elif last and self._schedule == "speculative":
-            self._gathering.changed(row.index)  # on all ranks, also on those where it does not run ahead
+            self._foresee(row)
             if runs_ahead and self.run_ahead(row.index, self._due(row, clips=False)):
                 self._finals.append(row.index)
                 self._foresight.tried()
         self.grads.rest(row)
         if row.spills:
             self.do(GradientsRest())
+
+    def _foresee(self, row: Row) -> None:
+        """The unit is gathered anew, on all ranks, also on those where its update does not run ahead."""
+        self._gathering.changed(row.index)
 
     def _drop(self) -> None:
         """The step's gradients are nothing any more."""
