@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.memory import Budget
+from infinity.memory.hand_over import HandingOver
 from infinity.tiers.copies import Move, Transfer
 from infinity.tiers.norms import Norms
 
@@ -32,19 +33,27 @@ class DeviceGrads:
         budget: device memory for them.
         device: where they are computed.
         norms: of parameters' gradients, measured there; closed by whoever has made it.
+        handing_over: see [Note: hand-overs] in hand_over.py.
 
     Attributes:
         budget: what gradients may take of the device's memory.
     """
 
     def __init__(
-        self, numels: Sequence[int], dtype: torch.dtype, budget: Budget, device: torch.device, norms: Norms
+        self,
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        budget: Budget,
+        device: torch.device,
+        norms: Norms,
+        handing_over: HandingOver,
     ) -> None:
         self.norms = norms
         self._numels = numels
         self._dtype = dtype
         self.budget = budget
         self._device = device
+        self._handing_over = handing_over
         self._units: dict[int, _UnitGrads] = {}  # those that have gradients
 
     # Adding #
@@ -55,9 +64,10 @@ class DeviceGrads:
         if each is None:
             if self.lacks_capacity(unit):
                 return None
-            self.budget.take(self._nbytes(unit), f"gradients of unit {unit}")
-            each = _UnitGrads(torch.empty(self._numels[unit], dtype=self._dtype, device=self._device))
-            self._units[unit] = each
+            with self._handing_over:
+                self.budget.take(self._nbytes(unit), f"gradients of unit {unit}")
+                each = _UnitGrads(torch.empty(self._numels[unit], dtype=self._dtype, device=self._device))
+                self._units[unit] = each
         return each.buffer
 
     def measure(self, unit: int, index: int, values: torch.Tensor) -> Transfer:
@@ -82,8 +92,9 @@ class DeviceGrads:
 
     def drop(self, unit: int) -> None:
         """The unit's gradients are nothing any more."""
-        del self._units[unit]
-        self.budget.give(self._nbytes(unit))
+        with self._handing_over:
+            del self._units[unit]
+            self.budget.give(self._nbytes(unit))
 
     # Room #
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.memory import Budget
+from infinity.memory.hand_over import HandingOver
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class DeviceSums:
         budget: device memory for them.
         device: where they are computed.
         stays: whether a unit's gradients never leave the device, so that they need no sum beside them.
+        handing_over: see [Note: hand-overs] in hand_over.py.
 
     Attributes:
         units: those that have a buffer.
@@ -42,12 +44,14 @@ class DeviceSums:
         budget: Budget,
         device: torch.device,
         stays: Callable[[int], bool],
+        handing_over: HandingOver,
     ) -> None:
         self._numels = numels
         self._dtype = dtype
         self._budget = budget
         self._device = device
         self._stays = stays
+        self._handing_over = handing_over
         self.units: dict[int, _UnitSums] = {}
 
     def has_room(self, unit: int) -> bool:
@@ -58,8 +62,9 @@ class DeviceSums:
             nbytes = self._numels[unit] * self._dtype.itemsize
             if not self._budget.fits(nbytes):
                 return False
-            self._budget.take(nbytes, f"sums of gradients of unit {unit}")
-            self.units[unit] = _UnitSums(torch.empty(self._numels[unit], dtype=self._dtype, device=self._device))
+            with self._handing_over:
+                self._budget.take(nbytes, f"sums of gradients of unit {unit}")
+                self.units[unit] = _UnitSums(torch.empty(self._numels[unit], dtype=self._dtype, device=self._device))
         return True
 
     def add(self, unit: int, part: int, start: int, grad: torch.Tensor) -> None:
@@ -91,9 +96,10 @@ class DeviceSums:
 
     def give_up(self, unit: int) -> None:
         """The unit's gradients stay on the device from now on; it has no sum. Gives its buffer back."""
-        sums = self.units.pop(unit, None)
-        if sums is not None:
-            self._budget.give(sums.buffer.nbytes)
+        with self._handing_over:
+            sums = self.units.pop(unit, None)
+            if sums is not None:
+                self._budget.give(sums.buffer.nbytes)
 
     def clear(self) -> None:
         """Forget all of them."""

@@ -195,9 +195,12 @@ class GradStore:
         return each.tensor
 
     def can_receive(self, unit: int) -> bool:
-        """All that the unit's gradients have in this step is on its way from the device, if they have anything."""
+        """All that the unit's gradients have in this step is on its way from the device, if they have anything.
+
+        The last step's may have come this way, too, and be its update's still.
+        """
         each = self._units[unit]
-        return each.arrival is not None or not (each.field.version or each.host.state is _WRITING)
+        return each.host.pins > 0 or each.arrival is not None or not (each.field.version or each.host.state is _WRITING)
 
     def receive(self, unit: int, start: int, grad: torch.Tensor, index: int) -> Transfer | None:
         """Start to copy a part's gradients from the device, and behind them their norm; see `can_receive`.
@@ -207,9 +210,11 @@ class GradStore:
             index: where its norm goes in `norms`.
 
         Returns:
-            The last of the copies; None while there is no room.
+            The last of the copies; None while there is no room, or an update still has the unit's last ones.
         """
         each = self._units[unit]
+        if each.host.pins:
+            return None
         if each.arrival is None:
             self._finish_arrivals(ARRIVING_UNITS - 1)
             if not self._bring(each, Priority.DEMAND):

@@ -386,7 +386,14 @@ def _hold_states(plan: _Plan, memory: _Memory) -> StateStore:
 def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStack) -> _Held:
     """Where parameters are, and gradients until they are used."""
     sizing, split, host, link = plan.sizing, plan.split, plan.host, plan.link
-    sums = DeviceSums(sizing.shards.numels, sizing.grad_dtype, memory.there.sums, link.device, states.is_there)
+    sums = DeviceSums(
+        sizing.shards.numels,
+        sizing.grad_dtype,
+        memory.there.sums,
+        link.device,
+        states.is_there,
+        memory.arena.handing_over,
+    )
     host.count("gradients, states and what is on its way", memory.arena)
     host.fix("values on their way at initialize", sizing.host_needs().initial_extra_bytes(split))
     apart = _apart(plan, memory.arena)
@@ -488,9 +495,10 @@ def _hold_gradients(plan: _Plan, memory: _Memory, states: StateStore) -> GradSto
         link,
         norms,
     )
-    some_may_be_there = sizing.there or sizing.may_come
-    there = memory.there.grads
-    device = DeviceGrads(shards.numels, dtype, there, link.device, norms) if some_may_be_there else None
+    device = None
+    if sizing.there or sizing.may_come:
+        there, handing_over = memory.there.grads, memory.arena.handing_over
+        device = DeviceGrads(shards.numels, dtype, there, link.device, norms, handing_over)
     return GradStores(host, device, states.is_there)
 
 

@@ -210,7 +210,6 @@ class Executor:
     def _submit_ahead(self, action: SubmitAhead) -> None:
         unit = action.unit
         if self._in_flight.can_run_ahead(unit, action.write, action.needed):
-            self._gathering.changed(unit)
             self.views.cover(unit)
             self._in_flight.run_ahead(unit, action.write, action.needed)
 
@@ -321,6 +320,7 @@ class Executor:
             may_leave: nobody looks at its gradients until they are wanted.
         """
         each = self._units[unit]
+        self._gathering.changed(unit)  # on all ranks, whatever each of them has room for: what is gathered follows
         before, each.foreseen = each.ahead, Foreseen(segments, may_leave)
         try:
             self._do(UpdateForeseen(unit))

@@ -407,8 +407,9 @@ class InFlight:
 
     @property
     def all_computed(self) -> bool:
-        """No update is still to be computed; some may still be on their way home."""
-        return not self._due and all(self._is_computed(each) for each in self._submitted)
+        """No update is still to be computed, and none has failed; some may still be on their way home."""
+        tickets = [each.submitted.ticket for each in self._submitted if each.submitted is not None]
+        return not self._due and all(each.computed.done() and each.computed.exception() is None for each in tickets)
 
     @staticmethod
     def _is_computed(each: Unit) -> bool:

@@ -19,8 +19,11 @@ import infinity
 from infinity.cli.main import main
 from infinity.config import load_config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StorageError
+from infinity.optim.jobs import UpdateTicket
+from infinity.optim.pipeline import UpdatePipeline
 from infinity.planner import plan_training
 from infinity.tiers.run_files import kept_files, read_record
+from infinity.tiers.states import Tile
 from infinity.tiers.swap import SwapSpace
 from infinity.tiers.swap_file import remove_stale
 from tests.behaviour.ranks import run_ranks
@@ -492,6 +495,39 @@ def test_a_drive_that_cannot_flush_stops_the_engine_and_leaves_the_step_before(t
             train(engine)
         with pytest.raises(InfinityError, match="has stopped"):
             train(engine)
+    with start(tmp_path) as engine:
+        engine.resume()
+        assert engine.global_steps == 2
+        assert train(engine) == whole[0][2:]
+
+
+def test_a_step_whose_update_fails_is_not_committed_while_its_writes_go_on(tmp_path, whole, monkeypatch) -> None:
+    """A commit looks on before anybody waits for the update and is told."""
+    compute, done = UpdatePipeline._compute, UpdateTicket.done
+
+    def fails_behind_the_first_tile(self: UpdatePipeline, ticket: UpdateTicket, tile: Tile) -> bool:
+        if ticket.unit == last and tile.index > 0:
+            raise StorageError(5, "broken", "drive", 0)
+        return compute(self, ticket, tile)
+
+    def writes_on(ticket: UpdateTicket) -> bool:
+        return done(ticket) and ticket.computed.exception() is None
+
+    with start(tmp_path) as engine:
+        train(engine, DATA[:2])
+        engine.synchronize()
+        states = engine._runtime.states
+        last = max(unit.index for unit in engine._runtime.partition.units if len(states.tiles(unit.index)) > 1)
+        monkeypatch.setattr(UpdatePipeline, "_compute", fails_behind_the_first_tile)
+        monkeypatch.setattr(UpdateTicket, "done", writes_on)
+        train(engine, DATA[:3])
+        outcomes = [
+            each.submitted.ticket.computed.exception() for each in engine._runtime.executor._units if each.submitted
+        ]
+        assert any(outcomes), "all have ended, and one has failed"
+        with pytest.raises((StorageError, InfinityError)):
+            train(engine)
+        monkeypatch.undo()
     with start(tmp_path) as engine:
         engine.resume()
         assert engine.global_steps == 2

@@ -23,6 +23,7 @@ from infinity.schedule.actions import ParametersStale
 from infinity.tiers import GradStore, StateStore
 from infinity.tiers.unit_params import UnitParams
 from infinity.zero.foresight import Foresight
+from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, batches, loss_of, named_budget
@@ -600,6 +601,20 @@ def _train_on_rank(path: Path, home: str) -> list[list[float]]:
             losses = train(engine)
             results.append([*losses, *(float(param.double().sum()) for _, param in engine.named_parameters())])
     return results
+
+
+def test_a_unit_that_could_run_ahead_is_gathered_anew_whatever_its_rank_had_room_for(
+    eager, monkeypatch, tmp_path
+) -> None:
+    """Else ranks on which nothing ran ahead would gather fewer units than the others, and hang."""
+    changed: set[int] = set()
+    monkeypatch.setattr(InFlight, "can_run_ahead", lambda *_: False)
+    monkeypatch.setattr(Gathering, "changed", lambda _, unit: changed.add(unit))
+    with engine_of(tmp_path, "speculative") as engine:
+        engine.backward(loss_of(engine, DATA[0]))
+        trained = {unit.index for unit in engine._runtime.partition.units if unit.trainable_numel}
+        assert changed == trained
+        engine.step()
 
 
 @pytest.mark.parametrize("home", ["nvme", "cpu"])

@@ -26,7 +26,17 @@ from infinity.schedule.actions import (
 from infinity.schedule.scheduler import Scheduler
 from infinity.schedule.unit_state import UnitState
 from infinity.telemetry import Counters, Times
-from infinity.tiers import Extent, GradHomes, GradStore, HostMemory, Move, Norms, Residency
+from infinity.tiers import (
+    Extent,
+    GradHomes,
+    GradStore,
+    HostMemory,
+    Move,
+    Norms,
+    Residency,
+    SameMemory,
+    SwapSpace,
+)
 from infinity.tiers.copies import State
 from infinity.tiers.striping import Piece
 
@@ -250,3 +260,26 @@ def test_an_interrupt_where_a_transfer_begins_is_known(monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         rest(store, 1)
     assert store._handing_over.torn
+
+
+def test_gradients_that_stream_wait_for_the_update_of_the_last_ones() -> None:
+    """The last step's have come the same way, and nobody has taken note that their update is over."""
+    link = SameMemory()
+    homes = GradHomes((0,))
+    store = GradStore(
+        [UNIT], torch.float32, Arena(4 * UNIT), 4 * UNIT, homes, Counters(), SwapSpace((), ()), link, Norms(1, link)
+    )
+    assert store.receive(0, 0, torch.ones(UNIT), 0) is not None
+    store.rest(0)
+    store.hand_over(0)
+    assert store.can_receive(0)
+    assert store.receive(0, 0, torch.full((UNIT,), 2.0), 0) is None
+    store.used(0)
+    assert store.receive(0, 0, torch.full((UNIT,), 2.0), 0) is not None
+    store.rest(0)
+    tensor, moves = store.hand_over(0)
+    for move in moves:
+        move.transfer.result()
+    assert torch.all(tensor == 2)
+    store.used(0)
+    store.close()
