@@ -1,0 +1,76 @@
+"""`python -m tests.simulation SEED` runs a seed and prints its events and actions; see docs/simulation.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+from tests.simulation.invariants import PROMISES
+from tests.simulation.model import Scenario, draw
+from tests.simulation.mutants import MUTANTS, find, planted
+from tests.simulation.run import Outcome, simulate
+from tests.simulation.shrink import parse, shrink, text
+
+
+def main() -> int:
+    """Returns 1 if a promise is broken, or a mutant is not found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("seed", nargs="?", type=int, default=0, help="of the scenario, or the first of those searched")
+    parser.add_argument("--seconds", type=float, help="run one seed after the other for so long, up to a violation")
+    parser.add_argument("--steps", type=int, default=12, help="of each scenario")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="run the scenario that an earlier run has printed")
+    parser.add_argument("--mutant", choices=sorted(MUTANTS), help="plant a fault")
+    parser.add_argument("--mutants", action="store_true", help="look for the seed that finds each planted fault")
+    arguments = parser.parse_args()
+    if arguments.mutants:
+        return _find_all(arguments.seconds or 60.0)
+    with planted(arguments.mutant) if arguments.mutant else nullcontext():
+        if arguments.seconds is not None:
+            return _search(arguments.seed, arguments.steps, arguments.seconds)
+        if arguments.replay is not None:
+            scenario = parse(arguments.replay.read_text())
+        else:
+            scenario = draw(arguments.seed, steps=arguments.steps)
+        outcome = simulate(scenario, print)
+        return _tell(scenario, outcome)
+
+
+def _search(seed: int, steps: int, seconds: float) -> int:
+    begun_s, total = time.monotonic(), Outcome()
+    while time.monotonic() - begun_s < seconds:
+        outcome = simulate(draw(seed, steps=steps))
+        if outcome.violation is not None:
+            print(f"seed {seed}")
+            return _tell(draw(seed, steps=steps), outcome)
+        total.add(outcome)
+        seed += 1
+    print(f"{total.steps} steps, {total.events} events, {total.crashes} crashes, {total.failures} failures: all holds")
+    return 0
+
+
+def _tell(scenario: Scenario, outcome: Outcome) -> int:
+    if outcome.violation is None:
+        print(f"{outcome.steps} steps, {outcome.events} events: all holds")
+        return 0
+    print(f"\n{outcome.violation}\n({PROMISES[outcome.violation.promise]})\n\nThe shortest that was found:\n")
+    short = shrink(scenario)
+    print(simulate(short, print).violation)
+    print(f"\nTo replay it with --replay:\n\n{text(short)}")
+    return 1
+
+
+def _find_all(most_s: float) -> int:
+    missed = 0
+    for name in MUTANTS:
+        found = find(name, most_s)
+        missed += found is None
+        told = "not found" if found is None else f"{found.promise:9} seed {found.seed}, {found.seconds:.2f} s"
+        print(f"{name:32} {told}", flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

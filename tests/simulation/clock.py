@@ -1,0 +1,120 @@
+"""Virtual time: operations that end late, together, at once, in any order, or with an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from random import Random
+
+from infinity.errors import StorageError
+from tests.simulation.invariants import violate
+
+
+class Crash(BaseException):
+    """The process has died."""
+
+
+@dataclass(frozen=True)
+class Tempo:
+    """How long operations take.
+
+    Attributes:
+        at_once: the share that has ended when somebody looks next.
+        longest: ticks of the longest; a tick is one thing that the compute thread does.
+        together: operations end at multiples of this many ticks.
+    """
+
+    at_once: float = 0.0
+    longest: int = 0
+    together: int = 1
+
+
+class Operation:
+    """Bytes on their way, or an update of a tile."""
+
+    __slots__ = ("done", "end", "failed", "kind", "then", "unit")
+
+    def __init__(self, kind: str, unit: int, end: Callable[[], None] | None) -> None:
+        self.kind = kind
+        self.unit = unit
+        self.end = end
+        self.then: Callable[[], None] | None = None
+        self.done = False
+        self.failed = False
+
+    def check(self) -> None:
+        """Raise what went wrong."""
+        if self.failed:
+            raise StorageError(5, f"the {self.kind} of unit {self.unit} fails", "drive", 0)
+
+
+class Clock:
+    """What is under way on one rank.
+
+    Attributes:
+        trace: told of what ends, if anybody looks.
+        faults: kinds of operations of which the next one fails.
+        crash_at: when the process dies.
+    """
+
+    def __init__(self, random: Random, tempo: Tempo, trace: Callable[[str], None] | None = None) -> None:
+        self.now = 0
+        self.trace = trace
+        self.faults: list[str] = []
+        self.crash_at = -1
+        self.ended = 0
+        self._tempo = tempo
+        self._random = random.random
+        self._started = 0
+        self._under_way: list[tuple[int, int, Operation]] = []
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._under_way)
+
+    def start(self, kind: str, unit: int, end: Callable[[], None] | None = None) -> Operation:
+        operation, tempo = Operation(kind, unit, end), self._tempo
+        if self.faults and kind in self.faults:
+            self.faults.remove(kind)
+            operation.failed = True
+        due = self.now
+        if self._random() >= tempo.at_once:
+            due += int(tempo.longest * self._random() ** 3)
+            due += -due % tempo.together
+        self._started += 1
+        heappush(self._under_way, (due, self._started, operation))
+        return operation
+
+    def tick(self) -> None:
+        """The compute thread does something: what is due by now has ended."""
+        self.now += 1
+        if self.now == self.crash_at:
+            raise Crash
+        while self._under_way and self._under_way[0][0] < self.now:
+            self._end_next()
+
+    def wait(self, operation: Operation) -> None:
+        """Wait until an operation has ended, well or not."""
+        while not operation.done:
+            self.wait_for_next()
+
+    def wait_for_next(self) -> None:
+        """Somebody waits for something: the next operation ends."""
+        if not self._under_way:
+            violate("progress", "somebody waits, and nothing is under way")
+        if self.now < self.crash_at <= self._under_way[0][0]:
+            raise Crash
+        self.now = max(self.now, self._under_way[0][0])
+        self._end_next()
+
+    def _end_next(self) -> None:
+        operation = heappop(self._under_way)[2]
+        operation.done = True
+        self.ended += 1
+        if self.trace is not None:
+            self.trace(f"    {operation.kind} of u{operation.unit} {'fails' if operation.failed else 'ends'}")
+        if operation.end is not None:
+            operation.end()
+        if operation.then is not None:
+            operation.then()

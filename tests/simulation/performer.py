@@ -1,0 +1,510 @@
+"""Performs the scheduler's actions on versions and operations, as executor.py and in_flight.py do on tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from infinity.errors import CapacityError
+from infinity.memory import Budget
+from infinity.schedule import Cycle
+from infinity.schedule.actions import (
+    Action,
+    AwaitAnyUpdate,
+    AwaitFetch,
+    AwaitGradients,
+    AwaitNewest,
+    AwaitSpill,
+    AwaitUpdate,
+    Event,
+    Evict,
+    Fetch,
+    GradientsNeedRoom,
+    GradientsRest,
+    MemoryFreed,
+    OldParametersNeeded,
+    ParametersStale,
+    Spill,
+    Submit,
+    SubmitAhead,
+    UpdateForeseen,
+    UpdateOnDevice,
+)
+from infinity.schedule.scheduler import Scheduler
+from infinity.tiers import Residency
+from tests.simulation.clock import Clock
+from tests.simulation.gradients import GradMemory
+from tests.simulation.invariants import check_settled, check_world, most_actions, ready_updates, violate
+from tests.simulation.model import Config, RankSpec
+from tests.simulation.rows import NOTHING, Ahead, Due, Row
+from tests.simulation.staging import Staging
+from tests.simulation.worker import Ticket, Worker
+
+_STORED, _FETCHING, _RESIDENT = Residency.STORED, Residency.FETCHING, Residency.RESIDENT
+Trace = Callable[[str], None]
+
+
+class _Ledger(Budget):
+    """Bounds how often an event may ask whether there is room, so that nobody asks for ever."""
+
+    def __init__(self, capacity_bytes: int, most: int) -> None:
+        super().__init__("memory for parameters", capacity_bytes)
+        self.questions = 0
+        self._most = most
+
+    def fits(self, nbytes: int) -> bool:
+        self.questions += 1
+        if self.questions > self._most:
+            violate("bounded", f"one event has asked {self.questions} times whether there is room")
+        return super().fits(nbytes)
+
+
+class Performer:
+    """One rank's memory, drives and optimizer.
+
+    Attributes:
+        events: that the scheduler was told.
+        committed: the step that a crash leaves; None before there is one.
+        changed_memory: something has come or gone since all rows were checked together.
+        foreseen: the update that may run ahead, while the scheduler decides on it.
+        aheads: units with speculative updates.
+        some_rest: a speculative update has given gradients back, which may spill.
+    """
+
+    def __init__(self, config: Config, spec: RankSpec, seed: int, versions: list[int], trace: Trace | None) -> None:
+        self.config = config
+        self.trace = trace
+        self.events = 0
+        self.committed: int | None = None
+        self.some_rest = False
+        self.changed_memory = True
+        self.foreseen: Due | None = None
+        self.aheads: dict[Row, None] = {}
+        self.clock = Clock(Random(seed), spec.tempo, trace)
+        self.worker = Worker(self.clock)
+        self.grads = GradMemory(self.clock, config.slots, config.shared_bytes)
+        self.rows = [Row(index, each, self.grads, versions[index]) for index, each in enumerate(config.units)]
+        self.grads.rows = self.rows
+        self.images = config.images
+        self.staging = Staging(self.clock, config.staging_bytes)
+        self._most_actions = most_actions(len(self.rows))
+        self.budget = _Ledger(spec.capacity, 2 * self._most_actions)
+        capacity = min(rank.capacity for rank in config.ranks)
+        moving = [row.moves for row in self.rows]
+        self.cycle = Cycle([row.nbytes for row in self.rows], moving, capacity, config.ahead_bytes)
+        self.scheduler = Scheduler(
+            self.rows,
+            self.cycle,
+            self.budget,
+            "tiering.host_memory",
+            config.slots,
+            self.grads.leased,
+            writes_all=config.keeps,
+            writes_unreconstructable=any(unit.has_slots for unit in config.units),
+        )
+
+    def do(self, event: Event) -> bool:
+        """Perform what the scheduler asks for because of an event; False if that is nothing."""
+        self.events += 1
+        if self.trace is not None:
+            self.trace(f"  {event}")
+        self.clock.tick()
+        self.budget.questions = self.grads.questions = 0
+        count = 0
+        for action in self.scheduler.on(event):
+            count += 1
+            if count > self._most_actions:
+                violate("bounded", f"{event} has led to {count} actions")
+            if self.trace is not None:
+                self.trace(f"   -> {action}")
+            _PERFORMERS[type(action)](self, action)
+        if self.changed_memory:
+            self.changed_memory = False
+            check_world(self)
+        return count > 0
+
+    @property
+    def waits_for_memory(self) -> bool:
+        """Some action of the plan, or an update, waits until memory is freed."""
+        return bool(self.scheduler.planned or self.scheduler.blocked)
+
+    # Parameters #
+
+    def _fetch(self, action: Fetch) -> None:
+        row = self.rows[action.unit]
+        if row.residency is not _STORED:
+            violate("legal", f"{row.name} is fetched, and is {row.residency.name}")
+        if not self.budget.fits(row.nbytes):
+            violate("ledger", f"{row.name} is fetched, and memory is full")
+        if not self.staging.open(row):
+            return  # memory on the way is used up
+        self.changed_memory = True
+        self.budget.take(row.nbytes, row.name)
+        row.residency = _FETCHING
+        row.begin_read_home()
+        fetch = row.fetch = self.clock.start("fetch", row.index)
+        fetch.end = lambda: row.end_read_home(failed=fetch.failed)
+
+    def await_fetch(self, action: AwaitFetch | AwaitNewest) -> None:
+        row = self.rows[action.unit]
+        if row.residency is _STORED:
+            violate("legal", f"somebody waits for {row.name}, which is not under way")
+        if row.residency is _FETCHING:
+            assert row.fetch is not None
+            self.clock.wait(row.fetch)
+            if row.fetch.failed:
+                self.changed_memory = True
+                row.residency = _STORED
+                self.budget.give(row.nbytes)
+            else:
+                row.residency = _RESIDENT
+                self.staging.upload(row)
+            self.staging.close(row)
+            row.fetch.check()
+
+    def _evict(self, action: Evict) -> None:
+        row = self.rows[action.unit]
+        if row.residency is not _RESIDENT or not row.moves:
+            violate("legal", f"{row.name} is evicted, and is {row.residency.name}")
+        if row.pins:
+            violate("pinned", f"{row.name} is evicted while it is in use")
+        if row.is_dirty:
+            self.write_home(row)
+        if row.readers or row.updating_tile is not None or (row.fetch is not None and not row.fetch.done):
+            violate("race", f"{row.name} is evicted while something touches it")
+        if row.home != row.mem and not row.stale:
+            violate("lost", f"{row.name} is evicted at {row.mem}, and the drive has {row.home}")
+        self.changed_memory = True
+        row.residency, row.fetch, row.stale = _STORED, None, False
+        row.mem = [NOTHING] * row.spec.tiles
+        self.budget.give(row.nbytes)
+
+    def write_home(self, row: Row) -> None:
+        """Write what memory has, and wait."""
+        self._open_host(row)
+        if row.fetch is not None:
+            self.clock.wait(row.fetch)
+            row.fetch.check()
+        tiles = [tile for tile, version in enumerate(row.mem) if row.home[tile] != version]
+        writes = [(tile, row.begin_write_home(tile)) for tile in tiles]
+        write = self.clock.start("write", row.index)
+
+        def end() -> None:
+            for tile, beside in writes:
+                row.end_write_home(tile, row.mem[tile], beside=beside, failed=write.failed)
+
+        write.end = end
+        self.clock.wait(write)
+        self.staging.close(row)
+        write.check()
+
+    def _open_host(self, row: Row) -> None:
+        """Have the values where they are changed and written, waiting for memory that updates and fetches hold."""
+        while not self.staging.open(row):
+            if self.finish_one():
+                continue
+            fetched = next((each for each in self.rows if each.residency is _FETCHING and each is not row), None)
+            if fetched is None:
+                violate("refusal", f"no host memory is left for the values of {row.name} on their way")
+            self.await_fetch(AwaitFetch(fetched.index))
+
+    def _await_newest(self, action: AwaitNewest) -> None:
+        row = self.rows[action.unit]
+        if row.ticket is not None:
+            self.wait_computed(row.ticket)
+        self.await_fetch(action)
+
+    # Updates #
+
+    def _submit(self, action: Submit) -> None:
+        row = self.rows[action.unit]
+        due, begun = row.due, row.begun
+        if due is None or row.ticket is not None or row.residency is _STORED:
+            violate("legal", f"an update of {row.name} is submitted that is not due, or cannot be")
+        tiles = [tile for tile in range(row.spec.tiles) if begun is None or tile not in begun]
+        # Of a unit whose home has older values, those that this update leaves alone would stay as old there.
+        write = action.write and (row.residency is _FETCHING or row.home == row.mem)
+        row.due = row.begun = None
+        self._hand_over(row, due, tiles, action.needed, write=write)
+
+    def _hand_over(self, row: Row, due: Due, tiles: list[int], needed: int, *, write: bool) -> Ticket:
+        self.changed_memory = True
+        self._open_host(row)
+        ready = self.grads.hand_over(row)
+        if row.residency is _FETCHING:
+            assert row.fetch is not None
+            ready.append(row.fetch)
+        row.pins += 1
+        if not self.staging.is_needed(row):  # else the fetch goes on with the values that the update makes
+            row.residency = _RESIDENT
+        row.is_reconstructable = row.spec.old_params == "states"
+        ticket = Ticket(row, due, deque(tiles), ready, needed, write and (row.moves or row.spec.has_slots))
+        row.ticket = ticket
+        self.worker.submit(ticket)
+        return ticket
+
+    def _update_on_device(self, action: UpdateOnDevice) -> None:
+        row = self.rows[action.unit]
+        due = row.due
+        if due is None or (row.residency is _STORED and not row.spec.beside):
+            violate("legal", f"{row.name} is updated on the device, and is not there")
+        if row.residency is not _STORED:
+            self.await_fetch(AwaitFetch(row.index))  # in the device's queue
+        if row.spec.beside:
+            row.mem = list(row.home)
+        if row.mem != [due.target - 1] * row.spec.tiles or row.grad_host != due.grad:
+            violate("once", f"{row.name} is at {row.mem} with gradients {row.grad_host}, and {due} is due")
+        row.mem = [due.target] * row.spec.tiles
+        row.home = list(row.mem) if row.spec.beside else row.home
+        row.due = None
+        self.grads.drop(row)
+
+    def wait_computed(self, ticket: Ticket) -> None:
+        """Wait until an update is computed, which now goes before all others."""
+        if not ticket.computed:
+            self.worker.queue.hurry(ticket)
+        while not ticket.computed:
+            self.clock.wait_for_next()
+        if ticket.error is not None:
+            raise ticket.error
+        if ticket.row.residency is _RESIDENT:
+            self.staging.upload(ticket.row)
+
+    def _await_update(self, action: AwaitUpdate) -> None:
+        ticket = self.rows[action.unit].ticket
+        if ticket is None:
+            violate("legal", f"somebody waits for an update of u{action.unit}, which has none")
+        self.finish(ticket)
+
+    def finish(self, ticket: Ticket) -> None:
+        """Wait until an update is over: computed, and written."""
+        self.wait_computed(ticket)
+        for write in ticket.writes:
+            self.clock.wait(write)
+        self._note(ticket)
+
+    def _await_any_update(self, _: AwaitAnyUpdate) -> None:
+        if not self.finish_one():
+            violate("legal", "somebody waits for any update, and there is none")
+
+    def finish_one(self) -> bool:
+        """Wait for the update that is the first to be computed; False if there is none."""
+        if not any(row.ticket is not None for row in self.rows):
+            return False
+        while not self.worker.ended:
+            self.clock.wait_for_next()
+        self.finish(self.worker.ended[0])
+        return True
+
+    def settle(self) -> None:
+        """Take note of updates that are over, and use the memory that they gave back."""
+        self.clock.tick()
+        if self.worker.ended:
+            for ticket in [each for each in self.worker.ended if each.done]:
+                self._note(ticket)
+        self.spill_ahead()
+        ready = ready_updates(self)
+        if self.waits_for_memory:
+            self.do(MemoryFreed())
+        if ready:
+            check_settled(ready)
+
+    def _note(self, ticket: Ticket) -> None:
+        row = ticket.row
+        assert row.ticket is ticket
+        self.changed_memory = True
+        row.ticket = None
+        self.worker.ended.remove(ticket)
+        for each in ticket.ready:
+            self.clock.wait(each)
+        if not ticket.keeps:
+            self.grads.used(row)
+        elif ticket.recovers:
+            self.grads.used(row)
+            row.elsewhere = True
+        else:
+            self.grads.returned(row)
+            self.some_rest = True
+        row.pins -= 1
+        if row.residency is _RESIDENT and ticket.error is None:
+            self.staging.upload(row)
+        self.staging.close(row)
+        if ticket.error is not None:
+            raise ticket.error
+        for write in ticket.writes:
+            write.check()
+
+    # Speculative updates #
+
+    def _submit_ahead(self, action: SubmitAhead) -> None:
+        row, foreseen = self.rows[action.unit], self.foreseen
+        if row.is_updating or row.residency is not _RESIDENT or foreseen is None:
+            violate("legal", f"{row.name} is updated ahead, and is not at rest")
+        kind = row.spec.old_params
+        if kind == "slots" and (row.home != row.mem or row.home != row.protected):
+            return
+        if not kind or (kind == "images" and not self._has_images(row, action.needed)):
+            return
+        tiles = list(range(row.spec.ahead))
+        ticket = self._hand_over(row, foreseen, tiles, action.needed, write=kind == "slots")
+        ticket.keeps = True
+        ticket.recovers = kind != "images" and row.spec.recovers and row.spills and len(tiles) == row.spec.tiles
+        ticket.images = len(tiles) if kind == "images" else 0
+        self.images -= ticket.images
+        row.ahead = Ahead(foreseen, frozenset(tiles), ticket, kind)
+        self.aheads[row] = None
+
+    def _has_images(self, row: Row, needed: int) -> bool:
+        """There is room for before-images, for which what is needed later makes way."""
+        aheads = [each.ahead for each in self.aheads if each.ahead is not None]
+        later = [ahead.ticket for ahead in aheads if ahead.ticket.images and ahead.ticket.needed > needed]
+        later = [each for each in later if each.row.ticket is each and not each.chosen]
+        if row.spec.ahead > self.images + sum(each.images for each in later):
+            return False
+        later.sort(key=lambda each: each.needed)
+        while row.spec.ahead > self.images:
+            ticket = later.pop()
+            withdrawn = self.worker.withdraw(ticket)
+            assert withdrawn
+            self._decide(ticket.row)
+            self._note(ticket)
+        return True
+
+    def _decide(self, row: Row) -> Ahead:
+        ahead = row.ahead
+        assert ahead is not None
+        row.ahead = None
+        del self.aheads[row]
+        self.images += ahead.ticket.images
+        return ahead
+
+    def run_ahead(self, unit: int, due: Due) -> bool:
+        """Update of a unit what can be undone; False if that is nothing."""
+        self.foreseen = due
+        self.do(UpdateForeseen(unit))
+        self.foreseen = None
+        return self.rows[unit].ahead is not None
+
+    def commit_ahead(self, row: Row, due: Due) -> None:
+        """What ran ahead is the unit's update; what is left of it is due."""
+        ahead = self._decide(row)
+        if ahead.due != due:
+            violate("once", f"{row.name} was updated ahead with {ahead.due}, and {due} is due")
+        if len(ahead.tiles) < row.spec.tiles:
+            row.begun = ahead.tiles
+            row.due = ahead.due
+        elif row.ticket is not None:
+            row.ticket.keeps = False
+        else:
+            self.grads.drop(row)
+
+    def undo(self, *units: int, grads: bool = True) -> None:
+        """Units that were updated ahead are what they were before."""
+        ahead = [self.rows[unit] for unit in units if self.rows[unit].ahead is not None] if self.aheads else []
+        if not ahead:
+            return
+        for row in ahead:
+            if row.residency is _FETCHING:
+                self.do(OldParametersNeeded(row.index))
+        away = [row for row in ahead if row.residency is _STORED and self._needs_memory(row)]
+        self._undo([row for row in ahead if row not in away], grads=grads)
+        self.spill_ahead()
+        for row in away:  # one by one, since there may not be room for all of them
+            self.do(OldParametersNeeded(row.index))
+            self._undo([row], grads=grads)
+        self.spill_ahead()
+        for row in ahead:
+            self.changed(row)
+            if row.stale:
+                self.do(ParametersStale(row.index))
+            row.stale = False
+
+    def changed(self, row: Row) -> None:
+        """The unit's values are others now, or will be."""
+
+    @staticmethod
+    def _needs_memory(row: Row) -> bool:
+        return row.ahead is not None and row.ahead.old_params == "states"
+
+    def _undo(self, rows: list[Row], *, grads: bool) -> None:
+        tickets = [row.ticket for row in rows if row.ticket is not None]
+        for ticket in tickets:
+            ticket.recovers = False
+        self.worker.stop(tickets)
+        for ticket in tickets:
+            self.finish(ticket)
+        for row in rows:
+            self._recover_grads(row, grads=grads)
+            ahead = self._decide(row)
+            before = [row.wanted] * row.spec.tiles
+            if ahead.old_params != "slots":
+                if row.residency is not _RESIDENT:
+                    violate("lost", f"{row.name} is to be what it was, and is {row.residency.name}")
+                row.mem = before
+            else:
+                for tile, version in enumerate(row.home):
+                    if version != row.wanted:
+                        row.home[tile], row.kept[tile] = row.kept[tile], version
+                if row.home != before:
+                    violate("lost", f"{row.name} is to be {row.wanted} again, and the drive has {row.home}")
+                row.stale = True
+
+    def _recover_grads(self, row: Row, *, grads: bool) -> None:
+        if row.elsewhere and not grads:
+            self.grads.drop(row)
+        if not row.elsewhere:
+            return
+        while not self.grads.open(row):
+            if not self.free_gradients(row.index):
+                raise CapacityError(f"no memory is left for the gradients of {row.name}, whose update is undone")
+        assert row.ahead is not None
+        row.elsewhere = False
+        row.grad_host = row.ahead.due.grad
+        self.grads.rest(row)
+        self.some_rest = True
+
+    # Gradients #
+
+    def free_gradients(self, unit: int) -> bool:
+        """Free memory that the unit's gradients may take; False if there is none."""
+        return self.do(GradientsNeedRoom(unit))
+
+    def spill_ahead(self) -> None:
+        """Gradients that updates have given back may spill."""
+        if self.some_rest:
+            self.some_rest = False
+            self.do(GradientsRest())
+
+    def _await_gradients(self, action: AwaitGradients) -> None:
+        self.grads.finish_moves(self.rows[action.unit])
+
+    def _spill(self, action: Spill) -> None:
+        self.grads.spill(self.rows[action.unit])
+
+    def _await_spill(self, action: AwaitSpill) -> None:
+        self.grads.await_spill(self.rows[action.unit])
+
+    # Commits #
+
+    def protect(self) -> None:
+        """What the drives have now stays there until the next call."""
+        for row in self.rows:
+            row.protected = list(row.home)
+
+
+_PERFORMERS: dict[type[Action], Callable[[Performer, Any], None]] = {
+    Fetch: Performer._fetch,
+    AwaitFetch: Performer.await_fetch,
+    Evict: Performer._evict,
+    Submit: Performer._submit,
+    SubmitAhead: Performer._submit_ahead,
+    UpdateOnDevice: Performer._update_on_device,
+    AwaitUpdate: Performer._await_update,
+    AwaitNewest: Performer._await_newest,
+    AwaitAnyUpdate: Performer._await_any_update,
+    AwaitGradients: Performer._await_gradients,
+    Spill: Performer._spill,
+    AwaitSpill: Performer._await_spill,
+}

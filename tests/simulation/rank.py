@@ -1,0 +1,561 @@
+"""What one rank's engine does around the scheduler: passes, steps and user calls, as in step.py and updates.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
+
+from infinity.errors import CapacityError, StorageError
+from infinity.schedule.actions import (
+    GradientsRest,
+    ParametersMade,
+    ParametersNeeded,
+    PassBegins,
+    PassEnds,
+    RoomNeeded,
+    UpdateDue,
+    UseBegins,
+)
+from infinity.tiers import Residency
+from infinity.zero.foresight import Foresight
+from infinity.zero.gathering import Gathering
+from tests.simulation.invariants import (
+    check_at_rest,
+    check_closed,
+    check_committed,
+    check_newest,
+    check_world,
+    violate,
+)
+from tests.simulation.model import Call, Change, Config, Drain, Look, Pass, RankSpec, Step, ZeroGrad
+from tests.simulation.performer import Performer, Trace
+from tests.simulation.rows import NOTHING, Due, Row
+
+Agree = Callable[[object], None]
+
+
+class UserError(Exception):
+    """Raised by the user's code in the middle of a pass."""
+
+
+class Rank(Performer):
+    """One process of the training.
+
+    Args:
+        agree: told of what must be alike on all ranks.
+
+    Attributes:
+        step: the number of the step that runs.
+        failed: an error has left the states of no one step.
+    """
+
+    def __init__(
+        self, config: Config, spec: RankSpec, seed: int, versions: list[int], agree: Agree, trace: Trace | None = None
+    ) -> None:
+        super().__init__(config, spec, seed, versions, trace)
+        self.step = 0
+        self.failed = False
+        self._agree = agree
+        self._schedule = config.schedule
+        self._is_shared = len(config.ranks) > 1
+        self._whole: dict[int, int] = {}  # the version at which each unit was gathered
+        self._gathering = self._gathers(len(config.ranks))
+        self._foresight = Foresight()
+        self._added: dict[int, int] = {}  # uses that have added to each unit's gradients in this step
+        self._finals: list[int] = []
+        self._under_way = False  # some units have had this step's update asked for
+        self._pass_failed = False
+        self._uncommitted = False
+        self._noted = list(versions)  # those of the last step that is over
+        for row in self.rows:
+            if row.spec.made:
+                self._make(row)
+
+    def _make(self, row: Row) -> None:
+        row.home = [NOTHING] * row.spec.tiles
+        while not self.budget.fits(row.nbytes):
+            self.do(RoomNeeded(row.index))
+        self.budget.take(row.nbytes, row.name)
+        row.residency = Residency.RESIDENT
+        self.do(ParametersMade(row.index))
+
+    def _gathers(self, ranks: int) -> Gathering:
+        """The engine's own, over this rank's rows."""
+        specs = [SimpleNamespace(name=row.name, nbytes=row.nbytes, offloaded=row.moves, pieces=()) for row in self.rows]
+        for spec in specs:
+            spec.sharding = SimpleNamespace(count=ranks)
+        params = SimpleNamespace(specs=specs, pin=self._pin, unpin=self._unpin, tensor=lambda unit: unit)
+        others = SimpleNamespace(all_gather=self._all_gather)
+        counters = SimpleNamespace(stalled=_stalled)
+        return Gathering(
+            cast(Any, params),
+            cast(Any, others),
+            self.cycle.capacity_bytes,
+            cast(Any, counters),
+            self.cycle.ahead_bytes,
+        )
+
+    def _all_gather(self, unit: int, _pieces: object, _name: str) -> Sequence[Any]:
+        row = self.rows[unit]
+        check_newest(row)
+        self._agree(("gather", unit, row.wanted))
+        self._whole[unit] = row.wanted
+        return ()
+
+    def _pin(self, unit: int) -> None:
+        self.rows[unit].pins += 1
+
+    def _unpin(self, unit: int) -> None:
+        self.rows[unit].pins -= 1
+
+    def changed(self, row: Row) -> None:
+        self._gathering.changed(row.index)
+
+    # Calls #
+
+    def call(self, call: Call, *, last: bool) -> None:
+        """Do what the training loop calls; a pass may be the last one of its step.
+
+        Raises:
+            StorageError, CapacityError: the engine has failed.
+        """
+        try:
+            match call:
+                case Pass(evaluates=True):
+                    if not self._under_way:
+                        self._evaluate(call)
+                case Pass():
+                    self._train(call, last=last)
+                case Step(norm):
+                    self._finish_step(norm)
+                case Look(units, whole):
+                    self._look(units, whole=whole)
+                case Change(unit):
+                    self._change(unit)
+                case ZeroGrad():
+                    self._zero_grad()
+                case Drain():
+                    self.drain()
+        except UserError:
+            pass
+        except (StorageError, CapacityError):
+            self.failed = True
+            raise
+        check_world(self)
+        check_committed(self)
+
+    # Passes #
+
+    def _begin_cycle(self) -> None:
+        self._agree("pass begins")
+        self.do(PassBegins())
+        self._gathering.begin_cycle()
+        self.settle()
+
+    def _end_cycle(self, *, learn: bool) -> None:
+        self._agree("pass ends")
+        self._gathering.end_cycle()
+        for row in self.rows:
+            row.pins, row.computing = int(row.ticket is not None), False
+        self.do(PassEnds(learn))
+
+    def _evaluate(self, call: Pass) -> None:
+        self._begin_cycle()
+        self._forward(call)
+        self._gather_owed(None)
+        self._end_cycle(learn=False)
+
+    def _forward(self, call: Pass) -> None:
+        for position, units in enumerate(call.uses):
+            self._user_code(call, position, backward=False)
+            self._enter(units)
+            self._leave(units)
+
+    def _train(self, call: Pass, *, last: bool) -> None:
+        if self._under_way:
+            return  # the step's last pass is over, and the engine refuses another
+        self._begin_cycle()
+        self._forward(call)
+        self._gather_owed(None)
+        self.undo_all()
+        if last:
+            self._before_updates()
+        self.worker.queue.prefer(begun=True)
+        runs_ahead = last and self._schedule == "speculative" and self._foresight.runs_ahead
+        if runs_ahead:
+            self._begin_ahead()
+        if runs_ahead or (last and self._schedule == "backward"):
+            self.worker.queue.expect(list(dict.fromkeys(self._finals)))
+            self._finals = []
+        left = Counter(unit for use in call.uses for unit in use)
+        for position, units in enumerate(reversed(call.uses), len(call.uses)):
+            self._user_code(call, position, backward=True)
+            self._enter(units)
+            for unit in units:
+                left[unit] -= 1
+                if self.rows[unit].spec.grads:
+                    self._add(self.rows[unit])
+            for unit in units:
+                self.rows[unit].computing = False
+                if self.rows[unit].spec.grads and not left[unit]:
+                    self._complete(self.rows[unit], last=last, runs_ahead=runs_ahead)
+            self._leave(units)
+        self._end_cycle(learn=True)
+        if last and self._schedule == "backward":
+            self._update_others()
+
+    def _update_others(self) -> None:
+        """Update the units that had no part in the step's last pass."""
+        for unit in list(self._added):
+            self._update(self.rows[unit])
+
+    def _user_code(self, call: Pass, position: int, *, backward: bool) -> None:
+        """What the user's code does between two modules."""
+        for at, unit in call.looks:
+            if at == position and not backward:
+                self._look((unit,), whole=False)
+        if call.stop == position:
+            self._abort(backward=backward)
+            raise UserError
+
+    def _abort(self, *, backward: bool) -> None:
+        """The user's code has raised: a forward pass leaves what was before, and a backward pass no gradients."""
+        before = [row.wanted for row in self.rows]
+        self._end_cycle(learn=False)
+        if not backward:
+            return
+        self._pass_failed = True
+        if self._under_way:
+            self.failed = True
+            return
+        self._drop()
+        left = [row.name for row in self.rows if row.ahead is not None or row.pins > int(row.ticket is not None)]
+        if left or before != [row.wanted for row in self.rows]:
+            violate("error", f"{left} are not what they were before the pass")
+
+    def _enter(self, units: tuple[int, ...]) -> None:
+        """A module is about to compute on the units."""
+        self._make_way(units[0])
+        self.undo(*units)
+        for unit in units:
+            self._pin(unit)
+        for unit in units:
+            self.settle()
+            self._agree(unit)
+            self.do(UseBegins(unit))
+            self._gather_owed(unit)
+            self._gathering.enter(unit)
+            self._look_ahead()
+        for unit in units:
+            row = self.rows[unit]
+            check_newest(row)
+            if self._is_shared and self._whole.get(unit) != row.wanted:
+                violate("newest", f"{row.name} was gathered at {self._whole.get(unit)}, and the newest is {row.wanted}")
+            row.computing = True
+        self._commit_if_computed()
+
+    def _make_way(self, unit: int) -> None:
+        """What was gathered ahead for other uses goes first: there may be no room beside it."""
+        if self.cycle.expected != unit:
+            self._gathering.drop_ahead()
+
+    def _gather_owed(self, unit: int | None) -> None:
+        """Gather what all ranks gather before this unit; None before they exchange something else."""
+        for other in self._gathering.owed(unit):
+            self.do(ParametersNeeded(other))
+            self._gathering.gather(other)
+
+    def _look_ahead(self) -> None:
+        while (unit := self._gathering.due(self.cycle.upcoming)) is not None:
+            self.undo(unit)
+            self._pin(unit)
+            self.do(ParametersNeeded(unit))
+            self._gathering.look_ahead(unit)
+
+    def _leave(self, units: tuple[int, ...]) -> None:
+        for unit in units:
+            row = self.rows[unit]
+            if row.computing:
+                check_newest(row)
+                row.computing = False
+            row.pins -= 1
+            self._gathering.leave(unit, self.cycle.expected)
+        self.settle()
+
+    # Gradients #
+
+    def _add(self, row: Row) -> None:
+        """The backward pass adds to the unit's gradients, once there is room."""
+        if self.waits_for_memory and self.worker.ended:
+            self.settle()
+        added = self._added.get(row.index, 0)
+        while not self.grads.try_add(row, self.step, added):
+            if not self._make_room(row):
+                raise CapacityError(f"no memory is left for the gradients of {row.name}")
+        self._added[row.index] = added + 1
+
+    def _make_room(self, row: Row) -> bool:
+        if self.free_gradients(row.index):
+            return True
+        if any(each.due is not None or each.ticket is not None for each in self.rows):
+            self.drain()
+            return True
+        return False
+
+    def _complete(self, row: Row, *, last: bool, runs_ahead: bool) -> None:
+        """All of the unit's gradients have come in this pass."""
+        if last and self._schedule == "backward":
+            self._finals.append(row.index)
+            self._update(row)
+        elif last and self._schedule == "speculative":
+            self._foresee(row)
+            if runs_ahead and self.run_ahead(row.index, self._due(row, clips=False)):
+                self._finals.append(row.index)
+                self._foresight.tried()
+        self.grads.rest(row)
+        if row.spills:
+            self.do(GradientsRest())
+
+    def _foresee(self, row: Row) -> None:
+        """The unit is gathered anew, on all ranks, also on those where its update does not run ahead."""
+        self._gathering.changed(row.index)
+
+    def _drop(self) -> None:
+        """The step's gradients are nothing any more."""
+        if self.undo_all(grads=False):
+            self._foresight.disturbed()
+        for unit in self._added:
+            self.grads.drop(self.rows[unit])
+        self._added = {}
+
+    def _zero_grad(self) -> None:
+        if not self._under_way:
+            self._drop()
+            self._pass_failed = False
+
+    # Updates #
+
+    def _due(self, row: Row, *, clips: bool) -> Due:
+        return Due(row.wanted + 1, (self.step, self._added[row.index]), clips)
+
+    def _update(self, row: Row, *, clips: bool = False) -> None:
+        """Update the unit as soon as its values are in memory."""
+        self._under_way = True
+        row.due = self._due(row, clips=clips)
+        row.wanted += 1
+        del self._added[row.index]
+        self._gathering.changed(row.index)
+        if row.residency is not Residency.STORED or row.spec.beside:
+            self.do(UpdateDue(row.index))
+
+    def _confirm(self, row: Row, *, clips: bool) -> None:
+        """What ran ahead is the unit's update."""
+        self._under_way = True
+        self.commit_ahead(row, self._due(row, clips=clips))
+        row.wanted += 1
+        del self._added[row.index]
+        if row.residency is not Residency.STORED:
+            self.do(UpdateDue(row.index))
+
+    def _finish_step(self, norm: str) -> None:
+        if self._pass_failed:
+            self._zero_grad()
+            return
+        self._before_updates()
+        self.worker.queue.prefer(begun=False)
+        if self._schedule == "backward":
+            self._update_others()
+        else:
+            self.settle()
+            if norm == "overflow":
+                self._foresight.after_step(quiet=False)
+                self._drop()
+            else:
+                self._foresight.after_step(quiet=norm == "quiet")
+                self._update_all(clips=norm == "clipped")
+        if self._schedule == "barrier":
+            self.drain()
+        self._under_way = False
+        self.step += 1
+        self._agree([row.wanted for row in self.rows])
+        self._uncommitted = self.config.keeps
+        self._noted = [row.wanted for row in self.rows]
+        self._commit_if_computed()
+        self.settle()
+
+    def _update_all(self, *, clips: bool) -> None:
+        """The norm is known: what ran ahead stands or is undone, and the others are updated."""
+        rows = [self.rows[unit] for unit in sorted(self._added, key=self.cycle.first_use)]
+        others = [row.index for row in rows if row.ahead is None or clips]
+        self.undo(*others)
+        if self._schedule != "barrier":
+            self.worker.queue.expect(others)
+        for row in rows:
+            if row.ahead is not None:
+                self._confirm(row, clips=clips)
+            else:
+                self._update(row, clips=clips)
+
+    def undo_all(self, *, grads: bool = True) -> bool:
+        """What runs ahead, or has done so, is undone; whether there was any."""
+        units = [row.index for row in self.aheads]
+        self.undo(*units, grads=grads)
+        return bool(units)
+
+    def _start_pending(self) -> None:
+        for row in self.rows:
+            if row.due is not None:
+                with self._pinned(row):
+                    self.do(ParametersNeeded(row.index))
+
+    def drain(self) -> None:
+        """Carry out every update, and wait for all of them."""
+        self.undo_all()
+        self._start_pending()
+        while self.finish_one():
+            pass
+        self.settle()
+        check_at_rest(self)
+
+    # Steps that stay #
+
+    def _begin_ahead(self) -> None:
+        self._write_changed()
+        if not self.config.keeps:
+            self.protect()
+
+    def _before_updates(self) -> None:
+        """Updates are about to begin: what the last step has made must be kept before it is overwritten."""
+        if not self.config.keeps:
+            return
+        if self._uncommitted:
+            self._start_pending()
+            for row in self.rows:
+                if row.ticket is not None:
+                    self.wait_computed(row.ticket)
+            self._commit()
+        self._write_changed()
+        if self.committed is None:
+            self._commit()
+
+    def _commit_if_computed(self) -> None:
+        if self._uncommitted and all(row.due is None and _is_computed(row) for row in self.rows):
+            self._commit()
+
+    def _commit(self) -> None:
+        """The drives have the last step, once writes are over: it stays until the next one is committed."""
+        for row in self.rows:
+            for write in row.ticket.writes if row.ticket is not None else ():
+                self.clock.wait(write)
+                write.check()
+            noted = self._noted[row.index]
+            if (row.moves or row.spec.has_slots) and not all(noted <= version <= row.wanted for version in row.home):
+                violate("crash", f"{row.name} is committed at {noted}, and the drive has {row.home}")
+        self._uncommitted = False
+        self.committed = self.step
+        self.protect()
+
+    def _write_changed(self) -> None:
+        for row in self.rows:
+            written = row.moves or row.spec.has_slots
+            if not written or not self.scheduler.is_written(row) or row.ticket is not None or row.due is not None:
+                continue
+            if row.residency is Residency.RESIDENT and row.is_dirty:
+                with self._pinned(row):
+                    self.undo(row.index)
+                    self.do(ParametersNeeded(row.index))
+                    self.write_home(row)
+
+    # Users #
+
+    @contextmanager
+    def _pinned(self, row: Row) -> Iterator[None]:
+        self._pin(row.index)
+        try:
+            yield
+        finally:
+            self._unpin(row.index)
+
+    def _look(self, units: tuple[int, ...], *, whole: bool) -> None:
+        """Somebody wants the newest parameters of units, of all of them at once."""
+        if self._under_way:
+            return
+        pinned = []
+        try:
+            for unit in units:
+                self.undo(unit)
+                if whole:
+                    self._gathering.drop_ahead()
+                self._pin(unit)
+                pinned.append(unit)
+                self.do(ParametersNeeded(unit))
+                if whole:
+                    self._gathering.gather(unit)
+                check_newest(self.rows[unit])
+            for unit in units:
+                check_newest(self.rows[unit])
+        except CapacityError:
+            self._check_refusal(units)
+        finally:
+            for unit in pinned:
+                if whole:
+                    self._gathering.let_go(unit)
+                self._unpin(unit)
+
+    def _check_refusal(self, units: tuple[int, ...]) -> None:
+        used = sum(row.nbytes for row in self.rows if row.moves and (row.pins or row.index in units))
+        if used <= self.budget.capacity_bytes:
+            violate("refusal", f"{units} are refused, and {used} of {self.budget.capacity_bytes} bytes are in use")
+        check_world(self)
+
+    def _change(self, unit: int) -> None:
+        """The user writes a unit's parameters, between two steps."""
+        row = self.rows[unit]
+        if self._under_way or self._added:
+            return
+        with self._pinned(row):
+            self.undo(unit)
+            self.do(ParametersNeeded(unit))
+            check_newest(row)
+            if row.ticket is not None:
+                self.finish(row.ticket)
+            row.wanted += 1
+            row.mem = [row.wanted] * row.spec.tiles
+            if row.spec.beside:
+                row.home = list(row.mem)
+            self._gathering.changed(unit)
+
+    # The end #
+
+    def close(self) -> None:
+        """Give everything back, after a failure too."""
+        if not self.failed:
+            self._drop()
+            self.drain()
+        while self.clock.is_busy:
+            self.clock.wait_for_next()
+        self._gathering.end_cycle()
+        for row in self.rows:
+            if row.ticket is None and not self.failed:
+                violate("pinned", f"{row.name} is in use after the end") if row.pins else None
+            self._give_up(row)
+        if not self.failed:
+            check_closed(self)
+
+    def _give_up(self, row: Row) -> None:
+        if row.moves and row.residency is not Residency.STORED:
+            self.budget.give(row.nbytes)
+        if row.residency is Residency.FETCHING:
+            self.staging.close(row)
+        row.residency = Residency.STORED
+
+
+def _is_computed(row: Row) -> bool:
+    return row.ticket is None or (row.ticket.computed and row.ticket.error is None)
+
+
+def _stalled(_: object) -> AbstractContextManager[None]:
+    return nullcontext()

@@ -1,0 +1,215 @@
+"""A row of the scheduler, with versions in the place of values: a tile's is the number of updates that it has had."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from infinity.schedule.unit_state import UnitState
+from infinity.tiers import Residency
+from infinity.tiers.copies import State
+from tests.simulation.clock import Operation
+from tests.simulation.invariants import violate
+
+if TYPE_CHECKING:
+    from tests.simulation.gradients import GradMemory
+    from tests.simulation.model import UnitSpec
+    from tests.simulation.worker import Ticket
+
+TORN, NOTHING = -1, -2  # in the place of a version on a drive
+Gradient = tuple[int, int]  # the step that it is of, and how many uses have added to it
+
+
+@dataclass(frozen=True)
+class Due:
+    """An update that was asked for.
+
+    Attributes:
+        target: version of what it makes.
+        grad: what it is made with.
+        clips: by the norm of all gradients.
+    """
+
+    target: int
+    grad: Gradient
+    clips: bool
+
+
+@dataclass
+class Ahead:
+    """A speculative update, see [Note: updates ahead] in infinity/zero/in_flight.py.
+
+    Attributes:
+        tiles: those that it updates.
+        old_params: where the parameters from before it are: "slots", "states" or "images".
+    """
+
+    due: Due
+    tiles: frozenset[int]
+    ticket: Ticket
+    old_params: str
+
+
+class Row(UnitState):
+    """What the scheduler sees of a unit, and what performers and promises need beside it.
+
+    Attributes:
+        wanted: the newest version: updates that were asked for.
+        mem, home, kept: versions of the tiles in memory, on the drive, and in the drive's other slot, if there is one.
+        protected: versions on the drive that must stay there.
+        stale: memory has something else than the newest version, which is on the drive.
+        fetch: what fills the memory.
+        readers, home_readers, home_writers: operations that read the memory, and that read and write the drive.
+        computing: a module computes on the unit now.
+        grad_host, grad_drive: the gradients in memory and on the drive.
+        streams_in: gradients come from the device: more may follow, or none; None if nothing comes.
+        staged, host_pins: it has host memory that it passes through, and who needs that.
+        upload: its values on their way from there.
+        elsewhere: the optimizer states tell the gradients, which are nowhere else.
+    """
+
+    __slots__ = (
+        "ahead",
+        "begun",
+        "computing",
+        "due",
+        "elsewhere",
+        "fetch",
+        "grad_drive",
+        "grad_host",
+        "grad_moves",
+        "grad_pins",
+        "gradients",
+        "home",
+        "home_readers",
+        "home_writers",
+        "host_pins",
+        "is_reconstructable",
+        "kept",
+        "mem",
+        "memory",
+        "on_device",
+        "pins",
+        "protected",
+        "readers",
+        "residency",
+        "slot",
+        "spec",
+        "staged",
+        "stale",
+        "streams_in",
+        "ticket",
+        "updating_tile",
+        "upload",
+        "wanted",
+    )
+
+    residency: Residency
+    gradients: State
+    is_reconstructable: bool
+
+    def __init__(self, index: int, spec: UnitSpec, memory: GradMemory, version: int) -> None:
+        super().__init__(index, f"u{index}", spec.nbytes, moves=spec.moves, spills=spec.grads == "slot")
+        self.spec = spec
+        self.memory = memory
+        self.on_device = spec.on_device
+        self.residency = Residency.STORED if spec.moves else Residency.RESIDENT
+        self.gradients = State.ABSENT
+        self.is_reconstructable = False
+        self.wanted = version
+        self.mem = [version] * spec.tiles
+        self.home = [version] * spec.tiles
+        self.kept = [NOTHING] * spec.tiles
+        self.protected = [NOTHING] * spec.tiles
+        self.stale = False
+        self.fetch: Operation | None = None
+        self.readers = self.home_readers = self.home_writers = 0
+        self.staged = False
+        self.host_pins = 0
+        self.upload: Operation | None = None
+        self.updating_tile: int | None = None
+        self.computing = False
+        self.pins = 0
+        self.due: Due | None = None
+        self.begun: frozenset[int] | None = None
+        self.ticket: Ticket | None = None
+        self.ahead: Ahead | None = None
+        self.grad_host: Gradient | None = None
+        self.grad_drive: Gradient | None = None
+        self.grad_moves: list[Operation] = []
+        self.grad_pins = 0
+        self.slot: int | None = None
+        self.streams_in: bool | None = None
+        self.elsewhere = False
+
+    # What the scheduler sees #
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.pins > 0
+
+    @property
+    def gradients_are_used(self) -> bool:
+        return self.grad_pins > 0
+
+    @property
+    def gradients_have_room(self) -> bool:
+        return self.memory.can_hand_over(self)
+
+    @property
+    def is_updated_on_device(self) -> bool:
+        return self.on_device
+
+    @property
+    def update_is_due(self) -> bool:
+        return self.due is not None
+
+    @property
+    def update_has_begun(self) -> bool:
+        return self.begun is not None
+
+    @property
+    def update_is_submitted(self) -> bool:
+        return self.ticket is not None
+
+    @property
+    def is_updating(self) -> bool:
+        return self.due is not None or self.ticket is not None or self.ahead is not None
+
+    # What the drive has #
+
+    @property
+    def is_dirty(self) -> bool:
+        """The drive has not what memory has."""
+        return not self.stale and self.home != self.mem
+
+    def begin_write_home(self, tile: int) -> bool:
+        """A tile is being written to the drive; whether that is to the other slot."""
+        if self.home_readers:
+            violate("race", f"the home of {self.name} is written while it is read")
+        self.home_writers += 1
+        self.readers += 1
+        beside = self.home[tile] == self.protected[tile] and self.spec.has_slots
+        (self.kept if beside else self.home)[tile] = TORN
+        return beside
+
+    def end_write_home(self, tile: int, version: int, *, beside: bool, failed: bool) -> None:
+        self.home_writers -= 1
+        self.readers -= 1
+        if failed:
+            return
+        if beside:
+            self.kept[tile] = self.home[tile]
+        self.home[tile] = version
+
+    def begin_read_home(self) -> None:
+        if self.home_writers:
+            violate("race", f"the home of {self.name} is read while it is written")
+        if any(version < 0 for version in self.home):
+            violate("lost", f"the home of {self.name} has {self.home}")
+        self.home_readers += 1
+
+    def end_read_home(self, *, failed: bool) -> None:
+        self.home_readers -= 1
+        if not failed:
+            self.mem = list(self.home)

@@ -1,0 +1,173 @@
+"""Runs a scenario on all of its ranks, call by call, and starts them again after a failure or a crash."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.errors import CapacityError, StorageError
+from tests.simulation.clock import Crash
+from tests.simulation.invariants import Violation, check_committed, violate
+from tests.simulation.model import Call, Death, Fault, Pass, Scenario, Step
+from tests.simulation.rank import Rank
+
+
+@dataclass
+class Outcome:
+    """What a scenario came to.
+
+    Attributes:
+        steps: of single ranks.
+        events: told to schedulers.
+        crashes: of all ranks together; `failures` are errors that ended them.
+        violation: what does not hold, and where; None if all does.
+    """
+
+    steps: int = 0
+    events: int = 0
+    crashes: int = 0
+    failures: int = 0
+    violation: Violation | None = None
+
+    def add(self, other: Outcome) -> None:
+        """Count another one's, too."""
+        self.steps += other.steps
+        self.events += other.events
+        self.crashes += other.crashes
+        self.failures += other.failures
+
+
+class _Agreement:
+    """What all ranks must see alike: each says the same as the first did."""
+
+    def __init__(self, ranks: int) -> None:
+        self._said: list[object] = []
+        self._heard = [0] * ranks
+
+    def of(self, rank: int) -> Callable[[object], None]:
+        def agree(what: object) -> None:
+            at, self._heard[rank] = self._heard[rank], self._heard[rank] + 1
+            if not rank:
+                self._said.append(what)
+            elif at >= len(self._said) or self._said[at] != what:
+                first = self._said[at] if at < len(self._said) else "nothing"
+                violate("agreed", f"rank {rank} is at {what}, and rank 0 was at {first}")
+
+        return agree
+
+    def check(self) -> None:
+        """All ranks are through with a call."""
+        if any(heard != len(self._said) for heard in self._heard):
+            violate("agreed", f"ranks are {self._heard} agreed events far")
+        self._said.clear()
+        self._heard = [0] * len(self._heard)
+
+
+class World:
+    """All ranks of a scenario."""
+
+    def __init__(self, scenario: Scenario, trace: Callable[[str], None] | None = None) -> None:
+        self.outcome = Outcome()
+        self.ranks: list[Rank] = []
+        self._scenario = scenario
+        self._trace = trace
+        self._starts = 0
+
+    def run(self) -> Outcome:
+        """Make all calls; stops at the first violation."""
+        try:
+            self._start([[0] * len(self._scenario.config.units)] * len(self._scenario.config.ranks))
+            for call, last in with_last(self._scenario.calls):
+                self._call(call, last=last)
+            self._close()
+        except Violation as violation:
+            self.outcome.violation = violation
+        except Exception as error:  # of the code that is simulated
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            told = f"{type(error).__name__}: {error} ({Path(at.filename).name}, {at.name})"
+            self.outcome.violation = Violation("raises", told)
+        self.outcome.events += sum(rank.events for rank in self.ranks)
+        return self.outcome
+
+    def _start(self, versions: list[list[int]]) -> None:
+        config, seed = self._scenario.config, self._scenario.seed
+        self._agreement = _Agreement(len(config.ranks))
+        self.outcome.events += sum(rank.events for rank in self.ranks)
+        self.ranks = []
+        for index, spec in enumerate(config.ranks):
+            if self._trace is not None:
+                self._trace(f"rank {index} starts at versions {versions[index]}")
+            seed_of = (seed * 1009 + self._starts) * 8 + index
+            self.ranks.append(Rank(config, spec, seed_of, versions[index], self._agreement.of(index), self._trace))
+        self._starts += 1
+
+    def _call(self, call: Call, *, last: bool) -> None:
+        if isinstance(call, Fault):
+            self.ranks[call.rank].clock.faults.append(call.kind)
+            return
+        if isinstance(call, Death):
+            clock = self.ranks[call.rank].clock
+            clock.crash_at = clock.now + call.ticks
+            return
+        try:
+            for index, rank in enumerate(self.ranks):
+                if self._trace is not None:
+                    self._trace(f"rank {index}: {call}{' (the last of its step)' if last else ''}")
+                rank.call(call, last=last)
+            self._agreement.check()
+        except Crash:
+            self.outcome.crashes += 1
+            survived = [self._survives(rank) for rank in self.ranks]
+            # Ranks die apart here, and not in the middle of a collective: several begin again from a checkpoint.
+            self._start(survived if len(survived) == 1 else [[0] * len(versions) for versions in survived])
+            return
+        except (StorageError, CapacityError) as error:
+            self._fail(error)
+            return
+        self.outcome.steps += len(self.ranks) if isinstance(call, Step) else 0
+        if any(rank.failed for rank in self.ranks):
+            self._fail(None)
+
+    def _close(self) -> None:
+        try:
+            for rank in self.ranks:
+                rank.close()
+        except (Crash, StorageError):
+            self._fail(None)
+
+    def _fail(self, error: Exception | None) -> None:
+        """An error has ended the training of all ranks, which begins again from a checkpoint."""
+        if isinstance(error, CapacityError):
+            violate("refusal", str(error))
+        self.outcome.failures += 1
+        for rank in self.ranks:
+            rank.failed = True
+            rank.clock.crash_at = -1
+            rank.close()
+        self._start([[0] * len(rank.rows) for rank in self.ranks])
+
+    @staticmethod
+    def _survives(rank: Rank) -> list[int]:
+        """The versions that the drives have after a crash; those of a checkpoint where no step is kept."""
+        if rank.committed is None:
+            return [0] * len(rank.rows)
+        check_committed(rank)
+        return [row.protected[0] for row in rank.rows]
+
+
+def with_last(calls: tuple[Call, ...]) -> list[tuple[Call, bool]]:
+    """Each call, and whether it is the last training pass of its step."""
+    pairs: list[tuple[Call, bool]] = []
+    last = False
+    for call in reversed(calls):
+        trains = isinstance(call, Pass) and not call.evaluates
+        pairs.append((call, last and trains))
+        last = isinstance(call, Step) or (last and not trains)
+    return pairs[::-1]
+
+
+def simulate(scenario: Scenario, trace: Callable[[str], None] | None = None) -> Outcome:
+    """Run a scenario from its start to its end, or to the first promise that is broken."""
+    return World(scenario, trace).run()

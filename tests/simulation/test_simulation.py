@@ -1,0 +1,81 @@
+"""The scheduler keeps its promises under hostile orders, and the simulation would notice if it did not."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.simulation.clock import Tempo
+from tests.simulation.model import Config, Death, Pass, RankSpec, Scenario, Step, UnitSpec, draw
+from tests.simulation.mutants import MUTANTS, find, planted
+from tests.simulation.run import simulate, with_last
+from tests.simulation.shrink import parse, shrink, text
+
+_SEARCH_S = 12.0  # a run of the tests takes seeds that no run before has taken
+_MUTANT_S = 60.0
+
+
+def test_new_seeds_break_no_promise() -> None:
+    first = time.time_ns() // 1_000_000
+    end_s = time.monotonic() + _SEARCH_S
+    seed = first
+    while time.monotonic() < end_s:
+        violation = simulate(draw(seed)).violation
+        assert violation is None, f"python -m tests.simulation {seed} shows and shrinks it: {violation}"
+        seed += 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_fixed_seeds_break_no_promise(seed: int) -> None:
+    assert simulate(draw(seed)).violation is None
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_fault_is_found(name: str) -> None:
+    assert find(name, _MUTANT_S) is not None, MUTANTS[name].why
+
+
+def test_a_planted_fault_is_gone_afterwards() -> None:
+    with planted("update_left_out"):
+        assert simulate(draw(0)).violation is not None
+    assert simulate(draw(0)).violation is None
+
+
+def test_a_seed_is_the_same_every_time() -> None:
+    traces: list[list[str]] = [[], []]
+    for trace in traces:
+        simulate(draw(3), trace.append)
+    assert traces[0] == traces[1]
+    assert len(traces[0]) > 100
+
+
+def test_a_violation_shrinks_to_a_scenario_that_can_be_replayed() -> None:
+    with planted("plan_evicts_pinned"):
+        scenario, found = next(
+            (scenario, violation)
+            for scenario in map(draw, range(200))
+            if (violation := simulate(scenario).violation) is not None
+        )
+        short = shrink(scenario, most_s=5.0)
+        replayed = simulate(parse(text(short))).violation
+        assert replayed is not None
+        assert replayed.promise == found.promise
+    assert len(short.calls) < len(scenario.calls) // 2
+    assert simulate(short).violation is None
+
+
+def test_a_committed_step_survives_a_death_at_every_moment() -> None:
+    unit = UnitSpec(4, tiles=2, has_slots=True)
+    config = Config((unit, unit, unit), (RankSpec(8, Tempo(0.2, 9)),), "deferred", keeps=True)
+    step = (Pass(((0,), (1,), (2,))), Step())
+    for ticks in range(1, 120):
+        outcome = simulate(Scenario(config, (*step, *step, Death(0, ticks), *step, *step, *step, *step), seed=ticks))
+        assert outcome.violation is None
+        assert outcome.crashes == 1
+
+
+def test_the_last_pass_of_a_step_is_told_from_the_others() -> None:
+    one, evaluation, step = Pass(((0,),)), Pass(((0,),), evaluates=True), Step()
+    calls = (one, one, evaluation, step, one)
+    assert [last for _, last in with_last(calls)] == [False, True, False, False, False]
