@@ -119,8 +119,8 @@ class Executor:
         """Wait until the units may be computed on, and start what the plan says; after an exception none is in use."""
         if self._in_flight.speculative:
             self.undo(*units)
-        if self._gathering.ahead and units[:1] != (self._cycle.expected,):
-            self._gathering.drop_ahead()  # for a use that does not come: these may need the memory
+        if self._gathering.ahead:
+            self._gathering.make_way(units)
         for unit in units:
             self._params.pin(unit)  # before anything is evicted for another of them
         entered: list[int] = []

@@ -99,6 +99,16 @@ class Gathering:
         each = self._shared[unit]
         return each is None or each.is_whole
 
+    def make_way(self, units: Sequence[int]) -> None:
+        """A module is about to use these: what was gathered ahead for a use that does not come goes first."""
+        for unit in units:
+            each = self._shared[unit]
+            if each in self.ahead:
+                return
+            if each is not None and not each.is_whole:
+                self.drop_ahead()
+                return
+
     def enter(self, unit: int) -> None:
         """Have a resident unit whole."""
         each = self._shared[unit]
