@@ -23,7 +23,8 @@ def test_a_download_of_what_is_there_overtakes_what_is_computed() -> None:
         values = torch.ones(1 << 18, device=device)
         mark = link.mark()
         with target.configured(launch_us=1_000_000):
-            others = link.download(late.tensor(torch.float32), values + 1)
+            more = values + 1  # kept until it has come
+            others = link.download(late.tensor(torch.float32), more)
             token = link.download(early.tensor(torch.float32), values, mark)
             token.result()
             assert not others.done()

@@ -65,9 +65,9 @@ def test_any_order_of_coming_and_leaving_has_the_same_bits(speed, recipe, tier, 
         recipe = replace(recipe, clipping=middle_norm("gpt2", recipe.precision, recipe.accumulation))
         run_ahead = InFlight.run_ahead
 
-        def counted(self: InFlight, unit: int, *rest: Any, may_leave: bool) -> None:
+        def counted(self: InFlight, unit: int, *rest: Any) -> None:
             ahead.append(unit)
-            run_ahead(self, unit, *rest, may_leave=may_leave)
+            run_ahead(self, unit, *rest)
 
         monkeypatch.setattr(Foresight, "runs_ahead", True)
         monkeypatch.setattr(InFlight, "run_ahead", counted)
