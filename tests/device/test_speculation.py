@@ -56,9 +56,9 @@ def test_the_bits_are_those_of_the_cpu(params, states, keeps, clipping, accumula
     ahead: list[int] = []
     run_ahead = InFlight.run_ahead
 
-    def counted(self: InFlight, unit: int, *rest: object, may_leave: bool) -> None:
+    def counted(self: InFlight, unit: int, *rest: object) -> None:
         ahead.append(unit)
-        run_ahead(self, unit, *rest, may_leave=may_leave)  # type: ignore[arg-type]
+        run_ahead(self, unit, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Foresight, "runs_ahead", True)
     monkeypatch.setattr(InFlight, "run_ahead", counted)

@@ -7,6 +7,7 @@ import torch
 
 import infinity
 from infinity import CapacityError
+from infinity.config.sizes import parse_size
 from infinity.tiers import Memory
 from tests.behaviour.reference import Placement, Recipe, batches
 from tests.behaviour.test_parity import assert_same_bits
@@ -60,7 +61,7 @@ def test_no_more_gradients_than_have_room() -> None:
         CapacityError, match=r"states .* and gradients .* there: set zero_optimization\.offload_optim"
     ) as e:
         train_on_device(recipe, ON_DEVICE, device_memory="64KiB")
-    least = int(str(e.value).split("device_memory to ")[1].split()[0])
+    least = parse_size(str(e.value).split("device_memory to ")[1].split()[0])
     with engine_on(target.DEVICE, tiny(), recipe, ON_DEVICE, device_memory=least) as engine:
         ours = train_here(engine, recipe)
         assert engine._runtime.device.peak_bytes <= least
