@@ -94,7 +94,8 @@ def least(ask: Any, key: str, extra: int) -> int:
     try:
         ask()
     except infinity.CapacityError as error:
-        found = re.search(rf"(?:{key}|raise it|raise device_memory) to (\S+?)(?: bytes)?(?: \(\S+\))? or more", str(error))
+        named = rf"(?:{key}|raise it|raise device_memory) to (\S+?)(?: bytes)?(?: \(\S+\))? or more"
+        found = re.search(named, str(error))
         if found is not None:
             return parse_size(found[1]) + extra
         raise
