@@ -177,4 +177,4 @@ def test_the_page_on_the_engine_has_the_hops_of_today(tmp_path) -> None:
     told, today = figures.search((ROOT / "docs/inside.md").read_text()), figures.search(counted)
     assert told is not None
     assert today is not None
-    assert [int(each) for each in told.groups()] == pytest.approx([int(each) for each in today.groups()], rel=0.2)
+    assert [int(each) for each in told.groups()] == pytest.approx([int(each) for each in today.groups()], rel=0.3)
