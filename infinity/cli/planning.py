@@ -182,14 +182,13 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     with needed_packages(command):
         from infinity.memory import available_memory_bytes  # noqa: PLC0415  (torch takes seconds)
-        from infinity.planner import Drive, Machine, drives_here  # noqa: PLC0415
+        from infinity.planner import Drive, Machine, drives_here, free_on  # noqa: PLC0415
 
     _fill_in(args)
     world = args.nodes * args.ranks
     config = load_config(_values(args), world_size=world)
     drives = drives_here(config) if args.nvme_capacity is None else [Drive("--nvme-capacity", args.nvme_capacity)]
-    drive_bytes = sum(drive.free_bytes for drive in drives)
-    machine = Machine(world, args.ranks, args.device_memory, args.machine_memory, drive_bytes)
+    machine = Machine(world, args.ranks, args.device_memory, args.machine_memory, free_on(drives))
     model, name, longest = _model(args, command)
     return Asked(
         model,

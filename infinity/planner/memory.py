@@ -15,7 +15,7 @@ from infinity.planner.stand_in import Shape, shape_of, stand_in
 from infinity.planner.step_time import StepTime
 from infinity.planner.training_plan import Machine, TrainingPlan
 from infinity.planner.work import Work
-from infinity.zero.drives import Drive
+from infinity.zero.drives import Drive, free_on
 
 Count = Callable[[nn.Module, TrainingPlan], Work]
 
@@ -102,7 +102,7 @@ def problems(plan: TrainingPlan, needs: Estimate, drives: list[Drive], host_byte
         drives: of one machine.
         host_bytes: memory of one machine that is free, or that it has.
     """
-    free = sum(drive.free_bytes for drive in drives)
+    free = free_on(drives)
     if needs.machine_nvme_bytes > free:
         listed = ", ".join(f"{drive.path} has {format_size(drive.free_bytes)}" for drive in drives) or "there is none"
         yield (
@@ -138,7 +138,7 @@ def largest_model(
 
     host_bytes = int(_SURE * host_bytes)
     machines = machine.ranks // machine.neighbours
-    every_byte = machines * (host_bytes + sum(drive.free_bytes for drive in drives))
+    every_byte = machines * (host_bytes + free_on(drives))
     every_byte += machine.ranks * (machine.device_bytes or 0)
 
     def fits(params: float) -> bool:

@@ -359,12 +359,11 @@ class Stage:
         if self._some_rest:
             self._some_rest = False
             yield from self._do(GradientsRest())
-        if self.scheduler.planned or self.scheduler.blocked:
+        if self.scheduler.waits_for_memory:
             yield from self._do(MemoryFreed())
 
     def _catch_up(self) -> Process:
-        waits = self.scheduler.planned or self.scheduler.blocked
-        if waits and any(row.ticket and row.ticket.done for row in self._submitted):
+        if self.scheduler.waits_for_memory and any(row.ticket and row.ticket.done for row in self._submitted):
             yield from self._settle()
 
     # Actions #
@@ -378,7 +377,10 @@ class Stage:
 
     def perform(self, action: Action) -> Process:
         """Do what the scheduler asks for, or begin it."""
-        row = self._rows[getattr(action, "unit", 0)]
+        if isinstance(action, AwaitAnyUpdate):
+            yield from self._finish_one()
+            return
+        row = self._rows[action.unit]
         match action:
             case Fetch(urgent=urgent):
                 self._fetch(row, urgent=urgent)
@@ -400,8 +402,6 @@ class Stage:
                     self._hand_over(row, deque(list(enumerate(row.work.tiles))[: row.ahead]), needed)
             case AwaitUpdate():
                 yield from self._await_update(row)
-            case AwaitAnyUpdate():
-                yield from self._finish_one()
             case Spill():
                 row.gradients = State.LEAVING
                 row.spilling = self.machine.put(WRITE, row.work.spill_s)

@@ -126,6 +126,11 @@ class Scheduler:
         """
         return _HANDLERS[type(event)](self, event)
 
+    @property
+    def waits_for_memory(self) -> bool:
+        """Some action of the plan, or an update, has to wait until memory is freed."""
+        return bool(self.planned or self.blocked)
+
     # Passes #
 
     def _begin_pass(self, _: PassBegins) -> Actions:

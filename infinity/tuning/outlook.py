@@ -22,6 +22,7 @@ from infinity.planner import (
     count_work,
     drives_here,
     estimate,
+    free_on,
     plan_training,
     predict_step,
     problems,
@@ -95,7 +96,7 @@ class Outlook:
         self._seq_len = seq_len
         self._checkpointing = checkpointing
         self.config = load_config(values)
-        drive_bytes = sum(drive.free_bytes for drive in drives_here(self.config))
+        drive_bytes = free_on(drives_here(self.config))
         self._machine = Machine(device_bytes=machine["device_bytes"], drive_bytes=drive_bytes)
         self.given = setting_of(self.config, bounds.limits)
         dtype = str(compute_dtype(self.config)).removeprefix("torch.")
@@ -130,7 +131,7 @@ class Outlook:
     def no_room(self, setting: Setting) -> str:
         """Why its swap files would fill the drives as they are now; empty where they would not."""
         needed, limit = self.of(setting).nvme_bytes, self._bounds.limits.disk_bytes
-        free = int(sum(drive.free_bytes for drive in self._drives_here(setting)) * (1 - SPARE_SHARE))
+        free = int(free_on(self._drives_here(setting)) * (1 - SPARE_SHARE))
         if limit is not None and needed > limit:
             return f"its swap files take {format_size(needed)}, more than --max-disk {format_size(limit)}"
         if needed > free:

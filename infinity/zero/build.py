@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import nn
@@ -282,6 +283,11 @@ def _lay_out(
     """Decide what goes where; see `build_runtime`."""
     free_bytes = link.free_bytes()
 
+    @cache
+    def drive_bytes() -> int:
+        # The model's other parts would have to choose alike, and may share the drives.
+        return 0 if parts.are_several else free_for_swap(config)
+
     def layout(config: Config) -> Sizing:
         return size_up(
             model,
@@ -293,8 +299,7 @@ def _lay_out(
             made=made,
             in_files=in_files,
             device_bytes=free_bytes,
-            # The model's other parts would have to choose alike, and may share the drives.
-            drive_bytes=lambda: 0 if parts.are_several else free_for_swap(config),
+            drive_bytes=drive_bytes,
         )
 
     def is_enough(sizing: Sizing) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from infinity.config import Config
@@ -34,6 +35,11 @@ def drives_here(config: Config) -> list[Drive]:
     return list(found.values())
 
 
+def free_on(drives: Iterable[Drive]) -> int:
+    """Bytes that all of them have free together."""
+    return sum(drive.free_bytes for drive in drives)
+
+
 def free_for_swap(config: Config) -> int:
     """What a run that begins may take of the drives, once what dead runs have left there is removed.
 
@@ -42,4 +48,4 @@ def free_for_swap(config: Config) -> int:
     """
     for nvme in config.tiering.nvme:
         remove_stale(nvme.path)
-    return sum(drive.free_bytes for drive in drives_here(config))
+    return free_on(drives_here(config))

@@ -315,10 +315,10 @@ class Executor:
         self.write_changed()
         self._params.begin_ahead()
 
-    def may_run_ahead(self, unit: int) -> None:
-        """The unit's gradients are complete, under a schedule in which its update may run ahead.
+    def gather_anew(self, unit: int) -> None:
+        """What all ranks have of the unit is old, or will be on some of them.
 
-        Whether it does follows each rank's own memory and drives; what all of them gather anew must not.
+        Whether its update runs ahead follows each rank's own memory and drives; what the ranks gather must not.
         """
         self._gathering.changed(unit)
 
@@ -388,7 +388,7 @@ class Executor:
         if self._units[unit].ahead is not None:
             self._in_flight.finish_ahead(unit, self.free_gradients)
             self._spill_ahead()
-        if (self._scheduler.planned or self._scheduler.blocked) and self._in_flight.some_ended:
+        if self._scheduler.waits_for_memory and self._in_flight.some_ended:
             self.settle()
 
     @property
@@ -418,12 +418,10 @@ class Executor:
         if self._params.handing_over.torn:
             return
         self._in_flight.settle()
-        if self._in_flight.some_rest:
-            self._spill_ahead()
-        if self._scheduler.planned or self._scheduler.blocked:
+        self._spill_ahead()
+        if self._scheduler.waits_for_memory:
             self._do(MemoryFreed())
-        if self._in_flight.finished:
-            self._show_finished()
+        self._show_finished()
         for unit in self._params.passing:
             if not (self._units[unit].update_is_submitted or self._units[unit].update_is_due):
                 self._params.advance(unit)

@@ -142,7 +142,7 @@ class Updates:
             else:
                 self._update_due(len(self._due) - self._gradients.lag, leave=_ASKED)
         elif self._schedule is UpdateSchedule.SPECULATIVE:
-            self._executor.may_run_ahead(unit)
+            self._executor.gather_anew(unit)
             if self._foresight.runs_ahead:
                 self._run_ahead(unit)
 

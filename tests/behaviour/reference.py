@@ -20,11 +20,11 @@ LR, WEIGHT_DECAY = 1e-3, 0.1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def tiny_gpt2(seed: int = 0) -> nn.Module:
-    """Three blocks, tied embeddings."""
+def tiny_gpt2(seed: int = 0, blocks: int = 3) -> nn.Module:
+    """Blocks of one size, tied embeddings."""
     torch.manual_seed(seed)
     config = GPT2Config(
-        n_layer=3,
+        n_layer=blocks,
         n_embd=64,
         n_head=4,
         vocab_size=VOCAB,

@@ -8,14 +8,13 @@ import itertools
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import infinity
 from infinity.tiers import link
 from infinity.zero.gradients import Gradients
 from infinity.zero.ranks import Vote
 from infinity.zero.updates import Updates
-from tests.behaviour.reference import SEQ, VOCAB, Placement, Recipe, Result, batches, loss_of, named_budget
+from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of, named_budget, tiny_gpt2
 from tests.behaviour.test_parity import assert_same_bits
 from tests.device import target
 from tests.device.training import (
@@ -278,19 +277,9 @@ def test_prefetches_leave_updates_memory_on_their_way(schedule, tmp_path) -> Non
     """Parameters on the drive, and room for a few blocks on the device: those that come hold all of what they pass."""
 
     def blocks() -> torch.nn.Module:
-        torch.manual_seed(0)
-        config = GPT2Config(
-            n_layer=10,
-            n_embd=64,
-            n_head=4,
-            vocab_size=VOCAB,
-            n_positions=SEQ,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
-        )
-        config._attn_implementation = "eager"
-        return GPT2LMHeadModel(config)
+        model = tiny_gpt2(blocks=10)
+        model.config._attn_implementation = "eager"
+        return model
 
     recipe = Recipe("bf16", 1, 0.0, STEPS)
     with engine_on(target.REFERENCE, blocks(), recipe, target.PLAIN) as engine:

@@ -125,11 +125,6 @@ class Performer:
             check_world(self)
         return count > 0
 
-    @property
-    def waits_for_memory(self) -> bool:
-        """Some action of the plan, or an update, waits until memory is freed."""
-        return bool(self.scheduler.planned or self.scheduler.blocked)
-
     # Parameters #
 
     def _fetch(self, action: Fetch) -> None:
@@ -306,7 +301,7 @@ class Performer:
                 self._note(ticket)
         self.spill_ahead()
         ready = ready_updates(self)
-        if self.waits_for_memory:
+        if self.scheduler.waits_for_memory:
             self.do(MemoryFreed())
         if ready:
             check_settled(ready)

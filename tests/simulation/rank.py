@@ -289,7 +289,7 @@ class Rank(Performer):
 
     def _add(self, row: Row) -> None:
         """The backward pass adds to the unit's gradients, once there is room."""
-        if self.waits_for_memory and self.worker.ended:
+        if self.scheduler.waits_for_memory and self.worker.ended:
             self.settle()
         added = self._added.get(row.index, 0)
         while not self.grads.try_add(row, self.step, added):

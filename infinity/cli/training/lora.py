@@ -33,9 +33,8 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
-        )  # PEFT asks for it
+        # PEFT asks for an attribute whose name transformers has changed.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         adapted: nn.Module = get_peft_model(model, settings)
     return adapted
 

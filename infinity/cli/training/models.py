@@ -185,9 +185,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     Raises:
         ConfigError: the architecture cannot.
     """
-    newer = getattr(
-        model, "activation_checkpointing_enable", None
-    )  # of transformers 5.23, which warns of the older name
+    newer = getattr(model, "activation_checkpointing_enable", None)  # the older name makes transformers 5.23 warn
     enable: Any = newer or model.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})

@@ -13,7 +13,7 @@ from torch import nn
 from infinity.config import load_config, with_values
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory import available_memory_bytes, free_bytes
-from infinity.planner import Machine, TrainingPlan, Work, count_work, drives_here, plan_with_room
+from infinity.planner import Machine, TrainingPlan, Work, count_work, drives_here, free_on, plan_with_room
 from infinity.zero.ranks import Ranks
 from infinity.zero.sizing import compute_dtype
 
@@ -43,7 +43,7 @@ def with_room(
         ranks.size,
         ranks.neighbours,
         free_bytes(device) if discrete else None,
-        drive_bytes=sum(drive.free_bytes for drive in drives_here(config)),
+        drive_bytes=free_on(drives_here(config)),
     )
 
     def count(plan: TrainingPlan) -> Work:
