@@ -10,8 +10,10 @@ from typing import Protocol
 
 import torch
 
+from infinity.errors import InfinityError
 from infinity.kernels.rules import AdagradHyper, Hyper, LionHyper, Loop, Rule, SgdHyper
 from infinity.kernels.torch_ops import update_in_torch
+from infinity.kernels.update import Moment, update
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +48,11 @@ def update_on_device(
     first: torch.Tensor | None,
     second: torch.Tensor | None,
 ) -> None:
-    """As `update_in_torch`, by the quickest implementation that has its bits on this device."""
+    """As `update_in_torch`, by the quickest implementation that has the bits of the host's kernels on this device.
+
+    Raises:
+        InfinityError: none has; looked at before the first update of its kind.
+    """
     form = param.dtype, None if master is None else master.dtype, grad.dtype
     with _current(param.device):
         run = _serving(param.device, rule.loop()[0], form)
@@ -72,38 +78,58 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 @cache
 def _serving(device: torch.device, loop: Loop, form: _Form) -> Update:
-    """Triton's kernel where there is a compiler for it and its bits are right; torch's operators read and write some
-    ten times as many bytes."""
-    if device.type not in _COMPILED_FOR:
-        return update_in_torch
-    try:
+    """Triton's kernel where there is a compiler for it, else torch's operators, which read and write some ten times as
+    many bytes: the first of them that has the bits of the host's kernels.
+
+    Raises:
+        InfinityError: neither has.
+    """
+    problem = _problem_of_triton(device, loop, form)
+    if problem is None:
         from infinity.kernels.triton_ops import update_in_triton  # noqa: PLC0415  (where there is Triton)
 
-        problem = "" if agrees(update_in_triton, device, loop, form) else "Triton's kernel has other bits"
-    except Exception as error:  # no Triton, no compiler, no room: whatever it is, there is another way
-        problem = str(error)
-    if not problem:
         return update_in_triton
-    _log.warning("%s updates of states on %s are made by torch's operators, which is slower: %s", loop, device, problem)
+    if not agrees(update_in_torch, device, loop, form):
+        raise InfinityError(
+            f"states cannot stay on {device}: torch's operators give {loop.name} updates of {form[0]} parameters other "
+            f"bits there than the host's kernels do (and Triton cannot: {problem}); "
+            'set zero_optimization.offload_optimizer.device to "cpu" and tiering.fill_device to false'
+        )
+    if device.type in _COMPILED_FOR:
+        _log.warning("%s updates on %s are made by torch's operators, which is slower: %s", loop.name, device, problem)
     return update_in_torch
 
 
-def agrees(update: Update, device: torch.device, loop: Loop, form: _Form) -> bool:
-    """An update has the bits of torch's operators on this device, whatever the magnitude of the values."""
+def _problem_of_triton(device: torch.device, loop: Loop, form: _Form) -> str | None:
+    """Why Triton's kernel cannot serve; None if it can."""
+    if device.type not in _COMPILED_FOR:
+        return f"it compiles nothing for {device.type}"
+    try:
+        from infinity.kernels.triton_ops import update_in_triton  # noqa: PLC0415  (where there is Triton)
+
+        return None if agrees(update_in_triton, device, loop, form) else "its kernel has other bits"
+    except Exception as error:  # no Triton, no compiler, no room: whatever it is, there is another way
+        return str(error)
+
+
+def agrees(run: Update, device: torch.device, loop: Loop, form: _Form) -> bool:
+    """An update on this device has the bits of the host's kernels, whatever the magnitude of the values."""
     dtype, beside, grad_dtype = form
-    grad = _wild(1, device).to(grad_dtype)
+    grad = _wild(1).to(grad_dtype)
     for rule in _rules(loop):
-        param = _wild(4, device).to(dtype)
-        master = None if beside is None else _beside(beside, device)
+        param = _wild(4).to(dtype)
+        master = None if beside is None else _beside(beside)
         param[::9] = 1.0  # written from outside
-        first = None if rule.first is None else _wild(2, device)
-        second = None if rule.second is None else _wild(3, device).abs()
-        ours = [None if each is None else each.clone() for each in (param, master, first, second)]
-        update_in_torch(rule, param, grad, master=master, first=first, second=second)
-        assert ours[0] is not None
-        update(rule, ours[0], grad, master=ours[1], first=ours[2], second=ours[3])
-        for left, right in zip((param, master, first, second), ours, strict=True):
-            if left is not None and right is not None and not _same(left, right):
+        first = None if rule.first is None else _wild(2)
+        second = None if rule.second is None else _wild(3).abs()
+        here = (param, master, first, second)
+        there = [None if each is None else each.to(device, copy=True) for each in here]
+        moments = [None if each is None else Moment(each) for each in (first, second)]
+        update(rule, param, grad, master=master, first=moments[0], second=moments[1])
+        assert there[0] is not None
+        run(rule, there[0], grad.to(device), master=there[1], first=there[2], second=there[3])
+        for left, right in zip(here, there, strict=True):
+            if left is not None and right is not None and not _same(left, right.cpu(), ~param.isnan()):
                 return False
     return True
 
@@ -123,25 +149,26 @@ def _rules(loop: Loop) -> Iterator[Rule]:
     return (rule for rule in rules if rule.loop()[0] is loop)
 
 
-def _wild(seed: int, device: torch.device) -> torch.Tensor:
+def _wild(seed: int) -> torch.Tensor:
     """Finite values of every magnitude, denormal ones among them, and zeros of both signs."""
     drawn = torch.Generator().manual_seed(seed)
     magnitude = torch.empty(_TRIED).uniform_(-44, 18, generator=drawn)
     values = torch.randn(_TRIED, generator=drawn) * 10.0**magnitude
     values[seed::97] = 0.0
     values[seed + 1 :: 97] = -0.0
-    return values.to(device)
+    return values
 
 
-def _beside(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    values = _wild(4, device)
+def _beside(dtype: torch.dtype) -> torch.Tensor:
+    values = _wild(4)
     return values.view(torch.int16)[::2].contiguous() if dtype == torch.int16 else values
 
 
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """The same bits, but for the payload of NaN."""
+def _same(left: torch.Tensor, right: torch.Tensor, known: torch.Tensor) -> bool:
+    """The same bits where `known`, but for the payload of NaN."""
     if left.is_floating_point():
         if not torch.equal(left.isnan(), right.isnan()):
             return False
-        left, right = left.nan_to_num(0.0), right.nan_to_num(0.0)
+        known = known & ~left.isnan()
+    left, right = left[known], right[known]
     return torch.equal(left.view(torch.uint8), right.view(torch.uint8))

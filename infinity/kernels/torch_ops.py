@@ -78,7 +78,8 @@ def split(value: torch.Tensor, param: torch.Tensor, master: torch.Tensor | None)
     if master.dtype == torch.int16:
         bits = value.view(torch.int32)
         bits = torch.where(value.isnan(), (bits & -0x80000000) | 0x7FC00000, bits)
-        torch.bitwise_right_shift(bits + 0x8000, 16, out=param.view(torch.int16))
+        # Not with `out=`: on CUDA a shift is computed in the type that it writes, int16 here, whatever it reads.
+        param.view(torch.int16).copy_((bits + 0x8000) >> 16)
         master.copy_(bits)
         return
     master.copy_(value)

@@ -1,4 +1,4 @@
-"""A kernel that is compiled for a device serves there only if it has the bits of torch's operators."""
+"""What updates states on a device has the bits of the host's kernels there, or is not used."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.errors import InfinityError
 from infinity.kernels import Hyper, Rule, on_device, update_in_torch
 from infinity.kernels.rules import Loop
 
@@ -60,11 +61,20 @@ def test_torch_serves_where_no_kernel_can_and_says_so_once(kernel, monkeypatch, 
     assert caplog.text.count("made by torch's operators, which is slower") == 1
 
 
-def test_a_kernel_with_the_right_bits_serves(monkeypatch) -> None:
+@pytest.mark.parametrize("kernel", [None, SimpleNamespace(update_in_triton=rounds_once)], ids=["none", "wrong"])
+def test_nothing_serves_where_torch_has_other_bits_too(kernel, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "infinity.kernels.triton_ops", kernel)
+    monkeypatch.setattr(on_device, "update_in_torch", rounds_once)
+    with pytest.raises(InfinityError, match=r"states cannot stay on cpu: .*ADAMW.*offload_optimizer\.device"):
+        on_device._serving(CPU, Loop.ADAMW, FORMS[0])
+
+
+def test_a_kernel_with_the_right_bits_serves_even_where_torch_has_others(monkeypatch) -> None:
     def right(*args: Any, **others: Any) -> None:
         update_in_torch(*args, **others)
 
     monkeypatch.setitem(sys.modules, "infinity.kernels.triton_ops", SimpleNamespace(update_in_triton=right))
+    monkeypatch.setattr(on_device, "update_in_torch", rounds_once)
     assert on_device._serving(CPU, Loop.LION, FORMS[1]) is right
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity import kernels
 from infinity.kernels import AdagradHyper, LionHyper, Moment, Rule, SgdHyper, split_master, torch_ops, update
@@ -90,6 +92,29 @@ def test_same_bits(rule, form, grad_dtype, piece, monkeypatch) -> None:
     monkeypatch.setattr(torch_ops, "_ELEMENTS", piece)
     for numel in (0, 1, 7, 255, 257, 4099) if piece > 13 else (41,):
         assert_native_bits(kernels.update_in_torch, rule, form, grad_dtype, numel)
+
+
+class ComputesInWhatItWrites(TorchDispatchMode):
+    """Refuses operators that are told to write another dtype than they read. On CUDA some of them, shifts among them,
+    then compute in the dtype that they write; on the CPU none does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = (kwargs or {}).get("out")
+        if out is not None:
+            read = {each.dtype for each in args if isinstance(each, torch.Tensor) and each.dim()}
+            assert read <= {out.dtype}, f"{func} reads {read} and writes {out.dtype}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_operators_write_the_dtype_that_they_compute_in(rule, form) -> None:
+    param, beside = stored(form, 257)
+    first, second = moments(rule, 257)
+    with ComputesInWhatItWrites():
+        kernels.update_in_torch(
+            rule, param, values(257, 4).to(torch.bfloat16), master=beside, first=first, second=second
+        )
 
 
 @pytest.fixture
