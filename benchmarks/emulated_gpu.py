@@ -45,6 +45,7 @@ import infinity.kernels
 from infinity.config import load_config
 from infinity.io import IoOptions
 from infinity.io.bench import BenchSession, bench_file, ring_bytes
+from infinity.kernels import Hyper, update_on_device
 from infinity.memory.available import device_level
 from infinity.memory.filled import random_memory
 from infinity.optim import formats, pipeline
@@ -216,7 +217,7 @@ def touch(engine: infinity.Engine) -> None:
 def probe(regime: Regime, path: str) -> tuple[float, float]:
     """Seconds that the device computes for a micro-batch, and parameters a second of the optimizer where updates wait
     for the norm and leave nothing of what they overwrite."""
-    simdev.configure(hollow=1, copy=0, poison=0, flops=PROBE_FLOPS)
+    compute_nothing()
     model, params = made()
     config = config_of(regime, path, params)
     config["tiering"] |= {"update_schedule": "deferred", "fill_device": False}
@@ -229,6 +230,20 @@ def probe(regime: Regime, path: str) -> tuple[float, float]:
             computed.append((simdev.busy()["compute"] - busy) / regime.accumulation)
             worked.append(engine.stats().optimizer_s)
     return statistics.median(computed), params / max(1e-9, statistics.median(worked[2:]))
+
+
+def compute_nothing() -> None:
+    """Make the device's kernels hollow, once the library has verified that its update is right there."""
+    param, beside, first, second = (torch.zeros(8).to("simdev") for _ in range(4))
+    update_on_device(
+        Hyper(1e-4, 0.9, 0.999, 1e-8, 0.0, 1, decoupled=True),
+        param.bfloat16(),
+        param.bfloat16(),
+        master=beside.to(torch.int16),
+        first=first,
+        second=second,
+    )
+    simdev.configure(hollow=1, copy=0, poison=0, flops=PROBE_FLOPS)
 
 
 def made() -> tuple[Model, int]:
@@ -272,7 +287,7 @@ def train(
     regime: Regime, path: str, steps: int, drive_rate: float, probed: tuple[float, float], trace: Path | None
 ) -> dict[str, Any]:
     """Steps of the small model; medians of those after two."""
-    simdev.configure(hollow=1, copy=0, poison=0, flops=PROBE_FLOPS)
+    compute_nothing()
     probed_s, adam_rate = probed
     if regime.clips:
         clip_always()
