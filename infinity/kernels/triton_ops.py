@@ -1,4 +1,5 @@
-"""The optimizer's update in one Triton kernel, for states on a GPU: each value is read once and written once.
+"""The optimizer's update, and the norm of gradients, each in one Triton kernel, for states on a GPU: each value is read
+once and written once.
 
 The third implementation of the specification that `torch_ops` tells of, with the same bits: no multiplication is
 contracted with an addition (`enable_fp_fusion`), and division and root are the correctly rounded ones. Whether a GPU's
@@ -15,6 +16,7 @@ from infinity.kernels.rules import Loop, Rule
 from infinity.kernels.torch_ops import less
 
 _BLOCK = 1024
+_NORM_BLOCK = 4096
 _OWN, _LOW_BITS, _BESIDE = 0, 1, 2  # where the float32 master is
 _ADAMW, _ADAM, _ADAGRAD, _LION, _SGD = range(5)
 _LOOPS = {Loop.ADAMW: _ADAMW, Loop.ADAM: _ADAM, Loop.ADAGRAD: _ADAGRAD, Loop.LION: _LION, Loop.SGD: _SGD}
@@ -167,6 +169,36 @@ def _update(
     else:
         tl.store(master + at, p, here)
         tl.store(param + at, _half_bits(p), here)
+
+
+def norm_in_triton(values: torch.Tensor) -> torch.Tensor:
+    """As `norm_in_torch`, without a copy of the values: each is read once, and squared and summed in float64."""
+    flat = values.flatten()
+    halves = flat.dtype == torch.bfloat16
+    count = triton.cdiv(flat.numel(), _NORM_BLOCK)
+    sums = torch.empty(count, dtype=torch.float64, device=values.device)
+    if count:
+        _sum_squares[(count,)](
+            flat.view(torch.int16) if halves else flat, sums, flat.numel(), HALVES=halves, BLOCK=_NORM_BLOCK
+        )
+    return sums.sum().sqrt_()
+
+
+@triton.jit
+def _sum_squares(values, sums, numel, HALVES: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < numel
+    if HALVES:  # of float32: bfloat16
+        value = (tl.load(values + at, here, 0).to(tl.int32) << 16).to(tl.float32, bitcast=True).to(tl.float64)
+    else:
+        value = tl.load(values + at, here, 0.0).to(tl.float64)
+    tl.store(sums + program, tl.reduce(value * value, 0, _plus))
+
+
+@triton.jit
+def _plus(left, right):
+    return left + right
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import torch
 
 from infinity.errors import InfinityError
 from infinity.kernels import Hyper, Rule, on_device, update_in_torch
+from infinity.kernels.on_device import norm_in_torch
 from infinity.kernels.rules import Loop
 
 CPU = torch.device("cpu")
@@ -41,8 +42,10 @@ def rounds_once(rule: Rule, param: torch.Tensor, grad: torch.Tensor, *, second: 
 def _asks_anew(monkeypatch):
     monkeypatch.setattr(on_device, "_COMPILED_FOR", ("cpu",))
     on_device._serving.cache_clear()
+    on_device._norm_serving.cache_clear()
     yield
     on_device._serving.cache_clear()
+    on_device._norm_serving.cache_clear()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -107,8 +110,9 @@ def test_kernels_are_tried_and_launched_with_their_tensors_device_current(monkey
 def test_a_norm_is_measured_piece_by_piece(dtype, monkeypatch) -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
     whole = torch.linalg.vector_norm(values, dtype=torch.float64)
-    assert torch.equal(on_device.norm_on_device(values), whole)
-    assert torch.equal(on_device.norm_on_device(values[0]), values[0].double().abs())  # a loss has no dimension
+    assert torch.equal(norm_in_torch(values), whole)
+    assert torch.equal(norm_in_torch(values[0]), values[0].double().abs())  # a loss has no dimension
+    assert on_device.measures(norm_in_torch, CPU, dtype)
     measured: list[int] = []
     norm = torch.linalg.vector_norm
 
@@ -118,9 +122,28 @@ def test_a_norm_is_measured_piece_by_piece(dtype, monkeypatch) -> None:
 
     monkeypatch.setattr(torch.linalg, "vector_norm", recorded)
     monkeypatch.setattr(on_device, "_PIECE", 64)
-    torch.testing.assert_close(on_device.norm_on_device(values), whole, rtol=1e-14, atol=0)
+    torch.testing.assert_close(norm_in_torch(values), whole, rtol=1e-14, atol=0)
     assert max(measured) == 64
-    values[77] = torch.inf
-    assert on_device.norm_on_device(values).isinf()
-    values[500] = torch.nan
-    assert on_device.norm_on_device(values).isnan()
+
+
+def norm_in_float32(values: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(values, dtype=torch.float32).double()
+
+
+def norm_of_the_finite(values: torch.Tensor) -> torch.Tensor:
+    return norm_in_torch(values.nan_to_num(0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("wrong", [norm_in_float32, norm_of_the_finite])
+def test_a_norm_that_is_wrong_does_not_serve(wrong, monkeypatch, caplog) -> None:
+    monkeypatch.setitem(sys.modules, "infinity.kernels.triton_ops", SimpleNamespace(norm_in_triton=wrong))
+    assert on_device._norm_serving(CPU, torch.bfloat16) is norm_in_torch
+    assert "norms of torch.bfloat16 on cpu are made by torch's operators" in caplog.text
+
+
+def test_a_norm_that_is_right_serves(monkeypatch) -> None:
+    def right(values: torch.Tensor) -> torch.Tensor:
+        return norm_in_torch(values)
+
+    monkeypatch.setitem(sys.modules, "infinity.kernels.triton_ops", SimpleNamespace(norm_in_triton=right))
+    assert on_device._norm_serving(CPU, torch.float32) is right

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity import kernels
-from infinity.kernels import AdagradHyper, LionHyper, Moment, Rule, SgdHyper, split_master, torch_ops, update
+from infinity.kernels import AdagradHyper, LionHyper, Moment, Rule, SgdHyper, on_device, split_master, torch_ops, update
 from infinity.kernels.on_device import Update
 from tests.kernels.data import HYPER, wild
 
@@ -118,12 +118,12 @@ def test_operators_write_the_dtype_that_they_compute_in(rule, form) -> None:
 
 
 @pytest.fixture
-def in_triton(monkeypatch) -> Update:
-    """Triton's kernel, interpreted; how a GPU's compiler rounds is another question."""
+def in_triton(monkeypatch) -> Any:
+    """The module with Triton's kernels, interpreted; how a GPU's compiler rounds is another question."""
     pytest.importorskip("triton", reason="pip install triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.delitem(sys.modules, "infinity.kernels.triton_ops", raising=False)
-    found: Update = importlib.import_module("infinity.kernels.triton_ops").update_in_triton
+    found = importlib.import_module("infinity.kernels.triton_ops")
     monkeypatch.delitem(sys.modules, "infinity.kernels.triton_ops")
     return found
 
@@ -134,7 +134,16 @@ def in_triton(monkeypatch) -> Update:
 def test_same_bits_in_triton(rule, form, in_triton) -> None:
     for grad_dtype in GRADS:
         for numel in (0, 1, 257, 4099):
-            assert_native_bits(in_triton, rule, form, grad_dtype, numel)
+            assert_native_bits(in_triton.update_in_triton, rule, form, grad_dtype, numel)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # infinities are meant
+@pytest.mark.parametrize("dtype", GRADS, ids=str)
+def test_the_norm_in_triton(dtype, in_triton) -> None:
+    assert on_device.measures(in_triton.norm_in_triton, torch.device("cpu"), dtype)
+    values = torch.randn(3, 8192 + 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for each in (values, values[0], values[0, 0], values[0, :0], values[:, ::2]):
+        torch.testing.assert_close(in_triton.norm_in_triton(each), each.double().norm(), rtol=1e-13, atol=0)
 
 
 def test_the_gradient_and_what_is_not_updated_stay(monkeypatch) -> None:
