@@ -93,11 +93,11 @@ class Accessors:
     @property
     def global_samples(self) -> int:
         """Samples so far, those of skipped updates included."""
-        return self._step.counts.global_steps * self.config.train_batch_size
+        return self._step.counter.counts.global_steps * self.config.train_batch_size
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """The next `step()` updates the parameters."""
-        return self._step.is_last
+        return self._step.counter.ends_step
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the backward pass that comes is the last of its step, in place of counting calls of `step()`.
@@ -113,7 +113,7 @@ class Accessors:
                 "nothing is reserved: set gradient_accumulation_steps to how many they are, or "
                 'tiering.update_schedule to "deferred"'
             )
-        self._step.boundary = is_boundary
+        self._step.counter.boundary = is_boundary
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -129,9 +129,9 @@ class Accessors:
                 "coalesce_grad_reduction adds up the gradients of several backward passes, for which nothing is "
                 'reserved: set tiering.update_schedule to "deferred"'
             )
-        steps = self._step.counts.global_steps
+        steps = self._step.counter.counts.global_steps
         yield
-        if self._step.counts.global_steps != steps:
+        if self._step.counter.counts.global_steps != steps:
             raise InfinityError("step() inside coalesce_grad_reduction: call it behind the context")
 
     # Precision #
@@ -239,8 +239,8 @@ class Accessors:
 
     def was_step_applied(self) -> bool:
         """The last `step()` updated the parameters."""
-        outcome = self._step.outcome
-        at_boundary = self._step.counts.micro_steps % self.config.gradient_accumulation_steps == 0
+        outcome = self._step.last.outcome
+        at_boundary = self._step.counter.counts.micro_steps % self.config.gradient_accumulation_steps == 0
         return outcome is not None and at_boundary and not outcome.skipped
 
     # Gradients #
@@ -261,8 +261,8 @@ class Accessors:
         Inside `no_sync` it is what this rank has, as if there were no others.
         """
         step = self._step
-        found = step.gradients.collected_values(unit, slot, of_all=step.synchronises)
-        return found if found is None or step.synchronises else found * step.losses.ranks_count
+        found = step.gradients.collected_values(unit, slot, of_all=step.counter.synchronises)
+        return found if found is None or step.counter.synchronises else found * step.losses.ranks_count
 
     def held_gradients(self, unit: int, slot: int, what: str) -> torch.Tensor | None:
         """This rank's part of a unit's gradients in host memory, if the parameter of this slot has one.

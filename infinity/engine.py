@@ -121,17 +121,17 @@ class Engine(Accessors):
     @property
     def global_steps(self) -> int:
         """Updates so far, skipped ones included."""
-        return self._step.counts.global_steps
+        return self._step.counter.counts.global_steps
 
     @property
     def micro_steps(self) -> int:
         """Micro-batches so far: calls of `step()`."""
-        return self._step.counts.micro_steps
+        return self._step.counter.counts.micro_steps
 
     @property
     def skipped_steps(self) -> int:
         """Updates that were left out because gradients were not finite."""
-        return self._step.counts.skipped_steps
+        return self._step.counter.counts.skipped_steps
 
     @property
     def loss_scale(self) -> LossScale:
@@ -264,7 +264,7 @@ class Engine(Accessors):
         Raises:
             InfinityError: inside `no_sync`, or after a backward pass that failed.
         """
-        if self._step.is_last:
+        if self._step.counter.ends_step:
             self.optimizer.step()
         else:
             self._step.finish()
@@ -304,7 +304,7 @@ class Engine(Accessors):
             raise InfinityError(
                 f"train_batch was given {len(batches)} micro-batches but gradient_accumulation_steps is {count}"
             )
-        self._step.whole = True
+        self._step.counter.whole = True
         if self._step.layer_major is not None:
             losses = train_layer_major(self._step, self._step.layer_major, self.module, batches, loss_fn)
             self.step()
@@ -333,7 +333,7 @@ class Engine(Accessors):
             raise InfinityError(
                 'driven_step runs no layer-major micro-batches: set tiering.accumulation to "micro_batch"'
             )
-        self._step.whole = True
+        self._step.counter.whole = True
         with driven(self._step):
             yield
         self.step()
@@ -344,7 +344,7 @@ class Engine(Accessors):
             raise InfinityError(
                 f"{what} ends a step by itself, and managed_gradient_accumulation is false: call backward() and step()"
             )
-        self._step.boundary = None
+        self._step.counter.boundary = None
         self._look_at_model()
         steps = self.config.gradient_accumulation_steps
         if self.micro_steps % steps:
@@ -379,7 +379,7 @@ class Engine(Accessors):
         problem = self._runtime.sizing.rules.no_sync_problem()
         if problem:
             raise InfinityError(problem)
-        with self._step.unsynchronised():
+        with self._step.counter.unsynchronised():
             yield
 
     def begin_gathering(self, what: str, *, stores: bool) -> Runtime:
@@ -435,7 +435,7 @@ class Engine(Accessors):
 
     def stats(self) -> StepStats:
         """What the last step cost."""
-        return self._step.stats
+        return self._step.last.stats
 
     def tiers(self) -> dict[str, Level]:
         """How full `device`, `host` and `nvme` are now, where they have a budget."""
@@ -450,13 +450,14 @@ class Engine(Accessors):
             loss: of the last step, where the engine does not see it or would have to wait for the device.
         """
         said = {"steps": steps, "tokens": tokens}
-        self._step.told = self._step.told | {name: value for name, value in said.items() if value is not None}
+        last = self._step.last
+        last.told = last.told | {name: value for name, value in said.items() if value is not None}
         if loss is not None:
-            self._step.loss = float(loss)
+            last.loss = float(loss)
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last step's gradients before clipping."""
-        outcome = self._step.outcome
+        outcome = self._step.last.outcome
         return None if outcome is None else outcome.grad_norm
 
     def train(self, mode: bool = True) -> Engine:

@@ -53,7 +53,7 @@ class BackgroundSave:
         self._runtime = runtime
         self._step = step
         self._over = over
-        self._begun_at = step.counts.global_steps
+        self._begun_at = step.counter.counts.global_steps
         self._owner = os.getpid()
         self._with_frozen = frozen
         self._snapshot = Snapshot(saving.shards, runtime, frozen=frozen)
@@ -107,7 +107,7 @@ class BackgroundSave:
 
     def _look(self) -> None:
         """A step is over."""
-        if self._step.counts.global_steps < self._begun_at + _STEPS:
+        if self._step.counter.counts.global_steps < self._begun_at + _STEPS:
             return
         if self._with_frozen and self._runtime.ranks.any(self._snapshot.waits_for_frozen):
             return  # a later step looks again

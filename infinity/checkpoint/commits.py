@@ -36,8 +36,8 @@ from infinity.optim.optimizer import TieredOptimizer
 from infinity.tiers.records import Generation
 from infinity.tiers.run_files import RunFiles
 from infinity.zero.build import Runtime
-from infinity.zero.phases import Counts
 from infinity.zero.step import Step
+from infinity.zero.step_counter import Counts
 
 ClientState = Callable[[], Mapping[str, Any]]
 _POLL_S = 0.002
@@ -148,7 +148,7 @@ class Commits:
         loss_scale, client = step.losses.loss_scale, dict(self.client_state())
         extra = collect_extra(self._model, self._optimizer, step.lr_scheduler, loss_scale, client)
         extra["code_sums"] = self._code_sums.now()
-        state = {"counters": asdict(step.counts), "steps": dict(step.updates.steps), "time_s": time.time()}
+        state = {"counters": asdict(step.counter.counts), "steps": dict(step.updates.steps), "time_s": time.time()}
         return _Due(state, serialise(extra))
 
     def _close_epoch(self) -> None:
@@ -260,7 +260,7 @@ class Commits:
                 ranks.each(self._runtime.executor.take_over, "resuming: the tensors")
             self._runtime.settle()
             step.updates.steps = dict(generation.state["steps"])
-            step.counts = Counts(**generation.state["counters"])
+            step.counter.counts = Counts(**generation.state["counters"])
             loss_scale = step.losses.loss_scale
             apply_extra(path, 0, extra, self._model, self._optimizer, step.lr_scheduler, loss_scale, Parts())
         except BaseException as error:

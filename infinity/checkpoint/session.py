@@ -23,8 +23,8 @@ from infinity.checkpoint.shards import write_shards
 from infinity.errors import ConfigError, InfinityError
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.zero.build import Runtime
-from infinity.zero.phases import Counts
 from infinity.zero.step import Step
+from infinity.zero.step_counter import Counts
 
 
 class Session:
@@ -62,7 +62,7 @@ class Session:
         self._begin("save_checkpoint")
         step, ranks, runtime = self._step, self._runtime.ranks, self._runtime
         extra = collect_extra(self._model, self._optimizer, step.lr_scheduler, step.losses.loss_scale, client_state)
-        tag = tag or f"global_step{step.counts.global_steps}"
+        tag = tag or f"global_step{step.counter.counts.global_steps}"
         of_ranks = ranks.of_all((extra["rng"], self._run.id, tag))
         extra["rng_of_ranks"] = [states for states, _, _ in of_ranks]
         self._run.id = of_ranks[0][1]
@@ -75,7 +75,7 @@ class Session:
             runtime,
             run=self._run,
             steps=step.updates.steps,
-            counters=asdict(step.counts),
+            counters=asdict(step.counter.counts),
             options=options,
         )
         with ExitStack() as undo, runtime.counters.aside("save_checkpoint"):
@@ -165,7 +165,7 @@ class Session:
         if parts.progress:
             counts = Counts(**opened.manifest.counters)
             micro_steps = -(-counts.micro_steps // self._accumulation) * self._accumulation  # may differ from then
-            step.counts = replace(counts, micro_steps=micro_steps)
+            step.counter.counts = replace(counts, micro_steps=micro_steps)
             self._run.id = opened.manifest.run or self._run.id
         apply_extra(
             opened.path,

@@ -22,6 +22,7 @@ from infinity.optim.before_images import BeforeImages
 from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule import Cycle, MemorySplit, split_memory
+from infinity.schedule.on_device import addresses_stay
 from infinity.schedule.placement import Placement, place, summed_once
 from infinity.telemetry import Counters, Monitor, Timeline
 from infinity.tiers import (
@@ -79,6 +80,7 @@ class Runtime:
         loss_norm: of the loss, where the device measures it.
         summed_once: units whose replicas add their gradients up once a step.
         in_files: where values are that stay in files, by name of the parameter.
+        addresses_stay: what kernels work on keeps its addresses for the whole run.
     """
 
     sizing: Sizing
@@ -101,6 +103,7 @@ class Runtime:
     monitor: Monitor
     summed_once: frozenset[int]
     in_files: Mapping[str, StoredTensor]
+    addresses_stay: bool
     owner_pid: int = field(default_factory=os.getpid)
 
     @property
@@ -239,6 +242,7 @@ def build_runtime(
         monitor=Monitor(config.monitors, writes=is_first_process()),
         summed_once=once,
         in_files=in_files or {},
+        addresses_stay=addresses_stay(config, discrete=link.discrete),
     )
 
 

@@ -20,7 +20,7 @@ from infinity.zero.step import Step
 def driven(step: Step) -> Iterator[None]:
     """The forward and backward passes of all micro-batches of a step run inside, in any order."""
     step.begin()
-    step.skip_to_last()
+    step.counter.skip_to_last()
     with step.backward(in_parts=step.all_units), step.saving():
         yield
 
@@ -39,7 +39,7 @@ def train_layer_major(
             raise
 
     step.begin()
-    step.skip_to_last()
+    step.counter.skip_to_last()
     with step.stopped_by_failures():
         try:
             losses = layer_major.run([partial(forward, batch) for batch in batches], _LayerMajorStep(step))

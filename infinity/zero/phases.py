@@ -8,7 +8,6 @@ update. An EVALUATION returns to where it came from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 
 
@@ -38,16 +37,26 @@ FOLLOWS = {
 }
 
 
-@dataclass(frozen=True)
-class Counts:
-    """How far training is.
+class Phases:
+    """The phase of one step; only transitions of `FOLLOWS` are possible.
 
     Attributes:
-        global_steps: updates so far, skipped ones included.
-        micro_steps: backward passes so far.
-        skipped_steps: updates that were left out because gradients were not finite.
+        now: the phase.
+        failure: why it is FAILED. In words, since an exception leads to its frames, these to the loss, and its graph to
+            the engine: a circle that the garbage collector does not see.
     """
 
-    global_steps: int = 0
-    micro_steps: int = 0
-    skipped_steps: int = 0
+    def __init__(self) -> None:
+        self.now = Phase.IDLE
+        self.failure = ""
+
+    def go(self, phase: Phase) -> None:
+        """Change to the phase."""
+        if phase not in FOLLOWS[self.now]:
+            raise RuntimeError(f"a step that is {self.now.value} cannot become {phase.value}")
+        self.now = phase
+
+    def fail(self, error: BaseException) -> None:
+        """Change to FAILED for good."""
+        self.failure = f"{type(error).__name__}: {error}"
+        self.go(Phase.FAILED)

@@ -78,12 +78,17 @@ class StandIns:
                 if slot.trainable and not is_distributed(param):
                     self._params.append(_Trained(unit.index, index, slot.name, param))
         self._placed = False
+        self._arrived: dict[int, set[int]] = {}  # slots, by unit, whose gradients have come in this backward pass
+
+    def arrived(self, unit: int, slot: int) -> None:
+        """The parameter's gradient has come."""
+        self._arrived.setdefault(unit, set()).add(slot)
 
     @torch.inference_mode(False)
-    def place(self, slots: Mapping[int, Collection[int]]) -> None:
-        """These parameters, by unit, have a gradient, beside those that are known to have one."""
+    def place(self) -> None:
+        """Backward is over: a stand-in for every gradient that has come in it, or in an earlier pass of the step."""
         for each in self._params:
-            each.has_gradient |= each.slot in slots.get(each.unit, ())
+            each.has_gradient |= each.slot in self._arrived.get(each.unit, ())
             if each.has_gradient:
                 if each.stand_in is None:
                     each.stand_in = StandIn(each.param)
@@ -96,6 +101,7 @@ class StandIns:
             if each.has_gradient and isinstance(each.param.grad, StandIn):
                 each.param.grad = None
         self._placed = False
+        self._arrived.clear()
 
     def clear(self) -> None:
         """No parameter has a gradient."""

@@ -32,17 +32,17 @@ class _Sampler:
         self._before: tuple[float, list[IoStats]] | None = None
 
     def __call__(self) -> dict[str, Any]:
-        step, stats = self._step, self._step.stats
+        step, stats = self._step, self._step.last.stats
         counters = self._runtime.counters
         step_s = counters.step_wall_s
         group = next(iter(self._optimizer.param_groups), {})
         return {
             "rank": self._runtime.ranks.rank,
             "ranks": self._runtime.ranks.size,
-            "step": step.counts.global_steps,
-            "skipped_steps": step.counts.skipped_steps,
+            "step": step.counter.counts.global_steps,
+            "skipped_steps": step.counter.counts.skipped_steps,
             "phase": step.phase.value,
-            "loss": _number(step.loss),
+            "loss": _number(step.last.loss),
             "lr": _number(group.get("lr")),
             "grad_norm": _number(stats.grad_norm),
             "step_s": step_s,
@@ -64,7 +64,7 @@ class _Sampler:
 
     def _told(self, step_s: float | None) -> dict[str, Any]:
         """What the training loop has said."""
-        told = self._step.told
+        told = self._step.last.told
         tokens = told.get("tokens")
         return {"steps": told.get("steps"), "tokens_per_s": tokens / step_s if tokens and step_s else None}
 

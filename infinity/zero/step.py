@@ -7,7 +7,7 @@ goes through the same ones: `begin`, `forward`, `backward`, `finish`, `abort`.
 Ctrl-C comes between any two lines, those of `except` and `finally` included, so nothing may depend on their being
 reached. A pass that is running is `_open`; one that the next verb finds open was interrupted, and is aborted then. An
 update has no way back: if the next verb finds UPDATE, or a step of which some units are updated and others are not,
-that is FAILED. What a step has changed in the counts is committed by one assignment.
+that is FAILED. The counts change by one assignment.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from infinity.errors import ConfigError, DivergedError, InfinityError, NonFinite
 from infinity.kernels import Rule
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.torch_schedules import advances_by_itself
-from infinity.schedule.on_device import addresses_stay
-from infinity.telemetry import StepStats
-from infinity.telemetry.monitor import Event, tier_costs, tier_peaks
 from infinity.zero.build import Runtime, make_gradients, open_activations
 from infinity.zero.compiled import refuse_cuda_graphs
 from infinity.zero.compute_lane import ComputeLane
 from infinity.zero.filling import filling_of
 from infinity.zero.hooks import Hooks
+from infinity.zero.last_step import LastStep
 from infinity.zero.layer_major import LayerMajor
 from infinity.zero.losses import Losses, running_pass
 from infinity.zero.outside_reads import GraphPosition
-from infinity.zero.phases import FOLLOWS, Counts, Phase
+from infinity.zero.phases import Phase, Phases
 from infinity.zero.reduction import Addend
 from infinity.zero.stand_ins import StandIns
+from infinity.zero.step_counter import StepCounter
 from infinity.zero.updates import StepOutcome, Updates, UpdateSchedule
 
 _log = logging.getLogger(__name__)
@@ -60,18 +59,31 @@ class StepKeeper(Protocol):
 
 
 @dataclass(frozen=True)
+class _Direct:
+    """A backward pass that autograd runs without the engine's `backward`.
+
+    Attributes:
+        scope: closed when the pass is over.
+        number: of the pass, as autograd counts.
+    """
+
+    scope: ExitStack
+    number: int
+
+
+@dataclass(frozen=True)
 class _Open:
     """A pass over the model that is running.
 
     Attributes:
         before: the phase that it came from.
-        direct: what ends with a backward pass that the user has begun, by `loss.backward()`; None for another pass.
+        direct: of a backward pass that the user has begun, by `loss.backward()`; None of another pass.
         last: it is the last backward pass of a step.
     """
 
     phase: Phase
     before: Phase
-    direct: ExitStack | None = None
+    direct: _Direct | None = None
     last: bool = False
 
 
@@ -79,28 +91,18 @@ class Step:
     """The training step of one engine; what the hooks tell, it passes on.
 
     Attributes:
-        counts: assigned as one when a step or a micro-batch of it is over.
-        outcome: of the last step; None before the first.
-        stats: what the last step cost.
-        loss: mean of this rank's losses of the last step, where somebody is told and to know it costs nothing.
-        told: what the training loop has said of itself, for those who watch.
+        counter: how many steps and micro-batches are over, and which micro-batch ends the step.
         losses: what backward passes begin with.
+        last: what the last step did and cost.
         lr_scheduler: stepped after every update that was not skipped, if there is one.
         layer_major: takes micro-batches through the blocks together, if that is configured.
         keeper: keeps every step on the drives, if that is configured.
         at_end: called when a step is over, at the end of `finish`, if anybody waits for that.
         forward_end: where in the graph the last forward pass ended.
-        whole: one call runs all micro-batches of the step, and so none counts if it fails.
-        boundary: what the user has said of the micro-batch that comes: it is its step's last, or is not; None to count.
     """
 
     def __init__(self, model: nn.Module, config: Config, runtime: Runtime, optimizer: TieredOptimizer) -> None:
-        self.counts = Counts()
-        self.outcome: StepOutcome | None = None
-        self.stats = StepStats()
-        self.loss: float | None = None
-        self.told: dict[str, Any] = {}
-        self._monitor = runtime.monitor
+        self.counter = StepCounter(config.gradient_accumulation_steps, counts_boundaries=config.managed_accumulation)
         self.losses = Losses(
             config,
             runtime.ranks,
@@ -110,26 +112,18 @@ class Step:
             keeps=runtime.monitor.writes,
             keeps_cheap=config.tiering.status,
         )
+        self.last = LastStep(config, runtime.counters, runtime.monitor, optimizer, self.losses)
         self.lr_scheduler: Any | None = None
-        self._phase = Phase.IDLE
+        self._phases = Phases()
+        self._open: _Open | None = None
+        self._pass_failed = False  # the last backward pass, and nobody has dropped what it left
         self._optimizer = optimizer
         self._began_with: list[Rule] = []  # by group, as the step's updates began with them
-        self._open: _Open | None = None
-        # In words, since an exception leads to its frames, these to the loss, and its graph to this object: a circle
-        # that the garbage collector does not see.
-        self._failure = ""
-        self._direct_pass = -1  # the number of the last backward pass that the user began
-        self._pass_failed = False  # the last backward pass, and nobody has dropped what it left
-        self._uncounted = 0  # micro-batches before a backward pass that failed, which the step is to run again
-        self.whole = False
         self.forward_end = GraphPosition.now()
-        self._arrived: dict[int, set[int]] = {}  # slots, by unit, whose gradients have come in this backward pass
-        self._config = config
         self._runtime = runtime
-        self._executor, self._counters, self._ranks = runtime.executor, runtime.counters, runtime.ranks
+        self._executor, self._ranks = runtime.executor, runtime.ranks
         if config.zero.stage == 3 and self._ranks.size > 1:
             self._ranks.path.check(self._ranks)
-        self.all_units = frozenset(range(len(runtime.partition.units)))
         self.gradients = make_gradients(runtime)
         self.updates = Updates(
             runtime.partition,
@@ -156,9 +150,11 @@ class Step:
                 raise
         self.keeper: StepKeeper | None = None
         self.at_end: Callable[[], None] | None = None
-        self._syncs = True
         self._only_evaluates = not any(unit.trainable_numel for unit in runtime.partition.units)
-        self.boundary: bool | None = None if config.managed_accumulation else True
+
+    @property
+    def all_units(self) -> frozenset[int]:
+        return frozenset(range(len(self._runtime.partition.units)))
 
     def _watch(self, model: nn.Module) -> Hooks:
         runtime = self._runtime
@@ -179,7 +175,7 @@ class Step:
         for block in blocks:
             block.compile(**how)
         try:
-            refuse_cuda_graphs(model, fixed=addresses_stay(self._config, discrete=self._runtime.link.discrete))
+            refuse_cuda_graphs(model, fixed=self._runtime.addresses_stay)
         except ConfigError:
             for block in blocks:
                 block._compiled_call_impl = None
@@ -189,20 +185,15 @@ class Step:
 
     def go_on_from(self, before: Step) -> None:
         """Stand in the place of another step of the same model, which is closed, with its counts and states."""
-        self.counts = before.counts  # also where micro-batches are counted of which nothing is left
-        self.outcome, self.stats, self.loss, self.told = before.outcome, before.stats, before.loss, before.told
-        self.lr_scheduler, self.boundary, self.at_end = before.lr_scheduler, before.boundary, before.at_end
+        self.counter = before.counter  # also where micro-batches are counted of which nothing is left
+        self.last.go_on_from(before.last)
+        self.lr_scheduler, self.at_end = before.lr_scheduler, before.at_end
 
     # Phases #
 
     @property
     def phase(self) -> Phase:
-        return self._phase
-
-    def _go(self, phase: Phase) -> None:
-        if phase not in FOLLOWS[self._phase]:
-            raise RuntimeError(f"a step that is {self._phase.value} cannot become {phase.value}")
-        self._phase = phase
+        return self._phases.now
 
     def check(self) -> None:
         """Training can go on, from a phase that no interrupt has left half way.
@@ -210,7 +201,7 @@ class Step:
         Raises:
             InfinityError: the engine is closed or has failed.
         """
-        if self._phase is Phase.CLOSED:
+        if self.phase is Phase.CLOSED:
             raise InfinityError("the engine is closed")
         if self.in_backward_now:
             raise InfinityError(
@@ -219,11 +210,11 @@ class Step:
             )
         if self._open is not None:
             self.abort()
-        if self._phase is Phase.UPDATE or self._runtime.torn:
+        if self.phase is Phase.UPDATE or self._runtime.torn:
             self.fail(InfinityError("an update was interrupted"))
-        if self._phase is Phase.FAILED:
+        if self.phase is Phase.FAILED:
             raise InfinityError(
-                f"the engine has stopped after an error ({self._failure}): close it, and resume from the last "
+                f"the engine has stopped after an error ({self._phases.failure}): close it, and resume from the last "
                 "checkpoint"
             )
 
@@ -235,19 +226,18 @@ class Step:
     @property
     def awaits_step(self) -> bool:
         """A backward pass is over, and neither the next micro-batch nor `step()` has followed it."""
-        return self._phase is Phase.BACKWARD and self._open is None
+        return self.phase is Phase.BACKWARD and self._open is None
 
     def fail(self, error: BaseException) -> None:
         """The states are not those of one step any more."""
-        if self._phase is not Phase.FAILED:
-            self._failure = f"{type(error).__name__}: {error}"
+        if self.phase is not Phase.FAILED:
             self._open = None
-            self._go(Phase.FAILED)
+            self._phases.fail(error)
 
     @property
     def at_rest(self) -> bool:
         """The states are those of one step, or will be when its updates are done."""
-        whole = self._phase not in (Phase.FAILED, Phase.CLOSED, Phase.UPDATE)
+        whole = self.phase not in (Phase.FAILED, Phase.CLOSED, Phase.UPDATE)
         return whole and not self.updates.under_way and not self._runtime.torn
 
     def check_boundary(self, what: str) -> None:
@@ -263,9 +253,9 @@ class Step:
                 f"{what} in the middle of a step: call it after the step() that updates the parameters, or drop the "
                 "gradients first (engine.zero_grad())"
             )
-        if self._phase is not Phase.IDLE:
+        if self.phase is not Phase.IDLE:
             self._end_cycle(learn=False)
-            self._go(Phase.IDLE)
+            self._phases.go(Phase.IDLE)
 
     def check_values(self, what: str) -> None:
         """Parameters have the values of the last step.
@@ -311,7 +301,7 @@ class Step:
         if self._filling is None:
             return
         elements = sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
-        at_rest = self._phase is Phase.IDLE and self._is_alone_without_gradients
+        at_rest = self.phase is Phase.IDLE and self._is_alone_without_gradients
         with self.stopped_by_failures():
             self._filling.before_forward(elements, at_rest=at_rest)
 
@@ -323,9 +313,9 @@ class Step:
     def begin(self) -> None:
         """A micro-batch begins."""
         self.check()
-        if self._phase is not Phase.FORWARD:
-            self._begin_cycle("the last training pass" if self.is_last else "a training pass")
-        self._go(Phase.FORWARD)
+        if self.phase is not Phase.FORWARD:
+            self._begin_cycle("the last training pass" if self.counter.ends_step else "a training pass")
+        self._phases.go(Phase.FORWARD)
 
     def _begin_cycle(self, kind: str) -> None:
         self._executor.begin_cycle()
@@ -335,14 +325,14 @@ class Step:
     def forward(self, *, training: bool) -> Iterator[None]:
         """The model's forward runs inside, of training or of an evaluation."""
         self.check_values("a forward pass")
-        before = self._phase
+        before = self.phase
         phase = Phase.FORWARD if training else Phase.EVALUATION
         self._open = _Open(phase, before)
         with self.stopped_by_failures(), self.running(phase):
             try:
                 if before is not Phase.FORWARD:
                     self._begin_cycle(f"a pass of {phase.value}")
-                self._go(phase)
+                self._phases.go(phase)
                 with self.hooks.forward(training=training), self.saving():
                     yield
             except BaseException as error:
@@ -364,7 +354,7 @@ class Step:
     def _back_to(self, before: Phase, *, learn: bool = False) -> None:
         if before is not Phase.FORWARD:
             self._executor.end_cycle(learn=learn)
-        self._go(before)
+        self._phases.go(before)
 
     def saving(self) -> AbstractContextManager[None]:
         """What autograd saves meanwhile goes to its tier."""
@@ -375,7 +365,7 @@ class Step:
         """A pass over the model, for telemetry; an evaluation is no phase of a training step."""
         with ExitStack() as around:
             if phase is not Phase.EVALUATION:
-                around.enter_context(self._counters.phase(phase.value))
+                around.enter_context(self._runtime.counters.phase(phase.value))
             if self._compute_lane is not None:
                 around.enter_context(self._compute_lane.running(phase.value))
             yield
@@ -403,20 +393,15 @@ class Step:
         """Under the `backward` schedule, which updates before all gradients are known, the loss must be finite."""
         self._meet_ranks("the loss")
         try:
-            self.losses.check(loss, self.counts.global_steps, late=self._is_whole)
+            self.losses.check(loss, self.counter.counts.global_steps, late=self.counter.is_whole_step)
         except NonFiniteError:
             self._pass_failed = True
-            if self._open is None and self._phase is Phase.FORWARD:
+            if self._open is None and self.phase is Phase.FORWARD:
                 self._end_cycle(learn=False)
-                self._go(Phase.IDLE)
+                self._phases.go(Phase.IDLE)
             raise
 
-    @property
-    def _is_whole(self) -> bool:
-        """The micro-batch is a step by itself."""
-        return self._config.gradient_accumulation_steps == 1 and self.boundary is None
-
-    def open_backward(self, in_parts: frozenset[int] | None = None, direct: ExitStack | None = None) -> None:
+    def open_backward(self, in_parts: frozenset[int] | None = None, direct: _Direct | None = None) -> None:
         """A backward pass begins."""
         if self.updates.under_way:
             raise InfinityError(
@@ -428,22 +413,21 @@ class Step:
         self._optimizer.check_groups()
         self._optimizer.check_frozen()
         self._pass_failed = False
-        self._uncounted = 0  # the step is run again
+        self.counter.backward_begins()
         if direct is None:
             self._drop_what_was_taken_away()
         self.updates.undo_ahead()
-        last = self.is_last
+        last = self.counter.ends_step
         if self.keeper is not None and last:
             self.keeper.before_updates()
-        before, self._open = self._phase, _Open(Phase.BACKWARD, self._phase, direct, last)
+        before, self._open = self.phase, _Open(Phase.BACKWARD, self.phase, direct, last)
         self._stand_ins.lift()
-        self._arrived.clear()
-        self._go(Phase.BACKWARD)
+        self._phases.go(Phase.BACKWARD)
         if in_parts is None:
             # A model that was called past the engine has not shown which.
             in_parts = self.hooks.in_parts() if before is Phase.FORWARD else self.all_units
         self._began_with = self._optimizer.rules()
-        self.updates.begin_backward(last=last, in_parts=in_parts, early=self._is_whole)
+        self.updates.begin_backward(last=last, in_parts=in_parts, early=self.counter.is_whole_step)
         uses = None if in_parts == self.all_units else self._executor.uses  # forward passes may come within this one
         self.gradients.begin_backward(last=last, uses=uses)
 
@@ -457,7 +441,7 @@ class Step:
         self._runtime.params.end_pass()
         self._ranks.path.end()
         self._executor.follow(self.gradients.forward_order())
-        self._stand_ins.place(self._arrived)
+        self._stand_ins.place()
         self.losses.scaled = False
         self._open = None
 
@@ -472,33 +456,20 @@ class Step:
         self.check()
         self._drop_what_was_taken_away(arriving)
         torch.autograd.Variable._execution_engine.queue_callback(self._close_direct)
-        self._direct_pass = running_pass()
         scope = ExitStack()
         scope.enter_context(self.running(Phase.BACKWARD))
         try:
-            self.open_backward(direct=scope)
+            self.open_backward(direct=_Direct(scope, running_pass()))
         except BaseException:
             scope.close()
             raise
 
     def _close_direct(self) -> None:
         if self._open is not None and self._open.direct is not None:
-            with self.stopped_by_failures(), self._open.direct:
+            with self.stopped_by_failures(), self._open.direct.scope:
                 self.close_backward()
 
     # Update #
-
-    @property
-    def is_last(self) -> bool:
-        """The micro-batch is the last one of its step."""
-        steps = self._config.gradient_accumulation_steps
-        counted = self.counts.micro_steps % steps == steps - 1
-        return self._syncs and (counted if self.boundary is None else self.boundary)
-
-    def skip_to_last(self) -> None:
-        """The micro-batches of the step go through the model together; what comes next ends all of them."""
-        steps = self._config.gradient_accumulation_steps
-        self.counts = replace(self.counts, micro_steps=self.counts.micro_steps + steps - 1)
 
     def finish(self) -> None:
         """Count a micro-batch; at the last of a step, update the parameters and the learning rate."""
@@ -508,7 +479,7 @@ class Step:
                 "step() after a backward pass that failed: the gradients of the step were dropped. Run its "
                 "micro-batches again, or leave it out with engine.zero_grad()"
             )
-        if not self._syncs:
+        if not self.counter.synchronises:
             raise InfinityError("step() inside no_sync: leave the context before the last backward of the step")
         self._check_not_gathered("step()")
         self._optimizer.check_groups()
@@ -519,65 +490,33 @@ class Step:
                 'tiering.update_schedule "backward" the updates have begun with those before: change them after '
                 'step(), or set the schedule to "deferred"'
             )
-        micro_steps = self.counts.micro_steps + 1
-        if self.boundary:  # wherever the user ends a step, the next one begins at a multiple
-            micro_steps += -micro_steps % self._config.gradient_accumulation_steps
-        counted = replace(self.counts, micro_steps=micro_steps)
-        if not self.is_last:
-            self.counts = counted
+        counted = self.counter.after_micro_batch()
+        if not self.counter.ends_step:
+            self.counter.counts = counted
             return
-        with self._counters.phase("update"):
-            if self._phase is Phase.FORWARD:  # its backward never came
+        with self._runtime.counters.phase("update"):
+            if self.phase is Phase.FORWARD:  # its backward never came
                 self._end_cycle(learn=False)
             if self.keeper is not None:
                 with self.stopped_by_failures():
                     self.keeper.before_updates()
-            self._go(Phase.UPDATE)
-            self.whole = False
+            self._phases.go(Phase.UPDATE)
+            self.counter.whole = False
             outcome = self._update()
-            self.outcome = outcome
+            self.last.outcome = outcome
             self._stand_ins.clear()
-            self.counts = replace(
+            self.counter.counts = replace(
                 counted,
                 global_steps=counted.global_steps + 1,
                 skipped_steps=counted.skipped_steps + int(outcome.skipped),
             )
-            self._go(Phase.IDLE)
+            self._phases.go(Phase.IDLE)
         if self.keeper is not None:
             with self.stopped_by_failures():
                 self.keeper.step_over()
-        self.stats = self._counters.end_step(
-            self._runtime.peak_bytes(), grad_norm=outcome.grad_norm, skipped=outcome.skipped
-        )
-        if outcome.skipped:
-            loss_scale = self.losses.loss_scale
-            scale = f"; the loss scale is {loss_scale.value:g} now" if loss_scale.dynamic else ""
-            _log.warning("step %d is skipped: its gradients are not finite%s", counted.global_steps, scale)
-        self.loss = self.losses.take_sum()
-        if self._monitor.writes:
-            self._monitor.write_events(self._events())
+        self.last.end_step(self.counter.counts, self._runtime.peak_bytes())
         if self.at_end is not None:
             self.at_end()
-
-    def _events(self) -> list[Event]:
-        """What there is to tell of the step that has just ended.
-
-        As in DeepSpeed, the loss stands at the samples before the step, and what the step has led to behind them.
-        """
-        config = self._config
-        samples = self.counts.global_steps * config.train_batch_size
-        told: dict[str, float] = {"Train/Samples/lr": float(self._optimizer.param_groups[0]["lr"])}
-        if config.fp16 is not None:
-            told["Train/Samples/loss_scale"] = self.losses.loss_scale.value
-        if config.monitors.phases:
-            names = {"update": "step"}
-            for phase, seconds in self.stats.phase_s.items():
-                told[f"Train/Samples/elapsed_time_ms_{names.get(phase, phase)}"] = 1e3 * seconds
-        told |= tier_costs(self.stats) | tier_peaks(self.stats)
-        events = [(name, value, samples) for name, value in told.items()]
-        if self.loss is not None:
-            events.insert(0, ("Train/Samples/train_loss", self.loss, samples - config.train_batch_size))
-        return events
 
     def _update(self) -> StepOutcome:
         try:
@@ -591,7 +530,7 @@ class Step:
         except BaseException as error:
             if isinstance(error, NonFiniteError) and not self.updates.under_way:  # nothing was updated
                 self._stand_ins.clear()
-                self._go(Phase.IDLE)
+                self._phases.go(Phase.IDLE)
             else:
                 self.fail(error)
             raise
@@ -603,7 +542,7 @@ class Step:
         What has arrived of them cannot be told from earlier micro-batches: the step starts again.
         """
         if self._open is not None and self._open.direct is not None:
-            self._open.direct.close()
+            self._open.direct.scope.close()
         self._ranks.path.give_up()
         if isinstance(error, DivergedError):  # gathered units may be mixtures, and some never come
             self.hooks.abandon()
@@ -622,16 +561,13 @@ class Step:
             self.gradients.drop_all()
             self._stand_ins.wipe()
             self.losses.forget_sum()
-            earlier = self.counts.micro_steps % self._config.gradient_accumulation_steps
-            self.counts = replace(self.counts, micro_steps=self.counts.micro_steps - earlier)
-            self._uncounted += earlier
-            if earlier:
+            if earlier := self.counter.begin_step_again():
                 _log.warning(
                     "a backward pass failed, and the gradients of the step's earlier micro-batches (%d) are dropped "
                     "with its own: the step begins again, so run all of them again",
                     earlier,
                 )
-            self._go(Phase.IDLE)
+            self._phases.go(Phase.IDLE)
         else:
             self.hooks.abandon()
             self._back_to(self._open.before)
@@ -657,22 +593,14 @@ class Step:
         self._pass_failed = False
         self._stand_ins.clear()
         self.losses.forget_sum()
-        self._count_dropped()
-        if self._phase is Phase.BACKWARD:  # a forward pass keeps its graph, and its backward may follow
-            self._go(Phase.IDLE)
+        self.counter.leave_out()
+        if self.phase is Phase.BACKWARD:  # a forward pass keeps its graph, and its backward may follow
+            self._phases.go(Phase.IDLE)
 
     def drop_failed(self) -> None:
         """As `drop`, if a backward pass has failed, which has left no gradient that would be seen to go."""
         if self._pass_failed:
             self.drop()
-
-    def _count_dropped(self) -> None:
-        """The step ends where it would have: what a failed backward pass took along is not run again, but left out."""
-        uncounted, self._uncounted = self._uncounted, 0
-        if self.whole:
-            uncounted = -(self.counts.micro_steps % self._config.gradient_accumulation_steps)
-            self.whole = False
-        self.counts = replace(self.counts, micro_steps=self.counts.micro_steps + uncounted)
 
     def _drop_what_was_taken_away(self, arriving: nn.Parameter | None = None) -> None:
         """`param.grad = None` and `model.zero_grad()` drop gradients, see [Note: stand-ins] in stand_ins.py."""
@@ -751,8 +679,8 @@ class Step:
         if opened is not None and opened.direct is not None:
             if self.layer_major is not None:
                 raise InfinityError(LAYER_MAJOR)
-            self.losses.share_out(param.grad, self._direct_pass)
-        self._arrived.setdefault(unit, set()).add(slot)
+            self.losses.share_out(param.grad, opened.direct.number)
+        self._stand_ins.arrived(unit, slot)
         addend = self.gradients.take(unit, slot, param)
         if addend is not None and self.updates.add(addend):
             self._complete(unit)
@@ -767,22 +695,6 @@ class Step:
 
     # Contexts and end #
 
-    @contextmanager
-    def unsynchronised(self) -> Iterator[None]:
-        """Backward passes inside are no last ones of a step."""
-        if not self._syncs:
-            raise InfinityError("no_sync is inside another no_sync already")
-        self._syncs = False
-        try:
-            yield
-        finally:
-            self._syncs = True
-
-    @property
-    def synchronises(self) -> bool:
-        """It is outside of `unsynchronised`."""
-        return self._syncs
-
     def remove_hooks(self) -> None:
         """Leave the model to others; nothing has been trained."""
         self.hooks.remove()
@@ -796,10 +708,10 @@ class Step:
 
     def close(self) -> None:
         """Take the hooks away and give all memory back."""
-        if self._phase is Phase.CLOSED:
+        if self.phase is Phase.CLOSED:
             return
         self._open = None
-        self._go(Phase.CLOSED)
+        self._phases.go(Phase.CLOSED)
         with ExitStack() as rest:  # in reverse, and all of it, whatever fails
             rest.callback(self._runtime.close)
             if self.activations is not None:
