@@ -413,14 +413,14 @@ class Engine(Accessors):
 
     def lends(self, unit: int, slot: int) -> bool:
         """The parameter of this slot lies outside of the tiers, for somebody to look at."""
-        return self._runtime.executor.views.lent_values(unit, slot) is not None
+        return self._runtime.executor.units[unit].views.lent_values(slot) is not None
 
     def shows(self, unit: int, slot: int) -> bool:
         """The parameter of this slot is lent, or in use by a pass of the model that is running."""
         if self.lends(unit, slot):
             return True
         in_pass = self._step.hooks.in_forward or self._step.in_backward_now
-        return in_pass and self._runtime.executor.views.shows(unit)
+        return in_pass and self._runtime.executor.units[unit].views.shows()
 
     def model_was_zeroed(self) -> None:
         """The model's own `zero_grad` was called."""

@@ -4,7 +4,7 @@
 An upload waits for what still uses the memory that it fills, and not for all that was queued until it begins, since the
 host runs ahead of the device: a next forward pass may be queued while an update is computed. Memory that was taken anew
 may have been others' until then. What an update changes is used until the update begins: from then on nobody sees the
-old values (`ParameterViews.outdate`). Each of these moments is marked in the compute stream.
+old values (`UnitViews.outdate`). Each of these moments is marked in the compute stream.
 
 [Note: downloads]
 Nor does a download for an update wait for all that was queued until it begins: by then several more units may be. In a

@@ -65,7 +65,7 @@ from infinity.zero.reduction import Direct, Journey, Reduction
 from infinity.zero.sizing import Sizing, size_up
 from infinity.zero.unit import Unit
 from infinity.zero.updates import UpdateSchedule
-from infinity.zero.views import ParameterViews
+from infinity.zero.views import ModelViews, UnitViews
 
 _log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class Runtime:
         """Stop the worker, give memory back, remove the swap files: those of this process, not of its parent."""
         if os.getpid() != self.owner_pid:
             return
-        self.executor.views.detach()
+        self.executor.detach_views()
         self.pipeline.close()
         self.swap.close()
         self.files.close()
@@ -435,10 +435,13 @@ def _make_executor(
     capacity_bytes = plan.ranks.least(memory.there.params.capacity_bytes)
     moving = [spec.offloaded for spec in sizing.specs]
     cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes, sizing.ahead_bytes)
-    views = ParameterViews(model, sizing.partition, params, writable=plan.config.zero.stage < 3)
+    views = ModelViews(writable=plan.config.zero.stage < 3)
     on_device = None if grads.device is None else OnDevice(params, grads.device, states, sizing.layout)
-    units = [Unit(each, grads.host, states) for each in params.units]
-    in_flight = InFlight(units, params, grads.host, pipeline, memory.counters, on_device)
+    units = [
+        Unit(each, UnitViews(unit, model, each, views), grads.host, states)
+        for unit, each in zip(sizing.partition.units, params.units, strict=True)
+    ]
+    in_flight = InFlight(params, grads.host, pipeline, memory.counters, on_device)
     sharing = plan.groups.sharing
     return Executor(units, views, params, grads.host, in_flight, pipeline, cycle, memory.counters, sharing)
 

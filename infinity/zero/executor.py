@@ -66,7 +66,7 @@ from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
 from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.unit import Foreseen, Unit
-from infinity.zero.views import ParameterViews
+from infinity.zero.views import ModelViews
 
 
 class Executor:
@@ -74,7 +74,7 @@ class Executor:
 
     Args:
         units: the rows, by index.
-        views: what the model's parameters show.
+        views: what those of all units share.
         grads: gradients of units that are updated in host memory.
         in_flight: carries updates out.
         cycle: what is used, and the plan.
@@ -84,7 +84,7 @@ class Executor:
     def __init__(
         self,
         units: Sequence[Unit],
-        views: ParameterViews,
+        views: ModelViews,
         params: Params,
         grads: GradStore,
         in_flight: InFlight,
@@ -94,7 +94,7 @@ class Executor:
         ranks: Ranks = ALONE,
     ) -> None:
         self.views = views
-        self._units = tuple(units)
+        self.units = tuple(units)
         self._params = params
         self._grads = grads
         self._pipeline = pipeline
@@ -132,7 +132,7 @@ class Executor:
                 self.gather_owed(unit)
                 self._gathering.enter(unit)
                 self._look_ahead()
-                self.views.show(unit)
+                self.units[unit].views.show()
         except BaseException as error:
             if isinstance(error, StorageError):
                 self._params.handing_over.tear()  # an update has failed, and is not looked at again
@@ -182,41 +182,41 @@ class Executor:
 
     def _fetch(self, action: Fetch) -> None:
         unit, priority = action.unit, Priority.DEMAND if action.urgent else Priority.PREFETCH
-        self._params.fetch_start(unit, priority, updated=self._units[unit].update_is_due)
+        self._params.fetch_start(unit, priority, updated=self.units[unit].update_is_due)
 
     def _await_fetch(self, action: AwaitFetch | AwaitNewest) -> None:
-        if self._params.units[action.unit].residency is Residency.FETCHING:
+        if self.units[action.unit].residency is Residency.FETCHING:
             self._params.fetch_wait(action.unit)
 
     def _evict(self, action: Evict) -> None:
-        unit = action.unit
-        if self._params.units[unit].is_dirty():  # the plan has updates write through, so this is the exception
-            self._in_flight.open_host(unit)
+        unit, row = action.unit, self.units[action.unit]
+        if row.params.is_dirty():  # the plan has updates write through, so this is the exception
+            self._in_flight.open_host(row)
             try:
                 self._params.host_wait(unit)
-                self._params.units[unit].write_home()
+                row.params.write_home()
             finally:
                 self._params.close_host(unit)
-        self.views.hide(unit)
+        row.views.hide()
         self._params.evict(unit)
 
     def _await_any_update(self, _: AwaitAnyUpdate) -> None:
         self._in_flight.finish_one()
 
     def _await_update(self, action: AwaitUpdate) -> None:
-        self._in_flight.finish(action.unit)
+        self._in_flight.finish(self.units[action.unit])
 
     def _submit(self, action: Submit) -> None:
-        self._in_flight.submit(action.unit, action.write, action.needed)
+        self._in_flight.submit(self.units[action.unit], action.write, action.needed)
 
     def _submit_ahead(self, action: SubmitAhead) -> None:
-        unit = action.unit
-        if self._in_flight.can_run_ahead(unit, action.write, action.needed):
-            self.views.cover(unit)
-            self._in_flight.run_ahead(unit, action.write, action.needed)
+        row = self.units[action.unit]
+        if self._in_flight.can_run_ahead(row, action.write, action.needed):
+            row.views.cover()
+            self._in_flight.run_ahead(row, action.write, action.needed)
 
     def _update_on_device(self, action: UpdateOnDevice) -> None:
-        self._in_flight.update_on_device(action.unit)
+        self._in_flight.update_on_device(self.units[action.unit])
 
     def _await_gradients(self, action: AwaitGradients) -> None:
         self._grads.await_moves(action.unit)
@@ -228,15 +228,12 @@ class Executor:
         self._grads.await_spill(action.unit)
 
     def _await_newest(self, action: AwaitNewest) -> None:
-        unit = action.unit
-        self._in_flight.wait_computed(unit)
+        unit, row = action.unit, self.units[action.unit]
+        self._in_flight.wait_computed(row)
         self._await_fetch(action)
         self._params.await_update(unit)
         if self._gathering.is_whole(unit):
-            self.views.show(unit)
-
-    def _is_stored(self, unit: int) -> bool:
-        return self._params.units[unit].residency is Residency.STORED
+            row.views.show()
 
     # The plan #
 
@@ -259,23 +256,26 @@ class Executor:
             learn: it was a training step; what follows will probably be like it.
         """
         self._gathering.end_cycle()
-        self._params.keep_pins(self._in_flight.submitted)  # an exception may have kept a use from being left
+        self._params.keep_pins(
+            {row.index for row in self._in_flight.submitted}
+        )  # an exception may have kept a use from being left
         self._do(PassEnds(learn))
         self.rest()
 
     def rest(self) -> None:
         """No module uses anything for now, see [Note: values at rest]."""
         for row in self._scheduler.in_memory:
-            self.views.hide(row.index)
+            self.units[row.index].views.hide()
 
-    def _rest(self, unit: int) -> None:
-        """A look at the unit is over."""
-        if self._rests(unit):
-            self.views.hide(unit)
+    def _rest(self, row: Unit) -> None:
+        """The read access to a unit ended."""
+        if self._rests(row):
+            row.views.hide()
 
-    def _rests(self, unit: int) -> bool:
-        """The unit comes and goes, and nobody uses it."""
-        return self._params.specs[unit].offloaded and not self._params.is_pinned(unit)
+    @staticmethod
+    def _rests(row: Unit) -> bool:
+        """Whether the unit comes and goes, and is not in use."""
+        return row.moves and not row.is_pinned
 
     def forward_order(self, units: Sequence[int]) -> list[int]:
         """The units in the order in which the next cycle will probably use them first."""
@@ -297,9 +297,10 @@ class Executor:
         Args:
             slots: what is updated. The rest of the pass that is running may still compute with the others.
         """
-        self._in_flight.ask(unit, segments)
+        row = self.units[unit]
+        self._in_flight.ask(row, segments)
         self._gathering.changed(unit)
-        self.views.outdate(unit, slots)
+        row.views.outdate(slots)
         if self._params.is_at_hand(unit):
             self._do(UpdateDue(unit))
 
@@ -307,7 +308,7 @@ class Executor:
 
     def ran_ahead(self, unit: int) -> tuple[Segment, ...] | None:
         """What an update of the unit has done ahead; None if there was none."""
-        ahead = self._units[unit].ahead
+        ahead = self.units[unit].ahead
         return None if ahead is None else ahead.segments
 
     def begin_ahead(self) -> None:
@@ -328,7 +329,7 @@ class Executor:
         Args:
             may_leave: nobody looks at its gradients until they are wanted.
         """
-        each = self._units[unit]
+        each = self.units[unit]
         before, each.foreseen = each.ahead, Foreseen(segments, may_leave)
         try:
             self._do(UpdateForeseen(unit))
@@ -338,11 +339,12 @@ class Executor:
 
     def confirm(self, unit: int, slots: Collection[int]) -> None:
         """What ran ahead is the unit's update, of these slots, which is finished as any other."""
-        self.views.outdate(unit, slots)
-        self._in_flight.confirm(unit)
-        if not self._units[unit].update_is_submitted:
-            self._in_flight.finished.append(unit)
-        if not self._is_stored(unit):
+        row = self.units[unit]
+        row.views.outdate(slots)
+        self._in_flight.confirm(row)
+        if not row.update_is_submitted:
+            self._in_flight.finished.append(row)
+        if row.residency is not Residency.STORED:
             self._do(UpdateDue(unit))
 
     def undo(self, *units: int, grads: bool = True) -> None:
@@ -355,38 +357,39 @@ class Executor:
             InfinityError: a module uses one of them.
             StorageError: they cannot be read again.
         """
-        ahead = [unit for unit in units if self._units[unit].ahead is not None]
+        ahead = [row for row in map(self.units.__getitem__, units) if row.ahead is not None]
         if not ahead or self._params.handing_over.torn:  # nothing goes on from an engine that is torn
             return
-        for unit in ahead:
-            if self._params.units[unit].residency is Residency.FETCHING:  # the plan wants it next
-                self._do(OldParametersNeeded(unit))
-        away = [unit for unit in ahead if self._is_stored(unit) and self._in_flight.needs_memory(unit)]
-        here = [unit for unit in ahead if unit not in away]
-        behind = self._in_flight.undo(here, self.free_gradients, grads=grads)
+        for row in ahead:
+            if row.residency is Residency.FETCHING:  # the plan wants it next
+                self._do(OldParametersNeeded(row.index))
+        away = [row for row in ahead if row.residency is Residency.STORED and self._in_flight.needs_memory(row)]
+        here = [row for row in ahead if row not in away]
+        behind = self._in_flight.undo(here, self._free_gradients, grads=grads)
         self._spill_ahead()
-        for unit in away:  # one by one, since there may not be room for all of them
-            self._do(OldParametersNeeded(unit))
-            self._in_flight.undo([unit], self.free_gradients, grads=grads)
+        for row in away:  # one by one, since there may not be room for all of them
+            self._do(OldParametersNeeded(row.index))
+            self._in_flight.undo([row], self._free_gradients, grads=grads)
         self._spill_ahead()
-        for unit in ahead:
-            self._gathering.changed(unit)
-            if unit in behind:
-                self._do(ParametersStale(unit))
+        for row in ahead:
+            self._gathering.changed(row.index)
+            if row in behind:
+                self._do(ParametersStale(row.index))
 
     def undo_all(self, *, grads: bool = True) -> bool:
         """As `undo`, of all units; returns whether there were any."""
-        units = self._in_flight.ahead
-        self.undo(*units, grads=grads)
-        return bool(units)
+        rows = self._in_flight.ahead
+        self.undo(*(row.index for row in rows), grads=grads)
+        return bool(rows)
 
     def gradient_comes(self, unit: int) -> None:
         """A gradient of the unit is about to be added: an update that has run ahead of it is not confirmed.
 
         Between uses: if something waits for memory and an update has ended, it may have given some back.
         """
-        if self._units[unit].ahead is not None:
-            self._in_flight.finish_ahead(unit, self.free_gradients)
+        row = self.units[unit]
+        if row.ahead is not None:
+            self._in_flight.finish_ahead(row, self._free_gradients)
             self._spill_ahead()
         if self._scheduler.waits_for_memory and self._in_flight.some_ended:
             self.settle()
@@ -398,13 +401,16 @@ class Executor:
 
     def free_gradients(self, unit: int) -> bool:
         """Free memory that the unit's gradients may take: what can be on the drive, or an update has; False if none."""
-        freed = self._do(GradientsNeedRoom(unit))
+        return self._free_gradients(self.units[unit])
+
+    def _free_gradients(self, row: Unit) -> bool:
+        freed = self._do(GradientsNeedRoom(row.index))
         self._show_finished()
         return freed
 
     def gradients_rest(self, unit: int) -> None:
         """Nothing is added to the unit's gradients for a while: if they may spill, they or others do so ahead."""
-        if self._units[unit].spills:
+        if self.units[unit].spills:
             self._do(GradientsRest())
 
     def _spill_ahead(self) -> None:
@@ -423,7 +429,7 @@ class Executor:
             self._do(MemoryFreed())
         self._show_finished()
         for unit in self._params.passing:
-            if not (self._units[unit].update_is_submitted or self._units[unit].update_is_due):
+            if not (self.units[unit].update_is_submitted or self.units[unit].update_is_due):
                 self._params.advance(unit)
 
     def begin_step(self) -> None:
@@ -438,14 +444,13 @@ class Executor:
     def _show_finished(self) -> None:
         """Units whose updates are over have their values again."""
         while self._step_is_over and self._in_flight.finished:
-            unit = self._in_flight.finished.pop()
-            each = self._units[unit]
+            row = self._in_flight.finished.pop()
             # What has ended may be the last step's update, behind which this step's is submitted: it pins the unit.
-            behind = each.params.coming is not None or each.is_updating
-            if behind or self._rests(unit):
+            behind = row.params.coming is not None or row.is_updating
+            if behind or self._rests(row):
                 continue  # shown when it is used
-            if self._params.units[unit].residency is Residency.RESIDENT and self._gathering.is_whole(unit):
-                self.views.show(unit)
+            if row.residency is Residency.RESIDENT and self._gathering.is_whole(row.index):
+                row.views.show()
 
     @property
     def all_computed(self) -> bool:
@@ -453,23 +458,24 @@ class Executor:
         return self._in_flight.all_computed
 
     def _start_pending(self) -> None:
-        for unit in self._in_flight.due:
-            self._params.pin(unit)
-            self._do(ParametersNeeded(unit))
-            self._params.unpin(unit)
+        for row in self._in_flight.due:
+            self._params.pin(row.index)
+            self._do(ParametersNeeded(row.index))
+            self._params.unpin(row.index)
 
     def compute_all(self) -> None:
         """Have every pending update computed; some may still be on their way home."""
         self._start_pending()
-        for unit in self._in_flight.submitted:
-            self._in_flight.wait_computed(unit)
+        for row in self._in_flight.submitted:
+            self._in_flight.wait_computed(row)
 
     def write_changed(self) -> None:
         """Write what somebody else than an update has changed, where updates are to find it on the drives."""
         for unit in self._params.unwritten():
-            if self._scheduler.is_written(self._units[unit]) and not self._units[unit].update_is_submitted:
+            row = self.units[unit]
+            if self._scheduler.is_written(row) and not row.update_is_submitted:
                 with self.resident(unit):
-                    self._params.units[unit].write_home()
+                    row.params.write_home()
 
     def drain(self) -> None:
         """Carry out every pending update and wait for all of them; those that only run ahead are undone."""
@@ -478,8 +484,8 @@ class Executor:
         while self._in_flight.finish_one():
             pass
         self.settle()
-        for row in self._scheduler.in_memory:
-            self._rest(row.index)
+        for state in self._scheduler.in_memory:
+            self._rest(self.units[state.index])
 
     def move_states(self, unit: int, *, there: bool) -> None:
         """Have the unit's optimizer states live on the device, or below again; every update is done.
@@ -503,7 +509,7 @@ class Executor:
         for row in self._scheduler.staying:
             self._params.await_update(row.index)
             self._gathering.gather(row.index)
-            self.views.show(row.index)
+            self.units[row.index].views.show()
 
     # Values outside of a step #
 
@@ -519,12 +525,12 @@ class Executor:
         try:
             self._do(ParametersNeeded(unit))
             self._gathering.gather(unit)
-            self.views.show(unit)
+            self.units[unit].views.show()
             yield self._params.tensor(unit)
         finally:
             self._gathering.let_go(unit)
             self._params.unpin(unit)
-            self._rest(unit)
+            self._rest(self.units[unit])
 
     @contextmanager
     def resident(self, unit: int) -> Iterator[torch.Tensor]:
@@ -533,7 +539,7 @@ class Executor:
         self._params.pin(unit)
         try:
             self._do(ParametersNeeded(unit))
-            self._in_flight.open_host(unit)
+            self._in_flight.open_host(self.units[unit])
             try:
                 self._params.host_wait(unit)
                 yield self._params.host_tensor(unit)
@@ -541,7 +547,7 @@ class Executor:
                 self._params.close_host(unit)
         finally:
             self._params.unpin(unit)
-            self._rest(unit)
+            self._rest(self.units[unit])
 
     @contextmanager
     def changing(self, unit: int) -> Iterator[torch.Tensor]:
@@ -555,9 +561,9 @@ class Executor:
                 self._params.end_change(unit)
                 self._params.await_update(unit)
                 self._gathering.changed(unit)
-                self.views.outdate(unit)
+                self.units[unit].views.outdate()
                 if self._gathering.is_whole(unit):
-                    self.views.show(unit)
+                    self.units[unit].views.show()
 
     def take_over(self) -> None:
         """All values are those that an earlier process has left on the drives; all ranks call this, between steps.
@@ -573,20 +579,26 @@ class Executor:
 
     def refresh(self, unit: int) -> None:
         """Let the model's parameters of the unit be what they are for it again: its memory, or NaN while it is away."""
-        self.views.forget(unit)
+        row = self.units[unit]
+        row.views.forget()
         self._params.await_update(unit)
-        each = self._units[unit]
-        behind = each.is_updating or self.views.detached
-        whole = self._params.units[unit].residency is Residency.RESIDENT and self._gathering.is_whole(unit)
-        if whole and not behind and not self._rests(unit):
-            self.views.show(unit)
+        behind = row.is_updating or self.views.detached
+        whole = row.residency is Residency.RESIDENT and self._gathering.is_whole(unit)
+        if whole and not behind and not self._rests(row):
+            row.views.show()
         else:
-            self.views.hide(unit)
+            row.views.hide()
 
     def take_back(self, unit: int, slot: int) -> None:
         """The model's parameter, which was lent, is what its unit is again."""
-        self.views.take_back(unit, slot)
+        self.units[unit].views.take_back(slot)
         self.refresh(unit)
+
+    def detach_views(self) -> None:
+        """Leave the model's parameters without memory, before the memory goes."""
+        self.views.detached = True
+        for row in self.units:
+            row.views.detach()
 
     @contextmanager
     def created(self, unit: int) -> Iterator[torch.Tensor]:
@@ -602,7 +614,7 @@ class Executor:
             raise
         finally:
             self._params.unpin(unit)
-        if self._params.units[unit].residency is Residency.RESIDENT:
+        if self.units[unit].residency is Residency.RESIDENT:
             self._do(ParametersMade(unit))
         self.refresh(unit)
 

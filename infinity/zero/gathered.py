@@ -166,7 +166,7 @@ def newest_values(
         synchronize()
         values = unit_values(runtime, unit, indices, _CPU)
         for at, index in enumerate(indices):
-            lent = runtime.executor.views.lent_values(unit.index, index)
+            lent = runtime.executor.units[unit.index].views.lent_values(index)
             if lent is not None:
                 values[at] = lent.to(_CPU, copy=True)
         values.reverse()
@@ -200,8 +200,8 @@ class Loan:
         self.runtime = runtime
         self.places = tuple(places)
         self._lent: list[Place] = []
-        views = runtime.executor.views
-        own = [place for place in self.places if views.lent_values(place.unit.index, place.index) is None]
+        rows = runtime.executor.units
+        own = [place for place in self.places if rows[place.unit.index].views.lent_values(place.index) is None]
         check_room(runtime, own, what, device)
         try:
             for group in by_unit(own).values():
@@ -209,7 +209,7 @@ class Loan:
                 values = unit_values(runtime, unit, [place.index for place in group], device)
                 for place, copy in zip(group, values, strict=True):
                     self._lent.append(place)  # first: an interrupt leaves none lent
-                    views.lend(unit.index, place.index, copy, watched=watched)
+                    rows[unit.index].views.lend(place.index, copy, watched=watched)
         except BaseException:
             self.end()
             raise
@@ -228,25 +228,24 @@ class Loan:
             values = place.param.data.detach().reshape(-1).cpu()
             self.runtime.ranks.broadcast(values, source)
             _write_back(values, self.runtime, place.unit, place.slot)
-            self.runtime.executor.views.keeps(place.unit.index, place.index)
+            self.runtime.executor.units[place.unit.index].views.keeps(place.index)
 
     def changed(self, model: nn.Module) -> Iterator[str]:
         """Those of its own that were written to, by name, and not stored.
 
         An adapter that was merged into a weight of `model` and taken out again leaves a rounding error, which goes.
         """
-        views = self.runtime.executor.views
         for place in self._lent:
-            here = place.unit.index, place.index
-            if views.changed(*here) or (
-                views.rewritten(*here)
+            views = self.runtime.executor.units[place.unit.index].views
+            if views.changed(place.index) or (
+                views.rewritten(place.index)
                 and not (is_unmerged(model, place.slot.name) and self._differs_by_rounding(place))
             ):
                 yield place.slot.name
 
     def _differs_by_rounding(self, place: Place) -> bool:
         """The values are those of the tiers but for rounding errors, as far as this rank has them."""
-        values = self.runtime.executor.views.values(place.unit.index, place.index)
+        values = self.runtime.executor.units[place.unit.index].views.values(place.index)
         if values.shape != place.slot.shape:
             return False
         values = values.reshape(-1).cpu()
@@ -264,7 +263,7 @@ class Loan:
         """The parameters are the engine's again."""
         executor = self.runtime.executor
         for place in self._lent:
-            if executor.views.lent_values(place.unit.index, place.index) is not None:
+            if executor.units[place.unit.index].views.lent_values(place.index) is not None:
                 executor.take_back(place.unit.index, place.index)
         self._lent.clear()
 

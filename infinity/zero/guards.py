@@ -103,10 +103,12 @@ class Guards:
         Raises:
             InfinityError: it was computed from a parameter that was not there, by name.
         """
-        views = self._runtime.executor.views
+        executor = self._runtime.executor
         for leaf in leaves_read_since(loss, since):
             place = self._places.get(id(leaf))
-            if place is None or views.shows(place.unit.index) or (place.unit.index, place.index) in views.read:
+            if place is None or (place.unit.index, place.index) in executor.views.read:
+                continue
+            if executor.units[place.unit.index].views.shows():
                 continue
             raise InfinityError(
                 f"the loss was computed from `{place.slot.name}` outside of the model's forward, where the parameter "
@@ -180,7 +182,7 @@ class Guards:
             self._copying = False
 
     def _lent(self, place: Place) -> bool:
-        return self._runtime.executor.views.lent_values(place.unit.index, place.index) is not None
+        return self._runtime.executor.units[place.unit.index].views.lent_values(place.index) is not None
 
     def _synchronize(self, what: str) -> None:
         owner = self._owner()

@@ -30,14 +30,13 @@ from infinity.tiers import GradStore, Memory, Params
 from infinity.zero.on_device import OnDevice
 from infinity.zero.unit import Ahead, OldParams, Submitted, Unit
 
-FreeGradients = Callable[[int], bool]
+FreeGradients = Callable[[Unit], bool]
 
 
 class InFlight:
     """Which units' updates are due, which are in the pipeline, and which have been finished.
 
     Args:
-        units: the rows, by index.
         device: carries out the updates of units whose states are there; None where there can be none.
 
     Attributes:
@@ -48,24 +47,22 @@ class InFlight:
 
     def __init__(
         self,
-        units: Sequence[Unit],
         params: Params,
         grads: GradStore,
         pipeline: UpdatePipeline,
         counters: Counters,
         device: OnDevice | None = None,
     ) -> None:
-        self.finished: list[int] = []
+        self.finished: list[Unit] = []
         self.some_rest = False
         self.speculative: dict[Unit, None] = {}
-        self._units = tuple(units)
         self._params = params
         self._handing_over = params.handing_over
         self._grads = grads
         self._pipeline = pipeline
         self._counters = counters
         self._device = device
-        self._ended: SimpleQueue[int] = SimpleQueue()  # units whose updates are computed, or have failed
+        self._ended: SimpleQueue[Unit] = SimpleQueue()  # units whose updates are computed, or have failed
         # Orders of units. What is so of a unit its row says: one may have been left here by an interrupt.
         self._due: dict[Unit, None] = {}
         self._submitted: dict[Unit, None] = {}
@@ -75,42 +72,41 @@ class InFlight:
         return bool(self._due or self._submitted)
 
     @property
-    def due(self) -> list[int]:
+    def due(self) -> list[Unit]:
         """Units whose updates are due and not submitted, in the order in which they were asked for."""
-        return [each.index for each in self._due if each.due is not None]
+        return [each for each in self._due if each.due is not None]
 
     @property
-    def submitted(self) -> frozenset[int]:
+    def submitted(self) -> list[Unit]:
         """Units whose updates are in the pipeline."""
-        return frozenset(each.index for each in self._submitted)
+        return list(self._submitted)
 
-    def ask(self, unit: int, segments: tuple[Segment, ...]) -> None:
+    def ask(self, each: Unit, segments: tuple[Segment, ...]) -> None:
         """This step's update of the unit is due."""
-        self._due[self._units[unit]] = None
-        self._units[unit].ask(segments)
+        self._due[each] = None
+        each.ask(segments)
 
     # Into the pipeline #
 
-    def update_on_device(self, unit: int) -> None:
+    def update_on_device(self, each: Unit) -> None:
         """Carry out the due update of a unit whose states are on the device; it takes no time that anybody sees."""
         with self._handing_over:
             assert self._device is not None
-            self._device.update(unit, self._take_due(self._units[unit]))
-            self.finished.append(unit)
+            self._device.update(each.index, self._take_due(each))
+            self.finished.append(each)
 
-    def submit(self, unit: int, write: bool, needed: int) -> None:
+    def submit(self, each: Unit, write: bool, needed: int) -> None:
         """Submit the due update of a unit in memory, whose gradients have room, and whose last update is finished.
 
         Args:
             write: the new parameters are written to their home, tile by tile as they are updated.
             needed: when the unit is needed next; of those that nobody waits for the lowest goes first.
         """
-        each = self._units[unit]
         # Of a unit whose home has older values, those that this update leaves alone would stay as old there.
         write = write and not each.params.is_dirty()
         with self._handing_over:
-            self.open_host(unit)
-            tiles = None if each.begun is None else self._pipeline.all_tiles(unit) - each.begun
+            self.open_host(each)
+            tiles = None if each.begun is None else self._pipeline.all_tiles(each.index) - each.begun
             self._hand_over(each, self._take_due(each), write=write, needed=needed, tiles=tiles)
 
     def _take_due(self, each: Unit) -> tuple[Segment, ...]:
@@ -153,7 +149,7 @@ class InFlight:
             tells_param=tells_param,
         )
         ticket = self._pipeline.submit(job)
-        ticket.computed.add_done_callback(partial(_put, self._ended, unit))
+        ticket.computed.add_done_callback(partial(_put, self._ended, each))
         written = each.params.write_through(ticket) if write else None
         reconstructable = self._pipeline.undoing.can_recover_param(segments, self._grads.dtype)
         self._submitted[each] = None
@@ -163,49 +159,47 @@ class InFlight:
     # Ahead of what decides on it, see [Note: updates ahead] #
 
     @property
-    def ahead(self) -> list[int]:
+    def ahead(self) -> list[Unit]:
         """Units whose updates run ahead, or have done so."""
-        return [each.index for each in self.speculative if each.ahead is not None]
+        return [each for each in self.speculative if each.ahead is not None]
 
-    def needs_memory(self, unit: int) -> bool:
+    def needs_memory(self, each: Unit) -> bool:
         """An update ahead is undone where the unit's values are in memory."""
-        each = self._units[unit]
         assert each.ahead is not None
         on_drive = each.params.home is Memory.NVME
         return on_drive and each.ahead.old_params is OldParams.STATES
 
-    def can_run_ahead(self, unit: int, write: bool, needed: int) -> bool:
+    def can_run_ahead(self, each: Unit, write: bool, needed: int) -> bool:
         """Something of the update that is foreseen can be undone; the unit and its gradients are at rest.
 
         What has not begun of units that are needed later makes way for it: what is left of the updates when the norm is
         known is then what the next forward pass comes to last.
         """
-        old_params = self._old_params(unit, write)
-        if self._can_undo(unit, old_params):
+        old_params = self._old_params(each, write)
+        if self._can_undo(each, old_params):
             return True
         later = self._needed_later(needed)
-        if not self._can_undo(unit, old_params, without=later):
+        if not self._can_undo(each, old_params, without=[ticket for _, ticket in later]):
             return False
-        while not (can_undo := self._can_undo(unit, old_params)) and later:
-            self._withdraw(later.pop())
+        while not (can_undo := self._can_undo(each, old_params)) and later:
+            self._withdraw(*later.pop())
         return bool(can_undo)
 
-    def _needed_later(self, needed: int) -> list[UpdateTicket]:
+    def _needed_later(self, needed: int) -> list[tuple[Unit, UpdateTicket]]:
         """Updates ahead of units in memory that are needed later, and may not have begun; the last one last."""
-        tickets = [
-            each.submitted.ticket
+        found = [
+            (each, each.submitted.ticket)
             for each in self.speculative
             if each.submitted is not None and each.ahead is not None and each.ahead.old_params is OldParams.IMAGES
         ]
-        return sorted((ticket for ticket in tickets if ticket.job.needed > needed), key=lambda each: each.job.needed)
+        return sorted((pair for pair in found if pair[1].job.needed > needed), key=lambda pair: pair[1].job.needed)
 
-    def _withdraw(self, ticket: UpdateTicket) -> None:
+    def _withdraw(self, each: Unit, ticket: UpdateTicket) -> None:
         """Have an update not run ahead, unless it has begun."""
         with self._handing_over:
             if self._pipeline.withdraw(ticket):
-                each = self._units[ticket.job.unit]
                 self._decide(each)
-                self._finish(each)
+                self.finish(each)
 
     def _decide(self, each: Unit) -> Ahead:
         """The unit's speculative update is none any more."""
@@ -213,44 +207,47 @@ class InFlight:
         self.speculative.pop(each, None)
         return ahead
 
-    def _old_params(self, unit: int, write: bool) -> OldParams:
+    def _old_params(self, each: Unit, write: bool) -> OldParams:
         """Where the update that is foreseen would leave what the unit's parameters are.
 
         Args:
             write: they are better written than told: they leave memory, or are to stay on the drive.
         """
-        each, undoing, foreseen = self._units[unit].params, self._pipeline.undoing, self._units[unit].foreseen
+        params, undoing, foreseen = each.params, self._pipeline.undoing, each.foreseen
         assert foreseen is not None
-        can_undo, can_put_back = each.can_undo(), each.can_put_back()
+        can_undo, can_put_back = params.can_undo(), params.can_put_back()
         if can_undo and write:
             return OldParams.SLOTS
-        may_be_told = can_put_back or (each.has_slots and not self._params.keeps_steps)
-        if may_be_told and undoing.can_recover_param(foreseen.segments, self._grads.dtype) and undoing.has_slots(unit):
+        may_be_told = can_put_back or (params.has_slots and not self._params.keeps_steps)
+        if (
+            may_be_told
+            and undoing.can_recover_param(foreseen.segments, self._grads.dtype)
+            and undoing.has_slots(each.index)
+        ):
             return OldParams.STATES
         if can_undo:
             return OldParams.SLOTS
         return OldParams.IMAGES if can_put_back else OldParams.NOWHERE
 
-    def _can_undo(self, unit: int, old_params: OldParams, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
+    def _can_undo(self, each: Unit, old_params: OldParams, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
         """Indices of the tiles whose update can be undone, and that of their parameters, `without` these others."""
         if old_params is OldParams.NOWHERE:
             return frozenset()
-        return self._pipeline.can_undo(unit, param=old_params is OldParams.IMAGES, without=without)
+        return self._pipeline.can_undo(each.index, param=old_params is OldParams.IMAGES, without=without)
 
-    def run_ahead(self, unit: int, write: bool, needed: int) -> None:
+    def run_ahead(self, each: Unit, write: bool, needed: int) -> None:
         """Update what can be undone of a unit that `can_run_ahead`.
 
         Args:
             write: see `submit`; it may be written for its slots alone.
         """
-        each = self._units[unit]
-        foreseen = each.foreseen
+        unit, foreseen = each.index, each.foreseen
         assert foreseen is not None
         segments = foreseen.segments
         with self._handing_over:
-            self.open_host(unit)
-            old_params = self._old_params(unit, write)
-            tiles = self._can_undo(unit, old_params)
+            self.open_host(each)
+            old_params = self._old_params(each, write)
+            tiles = self._can_undo(each, old_params)
             before = self._pipeline.undoing.keep_before(unit, tiles, param=old_params is OldParams.IMAGES)
             tells_grads = (
                 foreseen.grads_may_leave
@@ -272,11 +269,10 @@ class InFlight:
             self.speculative[each] = None
             each.run_ahead(Ahead(segments, tiles, ticket, old_params))
 
-    def confirm(self, unit: int) -> None:
+    def confirm(self, each: Unit) -> None:
         """What ran ahead is the unit's update; what is left of it is due."""
-        each = self._units[unit]
         with self._handing_over:
-            in_part = each.ahead is not None and each.ahead.tiles != self._pipeline.all_tiles(unit)
+            in_part = each.ahead is not None and each.ahead.tiles != self._pipeline.all_tiles(each.index)
             if in_part:
                 self._due[each] = None
             ahead = each.commit(in_part=in_part)
@@ -284,10 +280,10 @@ class InFlight:
             if each.submitted is not None and not in_part:
                 each.submitted.keeps = False
             elif not in_part:
-                self._grads.drop(unit)
+                self._grads.drop(each.index)
             self._pipeline.undoing.forget_before(ahead.ticket)
 
-    def undo(self, units: Sequence[int], free_gradients: FreeGradients, *, grads: bool = True) -> frozenset[int]:
+    def undo(self, rows: Sequence[Unit], free_gradients: FreeGradients, *, grads: bool = True) -> list[Unit]:
         """The units are what they were before they were updated ahead.
 
         Args:
@@ -302,7 +298,6 @@ class InFlight:
             StorageError: what they were cannot be read again.
             CapacityError: there is no room for their gradients.
         """
-        rows = [self._units[unit] for unit in units]
         for each in rows:
             if self._params.is_pinned(each.index, times=int(each.submitted is not None)):
                 raise InfinityError(
@@ -318,21 +313,21 @@ class InFlight:
                 each.submitted.ticket.recovers = False  # its gradients are still here
             self._pipeline.stop(tickets)
             for each in submitted:
-                self._finish(each)
+                self.finish(each)
             for each in rows:
                 self._recover(each, free_gradients, grads=grads, param=True)
             self._pipeline.undo(tickets)
-            behind = []
+            behind: list[Unit] = []
             for each in rows:
                 assert each.ahead is not None
                 if each.ahead.old_params is OldParams.SLOTS:
                     self._params.undo(each.index)
-                    behind.append(each.index)
+                    behind.append(each)
                 elif each.ahead.old_params is OldParams.IMAGES:
                     self._put_back(each)
                 self._pipeline.undoing.forget_before(each.ahead.ticket)
                 self._decide(each)
-        return frozenset(behind)
+        return behind
 
     def _recover(self, each: Unit, free_gradients: FreeGradients, *, grads: bool, param: bool) -> None:
         """Have what the states tell of before an update that ran ahead, which it has not left anywhere.
@@ -350,65 +345,66 @@ class InFlight:
         if not grads and not param:
             return
         with self._handing_over:
-            buffer = self._room_for_grads(unit, free_gradients) if grads else None
-            with self._changing(unit) if param else nullcontext() as flat:
+            buffer = self._room_for_grads(each, free_gradients) if grads else None
+            with self._changing(each) if param else nullcontext() as flat:
                 self._pipeline.recover(ahead.ticket, grad=buffer, param=flat)
             if grads:
                 self._grads.rest(unit)
                 self.some_rest = True
 
-    def _room_for_grads(self, unit: int, free_gradients: FreeGradients) -> torch.Tensor:
-        while (buffer := self._grads.restore(unit)) is None:
-            if not free_gradients(unit):
+    def _room_for_grads(self, each: Unit, free_gradients: FreeGradients) -> torch.Tensor:
+        while (buffer := self._grads.restore(each.index)) is None:
+            if not free_gradients(each):
                 raise CapacityError(
-                    f"no host memory is left for the gradients of unit `{self._params.specs[unit].name}`, whose update "
-                    "is undone: raise tiering.host_memory"
+                    f"no host memory is left for the gradients of unit `{each.name}`, whose update is undone: raise "
+                    "tiering.host_memory"
                 )
         return buffer
 
     def _put_back(self, each: Unit) -> None:
         """Change the parameters to what they were before they were updated ahead."""
         assert each.ahead is not None
-        with self._changing(each.index) as flat:
+        with self._changing(each) as flat:
             for start, values in self._pipeline.undoing.params_before(each.ahead.ticket):
                 flat[start : start + values.numel()].copy_(values)
 
     @contextmanager
-    def _changing(self, unit: int) -> Iterator[torch.Tensor]:
+    def _changing(self, each: Unit) -> Iterator[torch.Tensor]:
         """The unit's flat parameters where updates change them."""
-        self.open_host(unit)
+        unit = each.index
+        self.open_host(each)
         self._params.host_wait(unit)
         for move in self._params.begin_update(unit):
             move.wait(self._counters)
         yield self._params.host_tensor(unit)
         self._params.close_host(unit)
 
-    def finish_ahead(self, unit: int, free_gradients: FreeGradients) -> None:
+    def finish_ahead(self, each: Unit, free_gradients: FreeGradients) -> None:
         """Wait for an update that runs ahead: what it was made with is about to change."""
-        each = self._units[unit]
         if each.submitted is not None:
-            self._finish(each)
+            self.finish(each)
         self._recover(each, free_gradients, grads=True, param=False)
         assert each.ahead is not None
         each.ahead = replace(each.ahead, segments=())
 
-    def open_host(self, unit: int) -> None:
+    def open_host(self, each: Unit) -> None:
         """Have the unit's values on their way to where they are changed; waits for memory that updates or fetches hold.
 
         Raises:
             CapacityError: they hold none.
         """
-        while not self._params.open_host(unit):
+        while not self._params.open_host(each.index):
             if not self.finish_one() and not self._finish_fetch():
                 raise CapacityError(
-                    f"no host memory is left for the values of unit `{self._params.specs[unit].name}` on their way: "
+                    f"no host memory is left for the values of unit `{each.name}` on their way: "
                     "look at fewer units at once, or raise tiering.host_memory"
                 )
 
     def _finish_fetch(self) -> bool:
         """Wait for a fetch that passes host memory on its way to the device; False if there is none."""
+        due = {each.index for each in self.due}
         for unit in self._params.passing:
-            if not self._units[unit].update_is_due:
+            if unit not in due:
                 self._params.fetch_wait(unit)
                 return True
         return False
@@ -425,19 +421,15 @@ class InFlight:
 
     # Out of it #
 
-    def wait_computed(self, unit: int) -> None:
+    def wait_computed(self, each: Unit) -> None:
         """Wait until the unit's new values are in memory, whence they go up as they come; they may still be on their
         way home."""
-        submitted, params = self._units[unit].submitted, self._units[unit].params
+        submitted, params = each.submitted, each.params
         if submitted is not None:
             with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
                 sends = params.send_part if params.can_send_parts() else None
                 self._pipeline.wait_computed(submitted.ticket, sends)
-            self._params.end_change(unit)
-
-    def finish(self, unit: int) -> None:
-        """Wait until the unit's submitted update is over: computed, and written."""
-        self._finish(self._units[unit])
+            self._params.end_change(each.index)
 
     def finish_one(self) -> bool:
         """Wait for one update, whichever is the first to be done; False if there is none."""
@@ -447,10 +439,10 @@ class InFlight:
             self._computed |= {each: None for each in self._submitted if self._is_computed(each)}
             if not self._computed:
                 with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
-                    unit = self._ended.get()
-                self._note_computed(unit)
+                    each = self._ended.get()
+                self._note_computed(each)
         for each in self._computed:
-            self._finish(each)
+            self.finish(each)
             return True
         return False
 
@@ -463,9 +455,9 @@ class InFlight:
         while not self._ended.empty():
             self._note_computed(self._ended.get())
 
-    def _note_computed(self, unit: int) -> None:
-        if self._is_computed(self._units[unit]):  # and not an update of before
-            self._computed[self._units[unit]] = None
+    def _note_computed(self, each: Unit) -> None:
+        if self._is_computed(each):  # and not an update of before
+            self._computed[each] = None
 
     def settle(self) -> None:
         """Take note of updates that are over."""
@@ -476,7 +468,8 @@ class InFlight:
             if each.submitted is not None and each.submitted.ticket.done():
                 self._note(each)
 
-    def _finish(self, each: Unit) -> None:
+    def finish(self, each: Unit) -> None:
+        """Wait until the unit's submitted update is over: computed, and written."""
         assert each.submitted is not None
         ticket = each.submitted.ticket
         with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
@@ -503,8 +496,8 @@ class InFlight:
             if submitted.write is not None:
                 each.params.field.finish_move(submitted.write)
             submitted.ticket.result()  # raises what went wrong
-            self.finished.append(unit)
+            self.finished.append(each)
 
 
-def _put(ended: SimpleQueue[int], unit: int, _: Future[None]) -> None:
-    ended.put(unit)
+def _put(ended: SimpleQueue[Unit], each: Unit, _: Future[None]) -> None:
+    ended.put(each)

@@ -23,6 +23,7 @@ from infinity.tiers import GradStore, Move, Residency
 from infinity.tiers.copies import State
 from infinity.tiers.states import StateStore
 from infinity.tiers.unit_params import UnitParams
+from infinity.zero.views import UnitViews
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Unit(UnitState):
 
     Attributes:
         params: its parameters.
+        views: what the model's parameters show of them.
         due: the update that this step asks for and that is not submitted yet.
         begun: tiles that have had the update that is due already.
         submitted: the update in the pipeline.
@@ -97,12 +99,14 @@ class Unit(UnitState):
         "foreseen",
         "params",
         "submitted",
+        "views",
     )
 
-    def __init__(self, params: UnitParams, grads: GradStore, states: StateStore) -> None:
+    def __init__(self, params: UnitParams, views: UnitViews, grads: GradStore, states: StateStore) -> None:
         spec, index = params.spec, params.index
         super().__init__(index, spec.name, spec.nbytes, moves=spec.offloaded, spills=grads.shares(index))
         self.params = params
+        self.views = views
         self._grads = grads
         self._gradients = grads.host_copy(index)
         self._states = states

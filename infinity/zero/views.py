@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from infinity.errors import InfinityError
-from infinity.tiers import Params
+from infinity.tiers.unit_params import UnitParams
 from infinity.zero.model_parts import is_distributed, local_part, set_local_part
-from infinity.zero.partition import ParamSlot, Partition
+from infinity.zero.partition import Unit
 
 # Nobody has written to a placeholder, nor asked for its address; False for any other tensor.
 _is_untouched = getattr(torch._C, "_is_cow_tensor")  # noqa: B009  # torch's stubs leave it out
@@ -59,75 +59,72 @@ class _Lent:
     sums: torch.Tensor | None
 
 
-class _UnitViews:
-    """One unit's parameters.
+@dataclass
+class ModelViews:
+    """What the views of all units share.
 
     Attributes:
-        views: of its memory; made when the unit is first there (a view of freed storage cannot be made), then kept.
-        placeholders: made once.
-        shown: whether values are shown, or NaN; None: neither values nor NaN of ours.
-        lies: where each was put; None where nobody knows: somebody else has put it there, or is about to.
-        lent: those that are lent, by slot.
-        divided: some of them are DTensors, which lie where their local parts do.
-    """
-
-    def __init__(self, slots: Sequence[ParamSlot], parameters: Sequence[nn.Parameter]) -> None:
-        self.slots = slots
-        self.parameters = parameters
-        self.divided = any(map(is_distributed, parameters))
-        self.views: list[torch.Tensor] | None = None
-        self.placeholders: list[torch.Tensor] | None = None
-        self.shown: bool | None = None
-        self.lies: list[torch.Tensor | None] = [None] * len(slots)
-        self.lent: dict[int, _Lent] = {}
-
-
-class ParameterViews:
-    """Points the model's parameters at values, see [Note: what a parameter shows] in executor.py.
-
-    A parameter that is read while its unit is stored is NaN: loud, of the right shape, and free. Parameters that are
-    lent stay as they are.
-
-    Args:
         writable: while values are shown they may be written to, see [Note: parameters that lie elsewhere].
-
-    Attributes:
-        writable: as given.
         lent_params: the identities of parameters that are lent.
         read: unit and slot of those that were lent in the pass that is running, whose copies the graph has.
         detached: the units' memory is about to go, so that no parameter may lie in it any more.
     """
 
-    def __init__(self, model: nn.Module, partition: Partition, params: Params, *, writable: bool) -> None:
+    writable: bool
+    lent_params: set[int] = field(default_factory=set)
+    read: set[tuple[int, int]] = field(default_factory=set)
+    detached: bool = False
+
+    @property
+    def lends(self) -> bool:
+        """Some parameter is lent."""
+        return bool(self.lent_params)
+
+
+class UnitViews:
+    """Points one unit's parameters at values, see [Note: what a parameter shows] in executor.py.
+
+    A parameter that is read while its unit is stored is NaN: loud, of the right shape, and free. Parameters that are
+    lent stay as they are.
+
+    Args:
+        params: the memory in which the values are.
+        of_model: what the views of all units share.
+    """
+
+    def __init__(self, unit: Unit, model: nn.Module, params: UnitParams, of_model: ModelViews) -> None:
+        self._unit = unit.index
+        self._slots = unit.slots
+        self._parameters = [model.get_parameter(slot.name) for slot in unit.slots]
         self._params = params
-        self.writable = writable
-        self._units = [
-            _UnitViews(unit.slots, [model.get_parameter(slot.name) for slot in unit.slots]) for unit in partition.units
-        ]
-        self.lent_params: set[int] = set()
-        self.read: set[tuple[int, int]] = set()
-        self.detached = False
+        self._of_model = of_model
+        self._divided = any(map(is_distributed, self._parameters))  # DTensors lie where their local parts do
+        # Views of the memory; made when the unit is first there (a view of freed storage cannot be made), then kept.
+        self._views: list[torch.Tensor] | None = None
+        self._placeholders: list[torch.Tensor] | None = None  # made once
+        self._shown: bool | None = None  # whether values are shown, or NaN; None: neither values nor NaN of ours
+        # Where each was put; None where nobody knows: somebody else has put it there, or is about to.
+        self._lies: list[torch.Tensor | None] = [None] * len(unit.slots)
+        self._lent: dict[int, _Lent] = {}  # by slot
 
-    def forget(self, unit: int) -> None:
+    def forget(self) -> None:
         """Somebody else has written to the parameters' `data`."""
-        each = self._units[unit]
-        each.shown = None
-        each.lies = [None] * len(each.lies)
+        self._shown = None
+        self._lies = [None] * len(self._lies)
 
-    def _look(self, unit: int) -> None:
+    def _look(self) -> None:
         """Check that the unit's parameters lie where they were put, see [Note: parameters that lie elsewhere].
 
         Raises:
             InfinityError: one does not, and cannot be brought there.
         """
-        each = self._units[unit]
         strays = []
-        placeholders = each.placeholders
+        placeholders = self._placeholders
         with torch._C.DisableTorchFunction():  # this is no use of the parameters, see reads.py
-            for slot, (param, place) in enumerate(zip(each.parameters, each.lies, strict=True)):
-                if place is None or slot in each.lent:
+            for slot, (param, place) in enumerate(zip(self._parameters, self._lies, strict=True)):
+                if place is None or slot in self._lent:
                     continue
-                lies = local_part(param) if each.divided else param
+                lies = local_part(param) if self._divided else param
                 if lies.shape != place.shape or lies.stride() != place.stride():
                     strays.append(slot)
                 elif _is_untouched(place):  # its address would be taken for a write
@@ -136,34 +133,32 @@ class ParameterViews:
                 elif lies.data_ptr() != place.data_ptr() or (placeholders is not None and placeholders[slot] is place):
                     strays.append(slot)
             if strays:
-                self._bring_back(unit, strays)
+                self._bring_back(strays)
 
     @_plainly()
-    def _bring_back(self, unit: int, strays: Sequence[int]) -> None:
+    def _bring_back(self, strays: Sequence[int]) -> None:
         """Have these parameters lie where they were put, and renew the placeholders that somebody has touched."""
-        each = self._units[unit]
         refused = ""
         for slot in strays:
-            param, place = each.parameters[slot], each.lies[slot]
+            param, place = self._parameters[slot], self._lies[slot]
             assert place is not None
             lies = local_part(param)
             if _same_place(lies, place):
                 if _is_written(place):
-                    refused = refused or self._refusal(unit, slot, lies, "written to")
-                self._renew(unit, slot)
+                    refused = refused or self._refusal(slot, lies, "written to")
+                self._renew(slot)
                 continue
-            if self.writable and each.shown and lies.shape == place.shape:
+            if self._of_model.writable and self._shown and lies.shape == place.shape:
                 place.copy_(lies.detach())
             else:
-                refused = refused or self._refusal(unit, slot, lies)
+                refused = refused or self._refusal(slot, lies)
             set_local_part(param, place)
             torch.autograd.graph.increment_version(param)  # a graph of before must not compute with these
         if refused:
             raise InfinityError(refused)
 
-    def _refusal(self, unit: int, slot: int, lies: torch.Tensor, what: str = "set to another tensor") -> str:
-        each = self._units[unit]
-        known = each.slots[slot]
+    def _refusal(self, slot: int, lies: torch.Tensor, what: str = "set to another tensor") -> str:
+        known = self._slots[slot]
         if lies.shape != known.shape:
             return (
                 f"`{known.name}`.data was set to a tensor of shape {tuple(lies.shape)}, but its states are of "
@@ -175,145 +170,122 @@ class ParameterViews:
             "zero.GatheredParameters(..., modifier_rank=0), or with load_state_dict"
         )
 
-    def outdate(self, unit: int, slots: Collection[int] | None = None) -> None:
+    def outdate(self, slots: Collection[int] | None = None) -> None:
         """The unit's values are old, or those of these slots.
 
         The rest of a backward pass may still need the others.
         """
-        each = self._units[unit]
-        old = range(len(each.parameters)) if slots is None else sorted(slots)
-        self._cover(unit, old)
-        changed = [each.parameters[index] for index in old if index not in each.lent]
+        old = range(len(self._parameters)) if slots is None else sorted(slots)
+        self._cover(old)
+        changed = [self._parameters[index] for index in old if index not in self._lent]
         torch.autograd.graph.increment_version(changed)
 
-    def cover(self, unit: int) -> None:
+    def cover(self) -> None:
         """The values of the unit's trained parameters may be old, or not: nobody sees any."""
-        each = self._units[unit]
-        self._cover(unit, [index for index, slot in enumerate(each.slots) if slot.trainable])
+        self._cover([index for index, slot in enumerate(self._slots) if slot.trainable])
 
-    def _cover(self, unit: int, slots: Sequence[int]) -> None:
-        each = self._units[unit]
-        if each.shown is not False:
-            self._look(unit)
-            self._set(each, slots, self._nothing(unit))
-            each.shown = None
+    def _cover(self, slots: Sequence[int]) -> None:
+        if self._shown is not False:
+            self._look()
+            self._set(slots, self._nothing())
+            self._shown = None
 
-    def values(self, unit: int, slot: int) -> torch.Tensor:
+    def values(self, slot: int) -> torch.Tensor:
         """What the parameter lies in."""
-        each = self._units[unit]
-        return local_part(each.parameters[slot]).detach()
+        return local_part(self._parameters[slot]).detach()
 
     @_plainly()
-    def lend(self, unit: int, slot: int, values: torch.Tensor, *, watched: bool) -> None:
+    def lend(self, slot: int, values: torch.Tensor, *, watched: bool) -> None:
         """The model's parameter lies in `values` until it is taken back, wherever its unit goes meanwhile.
 
         Args:
             watched: `rewritten` will be asked, which costs two passes over the values.
         """
-        each = self._units[unit]
-        each.lent[slot] = _Lent(version_of(each.parameters[slot]), _sums(values) if watched else None)
-        set_local_part(each.parameters[slot], values)
-        self.lent_params.add(id(each.parameters[slot]))
-        self.read.add((unit, slot))
+        self._lent[slot] = _Lent(version_of(self._parameters[slot]), _sums(values) if watched else None)
+        set_local_part(self._parameters[slot], values)
+        self._of_model.lent_params.add(id(self._parameters[slot]))
+        self._of_model.read.add((self._unit, slot))
 
-    def take_back(self, unit: int, slot: int) -> None:
+    def take_back(self, slot: int) -> None:
         """The parameter is not lent any more; where it lies now is for the caller to say."""
-        each = self._units[unit]
-        each.lent.pop(slot, None)
-        self.lent_params.discard(id(each.parameters[slot]))
+        self._lent.pop(slot, None)
+        self._of_model.lent_params.discard(id(self._parameters[slot]))
 
-    def keeps(self, unit: int, slot: int) -> None:
+    def keeps(self, slot: int) -> None:
         """The tiers have what the lent parameter has now."""
-        each = self._units[unit]
-        sums = None if each.lent[slot].sums is None else _sums(self.values(unit, slot))
-        each.lent[slot] = _Lent(version_of(each.parameters[slot]), sums)
+        sums = None if self._lent[slot].sums is None else _sums(self.values(slot))
+        self._lent[slot] = _Lent(version_of(self._parameters[slot]), sums)
 
-    def changed(self, unit: int, slot: int) -> bool:
+    def changed(self, slot: int) -> bool:
         """An operation has written to the lent parameter since then; one on its `.data` is not noticed."""
-        each = self._units[unit]
-        return version_of(each.parameters[slot]) != each.lent[slot].version
+        return version_of(self._parameters[slot]) != self._lent[slot].version
 
-    def rewritten(self, unit: int, slot: int) -> bool:
+    def rewritten(self, slot: int) -> bool:
         """The lent parameter, which is watched, has other values than then."""
-        each = self._units[unit]
-        sums = each.lent[slot].sums
-        return sums is not None and not torch.equal(_sums(self.values(unit, slot)), sums)
+        sums = self._lent[slot].sums
+        return sums is not None and not torch.equal(_sums(self.values(slot)), sums)
 
-    def show(self, unit: int) -> None:
-        self._look(unit)
-        each = self._units[unit]
-        if each.shown:
+    def show(self) -> None:
+        self._look()
+        if self._shown:
             return
-        self._set(each, range(len(each.slots)), each.views or self._views(unit))
-        each.shown = True
+        self._set(range(len(self._slots)), self._views or self._make_views())
+        self._shown = True
 
-    def hide(self, unit: int) -> None:
-        self._look(unit)
-        each = self._units[unit]
-        if each.shown is False:
+    def hide(self) -> None:
+        self._look()
+        if self._shown is False:
             return
-        self._set(each, range(len(each.slots)), self._nothing(unit))
-        each.shown = False
+        self._set(range(len(self._slots)), self._nothing())
+        self._shown = False
 
     @_plainly()
-    def _views(self, unit: int) -> list[torch.Tensor]:
+    def _make_views(self) -> list[torch.Tensor]:
         """A view of the unit's memory for each slot, made once."""
-        each = self._units[unit]
-        flat = self._params.tensor(unit)
-        each.views = [flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in each.slots]
-        return each.views
+        flat = self._params.tensor
+        self._views = [flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self._slots]
+        return self._views
 
     @_plainly()
-    def _nothing(self, unit: int) -> list[torch.Tensor]:
+    def _nothing(self) -> list[torch.Tensor]:
         """A placeholder for each slot of the unit, made once."""
-        each = self._units[unit]
-        if each.placeholders is None:
-            flat = self._params.tensor(unit)
-            each.placeholders = [_placeholder(flat, slot.shape) for slot in each.slots]
-        return each.placeholders
+        if self._placeholders is None:
+            flat = self._params.tensor
+            self._placeholders = [_placeholder(flat, slot.shape) for slot in self._slots]
+        return self._placeholders
 
-    def _renew(self, unit: int, slot: int) -> None:
+    def _renew(self, slot: int) -> None:
         """Have another placeholder, so that it is seen again whether somebody writes to it."""
-        each = self._units[unit]
-        placeholders = each.placeholders
+        placeholders = self._placeholders
         assert placeholders is not None
-        placeholders[slot] = _placeholder(placeholders[slot], each.slots[slot].shape)
-        self._set(each, [slot], placeholders)
+        placeholders[slot] = _placeholder(placeholders[slot], self._slots[slot].shape)
+        self._set([slot], placeholders)
 
-    def _set(self, each: _UnitViews, slots: Iterable[int], values: Sequence[torch.Tensor]) -> None:
+    def _set(self, slots: Iterable[int], values: Sequence[torch.Tensor]) -> None:
         with torch._C.DisableTorchFunction():  # this is no use of the parameters, see reads.py
             for slot in slots:
-                if slot in each.lent:
+                if slot in self._lent:
                     continue
-                each.lies[slot] = None  # an interrupt must not look as if somebody else had put it there
-                if each.divided:
-                    _set_part(each.parameters[slot], values[slot])
+                self._lies[slot] = None  # an interrupt must not look as if somebody else had put it there
+                if self._divided:
+                    _set_part(self._parameters[slot], values[slot])
                 else:
-                    each.parameters[slot].data = values[slot]
-                each.lies[slot] = values[slot]
+                    self._parameters[slot].data = values[slot]
+                self._lies[slot] = values[slot]
 
-    def lent_values(self, unit: int, slot: int) -> torch.Tensor | None:
+    def lent_values(self, slot: int) -> torch.Tensor | None:
         """What the parameter lies in while it is lent; None if it is not."""
-        each = self._units[unit]
-        return self.values(unit, slot) if slot in each.lent else None
+        return self.values(slot) if slot in self._lent else None
 
-    def shows(self, unit: int) -> bool:
+    def shows(self) -> bool:
         """The unit's parameters lie in its memory, but for those that are lent."""
-        each = self._units[unit]
-        return each.shown is True
-
-    @property
-    def lends(self) -> bool:
-        """Some parameter is lent."""
-        return bool(self.lent_params)
+        return self._shown is True
 
     def detach(self) -> None:
-        """Leave the model's parameters without memory, before the memory goes."""
-        self.detached = True
-        for unit, each in enumerate(self._units):
-            each.views = None
-            self.forget(unit)
-            self.hide(unit)
+        """Leave the parameters without memory, before the memory goes."""
+        self._views = None
+        self.forget()
+        self.hide()
 
 
 def _same_place(lies: torch.Tensor, place: torch.Tensor) -> bool:

@@ -108,8 +108,12 @@ def recording(recorder: Recorder) -> Iterator[None]:
         action(UpdatePipeline, "expect", lambda _, units: f"expect {names(units)}" if units else None)
         action(OnDevice, "update", lambda _, unit, segments: f"update on the device {name(unit)}")
         after(UpdatePipeline, "withdraw", lambda _, ticket: f"withdraw {name(ticket.job.unit)}")
-        action(InFlight, "confirm", lambda _, unit: f"commit {name(unit)}")
-        action(InFlight, "undo", lambda _, units, *__, **___: f"roll back {names(units)}" if units else None)
+        action(InFlight, "confirm", lambda _, row: f"commit {name(row.index)}")
+        action(
+            InFlight,
+            "undo",
+            lambda _, rows, *__, **___: f"roll back {names(row.index for row in rows)}" if rows else None,
+        )
         action(GradStore, "_spill", lambda _, each: f"spill {name(each.unit)}")
         action(
             GradStore,

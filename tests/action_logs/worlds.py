@@ -21,6 +21,7 @@ from infinity.optim.pipeline import UpdatePipeline
 from infinity.tiers.grads import Arrival
 from infinity.tiers.link import _EventToken
 from infinity.zero import build, in_flight
+from infinity.zero.unit import Unit
 
 WORLDS = ("prompt", "late")
 
@@ -116,13 +117,13 @@ class _Inline(UpdatePipeline):
         self.work(lambda: False)
 
 
-class _Ended(deque[int]):
+class _Ended(deque[Unit]):
     """Units whose updates have ended; who waits for the next one has the optimizer work."""
 
-    def put(self, unit: int) -> None:
-        self.append(unit)
+    def put(self, row: Unit) -> None:
+        self.append(row)
 
-    def get(self) -> int:
+    def get(self) -> Unit:
         _Inline.current[-1].work(lambda: bool(self))
         return self.popleft()
 

@@ -25,6 +25,7 @@ from infinity.tiers.unit_params import UnitParams
 from infinity.zero.foresight import Foresight
 from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
+from infinity.zero.unit import Unit
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, batches, loss_of, named_budget
 
@@ -47,13 +48,13 @@ def seen(monkeypatch) -> list[str]:
     told: list[str] = []
     confirm, undo = InFlight.confirm, InFlight.undo
 
-    def confirmed(self: InFlight, unit: int) -> None:
+    def confirmed(self: InFlight, row: Unit) -> None:
         told.append("confirmed")
-        confirm(self, unit)
+        confirm(self, row)
 
-    def undone(self: InFlight, units: list[int], free: Callable[[int], bool], *, grads: bool) -> frozenset[int]:
-        told.extend("undone" for _ in units)
-        return undo(self, units, free, grads=grads)
+    def undone(self: InFlight, rows: list[Unit], free: Callable[[Unit], bool], *, grads: bool) -> list[Unit]:
+        told.extend("undone" for _ in rows)
+        return undo(self, rows, free, grads=grads)
 
     monkeypatch.setattr(InFlight, "confirm", confirmed)
     monkeypatch.setattr(InFlight, "undo", undone)
@@ -495,9 +496,9 @@ def fetched(monkeypatch) -> list[int]:
     units: list[int] = []
     needs_memory = InFlight.needs_memory
 
-    def told(self: InFlight, unit: int) -> bool:
-        needed = needs_memory(self, unit)
-        units.extend([unit] * needed)
+    def told(self: InFlight, row: Unit) -> bool:
+        needed = needs_memory(self, row)
+        units.extend([row.index] * needed)
         return needed
 
     monkeypatch.setattr(InFlight, "needs_memory", told)

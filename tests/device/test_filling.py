@@ -19,6 +19,7 @@ from infinity.schedule import placement as placement_module
 from infinity.zero.filling import Filling
 from infinity.zero.foresight import Foresight
 from infinity.zero.in_flight import InFlight
+from infinity.zero.unit import Unit
 from tests.behaviour.reference import Placement, Recipe, Result, batches
 from tests.behaviour.test_parity import assert_same_bits
 from tests.behaviour.test_speculation import SOMETIMES, middle_norm
@@ -65,9 +66,9 @@ def test_any_order_of_coming_and_leaving_has_the_same_bits(speed, recipe, tier, 
         recipe = replace(recipe, clipping=middle_norm("gpt2", recipe.precision, recipe.accumulation))
         run_ahead = InFlight.run_ahead
 
-        def counted(self: InFlight, unit: int, *rest: Any) -> None:
-            ahead.append(unit)
-            run_ahead(self, unit, *rest)
+        def counted(self: InFlight, row: Unit, *rest: Any) -> None:
+            ahead.append(row.index)
+            run_ahead(self, row, *rest)
 
         monkeypatch.setattr(Foresight, "runs_ahead", True)
         monkeypatch.setattr(InFlight, "run_ahead", counted)

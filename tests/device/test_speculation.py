@@ -13,6 +13,7 @@ from infinity.schedule import on_device
 from infinity.zero import filling
 from infinity.zero.foresight import Foresight
 from infinity.zero.in_flight import InFlight
+from infinity.zero.unit import Unit
 from tests.behaviour.reference import Placement, Recipe, named_budget
 from tests.behaviour.test_parity import assert_same_bits
 from tests.behaviour.test_speculation import SOMETIMES, middle_norm
@@ -56,9 +57,9 @@ def test_the_bits_are_those_of_the_cpu(params, states, keeps, clipping, accumula
     ahead: list[int] = []
     run_ahead = InFlight.run_ahead
 
-    def counted(self: InFlight, unit: int, *rest: object) -> None:
-        ahead.append(unit)
-        run_ahead(self, unit, *rest)  # type: ignore[arg-type]
+    def counted(self: InFlight, row: Unit, *rest: object) -> None:
+        ahead.append(row.index)
+        run_ahead(self, row, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Foresight, "runs_ahead", True)
     monkeypatch.setattr(InFlight, "run_ahead", counted)
