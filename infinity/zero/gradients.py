@@ -33,16 +33,19 @@ class _UnitTotal:
     """What has come of a unit's gradients.
 
     Attributes:
-        index: of the unit.
         trained: how many of its parameters are.
         of_pass: slots that have come in the pass that is running.
         step: None before the step's first gradient, and once they are handed over.
     """
 
-    index: int
+    unit: Unit
     trained: int
     of_pass: set[int] = field(default_factory=set)
     step: _StepTotal | None = None
+
+    @property
+    def index(self) -> int:
+        return self.unit.index
 
     def begun(self) -> _StepTotal:
         if self.step is None:
@@ -70,7 +73,6 @@ class Gradients:
         counters: Counters,
         parts: ModelParts = UNDIVIDED,
     ) -> None:
-        self._units = tuple(units)
         self._store = stores.of
         self._source = source
         self._landing = landing
@@ -78,7 +80,7 @@ class Gradients:
         self._counters = counters
         self._parts = parts
         self._last_pass = False
-        self._rows = [_UnitTotal(unit.index, sum(slot.trainable for slot in unit.slots)) for unit in units]
+        self._rows = [_UnitTotal(unit, sum(slot.trainable for slot in unit.slots)) for unit in units]
 
     # Arriving #
 
@@ -86,7 +88,7 @@ class Gradients:
         """Take `param.grad` away; returns what is to be added now."""
         grad = local_gradient(param)
         if grad is None:
-            raise RuntimeError(f"gradient of {self._units[unit].slots[slot].name} is missing when its hook runs")
+            raise RuntimeError(f"gradient of {self._rows[unit].unit.slots[slot].name} is missing when its hook runs")
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         addend = self._source.take(unit, slot, grad)
@@ -133,7 +135,7 @@ class Gradients:
 
     def _sum_of(self, unit: int, part: int) -> Addend:
         """What the device has added up, for the host."""
-        values, start = self._sums.of(unit, part), 0 if part == WHOLE else self._units[unit].slots[part].offset
+        values, start = self._sums.of(unit, part), 0 if part == WHOLE else self._rows[unit].unit.slots[part].offset
         return Addend(unit, part, start, start + values.numel(), values, (), ())  # whose they are is known
 
     def all_come(self, unit: int) -> bool:
