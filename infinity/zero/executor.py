@@ -185,7 +185,7 @@ class Executor:
         self._params.fetch_start(unit, priority, updated=self.units[unit].update_is_due)
 
     def _await_fetch(self, action: AwaitFetch | AwaitNewest) -> None:
-        if self.units[action.unit].residency is Residency.FETCHING:
+        if self.units[action.unit].params.residency is Residency.FETCHING:
             self._params.fetch_wait(action.unit)
 
     def _evict(self, action: Evict) -> None:
@@ -449,7 +449,7 @@ class Executor:
             behind = row.params.coming is not None or row.is_updating
             if behind or self._rests(row):
                 continue  # shown when it is used
-            if row.residency is Residency.RESIDENT and self._gathering.is_whole(row.index):
+            if row.params.residency is Residency.RESIDENT and self._gathering.is_whole(row.index):
                 row.views.show()
 
     @property

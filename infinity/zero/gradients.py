@@ -33,19 +33,17 @@ class _UnitTotal:
     """What has come of a unit's gradients.
 
     Attributes:
+        index: of the unit.
         trained: how many of its parameters are.
         of_pass: slots that have come in the pass that is running.
         step: None before the step's first gradient, and once they are handed over.
     """
 
+    index: int
     unit: Unit
     trained: int
     of_pass: set[int] = field(default_factory=set)
     step: _StepTotal | None = None
-
-    @property
-    def index(self) -> int:
-        return self.unit.index
 
     def begun(self) -> _StepTotal:
         if self.step is None:
@@ -80,7 +78,7 @@ class Gradients:
         self._counters = counters
         self._parts = parts
         self._last_pass = False
-        self._rows = [_UnitTotal(unit, sum(slot.trainable for slot in unit.slots)) for unit in units]
+        self._rows = [_UnitTotal(unit.index, unit, sum(slot.trainable for slot in unit.slots)) for unit in units]
 
     # Arriving #
 

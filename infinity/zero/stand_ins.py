@@ -68,6 +68,9 @@ class StandIns:
 
     Args:
         model: its parameters that tensor parallelism has divided have none.
+
+    Attributes:
+        arrived: slots, by unit, whose gradients have come in this backward pass; filled by whoever sees them come.
     """
 
     def __init__(self, model: nn.Module, units: Iterable[Unit]) -> None:
@@ -78,17 +81,13 @@ class StandIns:
                 if slot.trainable and not is_distributed(param):
                     self._params.append(_Trained(unit.index, index, slot.name, param))
         self._placed = False
-        self._arrived: dict[int, set[int]] = {}  # slots, by unit, whose gradients have come in this backward pass
-
-    def arrived(self, unit: int, slot: int) -> None:
-        """The parameter's gradient has come."""
-        self._arrived.setdefault(unit, set()).add(slot)
+        self.arrived: dict[int, set[int]] = {}
 
     @torch.inference_mode(False)
     def place(self) -> None:
         """Backward is over: a stand-in for every gradient that has come in it, or in an earlier pass of the step."""
         for each in self._params:
-            each.has_gradient |= each.slot in self._arrived.get(each.unit, ())
+            each.has_gradient |= each.slot in self.arrived.get(each.unit, ())
             if each.has_gradient:
                 if each.stand_in is None:
                     each.stand_in = StandIn(each.param)
@@ -101,7 +100,7 @@ class StandIns:
             if each.has_gradient and isinstance(each.param.grad, StandIn):
                 each.param.grad = None
         self._placed = False
-        self._arrived.clear()
+        self.arrived.clear()
 
     def clear(self) -> None:
         """No parameter has a gradient."""

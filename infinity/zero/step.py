@@ -680,7 +680,7 @@ class Step:
             if self.layer_major is not None:
                 raise InfinityError(LAYER_MAJOR)
             self.losses.share_out(param.grad, opened.direct.number)
-        self._stand_ins.arrived(unit, slot)
+        self._stand_ins.arrived.setdefault(unit, set()).add(slot)
         addend = self.gradients.take(unit, slot, param)
         if addend is not None and self.updates.add(addend):
             self._complete(unit)
