@@ -120,8 +120,10 @@ def _reshard(args: argparse.Namespace) -> int:
     progress, start_s = Progress(), time.perf_counter()
     source = checkpoint_at(args.source, args.tag)
     show = None if args.json else lambda done, total: progress.show("written", done / max(1, total))
-    path = convert(source, args.target, state_format=args.state_format, ranks=args.ranks, progress=show)
-    progress.clear()
+    try:
+        path = convert(source, args.target, state_format=args.state_format, ranks=args.ranks, progress=show)
+    finally:
+        progress.clear()
     seconds, new = time.perf_counter() - start_s, inspect(path)
     if args.json:
         record = {"path": str(path), "state_format": new.state_format, "bytes": new.nbytes, "seconds": seconds}

@@ -127,7 +127,7 @@ def test_a_broken_file_of_a_checkpoint_is_refused_by_name(damage, message, saved
         train(engine)
     with pytest.raises(infinity.CheckpointError, match=message):
         convert(saved.parent, tmp_path / "new", state_format="fp32")
-    assert main(["convert-checkpoint", str(saved.parent), str(tmp_path / "new"), "--state-format", "fp32"]) == 2
+    assert main(["checkpoint", "reshard", str(saved.parent), str(tmp_path / "new"), "--state-format", "fp32"]) == 2
     assert capsys.readouterr().err.startswith("error: ")
     assert not (tmp_path / "new").exists()
 
