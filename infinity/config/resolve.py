@@ -43,7 +43,7 @@ from infinity.errors import ConfigError
 _log = logging.getLogger(__name__)
 # A tile of optimizer states: in host memory so large that 16 cores, which take half a millisecond for it, lose little
 # between two of them; on NVMe so small that many are in flight.
-_HOST_TILE_BYTES = 64 << 20
+_HOST_TILE_BYTES = 256 << 20  # what 16 threads update in 3 ms: 0.3 ms of Python and of waking them is a tenth
 _DRIVE_TILE_BYTES = 4 << 20
 _DRIVES_TILE_BYTES = 16 << 20
 

@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 _COMPILED_FOR = ("cuda", "xpu")  # ROCm's devices are cuda's, too
 _TRIED = 4099
 _PIECE = 1 << 24  # values whose norm is measured at a time: their float64 copy takes 128 MiB
+_LARGE = 1 << 25  # values from which a kernel of our own saves the device more than its launches cost the host
 
 _Form = tuple[torch.dtype, torch.dtype | None, torch.dtype]  # of the parameter, what lies beside it, and the gradient
 
@@ -62,6 +63,8 @@ def update_on_device(
 
 def norm_on_device(values: torch.Tensor) -> torch.Tensor:
     """The Euclidean norm of `values`, as a float64 scalar on their device; NaN or infinite if one of them is."""
+    if values.numel() < _LARGE:
+        return norm_in_torch(values)
     with _current(values.device):
         return _norm_serving(values.device, values.dtype)(values)
 

@@ -442,7 +442,7 @@ class ParamBytes:
 
     Attributes:
         computed: what is computed on, and shards beside it; of the device's, or of the host's where they are one.
-        homes: shards that lie apart, in host memory: images on their way, which take `staging`, and homes.
+        homes: shards that lie apart, in host memory: images on their way, which take `staging` at least, and homes.
     """
 
     computed: Share
@@ -467,9 +467,11 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     units = 1 if rules.states.home is Memory.DEVICE else _STAGING_UNITS
     staging = units * max(spec.shard_nbytes for spec in specs)
     homes = sum(spec.shard_nbytes for spec in moving if not spec.beside)
-    return ParamBytes(
-        computed, Share(0, staging + (0 if rules.params.home is Memory.NVME else homes), staging + homes), staging
-    )
+    # Where parameters stay on the device, each update needs an image of its unit. With room for all of them no update
+    # waits for another one's upload.
+    images = 0 if moving or units == 1 else sum(spec.shard_nbytes for spec in specs)
+    least = staging + (0 if rules.params.home is Memory.NVME else homes)
+    return ParamBytes(computed, Share(0, least, max(staging, images) + homes), staging)
 
 
 def _together_bytes(moving: Sequence[FlatSpec]) -> int:
@@ -561,8 +563,11 @@ def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, there: boo
     if rules.grads.holds_all and (there or not rules.grads.recovers):
         least = flying(1) if rules.grads.spills and not there else total
         return GradShare(least, least, total)
-    lags = not there and (rules.states.home is Memory.NVME or rules.grads.stream)
-    left = total // _GRADS_LEFT_SHARE if lags else 0
+    left = 0
+    if not there and rules.states.home is Memory.NVME:
+        left = total // _GRADS_LEFT_SHARE
+    elif not there and rules.grads.stream:  # a device computes faster than host memory serves the optimizer
+        left = total
     return GradShare(flying(1), flying(2), min(total, flying(_GRADS_IN_FLIGHT) + left))
 
 

@@ -226,8 +226,7 @@ class GradStore:
         grad = grad.to(self._dtype)
         with self._handing_over:
             assert each.tensor is not None
-            each.arrival.add(self._link.download(each.tensor[start : start + grad.numel()], grad), grad)
-            copy = self.norms.bring(index, grad)
+            copy = self.norms.bring(index, grad, each.tensor[start : start + grad.numel()])
             each.arrival.add(copy, grad)
         self._counters.moved("device_to_host", grad.nbytes, copy, unit, "gradients")
         return copy

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Protocol
@@ -47,6 +47,9 @@ class Link(Protocol):
             after: once this is over the source has its values. The copy waits for nothing else, nor for downloads
                 without it.
         """
+
+    def download_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
+        """As `download`, of several (target, source), one after the other, which costs the host little more than one."""
 
     def compute_waits(self, token: Transfer) -> None:
         """What the compute stream is given from now on runs after the copy."""
@@ -96,10 +99,13 @@ class AcceleratorLink:
         self._down_early = torch.Stream(device)
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
-        return self._copy(self._up, target, source, after)
+        return self._copy(self._up, [(target, source)], after)
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
-        return self._copy(self._down if after is None else self._down_early, target, source, after)
+        return self._copy(self._down if after is None else self._down_early, [(target, source)], after)
+
+    def download_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
+        return self._copy(self._down, pairs)
 
     def compute_waits(self, token: Transfer) -> None:
         assert isinstance(token, _EventToken)  # of this link
@@ -128,7 +134,7 @@ class AcceleratorLink:
         torch.get_device_module(self.device).empty_cache()
 
     def _copy(
-        self, stream: torch.Stream, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None
+        self, stream: torch.Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Transfer | None = None
     ) -> Transfer:
         if after is None:
             stream.wait_stream(torch.accelerator.current_stream(self.device))
@@ -137,8 +143,9 @@ class AcceleratorLink:
             stream.wait_event(after.end)
         start = None if self._clock is None else self._record(stream)
         with on_stream(stream):
-            for there, here in pinning.copies(target, source):
-                there.copy_(here, non_blocking=True)
+            for target, source in pairs:
+                for there, here in pinning.copies(target, source):
+                    there.copy_(here, non_blocking=True)
         return _EventToken(start, self._record(stream), self._clock)
 
     def _record(self, stream: torch.Stream) -> torch.Event:
@@ -228,6 +235,9 @@ class SameMemory:
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
         return self._copy(target, source)
+
+    def download_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
+        return [self.download(target, source) for target, source in pairs][-1]
 
     def compute_waits(self, token: Transfer) -> None:
         token.result()

@@ -32,10 +32,12 @@ class Norms:
     def __bool__(self) -> bool:
         return bool(self._sources)
 
-    def bring(self, index: int, gradients: torch.Tensor) -> Transfer:
-        """Measure these gradients, and start the copy of their norm to `index` of `values`."""
+    def bring(self, index: int, gradients: torch.Tensor, into: torch.Tensor | None = None) -> Transfer:
+        """Measure these gradients, and start the copy of their norm to `index` of `values`; and before it that of the
+        gradients to `into`, if that is given."""
         norm = norm_on_device(gradients)
-        copy = self._link.download(self.values[index], norm)
+        pairs = [(self.values[index], norm)] if into is None else [(into, gradients), (self.values[index], norm)]
+        copy = self._link.download_all(pairs)
         self._sources[index] = norm  # the last one's copy comes before this one's
         self._last = copy
         return copy

@@ -544,7 +544,9 @@ def _apart(plan: _Plan, arena: Arena) -> Device | None:
     if plan.sizing.rules.site is Memory.DEVICE:
         return None
     direct = _open_direct(plan.config, plan.link) if plan.sizing.rules.params.pass_host else None
-    return Device(plan.link, arena.part(plan.sizing.params.staging), direct)
+    homes = zip(plan.sizing.specs, plan.placement.params, strict=True)
+    in_host = sum(spec.shard_nbytes for spec, home in homes if home.memory is Memory.HOST)
+    return Device(plan.link, arena.part(plan.split.homes_bytes - in_host), direct)
 
 
 def _open_direct(config: Config, link: Link) -> DeviceReads | None:

@@ -18,7 +18,7 @@ import ctypes
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -239,6 +239,9 @@ class LateLink:
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: LateToken | None = None) -> LateToken:
         return self._copy("download", target, source, after)
+
+    def download_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> LateToken:
+        return [self.download(target, source) for target, source in pairs][-1]
 
     def compute_waits(self, token: LateToken) -> None:
         with self.watch.lock:
