@@ -45,7 +45,7 @@ class UpdateJob:
         tiles: indices of those to update; None for all.
         before: room for what is replaced, by index of the tile.
         tells_grads: the gradients are not to be kept for when the update is undone, see [Note: lost gradients] in
-            csrc/adam/kernels.cpp.
+            csrc/adam/recovery.h.
         tells_param: nor are the parameters.
     """
 

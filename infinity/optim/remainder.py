@@ -1,6 +1,6 @@
 """The few elements of an update of which its states do not tell what was before it.
 
-See [Note: lost gradients] in csrc/adam/kernels.cpp: both slots of the states tell the rest if the update is undone.
+See [Note: lost gradients] in csrc/adam/recovery.h: both slots of the states tell the rest if the update is undone.
 """
 
 from __future__ import annotations

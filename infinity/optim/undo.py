@@ -2,7 +2,7 @@
 
 A tile on the drives has its old version in another slot (tiers/slots.py), one in memory a second place
 (before_images.py). Both versions of its states together tell its gradients and parameters, see [Note: lost gradients]
-in csrc/adam/kernels.cpp, but for a few, which are kept (remainder.py).
+in csrc/adam/recovery.h, but for a few, which are kept (remainder.py).
 """
 
 from __future__ import annotations

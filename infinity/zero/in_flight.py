@@ -5,7 +5,7 @@ Where the norm of all gradients decides on an update (clipping, a step that is s
 the norm were small: on those of a unit's tiles that have another slot on the drives, in which what they were before
 stays (slots.py), or for which there is room for a before-image (before_images.py). When the norm is known the update is
 *confirmed*, and what is left of the unit updated, or *undone*. Until then the unit keeps its gradients, or they can be
-*recovered* (see [Note: lost gradients] in csrc/adam/kernels.cpp): both slots of all its states together tell them, so
+*recovered* (see [Note: lost gradients] in csrc/adam/recovery.h): both slots of all its states together tell them, so
 that their memory serves other units. They tell its parameters, too, so that those that stay in memory need no slots,
 and are not written. Whoever wants its values, or its gradients, has the update undone first.
 """
