@@ -78,9 +78,9 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 @cache
 def _serving(device: torch.device, loop: Loop, form: _Form) -> Update:
-    """Return the first implementation with the bits of the host's kernels: Triton's kernel, if it can be compiled.
+    """Return the fastest implementation with the bits of the host's kernels.
 
-    Else torch's operators, which read and write about ten times as many bytes.
+    Triton's kernel if it can be compiled, else torch's operators, which read and write about ten times as many bytes.
 
     Raises:
         InfinityError: neither has these bits.

@@ -111,7 +111,7 @@ def _limits(kind: _Kind, group: Path) -> list[int]:
 
 
 def _reclaimable(kind: _Kind, group: Path) -> int:
-    """Estimate the cached files in the usage, which the kernel frees before it refuses memory; active ones in part."""
+    """Estimate the cached files in the usage, which the kernel can free: the inactive, and half of the active ones."""
     inactive, active = 0, 0
     for line in _text(group / "memory.stat").splitlines():
         name, _, value = line.partition(" ")

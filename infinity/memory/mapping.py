@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 HUGE_PAGE_BYTES = 2 << 20
-FRESH_BYTES = 32 << 20  # an allocator maps each larger block by itself: glibc's maximum of M_MMAP_THRESHOLD
+FRESH_BYTES = 32 << 20  # an allocator maps each larger block separately: glibc's maximum of M_MMAP_THRESHOLD
 
 
 class Mapping(Protocol):

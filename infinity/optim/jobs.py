@@ -46,7 +46,7 @@ class UpdateJob:
         before: undo log, by index of the tile.
         tells_grads: the gradients can be reconstructed and are not kept for a rollback, see [Note: lost gradients] in
             csrc/adam/kernels.cpp.
-        tells_param: nor are the parameters.
+        tells_param: likewise the parameters.
     """
 
     unit: int

@@ -192,8 +192,8 @@ class TieredOptimizer(torch.optim.Optimizer):
     def share_groups(self, given: torch.optim.Optimizer) -> None:
         """Share the group dicts with the optimizer that they were taken from.
 
-        Its schedulers, and other optimizers that share the dicts, then see all changes. Loading into it would replace
-        the dicts, so that it refuses to load from now on.
+        Changes by its schedulers then take effect here, too. While an engine has its parameters it refuses
+        `load_state_dict`, which would replace the dicts.
         """
         for index, group in enumerate(given.param_groups):
             group.update(self.param_groups[index])

@@ -169,7 +169,7 @@ class ActivationStore:
         self._counters.moved("host_to_device", entry.nbytes, upload, field="activations")
 
     def _take_ahead(self, entry: _Entry) -> torch.Tensor | None:
-        """Return the uploaded tensor, or None. The compute stream waits for its upload: it may be read, or freed."""
+        """Return the uploaded tensor, or None. The compute stream waits for the upload, so it may be read or freed."""
         if entry.ahead is None:
             return None
         (target, upload), entry.ahead = entry.ahead, None

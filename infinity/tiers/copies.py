@@ -8,12 +8,12 @@ optimizer states, activations) is built on this class, which enforces these rule
 - A copy is read only while it is VALID. It is the newest only if its version is the field's version.
 - A move carries the version that its source had when the move *started*. Until it ends, its target is ARRIVING and must
   not be read. If it fails, the target is ABSENT and the source is unchanged.
-- A writer that changes a copy in place holds it as WRITING. Meanwhile the copy is not read and no move starts from it.
+- A writer that changes a copy in place holds it as WRITING: it is not read, and only a write-through starts from it.
   The writer waits for all moves that touch the copy before it changes the first byte. After the change all other copies
-  are old.
-- A copy is dropped only if it is old, or if the same version is VALID in another memory or on its way to it.
-  Its memory may be reused once no move touches it. Until then the copy is LEAVING, and `keep` can make it VALID again.
-- A value that is no longer needed in any memory (used gradients, activations of a freed graph) ends by `consume`.
+  are old, except one that was written through.
+- A copy is dropped only if it is old, or if the same version is VALID in another memory or on its way to it. Its memory
+  may be reused once no move touches it. Until then the copy is LEAVING, and `keep` can make it VALID again.
+- A value after its last use (used gradients, activations of a freed graph) ends by `consume`.
 - A double-buffered copy on the drive (slots.py) is one NVME copy in this protocol: the newest version. `take_back`
   returns to the version in the other slot.
 
@@ -75,7 +75,7 @@ class Move:
     """One transfer, and its meaning for the copies of a field.
 
     Attributes:
-        cause: the stall cause that waiting for it is counted under.
+        cause: the stall cause of waiting for it.
         version: version of the target after the move.
         source, target: None if that end is not a copy of the field, such as a user's tensor.
     """
@@ -188,10 +188,7 @@ class Field:
     # Moves #
 
     def expect(self, memory: Memory) -> None:
-        """Mark a copy as ARRIVING whose memory is allocated and whose move begins later.
-
-        Pairs with `begin_move` or `give_up`.
-        """
+        """Mark a copy as ARRIVING, whose move begins later; pairs with `begin_move` or `give_up`."""
         self._check_not_file(memory)
         self._go(self.copies[memory], _ABSENT, _ARRIVING)
         self.copies[memory].version = -1  # the old bytes are lost
@@ -209,8 +206,7 @@ class Field:
 
         Args:
             source: None if the bytes come from outside of the field, such as from other ranks' shards; pass `at` then.
-            at: version of the target, if it is not the source's: the source is being changed and is written through by
-                tile.
+            at: version of the target, if it is not the source's: a change in progress is written through.
         """
         origin, copy = None if source is None else self.copies[source], self.copies[target]
         version = at if at is not None else -1 if origin is None else origin.version
@@ -316,8 +312,7 @@ class Field:
             move.transfer.result()
         for move in fills:
             self._over(move, _VALID)
-        # One statement, and before the state: after an interrupt `end_write` can be called again, and no version is
-        # without a copy.
+        # In one line, and before the state: after an interrupt `end_write` is repeated, and every version has a copy.
         self.version = copy.version = self.version + 1
         self._go(copy, _WRITING, _VALID)
 

@@ -23,7 +23,7 @@ class DeviceSums:
     """Flat buffers on the device, one for each unit while there is room, reused in every step.
 
     All work on them runs in the order of the compute stream. Downloads must end before the next step adds its first
-    gradient. This holds because a step waits for the norm of its gradients before it ends.
+    gradient. This holds if a step knows the norm of its gradients before it ends.
 
     Args:
         numels: trainable elements of each unit, padded.

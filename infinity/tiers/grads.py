@@ -10,8 +10,8 @@ units in memory is as good as any other.
 
 [Note: gradients that stream]
 Gradients that are complete leave the device while it computes on. The copies of a unit's gradients are one move,
-ARRIVING until the last of them has ended. The norm of each is measured on the device and follows it. The device keeps
-the gradients' memory meanwhile, so only a few units may be on their way.
+ARRIVING until the last has ended. The norm of each is measured on the device and follows it. The device keeps the
+gradients' memory meanwhile, so only a few units may be on their way.
 
 [Note: room for gradients]
 Units without own memory share a part of the arena. Several ranks must agree on when it is full, since all of them take
@@ -246,10 +246,7 @@ class GradStore:
         return arrival is None or arrival.has_come()
 
     def _finish_arrivals(self, most: int) -> None:
-        """Process ended arrivals, and block until at most `most` whole units are on their way.
-
-        The device keeps the memory of units on their way.
-        """
+        """Process ended arrivals, and block until at most `most` whole units, which use device memory, are arriving."""
         closed = [each for each in self._arriving if each.arrival is not None and not each.arrival.open]
         for left, each in zip(range(len(closed), 0, -1), closed, strict=True):
             if left <= most and each.arrival is not None and not each.arrival.done():

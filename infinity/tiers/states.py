@@ -71,7 +71,7 @@ class Tile(Field):
 
     @property
     def is_in_memory_alone(self) -> bool:
-        """Whether its home is host memory and it has no place on NVMe, so that any other host memory would do."""
+        """Whether its home is host memory and it has no place on NVMe, so that it may move within host memory."""
         return self.extent is None and self.home is Memory.HOST
 
 
@@ -126,7 +126,7 @@ class StateStore:
             self.note_homes(unit)
 
     def note_homes(self, unit: int) -> None:
-        """Update the lists after homes of the unit's tiles have changed, and free its device memory if unused."""
+        """Process changed homes of the unit's tiles, and free its device memory if it is unused."""
         self._stored_tiles[unit] = [tile for tile in self._tiles[unit] if tile.home is Memory.NVME]
         if self._device is not None and not self.is_there(unit):
             self._device.give_back(unit)
@@ -208,7 +208,7 @@ class StateStore:
         return isinstance(tile.extent, SlotExtent) and self._swap.slots.keeps(tile.extent)
 
     def read_before(self, tile: Tile, slot: Lease) -> Transfer:
-        """Start reading the tile's values before its update in this epoch; `can_undo` was True before that update."""
+        """Start reading the tile's values before its update in this epoch; requires `can_undo`."""
         assert isinstance(tile.extent, SlotExtent)
         parts = self._swap.slots.before(tile.extent, slot.span(0, tile.nbytes))
         read = self._swap.read_parts(parts, Priority.DEMAND)

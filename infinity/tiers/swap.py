@@ -91,8 +91,8 @@ def open_swap(
 class SwapSpace:
     """Extents over one swap file per directory.
 
-    Reserve every extent, then `create`: the files are allocated at full size, so that a full disk is an error at the
-    start and not in the middle of a run. Without directories the space is empty, and nothing can be reserved.
+    Reserve every extent, then `create`: files are allocated at full size, so that a full disk is an error at the start
+    and not during a run. Without directories the space is empty, and nothing can be reserved.
 
     Args:
         engines: one for each directory; directories may share an engine. Closed with the space.
@@ -316,8 +316,7 @@ class SwapSpace:
                 f"{self.run.record_path} is damaged: of the slots of its step, {error}; go on from a checkpoint, and "
                 "remove these states (infinity states remove)"
             ) from error
-        # Before any slot is written: after a crash, ranks could otherwise agree on the other step, whose slots are
-        # reused.
+        # Before any slot is written: else, after a crash, ranks could agree on the other step, whose slots are reused.
         self.run.write(found.stripes, found.sizes, found.layout, found.generations)
 
     def record(self, steps: Sequence[Generation]) -> None:

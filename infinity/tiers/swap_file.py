@@ -309,7 +309,7 @@ def _remove_at_the_end(place: _Place) -> None:
 
 @cache
 def _remove_at_exit() -> None:
-    """Register the removal with `atexit` itself.
+    """Register the removal with `atexit`, not with `weakref` alone.
 
     Exit handlers run in reverse order. If `weakref.finalize` was used before infinity was imported, its handler runs
     after the ones that end the process at once, as on a rank that gave up a collective.

@@ -1,11 +1,10 @@
 """The parameters of one unit: a field, the memory of its copies, and the transfers between them.
 
 [Note: uploads]
-An upload waits only for work that still uses its target memory, not for all work that is queued when it starts: the
-host runs ahead of the device, and the next forward pass may be queued while an update is computed. Newly allocated
-memory may have had another use until the allocation. A unit that is updated is in use until the update begins; after
-that the model no longer sees its old values (`ParameterViews.outdate`). Each of these moments is marked in the compute
-stream.
+An upload waits only for work that still uses its target memory, not for all queued work: the host runs ahead of the
+device, and the next forward pass may be queued during an update. Newly allocated memory may have had another use until
+the allocation. A unit under update is in use until the update begins; after that the model does not see its old values
+(`ParameterViews.outdate`). Each of these moments is marked in the compute stream.
 
 [Note: downloads]
 For the same reason a download for an update does not wait for all queued work. In a backward pass only updates change a
@@ -91,10 +90,7 @@ class FlatSpec:
         return self.sharding.pieces(self.trainable_numel, self.numel)
 
     def bounds(self, tile_numel: int) -> list[int]:
-        """Return the first byte of each range of a shard that is always written whole, then the end of the last range.
-
-        Each tile of the trainable part is a range, and so is the frozen part.
-        """
+        """Return the first byte of each range that is always written whole (tiles, frozen part), then the end."""
         trained = self.trainable_numel // self.sharding.count
         frozen = [trained] if trained < self.shard_numel else []
         starts = [*range(0, trained, tile_numel), *frozen, self.shard_numel]
@@ -295,10 +291,7 @@ class UnitParams:
         return write
 
     def write_through(self, writes: Transfer) -> Move | None:
-        """Mark the NVME copy as arriving while the change in progress is written tile by tile.
-
-        Return None if the unit has no place on NVMe.
-        """
+        """Start the move of a change in progress that is written home by tile; None without a place on NVMe."""
         if not self.written:
             return None
         return self.field.begin_move(self.site, Memory.NVME, writes, StallCause.DISK_WRITE, at=self.field.version + 1)

@@ -156,7 +156,7 @@ class WeightFiles:
         return self._index[file]
 
     def read(self, extent: Extent, span: Span, offset: int = 0, *, priority: Priority) -> IoFuture:
-        """Start reading an extent from `offset`, a whole block, into `span`, whose end may extend past the extent."""
+        """Start reading an extent from `offset`, a block boundary, into `span`, which may extend past the extent."""
         reads: list[IoFuture] = []
         files: dict[int, _Opened] = {}
         nbytes = min(span.nbytes, extent.nbytes - offset)
