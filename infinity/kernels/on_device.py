@@ -70,7 +70,7 @@ def norm_on_device(values: torch.Tensor) -> torch.Tensor:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make the device the current one of the thread: Triton launches there, whatever the device of its tensors."""
+    """Make the device the thread's current one, on which Triton launches kernels, whatever their tensors' device."""
     if device.type not in _COMPILED_FOR:
         return nullcontext()
     return torch.get_device_module(device).device(device)  # type: ignore[no-any-return]

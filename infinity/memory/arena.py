@@ -135,8 +135,7 @@ class Arena:
         """Like `lease`; return None if there is no room.
 
         Args:
-            at_end: lease the end of a hole. If small and large leases begin at different ends, they fragment the arena
-                less.
+            at_end: lease the end of a hole. Small and large leases fragment the arena less at different ends.
         """
         size = _round_up(nbytes)
         with self.handing_over:

@@ -99,7 +99,7 @@ class Ledger:
         return budget
 
     def open_within(self, name: str, most_bytes: int) -> Budget:
-        """Add a part of at most `most_bytes`, within the free capacity. If there is none, return an empty budget."""
+        """Add a part of at most `most_bytes`. Without free capacity, return an empty budget that is no part."""
         nbytes = max(0, min(self.capacity_bytes - self.shares_bytes, most_bytes))
         return self.open(name, nbytes) if nbytes else Budget(f"{self.key} for {name}", 0)
 

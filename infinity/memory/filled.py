@@ -19,8 +19,7 @@ def random_memory(nbytes: int, *, huge_pages: bool = True) -> Iterator[Span]:
     """Yield `nbytes` of random content, page-aligned; freed at the end of the context.
 
     Args:
-        huge_pages: use huge pages like training's buffers, if the kernel has any; else pages of 4 KiB like plain
-            programs.
+        huge_pages: use huge pages if the kernel has any, like training; else pages of 4 KiB, like plain programs.
     """
     if not huge_pages:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

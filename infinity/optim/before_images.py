@@ -70,12 +70,10 @@ class BeforeImages:
     """Memory of the undo log: places by size, reused for images of the same size. Not thread-safe.
 
     `take` uses the place that was used last, whose pages exist already. So only as many pages are touched as updates
-    reach before the norm is known. Since places change roles, the undo log and the tiles exchange memory; the totals do
-    not change.
+    reach before the norm is known. The undo log and the tiles exchange memory; the totals stay.
 
     Args:
-        capacity_bytes: size of the undo log, which uses whole pages. It is not pinned: no device copies use it in a
-            step.
+        capacity_bytes: size, of which whole pages are used. Not pinned: no device copies from or to it in a step.
     """
 
     def __init__(self, capacity_bytes: int) -> None:

@@ -70,8 +70,7 @@ class StateLayout:
         format: name of the format.
         param_dtype: dtype of the parameter itself, which is stored separately.
         fields: in the order in which a tile holds them.
-        master: name of the field that completes the parameter to the float32 master; None if the parameter is the
-            master.
+        master: name of the field that completes the parameter to the float32 master, or None if it is the master.
         first: name of the signed moment, or None.
         second: name of the moment that is never negative, or None.
     """

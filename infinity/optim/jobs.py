@@ -79,8 +79,7 @@ class UpdateTicket:
         kept: tiles whose old values are in `job.before`.
         under_way: the tile that is being updated, if `job.before` has room for it.
         reached: all elements before this one have been updated.
-        recovers: the gradients of the updated tiles can be reconstructed from the old and the new states and
-            `remainder`.
+        recovers: gradients of updated tiles can be reconstructed from the old states, the new states and `remainder`.
     """
 
     job: UpdateJob

@@ -47,8 +47,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         trained: group of every parameter that an engine trains, by name.
         frozen: group of every other parameter, by name; these required no gradient and have no states.
         loss_scaler: the engine's loss scale in fp16 training; otherwise its `value` is 1.
-        run_step: implementation of `step()`; `drop_gradients`: of `zero_grad()`. Set by the engine that owns the
-            states.
+        run_step: implementation of `step()`; drop_gradients: of `zero_grad()`. The engine sets them.
     """
 
     # By group, identities of the parameters that an engine has. A class attribute: torch's constructor adds groups.

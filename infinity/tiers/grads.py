@@ -14,10 +14,10 @@ ARRIVING until the last has ended. The norm of each is measured on the device an
 gradients' memory meanwhile, so only a few units may be on their way.
 
 [Note: room for gradients]
-Units without own memory share a part of the arena. Several ranks must agree on when it is full, since all of them take
-part in the collectives that free it. So the decision follows from the sizes of the open gradients, which are equal on
-all ranks, and never from their addresses, which depend on when updates ended. `_close_gaps` makes this valid: if the
-size fits, there is a place.
+Units without their own memory share a part of the arena. Several ranks must agree on when it is full, since all of them
+take part in the collectives that free it. So the decision follows from the sizes of the open gradients, which are equal
+on all ranks, and never from their addresses, which depend on when updates ended. `_close_gaps` makes this valid: if the
+size fits, a place is found.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _UnitGrads:
     Attributes:
         field, host: all copies, and the one in host memory.
         own: the unit's own memory; None for a unit that leases memory.
-        lease: the leased memory; None for a unit with its own.
+        lease: the leased memory, or a slot; None while it has none.
         tensor: the flat gradients in host memory; None while the unit has no memory for them.
         extent: its place on the drive; None for a unit that does not spill.
         arrival: the copies on their way from the device.
@@ -211,8 +211,7 @@ class GradStore:
             index: index of the norm in `norms`.
 
         Returns:
-            The last of the copies. None while there is no room, or while an update still uses the unit's last
-            gradients.
+            The last copy; None while there is no room, or while an update still uses the unit's last gradients.
         """
         each = self._units[unit]
         if each.host.pins:

@@ -2,7 +2,7 @@
 
 [Note: three placements]
 If the compute device is the CPU, device and host are one memory: a unit is computed on and updated in its DEVICE copy,
-the buffer that the drive filled. A device with its own memory has a link. There a unit is updated in its HOST copy and
+the buffer that the drive filled. A device with its own memory has a link: a unit is updated in its HOST copy and
 the result is uploaded; compute waits for the upload at the unit's next use (`await_update`). If several ranks share a
 unit, its home and its HOST copy hold this rank's shard alone, which also has a place in the tensor on the device. An
 all-gather, outside of this file, fills the places of the other ranks.

@@ -152,7 +152,7 @@ class Slots:
         return extent.parts(extent.newest, span, offset)
 
     def keeps(self, extent: SlotExtent) -> bool:
-        """Whether the next write keeps the present content in the other slot: this epoch has no write yet."""
+        """Whether writes will keep the present content in the other slot: it was not written in this epoch."""
         return self._epoch not in extent.epochs
 
     def undo(self, extent: SlotExtent) -> bool:
@@ -188,7 +188,7 @@ class Slots:
         self._open.append(write)
 
     def give_up(self, error: Exception) -> None:
-        """End all commits: a thread that waits for the gate gets the error."""
+        """Fail the gate with this error, because no epoch will be committed any more."""
         if self._gate is not None and not self._gate.done():
             self._gate.set_exception(error)
 

@@ -28,7 +28,7 @@ class Tile(Field):
         index: position of the tile within the unit.
         start, numel: range of elements within the shard.
         nbytes: bytes of the optimizer's fields for that range.
-        home: the memory in which it lives; home_copy: its copy there.
+        home: the memory in which it lives; home_copy: its copy in that memory.
         extent: its place on NVMe, as home or for write-through; None if it has none.
         lease: the memory of its host copy: its home, or a slot of the ring; None while it has none.
         own: while its home is the device, the host memory that it returns to; None otherwise.
@@ -144,7 +144,7 @@ class StateStore:
         return sum(tile.nbytes for tile in self._tiles[unit])
 
     def is_there(self, unit: int) -> bool:
-        """Whether the unit's states are on the device, all of them, so that it is updated there."""
+        """Whether all of the unit's states are on the device, so that it is updated by the device."""
         return any(tile.home is Memory.DEVICE for tile in self._tiles[unit][:1])
 
     @property
@@ -270,7 +270,7 @@ class StateStore:
         self._device.make_room(unit, sum(tile.numel for tile in self._tiles[unit]))
 
     def move_there(self, tile: Tile) -> None:
-        """Make the device the home of a held tile; its unit has room there. Blocks for the copy."""
+        """Make the device the home of a held tile, whose unit has device memory. Blocks for the copy."""
         assert tile.lease is not None
         tile.own = tile.lease if tile.home is Memory.HOST else None
         tile.settle_in(Memory.DEVICE)

@@ -281,7 +281,7 @@ class UnitParams:
         self._counted(self._by.files.read(part, self.span(self.site), priority=Priority.DEMAND), part.nbytes).result()
 
     def write(self, start: int, numel: int) -> IoFuture | None:
-        """Start writing a range of `shard` to NVMe. Return None if the unit has no place there."""
+        """Start writing a range of `shard` to the NVME copy. Return None if the unit has none."""
         if not self.written:
             return None
         assert self._extent is not None
@@ -297,7 +297,7 @@ class UnitParams:
         return self.field.begin_move(self.site, Memory.NVME, writes, StallCause.DISK_WRITE, at=self.field.version + 1)
 
     def write_home(self) -> None:
-        """Write the newest values to NVMe, if the unit has a place there, and block until they are written."""
+        """Write the newest values to the NVME copy, if the unit has one, and block until they are written."""
         write = self.write(0, self.spec.shard_numel)
         if write is not None:
             self.wait(self.field.begin_move(self.site, Memory.NVME, write, StallCause.DISK_WRITE))
