@@ -214,7 +214,7 @@ class IoEngine(ABC):
 
         Args:
             nbytes: may be more than the span has. The request then reuses the span again and again, and its final
-                content is undefined. For measurements of a drive without those of memory.
+                content is undefined. For measurements of a drive, not of memory bandwidth.
 
         Raises:
             StorageError: the request is not aligned to the file's `alignment`.

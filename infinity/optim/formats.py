@@ -208,7 +208,7 @@ def write_master(
 def read_master(layout: StateLayout, param: torch.Tensor, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the exact float32 master as a new tensor.
 
-    A parameter that was changed outside the optimizer replaces its master, as in an update.
+    In format `master`, a parameter that was changed outside the optimizer replaces its master, as in an update.
     """
     if layout.master == "low_bits":
         master = torch.empty(param.numel(), dtype=torch.float32, device="cpu")

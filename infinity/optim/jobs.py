@@ -126,7 +126,7 @@ class UpdateTicket:
 
 
 def parts_of(job: UpdateJob, tile: Tile) -> Iterator[tuple[int, int, Rule]]:
-    """Yield first and last element in the shard, and the rule, of each part of a tile that the job updates."""
+    """Yield (start, stop, rule) of each part of a tile that the job updates; positions are in the shard."""
     for segment in job.segments:
         start, stop = max(segment.start, tile.start), min(segment.stop, tile.start + tile.numel)
         if start < stop:
