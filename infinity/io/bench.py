@@ -38,7 +38,7 @@ class BenchRun:
     Attributes:
         cpu_s: processor seconds, user and system, of the whole process.
         passes: number of passes over the file; the last one may be incomplete.
-        blocks: number of system calls, or of requests if the engine does not cut them.
+        blocks: number of blocks, or of requests if the engine does not cut them.
         user_s, system_s: parts of `cpu_s`.
         caller_s: part of `cpu_s` of the thread that cuts, submits and waits; the engine's threads use the remainder.
             None if unknown.
@@ -344,7 +344,7 @@ def run_together(
 ) -> list[BenchRun]:
     """Run the same operation on all sessions at once, to measure each while the others are busy.
 
-    KeyboardInterrupt ends all of them and is raised by this call.
+    This call raises KeyboardInterrupt; the sessions then run until they are closed.
 
     Args:
         most_passes: upper limit of each session's passes, whatever the time.
