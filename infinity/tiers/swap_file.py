@@ -309,10 +309,9 @@ def _remove_at_the_end(place: _Place) -> None:
 
 @cache
 def _remove_at_exit() -> None:
-    """Register the removal with `atexit`, not with `weakref` alone.
+    """Register the removal with `atexit`: the handler of `weakref` may be older than the import of infinity.
 
-    Exit handlers run in reverse order. If `weakref.finalize` was used before infinity was imported, its handler runs
-    after the ones that end the process at once, as on a rank that gave up a collective.
+    It then runs after handlers that end the process at once, as on a rank that gave up a collective.
     """
     atexit.register(_remove_live)
 

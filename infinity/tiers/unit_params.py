@@ -199,7 +199,7 @@ class UnitParams:
         self.buffer.allocate()
         self.tensor = self.buffer.tensor(spec.dtype, spec.numel)
         if spec.offloaded or carriers.device is None:
-            self.buffer.free()  # at once, so that the whole model is never in memory together
+            self.buffer.free()  # at once, so that the whole model is never in memory
         self.beside = self.tensor.new_empty(spec.shard_numel if home is Memory.SHARD else 0)
         if home is Memory.FILE:
             self.field.begin_write(home)  # the writer was the author of the file
