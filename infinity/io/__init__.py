@@ -1,4 +1,4 @@
-"""One asynchronous file interface over three backends: io_uring, threads, aiofiles."""
+"""One asynchronous file interface with three backends: io_uring, threads, aiofiles."""
 
 from infinity.io.interface import IoEngine, IoFile, IoFuture, IoOptions, IoStats, Priority, Span
 from infinity.io.probe import BackendStatus, open_engine, probe_backends

@@ -1,4 +1,4 @@
-"""The backend of last resort: plain Python, for a machine where the native extension is not built."""
+"""The backend of last resort: plain Python, if the native extension is not built."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from infinity.telemetry import Times
 
 
 class _Descriptor:
-    """An open file that every request opens once more, for a position of its own; closed with the last user."""
+    """An open file that every request opens again, for its own file position; closed by the last user."""
 
     def __init__(self, source: Path, read_only: bool) -> None:
         number = os.open(source, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC)
@@ -37,12 +37,12 @@ class _Descriptor:
         self._users = 1
 
     def hold(self) -> None:
-        """There is another user."""
+        """Add a user."""
         with self._lock:
             self._users += 1
 
     def drop(self) -> None:
-        """A user is through with it."""
+        """Remove a user; the last one closes the file."""
         with self._lock:
             self._users -= 1
             if not self._users:
@@ -50,7 +50,7 @@ class _Descriptor:
 
 
 class _PlainFile(IoFile):
-    """Goes through the page cache, so nothing needs to be aligned."""
+    """A file that is read and written through the page cache, so no alignment is needed."""
 
     def __init__(self, source: Path, read_only: bool, name: Path) -> None:
         self.opened: _Descriptor | None = _Descriptor(source, read_only)
@@ -61,11 +61,11 @@ class _PlainFile(IoFile):
     def close(self) -> None:
         opened, self.opened = self.opened, None
         if opened is not None:
-            opened.drop()  # requests under way hold it
+            opened.drop()  # requests in flight hold it
 
 
 class _Stamps:
-    """When a request was submitted, begun and over."""
+    """Times at which a request was submitted, started and finished."""
 
     def __init__(self) -> None:
         self.submitted_s = self.started_s = self.finished_s = time.perf_counter()
@@ -94,7 +94,7 @@ class _PlainFuture(IoFuture):
 
 
 class AiofilesEngine(IoEngine):
-    """Runs requests on an event loop of its own, `queue_depth` at a time."""
+    """Runs requests on its own event loop, `threads` of them at a time."""
 
     backend = "aiofiles"
 
@@ -193,11 +193,11 @@ class AiofilesEngine(IoEngine):
 
     @staticmethod
     async def _finish() -> None:
-        """Wait for every request that is under way."""
+        """Wait for every request in flight."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*others, return_exceptions=True)
 
 
 def _rounded(seconds: float) -> float:
-    """To three digits, so that a histogram stays small."""
+    """Round to three digits, so that a histogram stays small."""
     return float(f"{seconds:.3g}")

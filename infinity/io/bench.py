@@ -1,4 +1,4 @@
-"""Measures what a drive gives through an engine: the numbers of `infinity bench-io`."""
+"""Measures the performance of a drive through an engine, for `infinity bench-io`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from infinity.io.latency import NO_LATENCIES, Latencies
 from infinity.io.patterns import Move, Scatter, check_operation, is_random, moves, pass_bytes, scatters
 from infinity.io.probe import open_engine
 
-_REQUEST_BYTES = 2 << 20  # of a request at least, so that the engine and not Python cuts it into blocks
-_SCATTERED_BLOCKS = 256  # of a random request at most, which a slow drive is still soon through when Ctrl-C comes
-_AHEAD_S = 0.25  # of requests that wait behind those in flight, so that Python is woken seldom
-_SPARE_SHARE = 0.05  # of a drive that is left free
-_ENDLESS = 1 << 62  # passes: the clock ends it
+_REQUEST_BYTES = 2 << 20  # least size of a request, so that the engine and not Python cuts it into blocks
+_SCATTERED_BLOCKS = 256  # most blocks of a random request, so that a slow drive soon reacts to KeyboardInterrupt
+_AHEAD_S = 0.25  # seconds of work queued behind the requests in flight, so that Python seldom wakes
+_SPARE_SHARE = 0.05  # of a drive's space that stays free
+_ENDLESS = 1 << 62  # passes: only the clock ends the run
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class BenchRun:
 
     Attributes:
         cpu_s: processor seconds, user and system, of the whole process.
-        passes: how often it went over the file; the last one may have been cut short.
-        blocks: system calls' worth of work, or requests where an engine does not cut them.
-        user_s, system_s: what `cpu_s` consists of.
-        caller_s: of these, those of the thread that cuts, submits and waits; the others are the engine's threads.
-            None where nobody knows.
-        latencies: of the blocks, while all this was under way.
+        passes: number of passes over the file; the last one may be incomplete.
+        blocks: number of blocks, or of requests if the engine does not cut them.
+        user_s, system_s: parts of `cpu_s`.
+        caller_s: part of `cpu_s` of the thread that cuts, submits and waits; the engine's threads use the remainder.
+            None if unknown.
+        latencies: of the blocks during the run.
     """
 
     seconds: float
@@ -69,14 +69,14 @@ class BenchRun:
 
 
 def request_bytes(options: IoOptions, most_bytes: int) -> int:
-    """Of a request: whole blocks, half of what is in flight: when one is over, two more fill the queue."""
+    """Return the size of a request: whole blocks, half of the bytes in flight, so that two requests fill the queue."""
     in_flight = options.queue_depth * options.block_size_bytes
     wanted = min(max(_REQUEST_BYTES, in_flight // 2), most_bytes)
     return max(1, wanted // options.block_size_bytes) * options.block_size_bytes
 
 
 def ring_bytes(options: IoOptions) -> int:
-    """Of a session's memory: what is in flight, and a few requests that are verified."""
+    """Return the size of a session's memory: the bytes in flight, and a few requests that are verified."""
     in_flight = options.queue_depth * options.block_size_bytes
     request = request_bytes(options, max(_REQUEST_BYTES, in_flight))
     return max(3 * request, in_flight + request)
@@ -84,7 +84,7 @@ def ring_bytes(options: IoOptions) -> int:
 
 @contextmanager
 def bench_file(directory: Path, size_bytes: int) -> Iterator[Path]:
-    """A file of reserved space that is removed in any case.
+    """Yield a file of reserved space, which is removed in any case.
 
     Raises:
         StorageError: the directory cannot be used, or the file would fill the drive.
@@ -114,7 +114,7 @@ def bench_file(directory: Path, size_bytes: int) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class _Clocks:
-    """What they say now."""
+    """Readings of the clocks."""
 
     seconds: float
     cpu_s: float
@@ -129,10 +129,10 @@ def _clocks() -> _Clocks:
 
 
 class _Watch:
-    """Watches a run from its construction on; what it asks the engine for lies outside the times.
+    """Measures a run from its construction on. Its own calls to the engine are outside of the measured times.
 
     Args:
-        others_cpu_s: what threads that have no part in the run have taken so far, and draw its progress, say.
+        others_cpu_s: processor seconds so far of threads outside of the run, such as a progress display.
     """
 
     def __init__(self, engine: IoEngine, others_cpu_s: Callable[[], float]) -> None:
@@ -147,9 +147,9 @@ class _Watch:
         return self._start.seconds
 
     def run(self, passes: int) -> BenchRun:
-        """What was run until now."""
+        """Return the measurements until now."""
         start, end = self._start, _clocks()
-        others_s = self._others_cpu_s() - self._others_s  # nearly all of it in user mode
+        others_s = self._others_cpu_s() - self._others_s  # almost all of it in user mode
         before, after = self._stats, self._engine.stats()
         return BenchRun(
             end.seconds - start.seconds,
@@ -168,17 +168,17 @@ class BenchSession:
     """An engine and a file to measure; a context manager.
 
     Args:
-        buffers: memory to read into and write from; its content is what is written.
-        as_in_training: requests wait their turns as what training reads ahead and writes back, which leaves a part of
-            the depth to what is urgent; else they may use all of it.
-        others_cpu_s: processor seconds so far of threads that are not to be counted.
+        buffers: memory to read into and write from; the writes store its content.
+        as_in_training: use the priorities of prefetches and write-backs, which leave a part of the depth to urgent
+            requests; if False, requests may use the full depth.
+        others_cpu_s: processor seconds so far of threads that do not count.
 
     Attributes:
-        registered: the kernel keeps the buffers pinned, which spares it work for every block.
-        unfinished: what was measured of a run that an exception ended, Ctrl-C for one.
+        registered: the kernel keeps the buffers pinned, which saves work for every block.
+        unfinished: measurements of a run that an exception ended, such as KeyboardInterrupt.
 
     Raises:
-        ConfigError: the sizes do not fit together, or the backend does not work here.
+        ConfigError: the sizes do not fit together, or the backend does not work on this machine.
     """
 
     def __init__(
@@ -234,32 +234,32 @@ class BenchSession:
 
     @property
     def moved_bytes(self) -> int:
-        """Read and written since the session began."""
+        """Bytes read and written since the session began."""
         stats = self._engine.stats()
         return stats.bytes_read + stats.bytes_written
 
     @property
     def window_bytes(self) -> int:
-        """Of the buffers, what measured blocks pass through again and again: whole blocks."""
+        """Bytes of the buffers that measured blocks cycle through; whole blocks."""
         return min(self._in_flight_bytes, self.buffers.nbytes // self._block_bytes * self._block_bytes)
 
     def moves(self, operation: str) -> Sequence[Move]:
-        """What one pass does, in order."""
+        """Return the requests of one pass, in order."""
         return moves(operation, self._size_bytes, self._block_bytes, self._request_bytes)
 
     def pass_bytes(self, operation: str) -> int:
-        """What one pass moves."""
+        """Return the bytes that one pass moves."""
         return pass_bytes(operation, self._size_bytes, self._block_bytes)
 
     def _requests(self, operation: str) -> Sequence[Move | Scatter]:
-        """A pass as requests of many blocks each, random ones too: Python must not be what limits small blocks."""
+        """Return a pass as requests of many blocks each, so that Python does not limit small blocks."""
         if is_random(operation):
             request_bytes = min(self._request_bytes, _SCATTERED_BLOCKS * self._block_bytes)
             return scatters(operation, self._size_bytes, self._block_bytes, request_bytes)
         return self.moves(operation)
 
     def fill(self) -> None:
-        """Write every block once: those that never were would read as zeros, for free."""
+        """Write every block once: blocks without data would read as zeros, without drive traffic."""
         self._perform(self.moves("write"), math.inf)
 
     def run(
@@ -271,10 +271,10 @@ class BenchSession:
         most_passes: int | None = None,
         until_s: float = math.inf,
     ) -> BenchRun:
-        """Whole passes over the file: as many as `runtime_s` takes, and at least `passes`.
+        """Run whole passes over the file for `runtime_s`, but at least `passes`.
 
         Args:
-            most_passes: not more than that, whatever the time.
+            most_passes: upper limit of the passes, whatever the time.
             until_s: a time of `time.perf_counter` at which to stop, also within a pass.
         """
         check_operation(operation)
@@ -294,7 +294,7 @@ class BenchSession:
         return watch.run(done)
 
     def _perform(self, requests: Sequence[Move | Scatter], until_s: float) -> None:
-        """Run the requests with some ahead, so that the engine's queue never runs dry and Python seldom wakes."""
+        """Run the requests with some queued ahead, so that the engine's queue is never empty."""
         under_way: deque[IoFuture] = deque()
         request_bytes = requests[0].nbytes  # the first is the longest
         least = 2 * math.ceil(self._in_flight_bytes / request_bytes)
@@ -303,9 +303,9 @@ class BenchSession:
             if len(under_way) >= most:
                 moved_bytes += _finish(under_way, len(under_way) // 2)
                 bytes_per_s = moved_bytes / (time.perf_counter() - begin_s)
-                ahead_s = min(_AHEAD_S, until_s - time.perf_counter())  # what is ahead is waited for, too
+                ahead_s = min(_AHEAD_S, until_s - time.perf_counter())  # queued requests must be waited for, too
                 most = max(least, int(ahead_s * bytes_per_s / request_bytes))
-            if under_way and time.perf_counter() >= until_s:  # something is moved in any case, or it had no rate
+            if under_way and time.perf_counter() >= until_s:  # at least one request, so that there is a rate
                 break
             under_way.append(self._begin(request, span))
         _finish(under_way, len(under_way))
@@ -320,10 +320,10 @@ class BenchSession:
         return begin(self._file, request.offset, part, turn, nbytes=request.nbytes)
 
     def _spans(self, request_bytes: int) -> Sequence[Span]:
-        """Memory for requests in turn: as much as is in flight, as fio has it, or less where there is less.
+        """Return memory for successive requests: as much as is in flight, as in fio, or less if there is less.
 
-        A host copies what is in its caches up to a fifth faster. A block that is overtaken by all others shares its
-        memory with a later one for a while: nobody looks at what is read here.
+        A host copies cached data up to a fifth faster. A block that all others overtake shares its memory with a later
+        one for a while; the content is not used.
         """
         memory = self.buffers
         if request_bytes >= self.window_bytes:
@@ -333,7 +333,7 @@ class BenchSession:
 
 
 def _finish(under_way: deque[IoFuture], count: int) -> int:
-    """Wait for the oldest requests, and first for the last of them: one sleep. Returns the bytes that they moved."""
+    """Wait for the oldest `count` requests, first for the last of them: one sleep. Return the bytes that they moved."""
     if count:
         under_way[count - 1].result()
     return sum(under_way.popleft().result() for _ in range(count))
@@ -342,12 +342,12 @@ def _finish(under_way: deque[IoFuture], count: int) -> int:
 def run_together(
     sessions: Sequence[BenchSession], operation: str, runtime_s: float, most_passes: int | None = None
 ) -> list[BenchRun]:
-    """The same operation on all at once, for so long: what each gives while the others are busy.
+    """Run the same operation on all sessions at once, to measure each while the others are busy.
 
-    A stop from outside ends all of them and is raised here.
+    This call raises KeyboardInterrupt; the sessions then run until they are closed.
 
     Args:
-        most_passes: none goes over its file more often than that, whatever the time.
+        most_passes: upper limit of each session's passes, whatever the time.
     """
     if len(sessions) == 1:
         until = time.perf_counter() + runtime_s

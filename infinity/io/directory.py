@@ -1,12 +1,12 @@
-"""Directories that hold a run's own files, and the files in them: made and opened so that nobody can swap them.
+"""Directories for a run's own files, and the files in them, safe against replacement by other users.
 
 [Note: files by descriptor]
-A drive's directory may be one that others write to as well (/tmp, a scratch disk). A name in it is worth nothing:
-between two looks somebody may have put a link to another file there, and a run of root would write into it. A file is
-therefore created under a name that must not exist, and from then on known by its descriptor; whoever needs it with
-other flags opens that once more (`reopened`). In a directory that everybody may write to without the sticky bit,
-others could also remove and rename what is ours: it is refused. Files that outlive the process (`lasting`) are safe
-only where no other user than root, and no group but this user's own, can rename them while nobody has them open.
+Other users may be able to write to a drive's directory (/tmp, a scratch disk). A name in it cannot be trusted: between
+two uses another user may put a link to another file in its place, and a run of root would write into that file. So a
+file is created under a name that must not exist, and from then on used by its descriptor; for other flags the
+descriptor is opened again (`reopened`). A directory that all users may write to without the sticky bit is refused,
+since they could also remove and rename a run's files. Files that outlive the process (`lasting`) are safe only if no
+user but root, and no group but this user's own, can rename them while no process has them open.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from infinity.errors import StorageError
 
 
 def open_directory(path: Path, kind: str = "path", *, make: bool = False, lasting: bool = False) -> int:
-    """A descriptor of a directory in which files of ours are safe.
+    """Open a directory in which a run's files are safe. Return a descriptor.
 
     Args:
-        kind: what an error calls it.
-        make: create it, and those above it, if it is missing; for this user alone.
-        lasting: files in it outlive the process, and are believed by a later one.
+        kind: name of the directory in errors.
+        make: create it, and its parents, if it is missing; for this user alone.
+        lasting: its files outlive the process, and a later process trusts them.
 
     Raises:
-        StorageError: it is missing and cannot be made, is no directory, or others may rename what is in it.
+        StorageError: it is missing and cannot be created, is not a directory, or others may rename its files.
     """
     try:
         if make:
@@ -61,7 +61,7 @@ def open_directory(path: Path, kind: str = "path", *, make: bool = False, lastin
 
 
 def _renaming(found: os.stat_result, *, lasting: bool) -> str | None:
-    """Who may rename files of this user in a directory, in words; None if nobody may."""
+    """Describe who else may rename this user's files in a directory; None if no other user may."""
     mode = found.st_mode
     if mode & stat.S_ISVTX:
         return None
@@ -75,19 +75,19 @@ def _renaming(found: os.stat_result, *, lasting: bool) -> str | None:
 
 
 def create_private(path: str | Path, directory: int | None = None) -> int:
-    """A descriptor of a new file, readable by its owner only; raises OSError.
+    """Create a file that only its owner can read. Return a descriptor; raises OSError.
 
     Args:
-        directory: descriptor of what a relative path is relative to.
+        directory: descriptor that a relative path is relative to.
     """
     flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC
     return os.open(path, flags, 0o600, dir_fd=directory)
 
 
 def check_private(descriptor: int) -> None:
-    """See that nobody else has made an open file or can write to it, as `create_private` makes them.
+    """Check that only this user could create or write an open file, as with `create_private`.
 
-    In a directory with the sticky bit anybody may leave a file under a name that is looked for.
+    In a directory with the sticky bit any user may create a file under an expected name.
 
     Raises:
         OSError: it is no plain file, another user's, writable by others, or has a second name.
@@ -98,7 +98,7 @@ def check_private(descriptor: int) -> None:
 
 
 def foreign(found: os.stat_result) -> str | None:
-    """Why somebody else may have made a file or can write to it, in words; None of this user's own."""
+    """Describe why another user may have created a file or can write to it; None if it is this user's own."""
     if not stat.S_ISREG(found.st_mode):
         return "it is no plain file"
     if found.st_uid != os.geteuid():
@@ -111,7 +111,7 @@ def foreign(found: os.stat_result) -> str | None:
 
 
 def reopened(descriptor: int) -> Path:
-    """A path that opens the file of a descriptor, whatever has become of its name."""
+    """Return a path that opens the file of a descriptor, even if its name has changed."""
     return Path(f"/proc/self/fd/{descriptor}")
 
 

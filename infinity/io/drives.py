@@ -1,4 +1,4 @@
-"""What a directory lies on, and why a figure measured there may be something else than its drive's."""
+"""The drive of a directory, and reasons why a measurement in it may not show the drive's performance."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _TRANSFORMING = frozenset({"btrfs", "zfs", "bcachefs", "overlay"})
 
 @dataclass(frozen=True)
 class Drive:
-    """What is known of the place of a directory.
+    """The place of a directory.
 
     Attributes:
-        filesystem: its type, as ext4.
-        device: the block device, as nvme0n1p1; empty if there is none, as below a network filesystem.
-        number: what `stat` calls the device; the same for directories on one.
+        filesystem: its type, such as ext4.
+        device: the block device, such as nvme0n1p1; empty if there is none, as with a network filesystem.
+        number: device number of `stat`; equal for directories on one device.
     """
 
     filesystem: str
@@ -29,14 +29,14 @@ class Drive:
 
 
 def drive_of(path: Path) -> Drive:
-    """What `path` lies on."""
+    """Return the drive that `path` is on."""
     number = path.stat().st_dev
     link = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     return Drive(filesystem_of(path), link.resolve().name if link.exists() else "", number)
 
 
 def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Type of the filesystem that `path` is on."""
+    """Return the type of the filesystem that `path` is on."""
     best = ("", "unknown")
     resolved = str(path.resolve())
     for line in mounts.read_text().splitlines():
@@ -49,7 +49,7 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
 
 
 def cautions(drive: Drive, *, direct: bool) -> list[str]:
-    """What the numbers may be instead of the drive's; empty if nothing is suspected."""
+    """Return the reasons why the numbers may not be the drive's; empty if none is known."""
     found = []
     if drive.filesystem in _MEMORY:
         found.append(f"{drive.filesystem} lies in memory: these are no drive's numbers, and its files count as memory")

@@ -1,4 +1,4 @@
-"""Runs fio on the same work, to be compared with: same bytes and order, same memory, same way into the kernel."""
+"""Runs fio on the same work, for comparison: same bytes and order, same memory, same kernel interface."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from infinity.io.patterns import Move
 
 ENGINES = {"io_uring": "io_uring", "threads": "psync"}
 _LOOK_EVERY_S = 0.05
-_REPLAYED = "file"  # what a log calls the file, whose own name may have blanks, which end a name there
+_REPLAYED = "file"  # the file's name in a log: its own name may have blanks, which end a name in a log
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class FioJob:
     """The work of a session, for fio.
 
     Attributes:
-        engine: fio's own; see `fio_engine`.
-        order: what one pass does, where fio has no pattern of its own for it; empty otherwise. It is replayed from a
-            log, with which fio cannot register its file.
+        engine: an engine of fio, see `fio_engine`.
+        order: the requests of one pass, if fio has no pattern for them; else empty. fio replays them from a log; it
+            cannot register its file then.
         registered: buffers are registered with the kernel.
-        huge_pages: buffers lie in huge pages, or not.
+        huge_pages: whether buffers are in huge pages.
     """
 
     path: Path
@@ -47,7 +47,7 @@ class FioJob:
     huge_pages: bool = False
 
     def command(self, passes: int = 1, log: Path | None = None) -> list[str]:
-        """What is run; one without a log can be run again by hand."""
+        """Return the command line; one without a log can be run again by hand."""
         options = self.options
         depth = options.queue_depth if self.engine != "psync" else 1
         command = [
@@ -58,9 +58,9 @@ class FioJob:
             f"--ioengine={self.engine}",
             f"--direct={int(options.direct)}",
             "--randrepeat=0",
-            "--scramble_buffers=0",  # or it spends processor time on changing what it writes, as we do not
+            "--scramble_buffers=0",  # else fio spends processor time on changes of the data
             "--clat_percentiles=0",
-            "--lat_percentiles=1",  # from fio's hands to the end, as ours
+            "--lat_percentiles=1",  # from submission to completion, like infinity's latencies
             "--output-format=json+",
         ]
         if self.engine == "io_uring":
@@ -70,12 +70,12 @@ class FioJob:
             command += [f"--{name}=1" for name, on in polling if on]
         if log is not None:
             return [*command, f"--read_iolog={log}", "--replay_no_stall=1"]
-        # Absolute, since fio is run in a directory of its own; a colon would begin the next of several names.
+        # Absolute, since fio runs in its own directory; a colon would separate two names.
         name = str(self.path.absolute()).replace(":", "\\:")
         return [*command, f"--filename={name}", f"--rw={self.operation}", f"--loops={passes}", *self._shares()]
 
     def _shares(self) -> list[str]:
-        """The file, whole; or in a part for each of the threads that engines of blocking calls need for any depth."""
+        """Return the arguments for the file as a whole, or for one part per thread if the engine's calls block."""
         block = self.options.block_size_bytes
         blocks = self.size_bytes // block
         threads = min(self.options.queue_depth, self.options.threads, blocks)
@@ -86,7 +86,7 @@ class FioJob:
 
 
 def fio_engine(backend: str, wanted: str | None = None) -> str:
-    """The engine of fio to put beside a backend: its counterpart, or the one that is wanted.
+    """Return the fio engine to compare with a backend: `wanted`, or the backend's counterpart.
 
     Raises:
         ConfigError: there is none.
@@ -97,10 +97,10 @@ def fio_engine(backend: str, wanted: str | None = None) -> str:
 
 
 def fio_version() -> str:
-    """The installed fio's version.
+    """Return the installed fio's version.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: fio is not installed.
     """
     if shutil.which("fio") is None:
         raise ConfigError("fio is not installed; install it (apt-get install fio) or leave --compare-fio out")
@@ -108,9 +108,9 @@ def fio_version() -> str:
 
 
 def run_fio(job: FioJob, passes: int = 1) -> BenchRun:
-    """Whole passes of fio over an existing file.
+    """Run whole passes of fio over an existing file.
 
-    The processor seconds are those that fio counts for its jobs, without its start-up.
+    The processor seconds are fio's count for its jobs, without its start-up.
 
     Raises:
         ConfigError: fio is not installed or refuses; the message has its reason.
@@ -120,10 +120,10 @@ def run_fio(job: FioJob, passes: int = 1) -> BenchRun:
 
 
 def fio_huge_page_bytes(job: FioJob) -> int:
-    """Most of fio's memory that is seen in huge pages during one pass of a job.
+    """Return the most of fio's memory that was seen in huge pages during one pass of a job.
 
     Raises:
-        ConfigError: as `run_fio`.
+        ConfigError: like `run_fio`.
     """
     seen = 0
     with _started(job, passes=1) as (child, output):
@@ -137,7 +137,7 @@ def fio_huge_page_bytes(job: FioJob) -> int:
 
 @contextlib.contextmanager
 def _started(job: FioJob, passes: int) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """fio under way, and the file that it will write its results into."""
+    """Start fio; yield it, and the path of its results."""
     with tempfile.TemporaryDirectory(prefix="infinity-fio-") as directory:
         output = Path(directory) / "output.json"
         log = Path(directory) / "order.log" if job.order else None
@@ -150,7 +150,7 @@ def _started(job: FioJob, passes: int) -> Iterator[tuple[subprocess.Popen[str], 
                 child = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,  # it would draw its own progress over ours
+                    stdout=subprocess.DEVNULL,  # its own progress display would overwrite ours
                     stderr=subprocess.PIPE,
                     text=True,
                     cwd=directory,
@@ -162,19 +162,19 @@ def _started(job: FioJob, passes: int) -> Iterator[tuple[subprocess.Popen[str], 
             yield child, output
         finally:
             if child.poll() is None:
-                child.terminate()  # it ends its jobs, which a kill would leave behind
-            child.__exit__(None, None, None)  # waits, and closes what it wrote to
+                child.terminate()  # it ends its jobs, which would survive a kill
+            child.__exit__(None, None, None)  # waits, and closes its pipes
 
 
 def _facts(child: subprocess.Popen[str], output: Path, job: FioJob, passes: int) -> dict[str, Any]:
-    """What fio says of its jobs, once it is over.
+    """Return fio's results of its jobs, once it has ended.
 
     Raises:
-        ConfigError: it failed; a line has its reason and a second one the command.
+        ConfigError: it failed; the message has its reason, and on a second line the command.
     """
     _, errors = child.communicate()
     text = output.read_text() if output.exists() else ""
-    before, brace, _ = text.partition("{")  # warnings may stand before the JSON
+    before, brace, _ = text.partition("{")  # warnings may precede the JSON
     if child.returncode or not brace:
         reason = _reason([*errors.splitlines(), *before.splitlines()]) or f"it ended with {child.returncode}"
         raise ConfigError(f"fio failed: {reason}\nto see all that it says: {shlex.join(job.command(passes))}")
@@ -183,15 +183,15 @@ def _facts(child: subprocess.Popen[str], output: Path, job: FioJob, passes: int)
 
 
 def _reason(lines: Sequence[str]) -> str:
-    """Of what fio said, the line that names an error of the system, or else the first; empty if it said nothing."""
+    """Return the output line that names a system error, else the first line; empty without output."""
     said = [line.strip() for line in lines if line.strip()]
     return next((line for line in said if "error=" in line or "error:" in line), said[0] if said else "")
 
 
 def _replay_log(job: FioJob, passes: int) -> str:
-    """The order in fio's words, a line a block.
+    """Return the order as a log of fio, one line for each block.
 
-    It must not close the file: what is in flight then would not be waited for.
+    The log must not close the file: fio would not wait for requests in flight.
     """
     block = job.options.block_size_bytes
     lines = [
@@ -207,7 +207,7 @@ def _result(facts: dict[str, Any], job: FioJob, passes: int) -> BenchRun:
     seconds = max(read["runtime"], write["runtime"]) / 1e3
     if not seconds:
         raise ConfigError("fio was over in less than a millisecond: use a larger --size")
-    # In a replay fio forgets to count the bytes that are in flight when the log ends, though it waits for them.
+    # In a replay fio does not count the bytes in flight at the end of the log, although it waits for them.
     planned_bytes = sum(move.nbytes for move in job.order) * passes
     nbytes = planned_bytes or read["io_bytes"] + write["io_bytes"]
     busy_s = facts["job_runtime"] / 1e3 / 100

@@ -1,4 +1,4 @@
-"""GPUDirect Storage through kvikio: from the drive into device memory, past the host's."""
+"""GPUDirect Storage through kvikio: reads from the drive straight into device memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from infinity.telemetry import Times
 
 
 def gds_problem() -> str:
-    """Why GPUDirect Storage does not work here; empty if it does."""
+    """Return why GPUDirect Storage does not work on this machine; empty if it does."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     try:
@@ -42,14 +42,14 @@ class DeviceReader(Protocol):
     """Fills device memory from a file."""
 
     def read(self, path: Path, offset: int, target: torch.Tensor) -> int:
-        """Read `target.numel()` bytes (uint8) at `offset`, and wait; returns how many came."""
+        """Read `target.numel()` bytes (uint8) at `offset`, and block. Return the number of bytes read."""
 
     def close(self) -> None:
         """Close the files."""
 
 
 class KvikioReader:
-    """DeviceReader by kvikio, which cuts large reads into tasks of its own threads."""
+    """DeviceReader by kvikio, which cuts large reads into tasks for its own threads."""
 
     def __init__(self) -> None:
         self._files: dict[Path, Any] = {}
@@ -73,19 +73,18 @@ class HostReader:
     def read(self, path: Path, offset: int, target: torch.Tensor) -> int:
         with path.open("rb", buffering=0) as file:
             file.seek(offset)
-            # not by way of numpy, which would forbid the storage to be resized ever after
+            # not through numpy, after which the storage could never be resized
             buffer = (ctypes.c_char * target.numel()).from_address(target.data_ptr())
             return file.readinto(buffer) or 0
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Do nothing: no file stays open."""
 
 
 class DeviceReads:
-    """Runs reads into device memory one after another, each after what it must wait for.
+    """Runs reads into device memory one after another, each after a given wait.
 
-    They have a thread because kvikio knows no streams: memory that was just given back may still be in use by
-    kernels that the device has not come to.
+    They run on a thread, because kvikio ignores streams: newly allocated memory may still be in use by queued kernels.
     """
 
     def __init__(self, reader: DeviceReader) -> None:
@@ -95,7 +94,7 @@ class DeviceReads:
     def start(
         self, pieces: Sequence[tuple[Path, int, int]], target: torch.Tensor, wait: Callable[[], object]
     ) -> IoFuture:
-        """Start filling `target` (uint8, on the device) with (path, offset, nbytes) after `wait` has returned."""
+        """Start filling `target` (uint8, on the device) from (path, offset, nbytes), after `wait` has returned."""
         try:
             return _DeviceRead(self._worker.submit(self._timed_read, tuple(pieces), target, wait))
         except RuntimeError as error:
@@ -104,7 +103,7 @@ class DeviceReads:
     def _timed_read(
         self, pieces: Sequence[tuple[Path, int, int]], target: torch.Tensor, wait: Callable[[], object]
     ) -> tuple[int, float, float]:
-        """Bytes, and when the read began and was over."""
+        """Return the bytes, and the times at which the read started and ended."""
         wait()
         started_s = time.perf_counter()
         nbytes = self._read(pieces, target)
@@ -125,7 +124,7 @@ class DeviceReads:
         return begin
 
     def close(self) -> None:
-        """Finish what was started."""
+        """Finish all reads, then close the files."""
         self._worker.shutdown()
         self._reader.close()
 

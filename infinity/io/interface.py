@@ -1,4 +1,4 @@
-"""What every backend offers: request in, future out."""
+"""The interface of every backend: request in, future out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from infinity.telemetry import Times
 
 
 class Priority(IntEnum):
-    """Who is served first."""
+    """Order of service; the lowest is served first."""
 
     DEMAND = 0
     PREFETCH = 1
@@ -35,7 +35,7 @@ class Span:
 
     Attributes:
         address, nbytes: the range.
-        owner: what keeps the memory alive; a request holds it until its last byte has moved.
+        owner: keeps the memory alive; a request holds it until its last byte has moved.
     """
 
     address: int
@@ -48,11 +48,11 @@ class IoOptions:
     """How requests are cut and queued.
 
     Attributes:
-        block_size_bytes: a request is cut into pieces of this size.
-        queue_depth: most pieces in flight.
+        block_size_bytes: requests are cut into blocks of this size.
+        queue_depth: the most blocks in flight.
         threads: of the thread and aiofiles backends.
         sqpoll, iopoll: io_uring's polling modes.
-        direct: past the page cache, where the filesystem can.
+        direct: bypass the page cache, if the filesystem supports it.
     """
 
     block_size_bytes: int = 1 << 20
@@ -63,7 +63,7 @@ class IoOptions:
     direct: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what the kernel would refuse later, or what no memory holds."""
+        """Refuse values that the kernel would refuse later, or that no memory can hold."""
         if self.block_size_bytes < 1 or self.block_size_bytes % BLOCK_ALIGN_BYTES:
             raise ConfigError(
                 f"the block size is {self.block_size_bytes} bytes; it must be a multiple of {BLOCK_ALIGN_BYTES}, which "
@@ -80,8 +80,8 @@ class IoStats:
     """Totals since the engine was opened.
 
     Attributes:
-        registered_blocks: used a buffer registered with the kernel.
-        reads_asked_bytes, writes_asked_bytes: of all requests, those that are under way included.
+        registered_blocks: blocks that used a buffer registered with the kernel.
+        reads_asked_bytes, writes_asked_bytes: of all requests, including requests in flight.
     """
 
     bytes_read: int
@@ -93,29 +93,29 @@ class IoStats:
 
 
 class IoFuture(ABC):
-    """A request under way. Thread-safe; `result` may be called any number of times."""
+    """A submitted request. Thread-safe; `result` may be called any number of times."""
 
     @abstractmethod
     def done(self) -> bool:
-        """The request is over, well or not."""
+        """Whether the request has ended, with or without an error."""
 
     @abstractmethod
     def result(self, timeout: float | None = None) -> int:
-        """Wait, and return the bytes moved.
+        """Block until the request ends, and return the bytes moved.
 
         Raises:
             StorageError: the request failed.
             InfinityError: a forked child waits for a request of its parent.
-            TimeoutError: it is not over after `timeout` seconds; it goes on.
+            TimeoutError: it has not ended after `timeout` seconds; it continues.
         """
 
     @abstractmethod
     def times(self) -> Times | None:
-        """When it was submitted, begun and over; None while it is under way."""
+        """Return when it was submitted, started and finished; None while it is in flight."""
 
 
 class _Several(IoFuture):
-    """Requests that are waited for as one."""
+    """Several requests as one."""
 
     def __init__(self, futures: Sequence[IoFuture]) -> None:
         self._futures = futures
@@ -144,9 +144,9 @@ class IoFile(ABC):
     """An open file.
 
     Attributes:
-        path: where it is.
+        path: its name.
         direct: it bypasses the page cache.
-        alignment: what offsets, sizes and addresses must be multiples of.
+        alignment: offsets, sizes and addresses must be multiples of this.
     """
 
     path: Path
@@ -155,7 +155,7 @@ class IoFile(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Take no more requests; those under way are finished."""
+        """Refuse further requests; requests in flight are finished."""
 
 
 class IoEngine(ABC):
@@ -172,15 +172,15 @@ class IoEngine(ABC):
         size_bytes: int = 0,
         descriptor: int | None = None,
     ) -> IoFile:
-        """Open a file, with O_DIRECT where the filesystem has it.
+        """Open a file, with O_DIRECT if the filesystem supports it.
 
         Args:
-            create: make the file, with mode 0600; it must not exist.
-            size_bytes: reserve this much space in a file that is created.
-            descriptor: the file, where it is open already; `path` is then its name in messages and opens nothing.
+            create: create the file, with mode 0600; it must not exist.
+            size_bytes: reserve this much space in a created file.
+            descriptor: the file, if it is already open; `path` is then only its name in messages.
 
         Raises:
-            StorageError: it cannot be opened, created or reserved; a file that was created is removed.
+            StorageError: it cannot be opened, created or reserved; a created file is removed.
         """
         path = Path(path)
         if create:
@@ -199,7 +199,7 @@ class IoEngine(ABC):
 
     @abstractmethod
     def _open(self, source: Path, read_only: bool, name: Path) -> IoFile:
-        """Open an existing file that is known as `name`; raises OSError."""
+        """Open an existing file, called `name` in messages; raises OSError."""
 
     def read(
         self,
@@ -213,11 +213,11 @@ class IoEngine(ABC):
         """Start filling `span` from `offset`.
 
         Args:
-            nbytes: more than the span has; it is then gone through again and again, and what it holds in the end is
-                of no use. For measurements, of a drive and not of memory.
+            nbytes: may be more than the span has. The request then reuses the span again and again, and its final
+                content is undefined. For measurements of a drive, not of memory bandwidth.
 
         Raises:
-            StorageError: the request is not aligned as the file asks for.
+            StorageError: the request is not aligned to the file's `alignment`.
             InfinityError: the engine is closed, or belongs to the parent process.
         """
         return self._submit(False, file, offset, span, priority, span.nbytes if nbytes is None else nbytes)
@@ -231,7 +231,7 @@ class IoEngine(ABC):
         *,
         nbytes: int | None = None,
     ) -> IoFuture:
-        """Start writing `span` at `offset`, again and again if `nbytes` is more; raises as `read` does."""
+        """Start writing `span` at `offset`, repeatedly if `nbytes` is more; raises like `read`."""
         return self._submit(True, file, offset, span, priority, span.nbytes if nbytes is None else nbytes)
 
     def move_blocks(
@@ -243,13 +243,13 @@ class IoEngine(ABC):
         span: Span,
         priority: Priority = Priority.DEMAND,
     ) -> IoFuture:
-        """Start reading or writing a block at each of these offsets, in their order.
+        """Start reading or writing a block at each of these offsets, in order.
 
-        For measurements: `span`, of whole blocks, is gone through again and again, so that what it holds in the end is
-        of no use. Native engines take all blocks as one request, which costs Python nothing for each of them.
+        For measurements: the blocks reuse `span`, which has whole blocks, again and again, so its final content is
+        undefined. Native engines take all blocks as one request, without a cost in Python for each of them.
 
         Raises:
-            StorageError: a block is not aligned as the file asks for.
+            StorageError: a block is not aligned to the file's `alignment`.
             InfinityError: the engine is closed, or belongs to the parent process.
         """
         check_blocks(file, offsets, block_bytes, span)
@@ -263,34 +263,34 @@ class IoEngine(ABC):
         )
 
     def _submit(self, write: bool, file: IoFile, offset: int, span: Span, priority: Priority, nbytes: int) -> IoFuture:
-        """What both do, in engines that do not have them do something of their own."""
+        """Submit a read or a write; engines that override `read` and `write` need not implement it."""
         raise NotImplementedError
 
     def register(self, span: Span) -> bool:
-        """Have the kernel keep `span` pinned, which spares work per request; False if it will not.
+        """Register `span` so that the kernel keeps it pinned, which saves work per request. Return False if it refuses.
 
-        The engine keeps `span.owner` until it is closed.
+        The engine holds `span.owner` until it is closed.
         """
         return False
 
     @abstractmethod
     def stats(self) -> IoStats:
-        """Totals since the engine was opened."""
+        """Return the totals since the engine was opened."""
 
     def latencies(self) -> Latencies:
-        """How long blocks took since the engine was opened, from its hands to their end; empty if it does not know."""
+        """Return latencies of blocks since the engine was opened, from submission to completion; empty if unknown."""
         return Latencies(Histogram(()), Histogram(()))
 
     @abstractmethod
     def close(self) -> None:
-        """Finish everything that was submitted, then stop."""
+        """Finish all submitted requests, then stop."""
 
 
 def check_aligned(file: IoFile, offset: int, span: Span, nbytes: int) -> None:
-    """Refuse what direct I/O would refuse, by name.
+    """Refuse a request that direct I/O would refuse.
 
     Raises:
-        StorageError: EINVAL, saying which of offset, size and address is off.
+        StorageError: EINVAL; the message names the offset, size or address that is not aligned.
     """
     places = ("offset", offset), ("size", nbytes), ("buffer address", span.address), ("buffer size", span.nbytes)
     for name, value in places:
@@ -307,7 +307,7 @@ def check_blocks(file: IoFile, offsets: npt.NDArray[np.uint64], block_bytes: int
     """Refuse blocks that do not fit their memory, or that direct I/O would refuse.
 
     Raises:
-        StorageError: EINVAL, saying what is off.
+        StorageError: EINVAL; the message names the problem.
     """
     misplaced = np.flatnonzero(offsets % np.uint64(file.alignment))
     first = int(offsets[misplaced[0] if misplaced.size else 0]) if len(offsets) else 0
@@ -322,10 +322,10 @@ def check_blocks(file: IoFile, offsets: npt.NDArray[np.uint64], block_bytes: int
 
 
 def create_file(path: Path, size_bytes: int) -> int:
-    """A descriptor of a new file of reserved space, readable by its owner only.
+    """Create a file with reserved space that only its owner can read. Return a descriptor.
 
     Raises:
-        StorageError: it cannot be created or reserved; nothing is left behind.
+        StorageError: it cannot be created or reserved; no file is left behind.
     """
     try:
         descriptor = create_private(path)
@@ -341,7 +341,7 @@ def create_file(path: Path, size_bytes: int) -> int:
 
 
 def failure(error: int, operation: str, path: Path, offset: int) -> StorageError:
-    """The error that a request ends with."""
+    """Return the error of a failed request."""
     if error == errno.ENODATA:
         return StorageError(error, f"{operation} reached the end of the file", str(path), offset)
     return StorageError(error, f"{operation} failed: {os.strerror(error)}", str(path), offset)

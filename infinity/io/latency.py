@@ -1,4 +1,4 @@
-"""How long blocks took: histograms, what they say, and what they have too few samples to say."""
+"""Latencies of blocks: histograms, and percentiles for which there are enough samples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
-_SAMPLES_BEYOND = 10  # fewer above a percentile would make it the story of a single outlier
+_SAMPLES_BEYOND = 10  # with fewer samples above it, a percentile would depend on a single outlier
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Histogram:
     """Counts by duration.
 
     Attributes:
-        counts: seconds and how many samples took so long; in any order, seconds once each.
+        counts: pairs of seconds and number of samples; in any order, each duration once.
     """
 
     counts: tuple[tuple[float, int], ...]
@@ -24,15 +24,15 @@ class Histogram:
         return sum(count for _, count in self.counts)
 
     def plus(self, other: Histogram) -> Histogram:
-        """The samples of both."""
+        """Return the samples of both."""
         return Histogram(tuple((Counter(dict(self.counts)) + Counter(dict(other.counts))).items()))
 
     def since(self, earlier: Histogram) -> Histogram:
-        """The samples that came after `earlier`, a state of the same histogram."""
+        """Return the samples that came after `earlier`, a state of the same histogram."""
         return Histogram(tuple((Counter(dict(self.counts)) - Counter(dict(earlier.counts))).items()))
 
     def percentile_s(self, share: float) -> float:
-        """Seconds that a `share` of the samples, 0 to 1, took at most; of none, 0."""
+        """Return the most seconds that a `share` of the samples, 0 to 1, took; 0 without samples."""
         wanted = share * self.samples
         passed = 0
         for taken_s, count in sorted(self.counts):
@@ -42,7 +42,7 @@ class Histogram:
         return 0.0
 
     def percentiles_s(self) -> dict[str, float]:
-        """Those that have enough samples above them to mean something, by name: p50, p90, p99, p999."""
+        """Return the percentiles with enough samples above them, by name: p50, p90, p99, p999."""
         samples = self.samples
         return {
             name: self.percentile_s(share)
@@ -53,17 +53,17 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Latencies:
-    """Of reads and of writes."""
+    """Histograms of reads and of writes."""
 
     read: Histogram
     write: Histogram
 
     def plus(self, other: Latencies) -> Latencies:
-        """The samples of both."""
+        """Return the samples of both."""
         return Latencies(self.read.plus(other.read), self.write.plus(other.write))
 
     def since(self, earlier: Latencies) -> Latencies:
-        """The samples that came after `earlier`, a state of the same histograms."""
+        """Return the samples that came after `earlier`, a state of the same histograms."""
         return Latencies(self.read.since(earlier.read), self.write.since(earlier.write))
 
 

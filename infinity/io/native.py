@@ -48,7 +48,7 @@ class _NativeFile(IoFile):
         return self._native
 
     def close(self) -> None:
-        self._native = None  # requests under way hold the descriptor; the last one closes it
+        self._native = None  # requests in flight hold the descriptor; the last one closes it
         self._engine.release_files()
 
 
@@ -64,7 +64,7 @@ class _NativeFuture(IoFuture):
 
     def result(self, timeout: float | None = None) -> int:
         if not self._request.done():
-            self._engine.promote(self._request)  # somebody waits: a read ahead becomes a demand read
+            self._engine.promote(self._request)  # a thread waits: a prefetch becomes a demand read
         try:
             over = self._request.wait(_WITHOUT_TIMEOUT if timeout is None else timeout)
         except RuntimeError as forked:
@@ -87,7 +87,7 @@ class NativeEngine(IoEngine):
     """An engine of infinity._aio.
 
     Args:
-        faults: what to make go wrong, for tests; see csrc/aio/faults.h.
+        faults: faults to inject in tests, see csrc/aio/faults.h.
     """
 
     def __init__(self, backend: str, options: IoOptions, faults: Mapping[str, int] | None = None) -> None:
@@ -102,7 +102,7 @@ class NativeEngine(IoEngine):
             iopoll=options.iopoll,
             faults=dict(faults or {}),
         )
-        # By thread, and whether it is to be written: without a lock, which a forked child might find taken.
+        # By (thread, write): no lock is needed, which a forked child might inherit locked.
         self._asked_bytes: dict[tuple[int, bool], int] = {}
         self._registered: list[Span] = []  # the kernel uses their pages until the engine is closed
 
@@ -177,7 +177,7 @@ class NativeEngine(IoEngine):
 
 
 def uring_problem() -> str:
-    """Why io_uring does not work here; empty if it does."""
+    """Return why io_uring does not work on this machine; empty if it does."""
     if not _aio.has_uring():
         return "the extension was built without liburing (install liburing-dev and build again)"
     try:

@@ -1,4 +1,4 @@
-"""How much of a process's memory lies in huge pages, and starting one that is to have none."""
+"""Measures a process's memory in huge pages, and starts processes with or without them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PR_GET_THP_DISABLE = 42
 
 
 def huge_page_bytes(span: Span) -> int | None:
-    """Of this process's memory that holds `span`, what lies in huge pages; None where the kernel does not say."""
+    """Return the bytes of huge pages in the mappings that hold `span`; None if the kernel does not tell."""
     try:
         lines = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:
@@ -32,7 +32,7 @@ def huge_page_bytes(span: Span) -> int | None:
 
 
 def child_huge_page_bytes(pid: int) -> int:
-    """Of the memory of a process and of those that it started, what lies in huge pages; 0 for one that is over."""
+    """Return the bytes of huge pages of a process and its children; 0 for a process that has ended."""
     found = 0
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
@@ -46,9 +46,9 @@ def child_huge_page_bytes(pid: int) -> int:
 
 @contextmanager
 def huge_pages_for_children(allowed: bool) -> Iterator[dict[str, str]]:
-    """The environment of a child that is started inside, whose memory is to lie in huge pages, or not to.
+    """Yield the environment for a child that is started inside of this context, with or without huge pages.
 
-    Where the kernel gives huge pages to who asks (`madvise`), glibc can be told to ask for what malloc maps.
+    If the kernel gives huge pages only on request (`madvise`), glibc is told to request them for malloc's mappings.
     """
     environment = dict(os.environ)
     if allowed:
@@ -58,7 +58,7 @@ def huge_pages_for_children(allowed: bool) -> Iterator[dict[str, str]]:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     before = libc.prctl(_PR_GET_THP_DISABLE, 0, 0, 0, 0)
-    libc.prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)  # a child has what its parent has
+    libc.prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)  # a child inherits it
     try:
         yield environment
     finally:

@@ -1,6 +1,6 @@
-"""Which bytes a benchmark moves, in which order. Pure.
+"""The bytes that a benchmark moves, and their order. Pure.
 
-A request is several blocks where their order allows it, so that the engine and not Python cuts them.
+A request has several blocks if their order allows it, so that the engine and not Python cuts them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Move:
 
 @dataclass(frozen=True, eq=False)
 class Scatter:
-    """One request for many blocks that lie anywhere: `operation` is read or write.
+    """One request for many blocks at any offsets: `operation` is read or write.
 
     Attributes:
-        offsets: of the blocks, in the order in which they begin.
-        block_bytes: of each.
+        offsets: of the blocks, in the order in which they start.
+        block_bytes: size of each block.
     """
 
     operation: str
@@ -47,23 +47,23 @@ class Scatter:
 
 
 def check_operation(operation: str) -> None:
-    """Raises ConfigError for one that does not exist."""
+    """Raise ConfigError for an unknown operation."""
     if operation not in OPERATIONS:
         raise ConfigError(f"operation {operation!r} does not exist; choose one of {', '.join(OPERATIONS)}")
 
 
 def written_share(operation: str) -> float:
-    """Of the bytes that an operation moves, how many it writes: 0 to 1."""
+    """Return the fraction of an operation's bytes that it writes: 0 to 1."""
     return _WRITTEN_SHARE[operation]
 
 
 def moves(operation: str, size_bytes: int, block_bytes: int, request_bytes: int) -> Sequence[Move]:
-    """One pass over the whole blocks of a file.
+    """Return one pass over the whole blocks of a file.
+
+    Mixed reads the first half and writes the second, one request of each in turn, as an optimizer streams its tiles.
 
     Args:
-        request_bytes: most of a sequential request; whole blocks. Random ones are a block each.
-
-    Mixed reads the first half and writes the second, a request of each in turn, as an optimizer streams its tiles.
+        request_bytes: the most bytes of a sequential request; whole blocks. A random request is one block.
     """
     end = size_bytes // block_bytes * block_bytes
     if operation == "mixed":
@@ -79,7 +79,7 @@ def moves(operation: str, size_bytes: int, block_bytes: int, request_bytes: int)
 
 
 def scatters(operation: str, size_bytes: int, block_bytes: int, request_bytes: int) -> Sequence[Scatter]:
-    """One pass of a random operation, as `moves` has it, in requests of as many blocks as `request_bytes` holds."""
+    """Return one pass of a random operation, like `moves`, in requests of as many blocks as fit `request_bytes`."""
     count = size_bytes // block_bytes
     offsets = np.random.default_rng().permutation(count).astype(np.uint64) * np.uint64(block_bytes)
     each = max(1, request_bytes // block_bytes)
@@ -88,12 +88,12 @@ def scatters(operation: str, size_bytes: int, block_bytes: int, request_bytes: i
 
 
 def is_random(operation: str) -> bool:
-    """Its blocks come in any order."""
+    """Whether its blocks come in random order."""
     return operation in ("randread", "randwrite")
 
 
 def pass_bytes(operation: str, size_bytes: int, block_bytes: int) -> int:
-    """What one pass moves."""
+    """Return the bytes that one pass moves."""
     blocks = size_bytes // block_bytes
     return (blocks // 2 * 2 if operation == "mixed" else blocks) * block_bytes
 

@@ -1,4 +1,4 @@
-"""Which backends work here, and the choice among them."""
+"""Finds the backends that work on this machine, and chooses one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BACKENDS = ("io_uring", "threads", "aiofiles")
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """Whether a backend works in this process, and why not."""
+    """Whether a backend works in this process, and the reason."""
 
     name: str
     available: bool
@@ -35,7 +35,7 @@ class BackendStatus:
 
 @lru_cache(maxsize=1)
 def probe_backends() -> tuple[BackendStatus, ...]:
-    """Try every backend, best first. The answer is kept for the life of the process."""
+    """Try every backend, best first. The result is cached for the life of the process."""
     problem = _NATIVE_PROBLEM or uring_problem()
     return (
         BackendStatus("io_uring", not problem, problem or "the kernel accepts rings"),
@@ -48,10 +48,10 @@ def open_engine(options: IoOptions, backend: str = "auto") -> IoEngine:
     """Open an engine.
 
     Args:
-        backend: `auto` takes the best that works and logs which; a name takes that one or fails.
+        backend: `auto` uses the best backend that works and logs its choice; a name uses that backend or fails.
 
     Raises:
-        ConfigError: the backend does not exist, or does not work here; the message says why.
+        ConfigError: the backend does not exist, or does not work on this machine; the message gives the reason.
     """
     statuses = {status.name: status for status in probe_backends()}
     if backend == "auto":

@@ -1,10 +1,10 @@
-"""Finds the block size and queue depth that a drive likes best.
+"""Finds the best block size and queue depth for a drive.
 
 [Note: the choice of a sweep]
-Of forty settings that a drive likes alike, noise makes some other one the fastest in every sweep. The default is
-therefore kept unless another setting is faster by more than the spread of the measurements, and by 15%, since a
-drive's rate differs more from one minute to the next than within one. The few settings that looked better are measured
-again in turn with the default: the figures that made them stand out are those that luck has raised.
+If forty settings are equally good, noise makes a different one the fastest in every sweep. So the default is kept
+unless another setting is faster by more than the spread of the measurements, and by 15%, since a drive's rate differs
+more from one minute to the next than within a minute. The few settings that looked better are measured again, in turn
+with the default, because luck has raised the first figures of the settings that stand out.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from infinity.io.interface import IoOptions, Span
 from infinity.io.sweep_log import SweepLog
 from infinity.io.sweep_plan import CHALLENGERS, FINAL_PASSES, SweepPlan, SweepPoint
 
-_GOOD_ENOUGH = 0.97  # of the best rate; among these the shallowest queue of the smallest blocks wins
-_WORTHWHILE = 1.15  # of the default's rate; less is not worth another setting
-_BEHIND = 1.5  # depths of blocks that are in flight or wait when the time of a measurement is over
+_GOOD_ENOUGH = 0.97  # of the best rate; among these, the shallowest queue of the smallest blocks wins
+_WORTHWHILE = 1.15  # times the default's rate; a smaller gain is not worth another setting
+_BEHIND = 1.5  # times the depth: blocks in flight or queued when the time of a measurement ends
 _HUGE_PAGE_BYTES = 2 << 20
-PROBES = 6  # settings that are measured before a sweep says how long it takes
-_ENDLESS = 1 << 62  # passes: the clock ends them
+PROBES = 6  # settings that are measured before a sweep estimates its time
+_ENDLESS = 1 << 62  # passes: only the clock ends them
 
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """`done` of `total` measurements are over.
+    """`done` of `total` measurements have ended.
 
     Attributes:
-        left_s: about what the others will take.
+        left_s: estimated time of the others.
     """
 
     done: int
@@ -51,24 +51,23 @@ class SweepProgress:
 
 
 def sweep(path: Path, plan: SweepPlan, backend: str, buffers: Span, log: SweepLog) -> Iterator[SweepProgress]:
-    """Measure every setting of a plan; yields what is known, first of all from before, and then after each one.
+    """Measure every setting of a plan. Yield the known results, first the ones of `log`, then after each measurement.
 
-    All settings are measured once before any is measured again, so that a drive that slows down or speeds up
-    meanwhile is not taken for a setting that is worse or better. At the end the best are measured in turn with the
-    default; see [Note: the choice of a sweep].
+    Each pass measures all settings once, so that a drive that becomes slower or faster meanwhile does not favour a
+    setting. At the end the best are measured in turn with the default; see [Note: the choice of a sweep].
     """
     yield from _Sweep(path, plan, backend, buffers, log).run()
 
 
 class _Sweep:
-    """A sweep under way."""
+    """A running sweep."""
 
     def __init__(self, path: Path, plan: SweepPlan, backend: str, buffers: Span, log: SweepLog) -> None:
         self._path, self._plan, self._backend, self._buffers, self._log = path, plan, backend, buffers, log
         self._rates = {options: self._known(options, plan.passes, final=False) for options in plan.settings}
-        self._finalists: tuple[IoOptions, ...] | None = None  # not known yet
+        self._finalists: tuple[IoOptions, ...] | None = None  # None: not known yet
         self._final_rates: dict[IoOptions, tuple[float, ...]] = {}
-        self._spent_s = 0.0  # by measurements, beyond what was expected of them
+        self._spent_s = 0.0  # time of the measurements beyond the estimates
         self._measured = 0
 
     def _known(self, options: IoOptions, most: int, *, final: bool) -> tuple[float, ...]:
@@ -92,7 +91,7 @@ class _Sweep:
                     yield self.progress()
 
     def _in_order(self) -> list[IoOptions]:
-        """First some that are unlike one another, from which the time of the others is estimated."""
+        """Return all settings, beginning with some different ones, from which the time of the others is estimated."""
         by_bytes = sorted(self._plan.settings, key=lambda options: options.block_size_bytes * options.queue_depth)
         count = len(by_bytes)
         probes = [by_bytes[round(i * (count - 1) / (PROBES - 1))] for i in range(PROBES)]
@@ -110,13 +109,13 @@ class _Sweep:
         return run.bytes_per_s
 
     def _some_memory(self, options: IoOptions) -> Span:
-        """A part of the buffers at random: a setting must not owe its rate to where its few bytes happen to lie."""
+        """Return a random part of the buffers, so that the rate of a setting does not depend on one place in memory."""
         nbytes = ring_bytes(options)
         places = (self._buffers.nbytes - nbytes) // _HUGE_PAGE_BYTES
         address = self._buffers.address + random.randint(0, max(0, places)) * _HUGE_PAGE_BYTES
         return Span(address, min(nbytes, self._buffers.nbytes), self._buffers.owner)
 
-    # What is known #
+    # Results #
 
     def _points(self) -> tuple[SweepPoint, ...]:
         return tuple(
@@ -126,7 +125,7 @@ class _Sweep:
         )
 
     def progress(self) -> SweepProgress:
-        """As far as it is now."""
+        """Return the present results."""
         points = self._points()
         total = self._plan.measurements
         if self._finalists is not None:
@@ -135,7 +134,7 @@ class _Sweep:
         return SweepProgress(done, total, points, self._left_s(points, total - done))
 
     def _left_s(self, points: Sequence[SweepPoint], left: int) -> float:
-        """Expected of the settings that have measurements left; those of the end as the slowest of them."""
+        """Estimate the time that is left: each setting by its rate, the final measurements by the median setting."""
         if not points:
             return left * self._plan.seconds
         seconds = {options: expected_s(self._plan, options, _rate_of(options, points)) for options in self._rates}
@@ -147,7 +146,7 @@ class _Sweep:
 
 
 def expected_s(plan: SweepPlan, options: IoOptions, bytes_per_s: float) -> float:
-    """What a measurement takes at a rate: its time or what it may write, and then what is still in flight. Pure."""
+    """Return the time of a measurement at a rate: its time or its bytes, and then the requests in flight. Pure."""
     in_flight_s = _BEHIND * options.block_size_bytes * options.queue_depth / bytes_per_s
     if plan.most_passes is None:
         return plan.seconds + in_flight_s
@@ -155,7 +154,7 @@ def expected_s(plan: SweepPlan, options: IoOptions, bytes_per_s: float) -> float
 
 
 def _rate_of(options: IoOptions, points: Sequence[SweepPoint]) -> float:
-    """Of a setting, measured or estimated from those with more and with less in flight."""
+    """Return the rate of a setting, measured or interpolated over the bytes in flight."""
     known = next((point for point in points if point.options == options), None)
     if known is not None:
         return known.bytes_per_s
@@ -168,7 +167,7 @@ def _rate_of(options: IoOptions, points: Sequence[SweepPoint]) -> float:
 
 
 def _finalists(points: Sequence[SweepPoint], default: IoOptions | None) -> tuple[IoOptions, ...]:
-    """The default and the settings that look better; none if nothing does, or there is no default to compare with."""
+    """Return the default and the best settings that look better; empty if none does, or without a default."""
     kept = next((point for point in points if point.options == default), None)
     if kept is None:
         return ()
@@ -178,9 +177,9 @@ def _finalists(points: Sequence[SweepPoint], default: IoOptions | None) -> tuple
 
 
 def best_point(points: Sequence[SweepPoint], default: IoOptions | None = None) -> SweepPoint:
-    """The setting to use: the default, unless another was faster by more than the spread when both were in turn.
+    """Return the default, unless another setting was faster by more than the spread in the final measurements.
 
-    Without a default among the points it is the cheapest that is practically as fast as the fastest.
+    Without a default among the points, return the cheapest that is practically as fast as the fastest.
     """
     kept = next((point for point in points if point.options == default), None)
     if kept is None:
@@ -190,7 +189,7 @@ def best_point(points: Sequence[SweepPoint], default: IoOptions | None = None) -
 
 
 def _beats(point: SweepPoint, kept: SweepPoint) -> bool:
-    """Faster by 15%, and by more than measurements of either differ among themselves."""
+    """Whether a setting is faster by 15%, and by more than the spread of the measurements of both."""
     if not point.final_rates or not kept.final_rates:
         return False
     one, other = statistics.median(point.final_rates), statistics.median(kept.final_rates)
@@ -199,17 +198,17 @@ def _beats(point: SweepPoint, kept: SweepPoint) -> bool:
 
 
 def _cheapest(points: Sequence[SweepPoint]) -> SweepPoint:
-    """Of those that are practically as fast as the fastest, that with fewer bytes in flight, then smaller blocks."""
+    """Of the settings practically as fast as the fastest, return the one with the fewest bytes in flight."""
     fastest = max(point.bytes_per_s for point in points)
     good = [point for point in points if point.bytes_per_s >= _GOOD_ENOUGH * fastest]
     return min(good, key=lambda point: (point.in_flight_bytes, point.options.block_size_bytes))
 
 
 def best_for_all(sweeps: Sequence[Sequence[SweepPoint]], default: IoOptions | None = None) -> SweepPoint:
-    """The setting that is practically the best compromise of several sweeps.
+    """Return the setting that is the best compromise of several sweeps.
 
-    Each counts by what share of its own fastest rate a setting reaches; those that some sweep has not are left out.
-    With a default, it and what the sweeps choose are compared, and it is kept unless another is better by 15%.
+    A setting counts by the fraction of each sweep's fastest rate that it reaches; settings that a sweep lacks are
+    omitted. With a default, the choices of the sweeps are compared with it, and it is kept unless one is better by 15%.
 
     Raises:
         ConfigError: the sweeps have no setting in common.

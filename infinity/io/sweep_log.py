@@ -1,4 +1,4 @@
-"""A file of what sweeps have measured."""
+"""A file with the measurements of sweeps."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _VERSION = 2
 
 
 class SweepLog:
-    """What sweeps have measured so far, kept in a file so that they can go on after an interruption: JSON lines.
+    """Measurements of sweeps in a file of JSON lines, so that an interrupted sweep can continue.
 
     Args:
-        path: made if it is missing; None keeps nothing.
-        facts: what must be the same for figures to belong together.
+        path: created if it is missing; None stores no measurement.
+        facts: conditions that must be equal for measurements to be comparable.
 
     Raises:
-        ConfigError: the file is of other measurements, or cannot be read or written.
+        ConfigError: the file has other conditions, or cannot be read or written.
     """
 
     def __init__(self, path: Path | None, facts: Mapping[str, Any]) -> None:
@@ -51,7 +51,7 @@ class SweepLog:
         for name, value in header.items():
             if found.get(name) != value:
                 raise ValueError(f"it was begun with {name} {found.get(name)}, and this is {value}: use another file")
-        whole = text[: text.rfind("\n") + 1]  # the last line may have been cut off
+        whole = text[: text.rfind("\n") + 1]  # the last line may be incomplete
         if whole != text:
             path.write_text(whole, encoding="utf-8")
         for number, line in enumerate(whole.splitlines()[1:], 2):
@@ -67,18 +67,18 @@ class SweepLog:
             self._rates.setdefault(found.key, []).append(found.bytes_per_s)
 
     def rates(self, place: str, plan: SweepPlan, options: IoOptions, *, final: bool) -> tuple[float, ...]:
-        """Of what was measured before: in turn with the default (`final`), or not."""
+        """Return earlier measurements: the final ones, in turn with the default, or the others."""
         block, depth = shape_of(options)
         return tuple(self._rates.get(_Key(place, plan.operation, plan.pass_bytes, block, depth, final), ()))
 
     def pass_bytes(self, place: str, operation: str) -> int | None:
-        """What measurements used of the file when this sweep was begun; None if it was not."""
+        """Return the bytes of the file that earlier measurements used; None if there are none."""
         return next((key.pass_bytes for key in self._rates if (key.path, key.op) == (place, operation)), None)
 
     def add(
         self, place: str, plan: SweepPlan, options: IoOptions, rate: float, written_bytes: int, *, final: bool
     ) -> None:
-        """One more measurement is over."""
+        """Add a measurement."""
         block, depth = shape_of(options)
         self._append(
             {
@@ -94,7 +94,7 @@ class SweepLog:
         )
 
     def filled(self, nbytes: int) -> None:
-        """A file was written, to be measured."""
+        """Add the bytes that were written to fill a file for measurements."""
         self._append({"written_bytes": nbytes})
 
     def _append(self, line: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ class SweepLog:
 
 
 class _Key(NamedTuple):
-    """What figures have to have in common to be of one thing."""
+    """The conditions that must be equal for measurements to be repetitions of each other."""
 
     path: str
     op: str
@@ -116,7 +116,7 @@ class _Key(NamedTuple):
 
 @dataclass(frozen=True)
 class _Written:
-    """What a line of the log may hold, see [Note: typed records]; older ones do not say what was written."""
+    """Type of a line of the log, see [Note: typed records]; older lines do not have the written bytes."""
 
     written_bytes: Count = 0
 

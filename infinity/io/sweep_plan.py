@@ -1,4 +1,4 @@
-"""What a sweep measures, and how much of it: settings, passes and bytes. Pure."""
+"""The plan of a sweep: settings, passes and bytes. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from infinity.io.patterns import written_share
 
 BLOCK_SIZES_BYTES = tuple(1 << shift for shift in range(17, 24))  # 128 KiB to 8 MiB
 QUEUE_DEPTHS = (1, 4, 8, 16, 32, 64)
-CHALLENGERS = 3  # that are measured again in turn with the default
-FINAL_PASSES = 5  # of each of them, and of the default
-_LEAST_BLOCKS = 8  # that one measurement moves; fewer than are in flight say little of a depth
+CHALLENGERS = 3  # settings that are measured again in turn with the default
+FINAL_PASSES = 5  # final measurements of each of them, and of the default
+_LEAST_BLOCKS = 8  # of one measurement; fewer blocks than are in flight would not show the effect of a depth
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class SweepPoint:
     """One setting and its measurements so far, in bytes/s.
 
     Attributes:
-        final_rates: of those that were in turn with the default's; empty for settings that were not compared so.
+        final_rates: measurements in turn with the default; empty for a setting without these.
     """
 
     options: IoOptions
@@ -42,12 +42,12 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What a sweep will do.
+    """The plan of a sweep.
 
     Attributes:
-        default: the setting that is kept unless another is better; None where it fits neither file nor memory.
-        seconds: of one measurement, or less where it may not write so much.
-        pass_bytes: of the file, what measurements use, from its beginning; one that writes goes over it once.
+        default: the setting that is kept unless another is better; None if it fits neither file nor memory.
+        seconds: time of one measurement; less if the limit of written bytes ends it.
+        pass_bytes: bytes of the file, from its start, that measurements use; a measurement that writes makes one pass.
     """
 
     operation: str
@@ -59,17 +59,17 @@ class SweepPlan:
 
     @property
     def measurements(self) -> int:
-        """At most; where nothing looks better than the default it is not compared again."""
+        """The most measurements; without the final ones if no setting looks better than the default."""
         return _measurements(self.passes, self.settings, self.default)
 
     @property
     def written_bytes(self) -> int:
-        """At most."""
+        """The most bytes written."""
         return int(self.measurements * self.pass_bytes * written_share(self.operation))
 
     @property
     def most_passes(self) -> int | None:
-        """Over `pass_bytes`, of one measurement; None for any number."""
+        """The most passes of one measurement over `pass_bytes`; None for no limit."""
         return 1 if written_share(self.operation) else None
 
 
@@ -83,13 +83,13 @@ def plan_sweep(
     memory_bytes: int,
     most_written_bytes: int,
 ) -> SweepPlan:
-    """Every setting that fits the file and the memory; of the file only as much as may be written so often. Pure.
+    """Plan all settings that fit the file and the memory, and the part of the file that the write limit allows. Pure.
 
     Args:
-        base: the default, which is among the settings if it fits.
+        base: the default, which is one of the settings if it fits.
 
     Raises:
-        ConfigError: nothing fits; the message says what would.
+        ConfigError: no setting fits; the message gives sizes that would.
     """
     grid = [(block, depth) for block in BLOCK_SIZES_BYTES for depth in QUEUE_DEPTHS]
     shapes = sorted({*grid, shape_of(base)})

@@ -1,4 +1,4 @@
-"""Threads that may not be had: a limit on them is an error with words."""
+"""Starts threads, and reports a limit on threads as an error with a remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MORE_THREADS = "raise the limit on processes and threads: ulimit -u, or pids.max
 
 
 def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
-    """A daemon thread that runs `target`.
+    """Start a daemon thread that runs `target`.
 
     Raises:
         InfinityError: the system gives no more threads.

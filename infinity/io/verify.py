@@ -1,4 +1,4 @@
-"""Writes what can be told apart, reads it back, and compares."""
+"""Writes distinguishable data, reads it back, and compares."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _Pages = npt.NDArray[np.uint64]
 
 
 def verify(session: BenchSession, operation: str) -> int:
-    """Do the writes of one pass, then read them back; returns the bytes that were compared.
+    """Do the writes of one pass, and read them back. Return the number of compared bytes.
 
-    Every page carries where it belongs and a number that no earlier pass wrote, beside what the buffers hold: a page
-    that was lost, torn, or put in another's place is found. Blocks of less than a page share one stamp.
+    Every page has a stamp: its offset, and a number that no earlier pass wrote. So a page that was lost, torn, or
+    written to another place is found. Blocks smaller than a page share one stamp.
 
     Raises:
-        StorageError: EBADMSG, with the offset of the first byte that is not what was written.
+        StorageError: EBADMSG, with the offset of the first byte that differs.
     """
     writes = [move for move in session.moves(operation) if move.operation == "write"]
     slots = _Slots(session.buffers, writes[0].nbytes)
@@ -51,7 +51,7 @@ def verify(session: BenchSession, operation: str) -> int:
 
 
 class _Slots:
-    """The buffers in two halves: what is written, and what is read back."""
+    """Two halves of the buffers: one to write from, one to read back into."""
 
     def __init__(self, buffers: Span, slot_bytes: int) -> None:
         self._buffers = buffers
@@ -77,7 +77,7 @@ def _pages(span: Span) -> _Pages:
 
 
 def _read_back(session: BenchSession, writes: Sequence[Move], slots: _Slots) -> Iterator[tuple[int, Move, IoFuture]]:
-    """Every write with the read of the same range, a few of which are under way."""
+    """Yield every write with a read of the same range, a few of which are in flight."""
     under_way: deque[tuple[int, Move, IoFuture]] = deque()
     for number, move in enumerate(writes):
         if len(under_way) == slots.count:

@@ -1,4 +1,4 @@
-"""The checked doors to the native optimizer kernels."""
+"""The checked API of the native optimizer kernels."""
 
 from infinity.kernels.convert import GradStats, grad_stats, grad_store, join_master, split_master
 from infinity.kernels.machine import (

@@ -1,4 +1,4 @@
-"""The extension itself, and the checks before an address is handed to it."""
+"""The extension, and the checks before it gets an address."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ DTYPES = {
 
 
 def check(numel: int, tensors: Mapping[str, torch.Tensor], *dtypes: torch.dtype) -> None:
-    """Refuse tensors that the kernels could not take as they are.
+    """Refuse tensors that the kernels cannot use.
 
     Args:
-        tensors: by the name that the message has for them.
-        dtypes: those that each of them may have.
+        tensors: by their names in messages.
+        dtypes: allowed dtypes of each of them.
 
     Raises:
         ValueError: wrong dtype, length, layout or device; the message names it.

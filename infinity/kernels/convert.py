@@ -1,4 +1,4 @@
-"""Gradients into their buffers, and masters into two halves; 1-D contiguous CPU tensors of one length."""
+"""Conversion of gradients and masters; 1-D contiguous CPU tensors of one length."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from infinity.kernels._native import DTYPES, _adam, check
 
-_CHUNK = 32768  # elements whose squares the kernel sums by themselves: pieces of so many give the bits of the whole
+_CHUNK = 32768  # the kernel sums squares by chunks of this size: pieces of it give the bits of the whole
 
 
 @dataclass(frozen=True)
 class GradStats:
-    """What `grad_store` measured on the values that it stored.
+    """Statistics of the values that `grad_store` stored.
 
     Attributes:
         sum_sq: sum of their squares, summed in double.
@@ -26,7 +26,7 @@ class GradStats:
 
 
 def grad_store(dst: torch.Tensor, src: torch.Tensor, *, accumulate: bool, scale: float = 1.0) -> GradStats:
-    """`dst = src * scale`, or `dst += src * scale`, with conversion between dtypes, in one pass.
+    """Compute `dst = src * scale`, or `dst += src * scale`, with conversion between dtypes, in one pass.
 
     Args:
         dst, src: float32, bfloat16 or float16.
@@ -43,9 +43,9 @@ def grad_store(dst: torch.Tensor, src: torch.Tensor, *, accumulate: bool, scale:
 
 
 def grad_stats(values: torch.Tensor) -> GradStats:
-    """What `grad_store` would measure of gradients that are stored already, which stay as they are.
+    """Return the statistics of gradients that are stored already, without changing them.
 
-    The kernel writes what it measures. That goes to a piece of memory whose size does not depend on `values`.
+    The kernel writes the values that it measures: to a buffer whose size does not depend on `values`.
     """
     piece, total = torch.empty(_CHUNK, dtype=values.dtype), 0.0
     for part in values.split(_CHUNK):
@@ -63,7 +63,7 @@ def split_master(master: torch.Tensor, param: torch.Tensor, low_bits: torch.Tens
 
 
 def join_master(param: torch.Tensor, low_bits: torch.Tensor, master: torch.Tensor) -> None:
-    """The inverse of `split_master`, exact."""
+    """Invert `split_master`, exactly."""
     numel = master.numel()
     check(numel, {"param": param}, torch.bfloat16)
     check(numel, {"low_bits": low_bits}, torch.int16)

@@ -1,4 +1,4 @@
-"""Which instruction set and how many threads the kernels use; results do not depend on either."""
+"""The instruction set and the number of threads of the kernels; results do not depend on them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import suppress
 
 from infinity.kernels._native import _adam
 
-_MOST_LEFT = 2  # CPUs for the threads that keep a device busy: the script's, and autograd's
+_MOST_LEFT = 2  # CPUs for threads that launch work on a device: the script's and autograd's
 _LEFT_SHARE = 4
 
-_chosen = False  # somebody has called `set_threads`
+_chosen = False  # whether `set_threads` was called
 
 
 def set_threads(count: int) -> None:
@@ -27,9 +27,9 @@ def share_threads(processes: int, *, launches: bool, near: Collection[int] = ())
     """Use this process's share of the machine's CPUs from now on, unless `set_threads` was called.
 
     Args:
-        processes: how many train on this machine. Those that are bound to CPUs of their own have theirs.
-        launches: some CPUs are left for the threads that launch what a device computes.
-        near: CPUs that the threads are bound to; none to run on all that the process has.
+        processes: number of training processes on this machine; a process that is bound to its own CPUs uses these.
+        launches: leave some CPUs for the threads that launch work on a device.
+        near: CPUs that the threads are bound to; empty to use all CPUs of the process.
     """
     _adam.set_cpus(sorted(near))
     if not _chosen:
@@ -39,14 +39,14 @@ def share_threads(processes: int, *, launches: bool, near: Collection[int] = ())
 
 
 def bind_this_thread() -> None:
-    """Have the calling thread run where the kernels' threads do."""
+    """Bind the calling thread to the CPUs of the kernels' threads."""
     if cpus := _adam.cpus():
-        with suppress(OSError):  # it runs anywhere then, with the same results
+        with suppress(OSError):  # it may run on any CPU then, with the same results
             os.sched_setaffinity(0, cpus)
 
 
 def _share(machine: int, allowed: int, processes: int, *, launches: bool) -> int:
-    """Of a machine's CPUs, of which a process is allowed to use so many."""
+    """Return the number of threads, of `machine` CPUs of which the process may use `allowed`."""
     is_bound = allowed <= machine // processes
     own = allowed if is_bound else allowed // processes
     left = min(_MOST_LEFT, own // _LEFT_SHARE) if launches else 0
@@ -54,17 +54,17 @@ def _share(machine: int, allowed: int, processes: int, *, launches: bool) -> int
 
 
 def thread_count() -> int:
-    """Threads that the kernels use; at first, as many as this process may use CPUs."""
+    """Return the number of threads; initially the number of CPUs that this process may use."""
     return _adam.thread_count()
 
 
 def instruction_sets() -> list[str]:
-    """Instruction sets that were compiled and run on this processor, best last."""
+    """Return the instruction sets that were compiled and run on this processor, the best last."""
     return list(_adam.instruction_sets())
 
 
 def active_instruction_set() -> str:
-    """The one in use: the best, or what the environment variable INFINITY_ISA names."""
+    """Return the one in use: the best, or the value of the environment variable INFINITY_ISA."""
     return _adam.active_instruction_set()
 
 

@@ -1,5 +1,5 @@
-"""The update of states, and the norm of gradients, on a device: in one kernel where there is a compiler for it, else in
-torch's operators."""
+"""The update of states, and the norm of gradients, on a device: by one Triton kernel if possible, else by torch's
+operators."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from infinity.kernels.update import Moment, update
 
 _log = logging.getLogger(__name__)
 
-_COMPILED_FOR = ("cuda", "xpu")  # ROCm's devices are cuda's, too
+_COMPILED_FOR = ("cuda", "xpu")  # includes ROCm, whose devices are cuda's
 _TRIED = 4099
-_PIECE = 1 << 24  # values whose norm is measured at a time: their float64 copy takes 128 MiB
-_LARGE = 1 << 25  # values from which a kernel of our own saves the device more than its launches cost the host
+_PIECE = 1 << 24  # values per piece for the norm: their float64 copy takes 128 MiB
+_LARGE = 1 << 25  # values from which one kernel saves the device more time than its launches cost the host
 
-_Form = tuple[torch.dtype, torch.dtype | None, torch.dtype]  # of the parameter, what lies beside it, and the gradient
+_Form = tuple[torch.dtype, torch.dtype | None, torch.dtype]  # dtypes of parameter, master and gradient
 
 
 class Update(Protocol):
-    """As `update_in_torch`."""
+    """Signature of `update_in_torch`."""
 
     def __call__(
         self,
@@ -50,10 +50,10 @@ def update_on_device(
     first: torch.Tensor | None,
     second: torch.Tensor | None,
 ) -> None:
-    """As `update_in_torch`, by the quickest implementation that has the bits of the host's kernels on this device.
+    """Like `update_in_torch`, by the fastest implementation that gives the bits of the host's kernels on this device.
 
     Raises:
-        InfinityError: none has; looked at before the first update of its kind.
+        InfinityError: no implementation does; checked before the first update of its kind.
     """
     form = param.dtype, None if master is None else master.dtype, grad.dtype
     with _current(param.device):
@@ -62,7 +62,7 @@ def update_on_device(
 
 
 def norm_on_device(values: torch.Tensor) -> torch.Tensor:
-    """The Euclidean norm of `values`, as a float64 scalar on their device; NaN or infinite if one of them is."""
+    """Return the Euclidean norm of `values` as a float64 scalar on their device; NaN or infinite if a value is."""
     if values.numel() < _LARGE:
         return norm_in_torch(values)
     with _current(values.device):
@@ -70,15 +70,16 @@ def norm_on_device(values: torch.Tensor) -> torch.Tensor:
 
 
 def norm_in_torch(values: torch.Tensor) -> torch.Tensor:
-    """As `norm_on_device`. torch sums a float64 copy of its input: working piece by piece bounds the copy to `_PIECE`
-    elements."""
+    """As `norm_on_device`. torch sums a float64 copy of its input. Measuring by pieces bounds the copy to `_PIECE`
+    elements.
+    """
     pieces = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in values.flatten().split(_PIECE)]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(pieces)) if len(pieces) > 1 else pieces[0]
     return norm
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes the device the thread's current one, on which Triton launches whatever device its tensors are on."""
+    """Make the device the thread's current one, on which Triton launches kernels, whatever their tensors' device."""
     if device.type not in _COMPILED_FOR:
         return nullcontext()
     return torch.get_device_module(device).device(device)  # type: ignore[no-any-return]
@@ -86,15 +87,16 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 @cache
 def _serving(device: torch.device, loop: Loop, form: _Form) -> Update:
-    """Triton's kernel where there is a compiler for it, else torch's operators, which read and write some ten times as
-    many bytes: the first of them that has the bits of the host's kernels.
+    """Return the fastest implementation with the bits of the host's kernels.
+
+    Triton's kernel if it can be compiled, else torch's operators, which read and write about ten times as many bytes.
 
     Raises:
-        InfinityError: neither has.
+        InfinityError: neither has these bits.
     """
     problem = _problem_of_triton(device, loop, form)
     if problem is None:
-        from infinity.kernels.triton_ops import update_in_triton  # noqa: PLC0415  (where there is Triton)
+        from infinity.kernels.triton_ops import update_in_triton  # noqa: PLC0415  (needs Triton)
 
         return update_in_triton
     if not agrees(update_in_torch, device, loop, form):
@@ -109,14 +111,14 @@ def _serving(device: torch.device, loop: Loop, form: _Form) -> Update:
 
 
 def _problem_of_triton(device: torch.device, loop: Loop, form: _Form) -> str | None:
-    """Why Triton's kernel cannot serve; None if it can."""
+    """Return why Triton's kernel cannot be used; None if it can."""
     if device.type not in _COMPILED_FOR:
         return f"it compiles nothing for {device.type}"
     try:
-        from infinity.kernels.triton_ops import update_in_triton  # noqa: PLC0415  (where there is Triton)
+        from infinity.kernels.triton_ops import update_in_triton  # noqa: PLC0415  (needs Triton)
 
         return None if agrees(update_in_triton, device, loop, form) else "its kernel has other bits"
-    except Exception as error:  # no Triton, no compiler, no room: whatever it is, there is another way
+    except Exception as error:  # no Triton, no compiler, no memory: torch's operators remain
         return str(error)
 
 
@@ -150,13 +152,13 @@ def measures(norm: Callable[[torch.Tensor], torch.Tensor], device: torch.device,
 
 
 def agrees(run: Update, device: torch.device, loop: Loop, form: _Form) -> bool:
-    """An update on this device has the bits of the host's kernels, whatever the magnitude of the values."""
+    """Whether an update on this device gives the bits of the host's kernels, for values of any magnitude."""
     dtype, beside, grad_dtype = form
     grad = _wild(1).to(grad_dtype)
     for rule in _rules(loop):
         param = _wild(4).to(dtype)
         master = None if beside is None else _beside(beside)
-        param[::9] = 1.0  # written from outside
+        param[::9] = 1.0  # changed outside the optimizer
         first = None if rule.first is None else _wild(2)
         second = None if rule.second is None else _wild(3).abs()
         here = (param, master, first, second)
@@ -172,7 +174,7 @@ def agrees(run: Update, device: torch.device, loop: Loop, form: _Form) -> bool:
 
 
 def _rules(loop: Loop) -> Iterator[Rule]:
-    """Those with this loop, one for each way through it."""
+    """Return rules with this loop, one for each path through it."""
     rules: tuple[Rule, ...] = (
         Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 3, decoupled=True, grad_scale=0.37),
         Hyper(1e-3, 0.3, 0.95, 1e-8, 0.1, 3, decoupled=True),
@@ -187,7 +189,7 @@ def _rules(loop: Loop) -> Iterator[Rule]:
 
 
 def _wild(seed: int) -> torch.Tensor:
-    """Finite values of every magnitude, denormal ones among them, and zeros of both signs."""
+    """Return finite values of every magnitude, including denormal ones and zeros of both signs."""
     drawn = torch.Generator().manual_seed(seed)
     magnitude = torch.empty(_TRIED).uniform_(-44, 18, generator=drawn)
     values = torch.randn(_TRIED, generator=drawn) * 10.0**magnitude
@@ -202,7 +204,7 @@ def _beside(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _same(left: torch.Tensor, right: torch.Tensor, known: torch.Tensor) -> bool:
-    """The same bits where `known`, but for the payload of NaN."""
+    """Whether the bits are equal where `known` is True, except the payload of NaN."""
     if left.is_floating_point():
         if not torch.equal(left.isnan(), right.isnan()):
             return False

@@ -23,7 +23,7 @@ from typing import ClassVar, Protocol
 
 
 class Loop(Enum):
-    """The arithmetic of a rule; Adam's coupled decay is a loop of its own."""
+    """The arithmetic of a rule; Adam's coupled decay is a separate loop."""
 
     ADAMW = auto()
     ADAM = auto()
@@ -34,7 +34,7 @@ class Loop(Enum):
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a loop multiplies with; csrc/adam/kernels.h says what each is for. Rounded to float32 where it is used."""
+    """The factors of a loop, see csrc/adam/kernels.h. Rounded to float32 before use."""
 
     grad_scale: float
     step_size: float
@@ -55,7 +55,7 @@ class Rule(Protocol):
     Attributes:
         first: name of its signed moment, or None.
         second: name of its moment that is never negative, or None.
-        step: which update of these elements this is, from 1.
+        step: number of this update of these elements, from 1.
         grad_scale: factor on the gradient: 1 / loss scale x clip coefficient.
     """
 
@@ -69,7 +69,7 @@ class Rule(Protocol):
     def grad_scale(self) -> float: ...
 
     def loop(self) -> tuple[Loop, Numbers]:
-        """What to run, and with what."""
+        """Return the loop to run, and its factors."""
         ...
 
     def __hash__(self) -> int: ...
@@ -80,8 +80,8 @@ class Hyper:
     """One update of AdamW, or of Adam.
 
     Attributes:
-        step: which update of these elements this is, from 1.
-        decoupled: AdamW's weight decay; else Adam's, which adds it to the gradient.
+        step: number of this update of these elements, from 1.
+        decoupled: use AdamW's weight decay; if False Adam's, which is added to the gradient.
         grad_scale: factor on the gradient: 1 / loss scale x clip coefficient.
     """
 

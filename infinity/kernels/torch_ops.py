@@ -1,11 +1,11 @@
-"""The optimizer's update in torch's own operators, for states on any device.
+"""The optimizer's update in torch's operators, for states on any device.
 
-The second implementation of one specification: every function has the bits of the native kernels, so that a tile may be
-updated where it lives. Operators that a backend may contract to a fused multiply-add (`add` with `alpha`, `addcmul`,
-`lerp`) would round once where the kernels round twice, and are not used; see `_sqrt` for the root. The payload of a NaN
-is the device's own.
+The second implementation of one specification: every function gives the bits of the native kernels, so that a tile may
+be updated where it is. Operators that a backend may contract to a fused multiply-add (`add` with `alpha`, `addcmul`,
+`lerp`) would round once where the kernels round twice, and are not used; for the square root see `_sqrt`. The payload
+of a NaN depends on the device.
 
-Formats whose moments are rounded stochastically are left to the native kernels.
+Formats whose moments are rounded stochastically are only updated by the native kernels.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 
 from infinity.kernels.rules import Loop, Numbers, Rule
 
-_ELEMENTS = 1 << 24  # worked on at a time: bounds what intermediate results take
-_SCRATCH = 8 * torch.float32.itemsize  # an element's part of them, at most
+_ELEMENTS = 1 << 24  # elements per piece, which bounds the memory of intermediate results
+_SCRATCH = 8 * torch.float32.itemsize  # the most bytes of these per element
 
 
 def scratch_bytes(numel: int) -> int:
-    """The most that an update of so many elements takes of the device's memory beside what it works on."""
+    """Return the most device memory that an update of `numel` elements uses for intermediate results."""
     return min(numel, _ELEMENTS) * _SCRATCH
 
 
@@ -35,13 +35,13 @@ def update_in_torch(
     first: torch.Tensor | None,
     second: torch.Tensor | None,
 ) -> None:
-    """One update in place, on the stream that is current.
+    """Make one update in place, on the current stream.
 
     Args:
-        param: 1-D; float32, which is its own master; bfloat16 beside int16 low bits; float16 beside a float32 master.
-        grad: float32, bfloat16 or float16, of the same length, as everything here.
-        master: what lies beside `param`.
-        first, second: the float32 moments that the rule has.
+        param: 1-D; float32, which is its own master; bfloat16 with int16 low bits; float16 with a float32 master.
+        grad: float32, bfloat16 or float16; all tensors have the same length.
+        master: the low bits or the master of `param`.
+        first, second: the float32 moments of the rule.
     """
     loop, numbers = rule.loop()
     run = _LOOPS[loop]
@@ -50,7 +50,7 @@ def update_in_torch(
         weight, beside = param[here], None if master is None else master[here]
         value = join(weight, beside)
         scaled = grad[here].float()
-        if numbers.grad_scale != 1:  # a launch less
+        if numbers.grad_scale != 1:  # saves a launch
             scaled = scaled * numbers.grad_scale
         run(value, None if first is None else first[here], None if second is None else second[here], scaled, numbers)
         split(value, weight, beside)
@@ -60,7 +60,7 @@ def update_in_torch(
 
 
 def join(param: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
-    """The float32 master: `param` or `master` itself where one of them is, else a new tensor."""
+    """Return the float32 master: `param` or `master` itself if it is one, else a new tensor."""
     if master is None:
         return param
     if master.dtype == torch.int16:
@@ -72,13 +72,13 @@ def join(param: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
 
 
 def split(value: torch.Tensor, param: torch.Tensor, master: torch.Tensor | None) -> None:
-    """Store what `join` gave, updated."""
+    """Store the updated result of `join`."""
     if master is None:
         return
     if master.dtype == torch.int16:
         bits = value.view(torch.int32)
         bits = torch.where(value.isnan(), (bits & -0x80000000) | 0x7FC00000, bits)
-        # Not with `out=`: on CUDA a shift is computed in the type that it writes, int16 here, whatever it reads.
+        # Not with `out=`: CUDA computes a shift in the type that it writes, which is int16 here.
         param.view(torch.int16).copy_((bits + 0x8000) >> 16)
         master.copy_(bits)
         return
@@ -87,7 +87,7 @@ def split(value: torch.Tensor, param: torch.Tensor, master: torch.Tensor | None)
 
 
 def _half_bits(value: torch.Tensor) -> torch.Tensor:
-    """float16, rounded to nearest even, as int16; every NaN is the one that the kernels make."""
+    """Return float16, rounded to nearest even, as int16; a NaN gets the bits that the kernels give it."""
     sign = (value.view(torch.int32) >> 16) & 0x8000
     return torch.where(value.isnan(), (sign | 0x7E00).to(torch.int16), value.half().view(torch.int16))
 
@@ -129,7 +129,7 @@ def _adagrad(p: torch.Tensor, _: _State, s: _State, g: torch.Tensor, n: Numbers)
 def _lion(p: torch.Tensor, m: _State, _: _State, g: torch.Tensor, n: Numbers) -> None:
     assert m is not None
     direction = m * less(1.0, n.blend) + g * n.blend
-    # torch's own sign makes zero of NaN and of -0.
+    # torch's sign returns zero for NaN and for -0.
     sign = torch.where(direction > 0, 1.0, torch.where(direction < 0, -1.0, direction))
     p *= n.param_factor
     p += sign.mul_(n.step_size)
@@ -147,12 +147,12 @@ def _sgd(p: torch.Tensor, m: _State, _: _State, g: torch.Tensor, n: Numbers) -> 
 
 
 def _sqrt(value: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded. So is the root of CUDA and ROCm; torch's on the CPU is a vector library's, which is not."""
+    """Return the correctly rounded root. torch's vector library on the CPU does not round it correctly; GPUs do."""
     return value.sqrt() if value.is_cuda else value.double().sqrt_().float()
 
 
 def less(value: float, other: float) -> float:
-    """`value - other` in float32, as the kernels have it."""
+    """Return `value - other` in float32, as in the kernels."""
     return float(np.float32(value) - np.float32(other))
 
 

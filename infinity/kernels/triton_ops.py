@@ -1,9 +1,9 @@
 """The optimizer's update, and the norm of gradients, each in one Triton kernel, for states on a GPU: each value is read
 once and written once.
 
-The third implementation of the specification that `torch_ops` tells of, with the same bits: no multiplication is
-contracted with an addition (`enable_fp_fusion`), and division and root are the correctly rounded ones. Whether a GPU's
-compiler keeps to that is looked at before it is used there, see `on_device`. Imported only where there is Triton.
+The third implementation of the specification in `torch_ops`, with the same bits: no multiplication is contracted with
+an addition (`enable_fp_fusion`), and division and root are correctly rounded. `on_device` checks this for each GPU
+before its first use. Import this only if Triton is installed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infinity.kernels.torch_ops import less
 
 _BLOCK = 1024
 _NORM_BLOCK = 4096
-_OWN, _LOW_BITS, _BESIDE = 0, 1, 2  # where the float32 master is
+_OWN, _LOW_BITS, _BESIDE = 0, 1, 2  # the place of the float32 master
 _ADAMW, _ADAM, _ADAGRAD, _LION, _SGD = range(5)
 _LOOPS = {Loop.ADAMW: _ADAMW, Loop.ADAM: _ADAM, Loop.ADAGRAD: _ADAGRAD, Loop.LION: _LION, Loop.SGD: _SGD}
 
@@ -31,7 +31,7 @@ def update_in_triton(
     first: torch.Tensor | None,
     second: torch.Tensor | None,
 ) -> None:
-    """As `update_in_torch`."""
+    """Like `update_in_torch`."""
     if not param.numel():
         return
     loop, n = rule.loop()
@@ -97,13 +97,13 @@ def _update(
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < numel
-    if HALVES:  # of float32: bfloat16
+    if HALVES:  # bfloat16 is the upper half of float32
         g = (tl.load(grad + at, here, 0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         g = tl.load(grad + at, here, 0.0).to(tl.float32)
     g = g * grad_scale
 
-    # The master, see `join` of torch_ops.
+    # Join the master, see `join` in torch_ops.
     if MASTER == 0:
         p = tl.load(param + at, here, 0.0)
     elif MASTER == 1:
@@ -158,7 +158,7 @@ def _update(
             p = p + m * step_size
         tl.store(first + at, m, here)
 
-    # And `split`.
+    # Store it, see `split` in torch_ops.
     if MASTER == 0:
         tl.store(param + at, p, here)
     elif MASTER == 1:
@@ -203,6 +203,6 @@ def _plus(left, right):
 
 @triton.jit
 def _half_bits(value):
-    """As that of torch_ops."""
+    """Like `_half_bits` in torch_ops."""
     sign = (value.to(tl.int32, bitcast=True) >> 16) & 0x8000
     return tl.where(value != value, (sign | 0x7E00).to(tl.int16), value.to(tl.float16).to(tl.int16, bitcast=True))

@@ -1,7 +1,7 @@
-"""The optimizer's update on flat host tensors, in every way that parameters and moments are kept.
+"""The optimizer's update on flat host tensors, for every format of parameters and moments.
 
-Every function takes 1-D contiguous CPU tensors of one length and works in place. Results are the same bits
-for every instruction set, number of threads, and way of cutting a tensor into pieces.
+Every function takes 1-D contiguous CPU tensors of one length and works in place. Results have the same bits for every
+instruction set, number of threads, and division of a tensor into pieces.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOOPS = {
     Loop.LION: _adam.Rule.lion,
     Loop.SGD: _adam.Rule.sgd,
 }
-# dtype of the parameter -> what lies beside it, and how the kernels call the pair
+# dtype of the parameter -> dtype of its master or low bits, and the kernels' name of the pair
 _PARAM_KINDS = {
     torch.float32: (None, _adam.ParamKind.f32),
     torch.bfloat16: (torch.int16, _adam.ParamKind.split),
@@ -38,11 +38,11 @@ _PARAM_KINDS = {
 
 @dataclass(frozen=True)
 class Moment:
-    """One moment as it is kept.
+    """One moment in its stored form.
 
     Attributes:
         values: float32; bfloat16, stochastically rounded; or uint8, codes of 8-bit floats.
-        scales: float32, one for every `SCALE_BLOCK` codes; only beside uint8.
+        scales: float32, one for every `SCALE_BLOCK` codes; only with uint8.
     """
 
     values: torch.Tensor
@@ -51,11 +51,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class Dither:
-    """Where the bits of stochastic rounding come from: a hash of both numbers.
+    """Source of the bits for stochastic rounding: a hash of both numbers.
 
     Attributes:
         seed: new for every step; 64 bits.
-        index: of the first element, so that a tensor may be updated piece by piece.
+        index: of the first element, so that a tensor may be updated by pieces.
     """
 
     seed: int = 0
@@ -64,7 +64,7 @@ class Dither:
 
 @dataclass(frozen=True)
 class Aside:
-    """Tensors like those of an update, so that its old values stay somewhere; None where they need not.
+    """Further tensors that keep old or new values of an update, so that both exist after it; None to keep no old value.
 
     Attributes:
         param: gets the old values; the new ones are in place.
@@ -79,12 +79,12 @@ class Aside:
 
 @dataclass(frozen=True)
 class Lost:
-    """Of which elements an update's states do not tell what was before it; positions are in order.
+    """Elements of an update whose old values cannot be reconstructed from the states; positions are in order.
 
     Attributes:
-        grads: positions of gradients; None if they are not few.
+        grads: positions of gradients; None if there are too many.
         params: positions of parameters.
-        param_bits: the 16 bits that each of these had.
+        param_bits: the old 16-bit patterns of these parameters.
     """
 
     grads: list[int] | None
@@ -105,19 +105,19 @@ def update(
     recoverably: bool = False,
     params: bool = False,
 ) -> Lost | None:
-    """One update by any rule.
+    """Make one update by any rule.
 
     Args:
-        param: float32, which is its own master; bfloat16 beside int16 low bits; float16 beside a float32 master.
+        param: float32, which is its own master; bfloat16 with int16 low bits; float16 with a float32 master.
         grad: float32, bfloat16 or float16.
-        master: what lies beside `param`.
-        first, second: the moments that the rule has, of one kind.
-        aside: where old or new values go so that both are there afterwards.
-        recoverably: find out of which elements `recover_grad` would not give the gradient, where it `can_recover` them.
-        params: and of which `recover_params` would not give the parameter.
+        master: the low bits or the master of `param`.
+        first, second: the moments of the rule, of one kind.
+        aside: further tensors that keep old or new values.
+        recoverably: report the gradients that `recover_grad` cannot reconstruct; requires `can_recover`.
+        params: also report the parameters that `recover_params` cannot reconstruct.
 
     Returns:
-        What is not told by the states, if that was asked for.
+        The elements that cannot be reconstructed, if requested.
 
     Raises:
         ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
@@ -171,21 +171,21 @@ def update(
 
 
 def can_recover(hyper: Rule, first_dtype: torch.dtype | None, grad_dtype: torch.dtype) -> bool:
-    """An update's first moment, kept in this dtype, tells its gradients, but for a few.
+    """Whether almost all gradients of an update can be reconstructed from its first moment of this dtype.
 
-    That is so of AdamW (and of Adam without decay) with exact moments and gradients of 16 bits.
+    This holds for AdamW (and for Adam without decay) with exact moments and gradients of 16 bits.
     """
     exact = first_dtype is torch.float32 and grad_dtype in (torch.bfloat16, torch.float16)
     return exact and hyper.loop()[0] is Loop.ADAMW
 
 
 def recover_grad(hyper: Rule, before: torch.Tensor, after: torch.Tensor, grad: torch.Tensor) -> None:
-    """Fill `grad` with the gradients of an update, but for those that it has named.
+    """Reconstruct the gradients of an update, except the ones that `update` has reported.
 
     Args:
-        hyper: the rule of that update, of which one `can_recover` gradients.
+        hyper: the rule of that update, for which `can_recover` is True.
         before, after: its first moment, float32.
-        grad: bfloat16 or float16.
+        grad: filled; bfloat16 or float16.
 
     Raises:
         ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
@@ -204,12 +204,12 @@ def recover_params(
     first: torch.Tensor,
     second: torch.Tensor,
 ) -> None:
-    """Have `param` be what it was before an update, but for the elements that it has named.
+    """Reconstruct the parameters before an update in place, except the ones that `update` has reported.
 
     Args:
-        hyper: the rule of that update, of which one `can_recover` gradients.
-        param: bfloat16, as that has left it.
-        low_bits: what lies beside it, before and after the update; int16.
+        hyper: the rule of that update, for which `can_recover` is True.
+        param: bfloat16, after the update.
+        low_bits: its low bits, before and after the update; int16.
         first, second: the moments after it; float32.
 
     Raises:
@@ -258,7 +258,7 @@ def _native_aside(aside: Aside) -> _adam.Aside:
 
 @lru_cache(maxsize=64)
 def _native(rule: Rule) -> tuple[_adam.Rule, _adam.Scalars]:
-    """The same numbers serve every tile of a step."""
+    """Convert a rule for the kernels; cached, since all tiles of a step use the same."""
     loop, numbers = rule.loop()
     return _LOOPS[loop], _adam.Scalars(**asdict(numbers))
 
@@ -266,7 +266,7 @@ def _native(rule: Rule) -> tuple[_adam.Rule, _adam.Scalars]:
 def adam_fp32(
     param: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor, hyper: Hyper
 ) -> None:
-    """One AdamW or Adam update of float32 parameters and moments.
+    """Make one AdamW or Adam update of float32 parameters and moments.
 
     Raises:
         ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
@@ -283,10 +283,10 @@ def adam_split(
     grad: torch.Tensor,
     hyper: Hyper,
 ) -> None:
-    """One AdamW or Adam update of fp32 masters that are kept as a bfloat16 parameter and 16 bits that complete it.
+    """Make one AdamW or Adam update of fp32 masters that are stored as a bfloat16 parameter and 16 low bits.
 
-    The result equals `adam_fp32` on the joined master bit for bit, and `param` is that master rounded to nearest
-    (ties away from zero: 16 bits cannot say which of two equally near neighbours is meant).
+    The result equals `adam_fp32` on the joined master bit for bit, and `param` is that master rounded to nearest (ties
+    away from zero: the 16 bits could not tell which of two equally near neighbours is meant).
 
     Raises:
         ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
@@ -296,7 +296,7 @@ def adam_split(
 
 
 def load_moment(moment: Moment, *, signed: bool) -> torch.Tensor:
-    """A moment as a new float32 tensor.
+    """Return a moment as a new float32 tensor.
 
     Args:
         signed: it is a rule's `first` moment.
@@ -309,7 +309,7 @@ def load_moment(moment: Moment, *, signed: bool) -> torch.Tensor:
 
 
 def store_moment(moment: Moment, values: torch.Tensor, *, signed: bool, dither: Dither | None = None) -> None:
-    """Keep float32 `values` as `moment` does; the inverse of `load_moment`, up to its rounding."""
+    """Store float32 `values` in the format of `moment`; the inverse of `load_moment`, except for rounding."""
     numel = values.numel()
     check(numel, {"values": values}, torch.float32)
     kind = _check_moment("moment", moment, numel)
@@ -319,7 +319,7 @@ def store_moment(moment: Moment, values: torch.Tensor, *, signed: bool, dither: 
 
 
 def bare_loop(param: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor) -> None:
-    """Read and write what `adam_fp32` does with next to no arithmetic, its roofline. Finite values stay."""
+    """Read and write the bytes of `adam_fp32` with almost no arithmetic: its roofline. Finite values do not change."""
     numel = param.numel()
     check(numel, {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}, torch.float32)
     _adam.bare_loop(numel, param.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr())

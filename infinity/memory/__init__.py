@@ -1,4 +1,4 @@
-"""Aligned memory: one arena, leases on it, stable ranges, and the ledger of a budget."""
+"""Aligned memory: an arena with leases, stable buffers, and ledgers of budgets."""
 
 from infinity.memory.arena import LEASE_ALIGN_BYTES, Arena, FreeList, Lease
 from infinity.memory.available import (

@@ -1,4 +1,4 @@
-"""One aligned allocation, handed out in leases."""
+"""One aligned allocation that is leased in parts."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from infinity.memory.hand_over import HandingOver
 from infinity.memory.mapping import HUGE_PAGE_BYTES, make_mapping, tensor_at
 
 LEASE_ALIGN_BYTES = 4096
-_TOUCHED_BYTES = 256 << 20  # by a thread at a time
+_TOUCHED_BYTES = 256 << 20  # by one task of a thread
 
 
 class FreeList:
-    """Which ranges of `[0, capacity)` are free: best fit, neighbours coalesce. Pure."""
+    """The free ranges of `[0, capacity)`: best fit, neighbours are merged. Pure."""
 
     def __init__(self, capacity: int) -> None:
         self._starts: list[int] = [0] if capacity else []
         self._sizes: list[int] = [capacity] if capacity else []
 
     def take(self, size: int, *, at_end: bool = False) -> int | None:
-        """Offset of a range of `size` in the smallest hole that holds it, at its start or end; None if none does."""
+        """Take `size` at the start or end of the smallest hole that fits. Return its offset; None if no hole fits."""
         best = None
         for index, hole in enumerate(self._sizes):
             if hole >= size and (best is None or hole < self._sizes[best]):
@@ -50,7 +50,7 @@ class FreeList:
         return start
 
     def give(self, start: int, size: int) -> None:
-        """Return a range that `take` handed out."""
+        """Return a range that `take` returned."""
         index = bisect.bisect_left(self._starts, start)
         if index < len(self._starts) and start + size == self._starts[index]:
             size += self._sizes[index]
@@ -67,16 +67,16 @@ class FreeList:
 
 
 class Arena:
-    """Memory that is mapped once and leased out.
+    """Memory that is mapped once and leased.
 
     Args:
-        capacity_bytes: rounded up to whole pages. Physical memory is taken when it is first touched.
-        pin: also register it with this device's driver, so that the device copies from and to it directly. All of the
-            memory is taken then, by the threads of the optimizer.
+        capacity_bytes: rounded up to whole pages. Physical memory is allocated at the first access.
+        pin: also register the memory with this device's driver, so that the device copies from and to it directly. All
+            physical memory is then allocated at once, by as many threads as the optimizer uses.
 
     Attributes:
-        used_bytes, peak_bytes: leased now, and at most so far.
-        handing_over: around what is done with the memory, in all parts of it.
+        used_bytes, peak_bytes: bytes leased now, and at most so far.
+        handing_over: guards every hand-over of the memory, in all parts of the arena.
     """
 
     def __init__(self, capacity_bytes: int, *, pin: torch.device | None = None) -> None:
@@ -96,13 +96,13 @@ class Arena:
         self.used_bytes = 0
         self.peak_bytes = 0
         self._free = FreeList(self.capacity_bytes)
-        self._within: Arena | None = None  # the arena that counts what is leased of this part
+        self._within: Arena | None = None  # the arena that counts the leases of this part
 
     def part(self, nbytes: int, *, counts_leases: bool = False) -> Arena:
-        """An arena within this one, so that what is leased there neither takes nor divides the room of others.
+        """Return an arena within this one, whose leases neither use nor fragment the room of others.
 
         Args:
-            counts_leases: what is leased of the part is used here, as it comes and goes; else all of the part is.
+            counts_leases: count only the leases of the part as used in this arena. If False, count the whole part.
 
         Raises:
             CapacityError: no hole is large enough.
@@ -132,11 +132,10 @@ class Arena:
         return lease
 
     def try_lease(self, nbytes: int, *, at_end: bool = False) -> Lease | None:
-        """As `lease`; None where there is no room.
+        """Like `lease`; return None if there is no room.
 
         Args:
-            at_end: lease the end of a hole. Leases of different sizes that come and go divide the arena less if the
-                small ones and the large ones begin at different ends.
+            at_end: lease the end of a hole. Small and large leases fragment the arena less at different ends.
         """
         size = _round_up(nbytes)
         with self.handing_over:
@@ -147,13 +146,13 @@ class Arena:
             return Lease(self, self._address + offset, nbytes)
 
     def close_gaps(self, leases: Sequence[Lease]) -> None:
-        """Move `leases`, which are all that this arena has, to its start. Their addresses change, their contents stay.
+        """Move `leases`, which must be all leases of this arena, to its start. Addresses change, contents stay.
 
-        Nothing may read or write them meanwhile, and tensors made of them before are of no use any more.
+        Meanwhile no thread may access them. Tensors that were made of them before are invalid.
         """
         with self.handing_over:
             self._free = FreeList(self.capacity_bytes)
-            for lease in sorted(leases, key=lambda lease: lease.address):  # so that none overwrites one after it
+            for lease in sorted(leases, key=lambda lease: lease.address):  # so that no lease overwrites a later one
                 offset = self._free.take(_round_up(lease.nbytes))
                 assert offset is not None
                 lease._move(self._address + offset)
@@ -164,7 +163,7 @@ class Arena:
         self._count(-size)
 
     def _count(self, nbytes: int) -> None:
-        """So much more is used, or less."""
+        """Add to the used bytes; `nbytes` may be negative."""
         self.used_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         if self._within is not None:
@@ -177,7 +176,7 @@ class Arena:
         )
 
     def close(self) -> None:
-        """Give the physical memory back. Nothing may use a lease any more."""
+        """Free the physical memory. No lease may be in use."""
         if self._pinned_for is not None:
             pinning.unpin(self._pinned_for, self._pinned)
             self._pinned = ()
@@ -185,7 +184,7 @@ class Arena:
 
 
 class Lease:
-    """A piece of an arena; a context manager that releases it. Its tensors do not keep it."""
+    """A range of an arena; a context manager that releases it. Its tensors do not keep it alive."""
 
     def __init__(self, arena: Arena, address: int, nbytes: int) -> None:
         self.address = address
@@ -194,17 +193,17 @@ class Lease:
         self._bytes = tensor_at(address, nbytes, arena)
 
     def __del__(self) -> None:
-        """A lease that nobody has any more, since an interrupt came before it was noted, is released."""
+        """Release a lease whose owner lost it, since an interrupt came before it was stored."""
         if getattr(self, "_arena", None) is not None:
             self.release()
 
     def tensor(self, dtype: torch.dtype, numel: int | None = None, offset_bytes: int = 0) -> torch.Tensor:
-        """A 1-D tensor over the lease, from `offset_bytes` on."""
+        """Return a 1-D tensor over the lease, from `offset_bytes` on."""
         stop = None if numel is None else offset_bytes + numel * dtype.itemsize
         return self._bytes[offset_bytes:stop].view(dtype)
 
     def span(self, offset_bytes: int = 0, nbytes: int | None = None) -> Span:
-        """A range for I/O."""
+        """Return a range for I/O."""
         length = self.nbytes - offset_bytes if nbytes is None else nbytes
         return Span(self.address + offset_bytes, length, self)
 
@@ -214,12 +213,12 @@ class Lease:
         self._bytes = tensor_at(address, self.nbytes, self._arena)
 
     def keep(self) -> int:
-        """Never give the memory back; its address."""
+        """Never release the memory. Return its address."""
         self._arena = None
         return self.address
 
     def release(self) -> None:
-        """Give the memory back; once."""
+        """Release the memory; only once."""
         if self._arena is None:
             raise InfinityError("this lease was released before")
         arena, self._arena = self._arena, None
@@ -239,7 +238,7 @@ def _round_up(nbytes: int) -> int:
 
 
 def _touch(memory: torch.Tensor) -> None:
-    """Have physical pages behind bytes that nobody has written to: a driver that pins them makes them on one thread."""
+    """Allocate the physical pages of new memory on several threads; a driver that pins them would use one."""
     pages = memory[:: mmap.PAGESIZE].split(_TOUCHED_BYTES // mmap.PAGESIZE)
     with ThreadPoolExecutor(min(thread_count(), len(pages)), "infinity-touch") as threads:
         for _ in threads.map(_fill, pages):
@@ -247,5 +246,5 @@ def _touch(memory: torch.Tensor) -> None:
 
 
 def _fill(pages: torch.Tensor) -> None:
-    bind_this_thread()  # near the device: memory lies where it is touched first
-    pages.numpy().fill(0)  # on this thread, without Python's lock
+    bind_this_thread()  # near the device: the node of the thread that touches a page first provides it
+    pages.numpy().fill(0)  # releases Python's lock

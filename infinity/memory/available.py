@@ -1,4 +1,4 @@
-"""How much memory this process may still take: what the machine has left, and what its container leaves of it."""
+"""The memory that this process may still use, within the limits of the machine and of its container."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 
 class _Kind(NamedTuple):
-    """The files of a version of control groups."""
+    """The file names of one version of control groups."""
 
     limits: tuple[str, ...]
     usage: str
-    cache: tuple[str, str]  # lines of memory.stat: files' pages that were not touched lately, and that were
+    cache: tuple[str, str]  # in memory.stat: inactive and active pages of files
 
 
 _V1 = _Kind(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
@@ -23,7 +23,7 @@ _V2 = _Kind(("memory.max", "memory.high"), "memory.current", ("inactive_file", "
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a device's memory, or of the host's, that this process could take now."""
+    """Return the bytes of memory that this process could allocate now, on a device or on the host."""
     if device.type == "cpu":
         return available_memory_bytes()
     module = torch.get_device_module(device)
@@ -35,9 +35,9 @@ class DeviceLevel(NamedTuple):
     """How full a device's memory is.
 
     Attributes:
-        total_bytes: that it has.
-        free_bytes: that this process could take.
-        allocated_bytes, most_bytes: that this process's tensors take, now and at most so far.
+        total_bytes: size of the memory.
+        free_bytes: bytes that this process could allocate.
+        allocated_bytes, most_bytes: bytes of this process's tensors, now and at most so far.
     """
 
     total_bytes: int
@@ -47,7 +47,7 @@ class DeviceLevel(NamedTuple):
 
 
 def device_level(device: torch.device) -> DeviceLevel:
-    """How full the memory of a device is, which is not the CPU."""
+    """Return how full the memory of a device is; the device must not be the CPU."""
     module = torch.get_device_module(device)
     return DeviceLevel(
         total_bytes=int(module.mem_get_info(device)[1]),
@@ -58,11 +58,11 @@ def device_level(device: torch.device) -> DeviceLevel:
 
 
 def available_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that can be taken without swapping, and without being killed for it.
+    """Return the bytes that can be allocated without swapping, and without the process being killed for it.
 
     Args:
-        cgroups: where control groups are mounted.
-        membership: the control groups of this process.
+        cgroups: mount point of the control groups.
+        membership: file with the control groups of this process.
     """
     free = int(psutil.virtual_memory().available)
     return max(0, min([free, *_left_by_cgroups(cgroups, membership)]))
@@ -71,7 +71,7 @@ def available_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup"), membership: P
 def memory_limit_bytes(
     cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """The least that a control group allows; None if it is no less than the machine has."""
+    """Return the lowest limit of a control group; None if it is not below the machine's memory."""
     total = int(psutil.virtual_memory().total)
     limits = (limit for kind, group in _groups(cgroups, membership) for limit in _limits(kind, group))
     least = min(limits, default=total)
@@ -79,7 +79,7 @@ def memory_limit_bytes(
 
 
 def _left_by_cgroups(cgroups: Path, membership: Path) -> Iterator[int]:
-    """What each group that this process is in leaves, itself and those above it."""
+    """Yield the free bytes of each control group of this process, its own and its parents."""
     for kind, group in _groups(cgroups, membership):
         limit, usage = min(_limits(kind, group), default=None), _number(group / kind.usage)
         if limit is not None and usage is not None:
@@ -87,9 +87,9 @@ def _left_by_cgroups(cgroups: Path, membership: Path) -> Iterator[int]:
 
 
 def _groups(cgroups: Path, membership: Path) -> Iterator[tuple[_Kind, Path]]:
-    """Groups of this process, innermost first.
+    """Yield the control groups of this process, innermost first.
 
-    In a container the path may be that of the host, of which only the last part is mounted: as the root.
+    In a container the path may be the host's, of which only the last part is mounted, as the root.
     """
     for line in _text(membership).splitlines():
         hierarchy, _, rest = line.partition(":")
@@ -106,12 +106,12 @@ def _groups(cgroups: Path, membership: Path) -> Iterator[tuple[_Kind, Path]]:
 
 
 def _limits(kind: _Kind, group: Path) -> list[int]:
-    """Those that are set; `max` is no number."""
+    """Return the limits that are set; `max` means no limit."""
     return [limit for name in kind.limits if (limit := _number(group / name)) is not None]
 
 
 def _reclaimable(kind: _Kind, group: Path) -> int:
-    """What of the usage is cached files: the kernel drops it before it refuses, though not all of what is in use."""
+    """Estimate the cached files in the usage, which the kernel can free: the inactive, and half of the active ones."""
     inactive, active = 0, 0
     for line in _text(group / "memory.stat").splitlines():
         name, _, value = line.partition(" ")

@@ -1,4 +1,4 @@
-"""What a memory is used for: one ledger a memory, with parts that have a share of its budget each."""
+"""The use of a memory: one ledger for each memory, whose parts have a share of its budget each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 from infinity.config import format_size, size_to_set
 from infinity.errors import CapacityError
 
-_PAGE_BYTES = 4096  # shares are rounded up to whole ones
+_PAGE_BYTES = 4096  # shares are rounded up to whole pages
 
 
 class Part(Protocol):
@@ -26,7 +26,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Level:
-    """How full a tier is: now, at most so far, and what it may take."""
+    """How full a tier is: bytes used now, at most so far, and its capacity."""
 
     used_bytes: int
     peak_bytes: int
@@ -34,7 +34,7 @@ class Level:
 
 
 class Budget:
-    """Counts the bytes in use; what would exceed the capacity is refused."""
+    """Counts bytes in use, and refuses to exceed its capacity."""
 
     def __init__(self, name: str, capacity_bytes: int) -> None:
         self.name = name
@@ -43,7 +43,7 @@ class Budget:
         self.peak_bytes = 0
 
     def fits(self, nbytes: int) -> bool:
-        """`take` would succeed."""
+        """Whether `take` would succeed."""
         return self.used_bytes + nbytes <= self.capacity_bytes
 
     def take(self, nbytes: int, what: str) -> None:
@@ -66,7 +66,7 @@ class Budget:
 
 
 class Ledger:
-    """All that one memory is used for.
+    """All uses of one memory.
 
     Attributes:
         parts: by name; together they stay within the capacity.
@@ -78,7 +78,7 @@ class Ledger:
         self.parts: dict[str, Part] = {}
 
     def count(self, name: str, part: Part) -> None:
-        """A part has its share from now on.
+        """Add a part with its share.
 
         Raises:
             CapacityError: the shares exceed the capacity.
@@ -93,38 +93,38 @@ class Ledger:
             )
 
     def open(self, name: str, capacity_bytes: int) -> Budget:
-        """A part that counts bytes."""
+        """Add a part that counts bytes."""
         budget = Budget(f"{self.key} for {name}", capacity_bytes)
         self.count(name, budget)
         return budget
 
     def open_within(self, name: str, most_bytes: int) -> Budget:
-        """A part of at most so many bytes, in what the others leave; none is counted where that is nothing."""
+        """Add a part of at most `most_bytes`. Without free capacity, return an empty budget that is no part."""
         nbytes = max(0, min(self.capacity_bytes - self.shares_bytes, most_bytes))
         return self.open(name, nbytes) if nbytes else Budget(f"{self.key} for {name}", 0)
 
     def fix(self, name: str, nbytes: int) -> None:
-        """A part that is used as a whole."""
+        """Add a part that is used as a whole."""
         if nbytes:
             self.open(name, nbytes).take(nbytes, name)
 
     def widen(self, name: str, part: Budget, nbytes: int) -> None:
-        """A part has so much more from now on, or less; the memory is found to have it, if it was not known to."""
+        """Change a part's share by `nbytes`, which may be negative. Raise the ledger's capacity if needed."""
         part.capacity_bytes += nbytes
         self.parts[name] = part
         self.capacity_bytes = max(self.capacity_bytes, self.shares_bytes)
 
     @property
     def shares_bytes(self) -> int:
-        """What the parts may take together."""
+        """Sum of the parts' shares."""
         return sum(part.capacity_bytes for part in self.parts.values())
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the parts have used."""
+        """Sum of the parts' peaks."""
         return sum(part.peak_bytes for part in self.parts.values())
 
     def level(self) -> Level:
-        """How full the memory is; any thread may ask."""
+        """Return how full the memory is. Thread-safe."""
         used_bytes = sum(part.used_bytes for part in tuple(self.parts.values()))
         return Level(used_bytes, self.peak_bytes, self.capacity_bytes)

@@ -1,4 +1,4 @@
-"""Memory that benchmarks read into and write from: of content that no drive can compress, in huge pages or in small."""
+"""Buffers for benchmarks, with content that no drive can compress, in huge or small pages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from infinity.memory.mapping import tensor_at
 
 @contextmanager
 def random_memory(nbytes: int, *, huge_pages: bool = True) -> Iterator[Span]:
-    """`nbytes` of random content, page-aligned; given back at the end.
+    """Yield `nbytes` of random content, page-aligned; freed at the end of the context.
 
     Args:
-        huge_pages: as training's buffers lie, where the kernel has them; or in pages of 4 KiB, as plain programs' do.
+        huge_pages: use huge pages if the kernel has any, like training; else pages of 4 KiB, like plain programs.
     """
     if not huge_pages:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

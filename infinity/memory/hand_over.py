@@ -1,10 +1,10 @@
-"""Whether an interrupt has left something in nobody's books.
+"""Detection of ownership transfers that an interrupt cut short.
 
 [Note: hand-overs]
-An exception may come between any two lines (Ctrl-C). While memory, a transfer or an update passes from one owner to the
-next, it is in neither's books: that happens inside `with handing_over:`. A hand-over that is left half way stays open,
-whatever hand-overs it is part of or follow it before anybody looks. Then memory is lost, or an update, or its values
-are not known to be newer than the home's, and nothing may go on from there.
+An exception can come between any two lines (KeyboardInterrupt). While memory, a transfer or an update passes from one
+owner to the next, neither owner has recorded it. Such code runs inside of `with handing_over:`. A hand-over that an
+exception cuts short stays open; later or enclosing hand-overs do not close it. Then memory or an update is lost, or
+newer values are not known to be newer than the home's, and the engine must not continue.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class HandingOver:
 
     @property
     def torn(self) -> bool:
-        """Asked between hand-overs: one was left half way."""
+        """Whether a hand-over was cut short; only valid between hand-overs."""
         return self._open > 0
 
     def tear(self) -> None:
-        """Something was left half way that is no hand-over."""
+        """Record that an operation other than a hand-over was cut short."""
         self._open += 1
 
     def __enter__(self) -> None:

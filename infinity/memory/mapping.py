@@ -1,4 +1,4 @@
-"""Anonymous address ranges, native where the extension is built."""
+"""Anonymous address ranges; native if the extension is built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 HUGE_PAGE_BYTES = 2 << 20
-FRESH_BYTES = 32 << 20  # an allocator asks the system for each larger piece: glibc's greatest M_MMAP_THRESHOLD
+FRESH_BYTES = 32 << 20  # an allocator maps each larger block separately: glibc's maximum of M_MMAP_THRESHOLD
 
 
 class Mapping(Protocol):
@@ -25,17 +25,17 @@ class Mapping(Protocol):
         """Make it readable and writable."""
 
     def shut(self) -> None:
-        """Give the physical pages back; what is read after the next `open` is zero."""
+        """Forbid access and free the physical pages; the content is zero after the next `open`."""
 
     def park(self) -> None:
-        """Forbid access as `shut` does, but keep the pages, for the next `open` or for another's `open_with`."""
+        """Forbid access like `shut`, but keep the pages, for the next `open` or for another mapping's `open_with`."""
 
     def open_with(self, parked: Any) -> None:
-        """Open with the pages of a parked mapping of the same size, in place of new ones, which have to be zeroed."""
+        """Open with the pages of a parked mapping of the same size; new pages would have to be zeroed."""
 
 
 class _PlainMapping:
-    """Python's own mmap: cannot forbid access while shut, and is aligned to the alignment asked for by hand."""
+    """Python's mmap with the requested alignment. It cannot forbid access."""
 
     def __init__(self, nbytes: int, alignment: int) -> None:
         self._map = mmap.mmap(-1, nbytes + alignment)
@@ -71,7 +71,7 @@ except ImportError:  # the extension is not built
 
 
 def tensor_at(address: int, nbytes: int, owner: object) -> torch.Tensor:
-    """A uint8 tensor over memory that `owner` keeps alive; the tensor's storage holds `owner`."""
+    """Return a uint8 tensor over memory that `owner` keeps alive; the tensor's storage holds `owner`."""
     buffer = (ctypes.c_char * nbytes).from_address(address)
     buffer.owner = owner  # type: ignore[attr-defined]
     return torch.frombuffer(buffer, dtype=torch.uint8)

@@ -1,7 +1,6 @@
-"""Registers host memory with a device's driver, which then copies from and to it directly.
+"""Registration of host memory with a device's driver, which then copies from and to it directly.
 
-torch has no common name for it: `register_host` and `unregister_host` are what a device module other than CUDA's may
-offer.
+torch has no common API for it: device modules other than CUDA's may offer `register_host` and `unregister_host`.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import torch
 from infinity.config import format_size
 from infinity.errors import CapacityError
 
-PIECE_BYTES = 64 << 30  # most that is registered in one call, between multiples of which no copy crosses
+PIECE_BYTES = 64 << 30  # at most this is registered in one call; no copy crosses a multiple of it
 
 
 def pin(device: torch.device, address: int, nbytes: int) -> tuple[int, ...]:
     """Register a range in pieces, see `copies`.
 
     Returns:
-        The address of each piece; none for a device that takes memory as it is.
+        The address of each piece; empty for a device that needs no registration.
 
     Raises:
-        CapacityError: the driver refuses; nothing is registered.
+        CapacityError: the driver refuses; no piece stays registered.
     """
     pinned: list[int] = []
     try:
@@ -40,16 +39,16 @@ def pin(device: torch.device, address: int, nbytes: int) -> tuple[int, ...]:
 
 
 def unpin(device: torch.device, pinned: tuple[int, ...] | list[int]) -> None:
-    """Undo `pin`, given what it returned."""
+    """Undo `pin`, given its result."""
     for address in pinned:
         unregister(device, address)
 
 
 def copies(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Cut a copy over the link into copies none of which touches two pieces, which a driver would refuse.
+    """Split a copy over the link so that no part touches two pieces, which a driver would refuse.
 
     Args:
-        target, source: of the same shape; at most one of them lies on the device.
+        target, source: of the same shape; at most one of them is on the device.
     """
     host = target if target.device.type == "cpu" else source
     first = host.data_ptr()
@@ -72,7 +71,7 @@ def _pieces(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def register(device: torch.device, address: int, nbytes: int) -> bool:
-    """Page-lock a range for a device; False for a device that takes memory as it is.
+    """Page-lock a range for a device. Return False for a device that needs no registration.
 
     Raises:
         CapacityError: the driver refuses.
@@ -98,9 +97,9 @@ def unregister(device: torch.device, address: int) -> None:
 
 
 def _clear_error(device: torch.device) -> None:
-    """Have the driver forget the last error of this thread, which the next kernel would be blamed for.
+    """Clear the driver's last error of this thread, which the next kernel would otherwise report.
 
-    torch has no call for it. It reads and clears the last error after each launch, so one kernel takes the blame here.
+    torch has no call for it. It reads and clears the last error after each launch, so this launches one kernel.
     """
     with suppress(RuntimeError):
         torch.empty(1, device=device).fill_(0)

@@ -1,4 +1,4 @@
-"""Flat tensors that are needed for a while, many of them one after the other."""
+"""Flat tensors for short use, many of them one after the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infinity.memory.stable import StableMemory, stable_memory
 
 
 class Loan(NamedTuple):
-    """A 1-D tensor of undefined values, and the memory that it lies in if somebody keeps that for the next one."""
+    """A 1-D tensor of undefined values, and its memory if that is kept for the next loan."""
 
     tensor: torch.Tensor
     memory: StableMemory | None = None
@@ -23,20 +23,20 @@ class Scratch(Protocol):
         """Lend a tensor."""
 
     def give(self, *loans: Loan) -> None:
-        """Nothing uses these any more; one that is never given back goes with its tensor."""
+        """Take back loans that are no longer in use. A loan that is not given back is freed with its tensor."""
 
 
 def scratch_on(device: torch.device, *, read_late: bool = False) -> Scratch:
-    """Lends tensors on this device.
+    """Return a lender of tensors on this device.
 
     Args:
-        read_late: copies that hold a tensor may still read it when it has been given back.
+        read_late: copies that hold a tensor may still read it after it was given back.
     """
     return HostScratch() if device.type == "cpu" and not read_late else DeviceScratch(device)
 
 
 class HostScratch:
-    """Keeps what was given back. What is spare and does not fit goes first, so that nothing is taken beside it."""
+    """Keeps memory that was given back. If no spare memory has the size, it frees all of it before it allocates."""
 
     def __init__(self) -> None:
         self._spare: list[StableMemory] = []
@@ -58,7 +58,7 @@ class HostScratch:
 
 
 class DeviceScratch:
-    """Leaves it to the device's allocator, which keeps what is free, and does not lend what a copy still reads."""
+    """Uses the device's allocator, which caches free memory, and does not reuse memory that a copy still reads."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,4 +67,4 @@ class DeviceScratch:
         return Loan(torch.empty(numel, dtype=dtype, device=self._device))
 
     def give(self, *loans: Loan) -> None:
-        """It is free when its tensor is gone."""
+        """Do nothing: the memory is free when its tensor is collected."""

@@ -1,4 +1,4 @@
-"""Memory that comes and goes behind tensors that stay: pages of a reserved range on the host, a storage on a device."""
+"""Memory that is freed and allocated behind tensors that stay: pages of a range on the host, a storage on a device."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _PAGE_BYTES = 4096
 
 
 class StableMemory(Protocol):
-    """Memory whose tensors stay valid while it is freed and allocated again; it begins as freed."""
+    """Memory whose tensors stay valid while it is freed and allocated again. It is free at first."""
 
     nbytes: int
 
     def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The first `numel` elements as a 1-D tensor; made while allocated, valid whenever allocated."""
+        """Return the first `numel` elements as a 1-D tensor. Call while allocated; valid whenever allocated."""
 
     def allocate(self) -> None:
         """Make the memory usable; its content is undefined."""
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
 
 def stable_memory(nbytes: int, device: torch.device, spare: SparePages | None = None) -> StableMemory:
-    """Memory on a device. On the CPU it is mapped: an allocator would keep what is freed, in pieces among the rest.
+    """Return memory on a device. On the CPU it is mapped: an allocator would keep freed memory, in fragments.
 
     Args:
-        spare: where its pages wait while it is freed; without, they go back to the system.
+        spare: keeps its pages while it is free; if None, they return to the system.
     """
     return StableBuffer(nbytes, spare) if device.type == "cpu" else DeviceBuffer(nbytes, device)
 
@@ -45,7 +45,7 @@ class DeviceBuffer:
         self.nbytes = nbytes
 
     def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The first `numel` elements as a 1-D tensor; made while allocated, valid whenever allocated."""
+        """Return the first `numel` elements as a 1-D tensor. Call while allocated; valid whenever allocated."""
         return torch.empty(0, dtype=dtype, device=self._device).set_(self._storage, 0, (numel,))  # type: ignore[call-overload, no-any-return]
 
     def allocate(self) -> None:
@@ -53,29 +53,29 @@ class DeviceBuffer:
         self._storage.resize_(self.nbytes)
 
     def free(self) -> None:
-        """Give the memory back to the allocator."""
+        """Return the memory to the allocator."""
         self._storage.resize_(0)
 
 
 class SparePages:
-    """Pages of freed buffers, for those of their size that are allocated next.
+    """Pages of freed buffers, for the next allocations of the same size.
 
-    The system zeroes every page that it gives, which takes a core no less than a read takes a drive: as units of one
-    size come and go, their pages go from one to the next. What is spare counts as free, so all of it goes back before
-    pages of another size are taken: what is in use and what is spare together never exceed what was in use at once.
+    The system zeroes every new page, which costs a core as much time as a read costs a drive. So units of one size pass
+    their pages on. Spare pages count as free: all of them are freed before pages of another size are allocated, so that
+    used and spare pages together never exceed the peak of used pages.
     """
 
     def __init__(self) -> None:
         self._parked: list[Mapping] = []
 
     def park(self, mapping: Mapping) -> None:
-        """Keep the pages; a touch faults from now on."""
+        """Keep the pages; an access faults from now on."""
         mapping.park()
         if mapping not in self._parked:
             self._parked.append(mapping)
 
     def take(self, mapping: Mapping) -> Mapping | None:
-        """Whose pages this mapping is to have: its own if they are still there; None for new ones."""
+        """Return the mapping whose pages this mapping gets, itself if it is parked; None if it needs new pages."""
         fitting = [each for each in self._parked if each.nbytes == mapping.nbytes]
         if not fitting:
             self.clear()
@@ -85,7 +85,7 @@ class SparePages:
         return found
 
     def clear(self) -> None:
-        """Give all of it back."""
+        """Free all pages."""
         while self._parked:
             self._parked.pop().shut()
 
@@ -93,8 +93,8 @@ class SparePages:
 class StableBuffer:
     """Memory whose tensors keep their addresses while it is freed and allocated again.
 
-    Tensors that autograd saved stay valid across both. A touch while the memory is freed ends the process with a
-    segmentation fault rather than reading zeros.
+    Tensors that autograd saved stay valid across both. An access while it is free ends the process with a segmentation
+    fault, instead of reading zeros.
     """
 
     def __init__(self, nbytes: int, spare: SparePages | None = None) -> None:
@@ -106,11 +106,11 @@ class StableBuffer:
         self.nbytes = nbytes
 
     def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The first `numel` elements as a 1-D tensor; valid to read and write while allocated."""
+        """Return the first `numel` elements as a 1-D tensor; valid to read and write while allocated."""
         return self._bytes[: numel * dtype.itemsize].view(dtype)
 
     def allocate(self) -> None:
-        """Make the memory usable; its content is undefined, and zero where there are no spare pages."""
+        """Make the memory usable; its content is undefined, but zero without `spare`."""
         parked = None if self._spare is None else self._spare.take(self._mapping)
         if parked is None or parked is self._mapping:
             self._mapping.open()
@@ -118,17 +118,17 @@ class StableBuffer:
             self._mapping.open_with(parked)
 
     def free(self) -> None:
-        """Give the physical memory back."""
+        """Free the physical memory, or park its pages as spare."""
         if self._spare is None:
             self._mapping.shut()
         else:
             self._spare.park(self._mapping)
 
     def span(self, offset_bytes: int = 0, nbytes: int | None = None) -> Span:
-        """A range for I/O."""
+        """Return a range for I/O."""
         length = self.nbytes - offset_bytes if nbytes is None else nbytes
         return Span(self.address + offset_bytes, length, self._mapping)
 
     def close(self) -> None:
-        """Free the memory for good; tensors over it are left behind as `free` leaves them."""
+        """Free the physical memory finally; an access through a tensor faults."""
         self._mapping.shut()

@@ -14,7 +14,7 @@ __all__ = ["Adam", "AdamW"]
 
 
 def __getattr__(name: str) -> Any:
-    # Not imported with the package: its formats and schedules are used below what these two stand on.
+    # Imported late: modules that adamw.py imports use the formats and schedules of this package.
     if name not in __all__:
         raise AttributeError(f"module 'infinity.optim' has no attribute {name!r}")
     from infinity.optim import adamw  # noqa: PLC0415

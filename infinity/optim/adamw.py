@@ -25,9 +25,9 @@ _Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 class AdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW`, computed on the CPU with its states in host memory or on NVMe.
 
-    Parameters may be on the CPU or a GPU, in float32, bfloat16 or float16; the latter two get an exact float32
-    master. `state_dict` interchanges with torch's: it holds whole float32 moments, and `master` beside them for
-    16-bit parameters. Close the optimizer when done, or use it as a context manager; files go at exit in any case.
+    Parameters may be on the CPU or a GPU, in float32, bfloat16 or float16; the 16-bit types get an exact float32
+    master. `state_dict` is compatible with torch's: it holds float32 moments, and `master` for 16-bit parameters. Close
+    the optimizer after use, or use it as a context manager; its files are removed at exit in any case.
 
     Args:
         params: as for any torch optimizer; learning-rate schedulers may change the groups.
@@ -70,18 +70,18 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if self._placed:  # later than the constructor's own groups
+        if self._placed:  # after the constructor has added its groups
             self._settle_in(self.param_groups[-1]["params"])
 
     def close(self) -> None:
-        """Finish what is under way and give up the states."""
+        """Finish queued updates and free the states."""
         for home in self._each_home():
             home.close()
         self._placed.clear()
 
     @property
     def has_stepped(self) -> bool:
-        """Some parameter was updated, or the states of an earlier run are loaded."""
+        """Whether a parameter was updated, or the states of an earlier run were loaded."""
         return bool(self._steps)
 
     def __enter__(self) -> AdamW:
@@ -93,7 +93,7 @@ class AdamW(torch.optim.Optimizer):
     # Updates #
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, and wait until it is done."""
+        """Update every parameter that has a gradient, and block until all updates have ended."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -107,10 +107,10 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def overlap(self, model: nn.Module) -> list[RemovableHandle]:
-        """Start each update inside backward, as soon as the gradient is there; `step()` then waits for the rest.
+        """Start each update inside backward, as soon as its gradient is final; `step()` waits for the updates.
 
-        For loops that call backward once a step and neither clip nor scale gradients: an update that has begun
-        has used the gradient as it was.
+        For loops that call backward once per step and do not clip or scale gradients: an update uses the gradient as it
+        is when the update starts.
 
         Returns:
             Handles whose `remove()` ends this.
@@ -147,7 +147,7 @@ class AdamW(torch.optim.Optimizer):
     # States #
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's AdamW has it: `step`, `exp_avg` and `exp_avg_sq` by parameter, in host memory."""
+        """Return the state of torch's AdamW: `step`, `exp_avg` and `exp_avg_sq` by parameter, in host memory."""
         self._wait()
         packed = super().state_dict()
         ordered = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -162,10 +162,10 @@ class AdamW(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a `state_dict` of this class or of torch's.
+        """Load a `state_dict` of this class or of torch's.
 
         Raises:
-            ConfigError: it needs an option that has no counterpart here.
+            ConfigError: it needs an option that is not supported.
         """
         for group in state_dict["param_groups"]:
             for option in _UNSUPPORTED:
@@ -186,7 +186,7 @@ class AdamW(torch.optim.Optimizer):
             home.write(unit, parameter, {name: value for name, value in values.items() if name != "step"})
 
     def _settle_in(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Make room for the states of parameters, one home for each dtype among them."""
+        """Allocate the states of parameters, one home for each dtype."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in parameters:
             if parameter.dtype not in _FORMAT_OF:
@@ -205,7 +205,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 class Adam(AdamW):
-    """The same with Adam's weight decay, which is added to the gradient."""
+    """AdamW with Adam's weight decay, which is added to the gradient."""
 
     decoupled = False
 
@@ -230,4 +230,4 @@ def _check_numbers(lr: float, betas: tuple[float, float], eps: float, weight_dec
         ("weight_decay value", weight_decay, weight_decay >= 0),
     ):
         if not legal:
-            raise ConfigError(f"Invalid {name}: {value}")  # torch's words, which callers may match
+            raise ConfigError(f"Invalid {name}: {value}")  # torch's text, which callers may match

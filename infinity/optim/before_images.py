@@ -1,8 +1,8 @@
-"""Room in host memory for what updates that run ahead replace, until it is known whether they stay.
+"""The undo log of speculative updates, in host memory.
 
-A tile on the drives has its old version in another slot (tiers/slots.py). One that lives in memory gets a second place:
-the update reads its fields in one and writes them in the other, as fast as in place, and the places change roles. Its
-parameters are changed in place, where others expect them; what they were is left here.
+A tile on NVMe keeps its old version in the other slot (tiers/slots.py). A tile in memory gets a second place: the
+update reads the fields from one place and writes them to the other, as fast as in place, and the places change roles.
+The parameters are changed in place, where other code expects them; their old values are copied to the undo log.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from infinity.optim.formats import StateLayout
 
 
 def image_bytes(layout: StateLayout, numel: int) -> int:
-    """Bytes for what an update replaces of a tile of `numel` elements: its fields, and its parameters."""
+    """Return the bytes of the undo log for a tile of `numel` elements: its fields, and its parameters."""
     param_bytes = -(-numel * layout.param_dtype.itemsize // LEASE_ALIGN_BYTES) * LEASE_ALIGN_BYTES
     return layout.tile_bytes(numel) + param_bytes
 
 
 @dataclass(eq=False)
 class Image:
-    """What a tile was before its update, or room for that: promised first, taken when the update comes to the tile.
+    """A tile's old values, or memory for them: promised first, taken when the update reaches the tile.
 
     Attributes:
-        fields_bytes, param_bytes: of what is kept here; 0 for what is kept elsewhere.
-        fields: the place that the tile's fields do not have now; None while none is taken.
-        param: of its parameters, likewise.
+        fields_bytes, param_bytes: size of each part; 0 for a part that the undo log does not keep.
+        fields: the place that the tile's fields do not use now; None while none is taken.
+        param: the place of its old parameters; None while none is taken.
     """
 
     fields_bytes: int
@@ -40,23 +40,23 @@ class Image:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of its places."""
+        """Bytes of each place."""
         return tuple(nbytes for nbytes in (self.fields_bytes, self.param_bytes) if nbytes)
 
     def old_param(self, dtype: torch.dtype, numel: int) -> torch.Tensor | None:
-        """The tile's parameters, 1-D."""
+        """Return the tile's old parameters, 1-D; None if they are not kept."""
         return None if self.param is None else self.param.tensor(dtype, numel)
 
 
 class Room:
-    """How much more fits, as one asks for one thing after the other."""
+    """Free room of the undo log, reduced by every successful `draw`."""
 
     def __init__(self, free_bytes: int, spare: Counter[int]) -> None:
         self._free_bytes = free_bytes
         self._spare = spare
 
     def draw(self, sizes: Iterable[int]) -> bool:
-        """Whether places of these bytes could be promised, too."""
+        """Draw places of these sizes. Return False, and draw nothing, if they do not fit."""
         drawn = Counter(sizes)
         fresh = sum(nbytes * count for nbytes, count in (drawn - self._spare).items())
         if fresh > self._free_bytes:
@@ -67,25 +67,22 @@ class Room:
 
 
 class BeforeImages:
-    """Places by their size: each that was ever there is used for others of its size from then on.
+    """Memory of the undo log: places by size, reused for images of the same size. Not thread-safe.
 
-    Which place it will be is left open until it is taken, and is then the one that was used last: its memory is there
-    already, and more of that is never touched than updates get to before the norm is known. As places change roles,
-    memory of the tiles comes to lie here and the other way round, at no change of the sums. Not for several threads at
-    once.
+    `take` uses the place that was used last, whose pages exist already. So only as many pages are touched as updates
+    reach before the norm is known. The undo log and the tiles exchange memory; the totals stay.
 
     Args:
-        capacity_bytes: of memory of their own, which is not pinned: no device copies from or to it in a step. Whole
-            pages of it are used.
+        capacity_bytes: size, of which whole pages are used. Not pinned: no device copies from or to it in a step.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
         self.arena = Arena(capacity_bytes // LEASE_ALIGN_BYTES * LEASE_ALIGN_BYTES)
-        self._spare: defaultdict[int, deque[Lease]] = defaultdict(deque)  # the one that was used last is the last
-        self._promised: Counter[int] = Counter()  # of these, by size
+        self._spare: defaultdict[int, deque[Lease]] = defaultdict(deque)  # the place that was used last is the last
+        self._promised: Counter[int] = Counter()  # number of promised places, by size
 
     def room(self, given_back: Iterable[Image] = ()) -> Room:
-        """What could be promised now, or once these, which are promised, are given back."""
+        """Return the room for promises, now or after these promised images are given back."""
         free_bytes = self.arena.capacity_bytes - self.arena.used_bytes
         spare = Counter({nbytes: len(places) - self._promised[nbytes] for nbytes, places in self._spare.items()})
         for image in given_back:
@@ -93,7 +90,7 @@ class BeforeImages:
         return Room(free_bytes, spare)
 
     def promise(self, image: Image) -> None:
-        """There will be places for it, for which there is `room`; pairs with `give_back`."""
+        """Reserve places for an image that fits into `room`; pairs with `give_back`."""
         for nbytes in image.sizes:
             spare = self._spare[nbytes]
             if len(spare) == self._promised[nbytes]:
@@ -101,7 +98,7 @@ class BeforeImages:
             self._promised[nbytes] += 1
 
     def take(self, image: Image) -> None:
-        """Give it the places that it was promised."""
+        """Give the image its promised places."""
         if image.fields_bytes:
             image.fields = self._taken(image.fields_bytes)
         if image.param_bytes:
@@ -112,7 +109,7 @@ class BeforeImages:
         return self._spare[nbytes].pop()
 
     def give_back(self, image: Image) -> None:
-        """What it holds, or was promised, is not needed any more."""
+        """Free the places, or the promises, of an image."""
         taken = [place for place in (image.fields, image.param) if place is not None]
         for place in taken:
             self._spare[place.nbytes].append(place)
@@ -120,6 +117,6 @@ class BeforeImages:
             self._promised.subtract(image.sizes)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self._spare.clear()
         self.arena.close()

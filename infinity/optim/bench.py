@@ -1,8 +1,8 @@
-"""Measures the optimizer kernels beside their peers and the memory's limit: the numbers of `infinity bench-adam`.
+"""Measurements of the optimizer kernels, their peers and the memory bandwidth, for `infinity bench-adam`.
 
-All contenders take turns, one step each, round after round, so that whatever else the machine does hits all alike.
-The roofline is `bare_loop`: fp32 Adam's reads and writes with next to no arithmetic. The triad of McCalpin's STREAM,
-a = b + s * c, tells what the memory gives to a program that only streams: two arrays read and one written.
+All contenders take turns, one step each per round, so that other load of the machine affects all of them equally. The
+roofline is `bare_loop`: the reads and writes of fp32 Adam with almost no arithmetic. The triad of McCalpin's STREAM,
+a = b + s * c, shows the bandwidth of a program that only streams: it reads two arrays and writes one.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Step = Callable[[], float]  # does one step and returns its seconds
 
 @dataclass(frozen=True)
 class AdamBenchJob:
-    """What to measure.
+    """Settings of a measurement.
 
     Attributes:
         formats: state formats; each with gradients of its parameter's dtype.
         peers: of `TORCH_PEERS`.
-        peer_python: interpreter that has DeepSpeed, or None to leave it out.
+        peer_python: interpreter that has DeepSpeed, or None to omit it.
     """
 
     numel: int
@@ -61,7 +61,7 @@ class AdamBenchResult:
     """One contender's steps.
 
     Attributes:
-        bytes_per_param: memory traffic of a step: what must be read and written once.
+        bytes_per_param: memory traffic of a step: each byte that must be read or written, counted once.
         seconds: of each measured round, in order.
     """
 
@@ -70,16 +70,16 @@ class AdamBenchResult:
     seconds: tuple[float, ...]
 
     def params_per_s(self, numel: int) -> float:
-        """Of the median round."""
+        """Return the parameters per second of the median round."""
         return numel / sorted(self.seconds)[len(self.seconds) // 2]
 
     def ratio(self, other: AdamBenchResult) -> tuple[float, float, float]:
-        """How many times as fast as `other`: lower quartile, median and upper quartile over the rounds."""
+        """Return the speed relative to `other`: lower quartile, median and upper quartile over the rounds."""
         ratios = sorted(b / a for a, b in zip(self.seconds, other.seconds, strict=True))
         return tuple(ratios[round(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))  # type: ignore[return-value]
 
     def bandwidth_ratio(self, other: AdamBenchResult) -> tuple[float, float, float]:
-        """Likewise of the bytes that both move in a second."""
+        """Return the quartiles of the bandwidth relative to `other`."""
         low, median, high = self.ratio(other)
         more = self.bytes_per_param / other.bytes_per_param
         return low * more, median * more, high * more
@@ -95,7 +95,7 @@ def run_adam_bench(job: AdamBenchJob, progress: Callable[[str], None]) -> list[A
         steps: list[tuple[str, Step]] = []
         for name, bytes_per_param, step in _contenders(job, stack):
             progress(f"{job.numel:,} parameters: preparing {name}")
-            step()  # the first one touches fresh memory and, in a peer, may compile
+            step()  # the first step touches new memory and, in a peer, may compile
             steps.append((name, step))
             traffic[name] = bytes_per_param
             seconds[name] = []
@@ -107,10 +107,10 @@ def run_adam_bench(job: AdamBenchJob, progress: Callable[[str], None]) -> list[A
 
 
 def _contenders(job: AdamBenchJob, stack: ExitStack) -> Iterator[tuple[str, float, Step]]:
-    """Name, bytes of traffic per parameter, and step of everything that takes part.
+    """Yield name, bytes of traffic per parameter, and step of every contender.
 
-    The kernels work in an arena, as they do in training; it asks for huge pages. The peers work in torch's memory.
-    The bare loop, which leaves values alone, shares the arena's fp32 tensors.
+    The kernels use an arena with huge pages, as in training. The peers use torch's memory. The bare loop, which does
+    not change values, shares the arena's fp32 tensors.
     """
     generator = torch.Generator().manual_seed(0)
     source = torch.randn(job.numel, generator=generator, dtype=torch.float32)
@@ -141,7 +141,7 @@ def _contenders(job: AdamBenchJob, stack: ExitStack) -> Iterator[tuple[str, floa
 
 
 def triad(values: torch.Tensor) -> Step:
-    """One pass over arrays as long as these values."""
+    """Return a step that makes one pass over arrays as long as these values."""
     first, second, out = values.clone(), values.clone(), torch.zeros_like(values)
     return _timed(lambda: torch.add(first, second, alpha=3.0, out=out))
 
@@ -156,7 +156,7 @@ def _timed(body: Callable[[], object]) -> Step:
 
 
 def _traffic(layout: StateLayout) -> float:
-    """Bytes read and written per parameter: everything in place, and the gradient, read once."""
+    """Return the bytes read and written per parameter: states and parameter in place, and the gradient, read once."""
     return 2 * (layout.bytes_per_param + layout.param_dtype.itemsize) + layout.param_dtype.itemsize
 
 
@@ -180,11 +180,11 @@ def _torch_step(name: str, values: torch.Tensor) -> Step:
 
 
 class _DeepSpeed:
-    """DeepSpeed's optimizer in a process and an environment of its own; one line asks for a step."""
+    """DeepSpeed's optimizer in its own process and environment; it makes a step for each line of input."""
 
     def __init__(self, python: Path, numel: int, threads: int) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
-        # It compiles into this directory and loads what is there: nobody else may have put something into it.
+        # It compiles into this directory and loads files from it: no other user may have written to it.
         self._built = tempfile.TemporaryDirectory(prefix="infinity-peer-")
         environment.setdefault("TORCH_EXTENSIONS_DIR", self._built.name)
         environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"  # its ninja
@@ -214,7 +214,7 @@ class _DeepSpeed:
         self._built.cleanup()
 
     def step(self) -> float:
-        """Run one step there and return the seconds that it took.
+        """Run one step in the process and return its seconds.
 
         Raises:
             ConfigError: the process has ended, most likely because DeepSpeed does not work in its environment.
@@ -224,7 +224,7 @@ class _DeepSpeed:
         with contextlib.suppress(BrokenPipeError):
             requests.write("step\n")
             requests.flush()
-        while line := answers.readline():  # DeepSpeed prints lines of its own
+        while line := answers.readline():  # DeepSpeed prints other lines, too
             if line.startswith("seconds "):
                 return float(line.split()[1])
         self._log.seek(0)

@@ -1,6 +1,6 @@
 """DeepSpeedCPUAdam as a process: `bench_peer.py NUMEL`, then one step for every line on standard input.
 
-It runs in an environment that has DeepSpeed and not infinity, so it imports nothing from here.
+It runs in an environment that has DeepSpeed but not infinity, so it imports no module of infinity.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def main() -> None:
-    """Answer each line with the seconds that the step took."""
+    """Answer each line with the seconds of one step."""
     generator = torch.Generator().manual_seed(0)
     param = torch.nn.Parameter(torch.randn(int(sys.argv[1]), generator=generator))
     param.grad = torch.randn(param.numel(), generator=generator)

@@ -1,7 +1,7 @@
-"""State formats: which fields the optimizer keeps beside a parameter, and how a tile holds them.
+"""State formats: the fields that the optimizer keeps for each parameter, and their places in a tile.
 
 A tile of `n` elements holds its fields back to back, in the order of `StateLayout.fields`, and is padded to whole
-pages, so that it is one request of direct I/O. `n` is a multiple of `SHARD_ALIGN`. With two moments (Adam):
+pages, so that direct I/O transfers it by one request. `n` is a multiple of `SHARD_ALIGN`. With two moments (Adam):
 
     format  parameter  fields of a tile                                        bytes per parameter, with the parameter
     fp32    float32    exp_avg, exp_avg_sq (float32)                           12
@@ -10,8 +10,8 @@ pages, so that it is one request of direct I/O. `n` is a multiple of `SHARD_ALIG
     bf16    bfloat16   low_bits (int16), exp_avg, exp_avg_sq (bfloat16)         8
     int8    bfloat16   low_bits (int16), exp_avg, exp_avg_sq (uint8, scales)    6.03
 
-The master is exact in every format. The moments are exact in the first three; docs/state-formats.md has the errors of
-the others.
+The master is exact in every format. The moments are exact in the first three formats; docs/state-formats.md gives the
+errors of the others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from infinity.kernels import update as update_flat
 SHARD_ALIGN = 2048  # elements: 4096 bytes of 16-bit values
 TILE_ALIGN_BYTES = 4096
 
-_SCALES = "_scales"  # what is appended to the name of a moment
+_SCALES = "_scales"  # suffix of a moment's name
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class StateField:
     """One field of the optimizer's state.
 
     Attributes:
-        block: parameters that share one value.
+        block: number of parameters that share one value.
     """
 
     name: str
@@ -58,19 +58,19 @@ class StateField:
     block: int = 1
 
     def length(self, numel: int) -> int:
-        """Values for `numel` parameters."""
+        """Return the number of values for `numel` parameters."""
         return -(-numel // self.block)
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What is stored for each parameter, and in what order.
+    """The fields of each parameter, and their order.
 
     Attributes:
         format: name of the format.
-        param_dtype: dtype of the parameter itself, which is stored apart.
+        param_dtype: dtype of the parameter itself, which is stored separately.
         fields: in the order in which a tile holds them.
-        master: name of the field that completes the parameter to the float32 master, or None where it is its own.
+        master: name of the field that completes the parameter to the float32 master, or None if it is the master.
         first: name of the signed moment, or None.
         second: name of the moment that is never negative, or None.
     """
@@ -91,16 +91,16 @@ class StateLayout:
 
     @property
     def moment_fields(self) -> tuple[StateField, ...]:
-        """The fields that hold moments, scales included."""
+        """The fields that hold moments, including scales."""
         return tuple(field for field in self.fields if field.name != self.master)
 
     def tile_bytes(self, numel: int) -> int:
-        """Bytes of a tile of `numel` elements, padding included."""
+        """Return the bytes of a tile of `numel` elements, with padding."""
         nbytes = sum(field.length(numel) * field.dtype.itemsize for field in self.fields)
         return -(-nbytes // TILE_ALIGN_BYTES) * TILE_ALIGN_BYTES
 
     def views(self, buffer: torch.Tensor, numel: int) -> dict[str, torch.Tensor]:
-        """The fields of a tile of `numel` elements as 1-D tensors over its bytes.
+        """Return the fields of a tile of `numel` elements as 1-D views of its bytes.
 
         Args:
             buffer: 1-D uint8, at least as long as the fields.
@@ -114,10 +114,10 @@ class StateLayout:
         return views
 
     def narrow(self, states: Mapping[str, torch.Tensor], start: int, stop: int) -> dict[str, torch.Tensor]:
-        """The fields of elements [start, stop) of a tile.
+        """Return the fields of elements [start, stop) of a tile.
 
         Raises:
-            ConfigError: the format scales its moments by blocks, and `start` is inside one.
+            ConfigError: the format scales its moments by blocks, and `start` is inside of a block.
         """
         narrowed = {}
         for field in self.fields:
@@ -130,7 +130,7 @@ class StateLayout:
         return narrowed
 
     def moment(self, states: Mapping[str, torch.Tensor], name: str | None) -> Moment | None:
-        """The moment of that name as the kernels take it; None for None."""
+        """Return the moment of that name for the kernels; None for None."""
         return None if name is None else Moment(states[name], states.get(name + _SCALES))
 
 
@@ -154,10 +154,10 @@ FORMATS = tuple(_FORMATS)
 
 
 def state_layout(name: str, optimizer: str = "adamw") -> StateLayout:
-    """The layout of a format for an optimizer.
+    """Return the layout of a format for an optimizer.
 
     Raises:
-        ConfigError: there is no format or optimizer of this name.
+        ConfigError: the format or the optimizer is unknown.
     """
     if optimizer not in _MOMENTS:
         raise ConfigError(f"optimizer {optimizer!r} does not exist; choose {', '.join(_MOMENTS)}")
@@ -165,10 +165,10 @@ def state_layout(name: str, optimizer: str = "adamw") -> StateLayout:
 
 
 def layout_with_moments(name: str, first: str | None, second: str | None) -> StateLayout:
-    """The layout of a format for an optimizer with a signed moment `first` and one that is never negative, `second`.
+    """Return the layout of a format for an optimizer with a signed moment and one that is never negative, `second`.
 
     Raises:
-        ConfigError: there is no format of this name, or no optimizer has these moments.
+        ConfigError: the format is unknown, or no optimizer has these moments.
     """
     if name not in _FORMATS:
         raise ConfigError(f"state format {name!r} does not exist; choose {', '.join(_FORMATS)}")
@@ -186,7 +186,7 @@ def layout_with_moments(name: str, first: str | None, second: str | None) -> Sta
 def init_states(
     layout: StateLayout, master: torch.Tensor, param: torch.Tensor, states: Mapping[str, torch.Tensor]
 ) -> None:
-    """Fill `param` and `states` from the float32 `master`, as before the first update."""
+    """Initialize `param` and `states` from the float32 `master`, for the first update."""
     write_master(layout, master, param, states)
     for field in layout.fields:
         if field.name != layout.master:
@@ -196,7 +196,7 @@ def init_states(
 def write_master(
     layout: StateLayout, master: torch.Tensor, param: torch.Tensor, states: Mapping[str, torch.Tensor]
 ) -> None:
-    """Store a float32 master; the moments are left alone."""
+    """Store a float32 master; the moments do not change."""
     if layout.master == "low_bits":
         split_master(master, param, states["low_bits"])
         return
@@ -206,8 +206,10 @@ def write_master(
 
 
 def read_master(layout: StateLayout, param: torch.Tensor, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The exact float32 master, as a new tensor; parameters that were written from outside are their own, as the update
-    has it."""
+    """Return the exact float32 master as a new tensor.
+
+    In format `master`, a parameter that was changed outside the optimizer replaces its master, as in an update.
+    """
     if layout.master == "low_bits":
         master = torch.empty(param.numel(), dtype=torch.float32, device="cpu")
         join_master(param, states["low_bits"], master)
@@ -220,7 +222,7 @@ def read_master(layout: StateLayout, param: torch.Tensor, states: Mapping[str, t
 
 
 def read_moments(layout: StateLayout, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The moments as new float32 tensors, by name."""
+    """Return the moments as new float32 tensors, by name."""
     moments = {}
     for name in (layout.first, layout.second):
         moment = layout.moment(states, name)
@@ -235,7 +237,7 @@ def write_moments(
     states: Mapping[str, torch.Tensor],
     dither: Dither | None = None,
 ) -> None:
-    """Store float32 moments, rounded as the format does."""
+    """Store float32 moments, rounded to the format."""
     for name in (layout.first, layout.second):
         moment = layout.moment(states, name)
         if name is not None and moment is not None:
@@ -251,7 +253,7 @@ def convert(
     target_states: Mapping[str, torch.Tensor],
     dither: Dither | None = None,
 ) -> None:
-    """Rewrite a tile in another format of the same optimizer: the master exactly, moments as both formats can."""
+    """Convert a tile to another format of the same optimizer: the master exactly, the moments as `convert_moments`."""
     write_master(target, read_master(source, source_param, source_states), target_param, target_states)
     convert_moments(source, source_states, target, target_states, dither)
 
@@ -263,7 +265,7 @@ def convert_moments(
     target_states: Mapping[str, torch.Tensor],
     dither: Dither | None = None,
 ) -> None:
-    """Store moments as another format does: the same bits where both keep them in one dtype, else rounded."""
+    """Store moments in another format: bit-identical if both formats have the same fields, else rounded."""
     if source.moment_fields == target.moment_fields:
         for field in source.moment_fields:
             target_states[field.name].copy_(source_states[field.name])
@@ -283,18 +285,17 @@ def update(
     recoverably: bool = False,
     params: bool = False,
 ) -> Lost | None:
-    """One update in place.
+    """Make one update in place.
 
     Args:
         param, grad: 1-D and of one length; states: the fields for the same elements.
-        dither: where stochastic rounding takes its bits from; the formats with exact moments need none.
-        aside: what gets the old parameters, and what gets the new fields, of the same elements; None where old values
-            need not stay.
-        recoverably: find out of which elements `recover` would not give the gradient, where it `can_recover` them.
-        params: and of which it would not give the parameter, where it `can_recover_param`.
+        dither: random bits for stochastic rounding; not needed by formats with exact moments.
+        aside: tensors that receive the old parameters and the new fields of the same elements; None to change in place.
+        recoverably: report the elements whose gradients `recover` cannot reconstruct; requires `can_recover`.
+        params: also report the elements whose parameters it cannot reconstruct; requires `can_recover_param`.
 
     Returns:
-        What is not told by the states, if that was asked for.
+        The elements that cannot be reconstructed, if requested.
     """
     return update_flat(
         hyper,
@@ -311,13 +312,13 @@ def update(
 
 
 def can_recover(layout: StateLayout, rule: Rule, grad_dtype: torch.dtype) -> bool:
-    """What an update leaves tells its gradients of this dtype, beside what was before it."""
+    """Whether gradients of this dtype can be reconstructed from the states before and after an update."""
     dtypes = {field.name: field.dtype for field in layout.fields}
     return layout.first is not None and can_recover_flat(rule, dtypes[layout.first], grad_dtype)
 
 
 def can_recover_param(layout: StateLayout) -> bool:
-    """What an update that tells its gradients leaves tells the parameters before it, too."""
+    """Whether the old parameters can be reconstructed, too, if the gradients can."""
     return layout.master == "low_bits"
 
 
@@ -330,12 +331,12 @@ def recover(
     grad: torch.Tensor | None,
     param: torch.Tensor | None,
 ) -> None:
-    """What there was before an update by `rule`, but for the elements that it has named.
+    """Reconstruct values from before an update by `rule`, except the elements that `update` has reported.
 
     Args:
         before, after: the fields, for the same elements.
-        grad: filled with its gradients, if they are wanted.
-        param: the parameters as it has left them, which become those before it, if they are wanted.
+        grad: filled with the gradients, if given.
+        param: the parameters after the update, replaced by the old ones, if given.
     """
     assert layout.first is not None
     if grad is not None:

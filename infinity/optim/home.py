@@ -1,4 +1,4 @@
-"""Where the optimizer states of a list of parameters live, for an optimizer that is used without the engine."""
+"""The optimizer states of a list of parameters, for an optimizer that is used without the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from infinity.tiers.swap import SwapPath, open_swap
 
 @dataclass(frozen=True)
 class _Pending:
-    """An update under way, and the flat host copy that it works on where the parameter is not one itself."""
+    """An update in progress, and its flat host copy of the parameter, which may be the parameter itself."""
 
     ticket: UpdateTicket
     parameter: torch.Tensor
@@ -72,12 +72,12 @@ class StatesHome:
             self._undo = undo.pop_all()
 
     def close(self) -> None:
-        """Finish what is under way, then give up memory and files."""
+        """Finish queued updates, then free memory and files."""
         self.wait()
         self._undo.close()
 
     def start_update(self, unit: int, parameter: torch.Tensor, gradient: torch.Tensor, hyper: Hyper) -> None:
-        """Queue one update; the gradient must stay as it is until `wait()`."""
+        """Queue one update; the gradient must not change until `wait()`."""
         flat = _flat(parameter.detach())
         job = UpdateJob(
             unit,
@@ -91,7 +91,7 @@ class StatesHome:
         self._pending.append(_Pending(self._pipeline.submit(job), parameter, flat))
 
     def wait(self) -> None:
-        """Until every queued update has reached its parameter.
+        """Block until every queued update is stored in its parameter.
 
         Raises:
             StorageError: a read or write failed.
@@ -105,11 +105,11 @@ class StatesHome:
     # States #
 
     def reset(self, unit: int, parameter: torch.Tensor) -> None:
-        """Begin anew from the parameter as it is now."""
+        """Initialize the states from the parameter's present values."""
         self.write(unit, parameter, {})
 
     def read(self, unit: int, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Flat float32 moments, and `master` where the parameter is no float32."""
+        """Return flat float32 moments, and `master` if the parameter is not float32."""
         flat = _flat(parameter.detach())
         names = ["exp_avg", "exp_avg_sq"] + (["master"] if self.layout.master else [])
         whole = {name: torch.empty(flat.numel(), dtype=torch.float32, device="cpu") for name in names}
@@ -122,7 +122,7 @@ class StatesHome:
         return whole
 
     def write(self, unit: int, parameter: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        """Take over moments and master; missing moments start from zero, a missing master from the parameter."""
+        """Store moments and master; missing moments are zero, a missing master is the parameter."""
         flat = _flat(parameter.detach())
         sources = {name: _flat(value.detach()).float() for name, value in values.items()}
         master = sources.get("master") if self.layout.master else None
@@ -136,7 +136,7 @@ class StatesHome:
             parameter.detach().copy_(flat.view(parameter.shape))
 
     def _tiles(self, unit: int, numel: int, *, fresh: bool) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
-        """Range within the parameter and fields of every tile of a unit, without the padding."""
+        """Yield the range within the parameter and the fields of every tile of a unit, without padding."""
         for tile, fields in self._pipeline.tiles(unit, writable=fresh, fresh=fresh):
             stop = min(tile.start + tile.numel, numel)
             if tile.start < stop:
@@ -144,5 +144,5 @@ class StatesHome:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as 1-D in host memory; itself where it already lies there in order."""
+    """Return the tensor as 1-D in host memory, without a copy if it is contiguous host memory already."""
     return tensor.cpu().contiguous().view(-1)

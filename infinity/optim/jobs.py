@@ -1,4 +1,4 @@
-"""What the optimizer pipeline is asked for: the update of one unit, and how far it is."""
+"""Jobs of the optimizer pipeline: the update of one unit, and its progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.telemetry import Times
 from infinity.tiers.copies import Move, Transfer
 from infinity.tiers.states import Tile
 
-WriteParams = Callable[[int, int, int], "Transfer | None"]  # (unit, start, numel): starts writing them to their home
+WriteParams = Callable[[int, int, int], "Transfer | None"]  # (unit, start, numel): starts writing them home
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,21 @@ class UpdateJob:
         unit: index of the unit.
         param: the shard's trainable elements in compute dtype, in host memory; updated in place.
         grad: gradients, same length.
-        segments: what to update, and how; elements outside are left alone.
-        ready: what `param` and `grad` still wait for.
-        write: for every tile, starts writing the updated parameters to their home; None where they stay in memory.
+        segments: elements to update, with their rules; other elements do not change.
+        ready: moves that `param` and `grad` must wait for.
+        write: starts writing the updated parameters of a tile home; None if they stay in memory.
         seed: of this update's stochastic rounding.
-        first: position of the shard's first element in the unit; shards of several ranks round differently.
-        needed: when the unit is needed next; the lowest goes first among units that nobody waits for yet.
-        tiles: indices of those to update; None for all.
-        before: room for what is replaced, by index of the tile.
-        tells_grads: the gradients are not to be kept for when the update is undone, see [Note: lost gradients] in
+        first: position of the shard's first element in the unit, so that shards of several ranks round differently.
+        needed: when the unit is needed next; the lowest goes first among updates that no thread waits for.
+        tiles: indices of the tiles to update; None for all.
+        before: undo log, by index of the tile.
+        tells_grads: the gradients can be reconstructed and are not kept for a rollback, see [Note: lost gradients] in
             csrc/adam/recovery.h.
-        tells_param: nor are the parameters.
+        tells_param: likewise the parameters.
     """
 
     unit: int
-    # Not in tracebacks, which may be written when the memory that they look into is gone.
+    # Not in tracebacks, which may be formatted after the memory is freed.
     param: torch.Tensor = field(repr=False)
     grad: torch.Tensor = field(repr=False)
     segments: tuple[Segment, ...]
@@ -70,16 +70,16 @@ class UpdateTicket:
     """Progress of one job. `computed` resolves when the new values are in memory; writes may still be in flight.
 
     Attributes:
-        tiles: those of the unit that are not updated yet, in order.
-        missing: moves that the update still has to wait for.
-        awaited: somebody waits for this update and no other.
-        chosen: the worker has chosen it, and may be at a tile of it now.
+        tiles: tiles that are not updated yet, in order.
+        missing: moves that the update must still wait for.
+        awaited: a thread waits for this update.
+        chosen: the worker has chosen it, and may be updating a tile of it.
         begun: a tile has been updated.
-        keeps: what is replaced may be needed again.
-        kept: tiles of which `job.before` has what was there.
-        under_way: the tile that is updated now, if `job.before` has room for it.
+        keeps: the old values may still be needed.
+        kept: tiles whose old values are in `job.before`.
+        under_way: the tile that is being updated, if `job.before` has room for it.
         reached: all elements before this one have been updated.
-        recovers: what has been updated so far tells its gradients, beside what was before it, but for `remainder`.
+        recovers: gradients of updated tiles can be reconstructed from the old states, the new states and `remainder`.
     """
 
     job: UpdateJob
@@ -126,7 +126,7 @@ class UpdateTicket:
 
 
 def parts_of(job: UpdateJob, tile: Tile) -> Iterator[tuple[int, int, Rule]]:
-    """Where in the shard what the job does to a tile begins and ends, and the rule."""
+    """Yield (start, stop, rule) of each part of a tile that the job updates; positions are in the shard."""
     for segment in job.segments:
         start, stop = max(segment.start, tile.start), min(segment.stop, tile.start + tile.numel)
         if start < stop:

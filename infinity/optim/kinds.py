@@ -1,4 +1,4 @@
-"""The optimizers by name: their hyper-parameters, where these are found, and the rule that they make."""
+"""The optimizers by name: their hyper-parameters, the places to find these, and their update rules."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """What tells one optimizer from another.
+    """The properties of one optimizer.
 
     Attributes:
         layout: its name among the state layouts (formats.py).
-        defaults: every hyper-parameter of a group, torch's names and values.
-        rule: the numbers of update number `step` at (values of a group, step, gradient scale).
-        torch_classes: optimizers of torch that are of this kind.
-        unsupported: options of those that must be off.
+        defaults: every hyper-parameter of a group, with torch's names and values.
+        rule: makes the rule of an update from (values of a group, step, gradient scale).
+        torch_classes: torch's classes of this optimizer.
+        unsupported: options of these classes that must be off.
     """
 
     layout: str
@@ -74,9 +74,9 @@ SGD = OptimizerKind(
 )
 KINDS = (ADAM, ADAGRAD, LION, SGD)
 
-# The optimizer section's types, and options of theirs that name another way to the same numbers (or are read below).
+# Types of the configuration's optimizer section.
 _BY_TYPE = {"adam": ADAM, "adamw": ADAM, "adagrad": ADAGRAD, "lion": LION, "sgd": SGD}
-# Options of torch's groups that say how it computes, or that are checked before.
+# Options of torch's groups that only select an implementation, or that are checked elsewhere.
 _FOR_TORCH_ALONE = (
     "amsgrad",
     "capturable",
@@ -93,12 +93,12 @@ _WITHOUT_EFFECT = ("torch_adam", "adam_w_mode", "fused", "foreach", "fp32_optimi
 
 
 def kind_from_config(type_name: str, params: Values) -> tuple[OptimizerKind, dict[str, Any]]:
-    """The optimizer of a configuration's section, and the hyper-parameters that it gives.
+    """Return the optimizer of a configuration's section, and the hyper-parameters that the section gives.
 
-    As in DeepSpeed, `Adam` decays weights in AdamW's way unless `adam_w_mode` is false.
+    As in DeepSpeed, `Adam` uses AdamW's weight decay unless `adam_w_mode` is false.
 
     Raises:
-        ConfigError: an optimizer or a parameter that is not known, or an option that is not supported.
+        ConfigError: an unknown optimizer or parameter, or an unsupported option.
     """
     name = type_name.lower()
     if name not in _BY_TYPE:
@@ -122,10 +122,10 @@ def kind_from_config(type_name: str, params: Values) -> tuple[OptimizerKind, dic
 
 
 def _checked(key: str, value: Any) -> Any:
-    """A hyper-parameter of the configuration, in the range that torch's optimizers demand.
+    """Check a hyper-parameter of the configuration against the range of torch's optimizers, and return it.
 
     Raises:
-        ConfigError: a value that is of another kind or out of range.
+        ConfigError: it has a wrong type or is out of range.
     """
     path = f"optimizer.params.{key}"
     if key == "nesterov":
@@ -138,15 +138,15 @@ def _checked(key: str, value: Any) -> Any:
 
 
 def kind_of(optimizer: torch.optim.Optimizer, *, also_adam: bool = False) -> tuple[OptimizerKind, list[dict[str, Any]]]:
-    """What a torch optimizer that the user built is, and its parameter groups under our names.
+    """Return the kind of a user's torch optimizer, and its parameter groups with our names.
 
-    Other keys of the groups stay in them: schedulers keep their bounds there.
+    Other keys of the groups are kept: schedulers store their bounds in them.
 
     Args:
         also_adam: it is one of `infinity.optim`.
 
     Raises:
-        ConfigError: an optimizer that has no counterpart here, or uses an option that has none.
+        ConfigError: the optimizer, or an option that it uses, is not supported.
     """
     kind = ADAM if also_adam else None
     kind = next((kind for kind in KINDS if isinstance(optimizer, kind.torch_classes)), kind)
@@ -168,17 +168,17 @@ def kind_of(optimizer: torch.optim.Optimizer, *, also_adam: bool = False) -> tup
                 raise ConfigError(f"optimizer option {option}={group[option]} is not supported; leave it out")
         kept = {key: value for key, value in group.items() if key not in _FOR_TORCH_ALONE}
         if kind is ADAM:
-            own = getattr(optimizer, "decoupled", isinstance(optimizer, torch.optim.AdamW))  # infinity.optim's say so
+            own = getattr(optimizer, "decoupled", isinstance(optimizer, torch.optim.AdamW))  # infinity.optim sets it
             kept["decoupled"] = bool(group.get("decoupled_weight_decay", own))
         groups.append(kept)
     return kind, groups
 
 
 def _check_step(optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> None:
-    """Refuse an optimizer that does more than its kind's update: the engine would leave it out.
+    """Refuse an optimizer that does more than its kind's update, which the engine would ignore.
 
     Raises:
-        ConfigError: a class of the user's own, a `step` of the instance's own, or hooks; by name.
+        ConfigError: it is a user's subclass, its `step` was replaced, or it has step hooks.
     """
     cls = type(optimizer)
     known = next(each for each in cls.__mro__ if each in kind.torch_classes or _is_ours(each))
@@ -188,7 +188,7 @@ def _check_step(optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> None:
             f"place of {cls.__name__}'s own: pass a {known.__name__} itself"
         )
     own = vars(optimizer).get("step")
-    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):  # torch's schedulers count its calls
+    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):  # torch's schedulers wrap it
         raise ConfigError(
             f"`step` of this {cls.__name__} was replaced, which the engine would not call: leave it as it is"
         )
@@ -205,7 +205,7 @@ def _is_ours(cls: type) -> bool:
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    if not isinstance(optimizer, torch.optim.Adagrad):  # whose states are there from the start
+    if not isinstance(optimizer, torch.optim.Adagrad):  # Adagrad has states from the start
         return bool(optimizer.state) or bool(getattr(optimizer, "has_stepped", False))
     return any(float(state["step"]) > 0 for state in optimizer.state.values())
 

@@ -1,10 +1,10 @@
-"""The loss scale of fp16 training: what keeps small gradients from vanishing and large ones from overflowing.
+"""The loss scale of fp16 training, which prevents underflow of small gradients and overflow of large ones.
 
 [Note: dynamic scale]
-Micikevicius et al., arXiv 1710.03740, section 3.2. A step whose gradients are not finite is skipped and the scale is
-halved; after `window` steps in a row that were, the next one that is doubles it. As in DeepSpeed, `hysteresis` - 1 such
-steps are forgiven before the scale falls, and forgiveness is renewed when it rises (`consecutive_hysteresis`: at every
-finite step).
+Micikevicius et al., arXiv 1710.03740, section 3.2. A step with gradients that are not finite is skipped, and the scale
+is halved. After `window` consecutive finite steps, the next finite step doubles it. As in DeepSpeed, `hysteresis` - 1
+overflows are skipped before the scale falls. The count starts again when the scale rises (with
+`consecutive_hysteresis`: at every finite step).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LossScale:
 
     Attributes:
         value: the factor now.
-        overflow: the gradients of the last step were not finite, and the step was left out.
-        needed: losses must be scaled, as fp16 training demands.
+        overflow: the gradients of the last step were not finite, and the step was skipped.
+        needed: whether losses must be scaled, as in fp16 training.
     """
 
     value: float
@@ -42,7 +42,7 @@ class LossScale:
 
     @classmethod
     def of(cls, config: Fp16Config | None) -> LossScale:
-        """The scale that a configuration asks for; 1 for ever without fp16."""
+        """Return the scale of a configuration; it is always 1 without fp16."""
         if config is None:
             return cls(1.0, dynamic=False, window=1, hysteresis=1, minimum=1.0, needed=False)
         dynamic = config.loss_scale == 0.0
@@ -56,7 +56,7 @@ class LossScale:
             config.consecutive_hysteresis,
         )
 
-    # Under DeepSpeed's names #
+    # DeepSpeed's names #
 
     @property
     def loss_scale(self) -> float:
@@ -67,56 +67,56 @@ class LossScale:
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """It follows the gradients."""
+        """Whether the scale depends on the gradients."""
         return self.dynamic
 
     @property
     def use_grad_scaling(self) -> bool:
-        """Losses must be scaled."""
+        """Whether losses must be scaled."""
         return self.needed
 
     @property
     def cur_iter(self) -> int:
-        """Steps so far, those that were left out included; counted where the scale is dynamic."""
+        """Number of steps, including skipped ones, if the scale is dynamic."""
         return self._step
 
     @property
     def scale_window(self) -> int:
-        """Finite steps in a row after which the next one doubles the scale."""
+        """Number of consecutive finite steps after which the next one doubles the scale."""
         return self.window
 
     @property
     def scale_factor(self) -> float:
-        """By which it rises and falls."""
+        """Factor of a rise or fall."""
         return _FACTOR
 
     @property
     def min_scale(self) -> float:
-        """It falls no lower."""
+        """Lower bound of a dynamic scale."""
         return self.minimum
 
     min_loss_scale = min_scale
 
     @property
     def delayed_shift(self) -> int:
-        """Steps that are not finite at which it falls; those before are left out only."""
+        """Number of overflows at which the scale falls; the overflows before are only skipped."""
         return self.hysteresis
 
     @property
     def cur_hysteresis(self) -> int:
-        """Of them, how many are left."""
+        """How many of these overflows are left."""
         return self.hysteresis - self._forgiven
 
     @property
     def last_overflow_iter(self) -> int:
-        """The last step that was left out, counted from 0; -1 for none."""
+        """The last skipped step, counted from 0; -1 for none."""
         return self._last_overflow
 
     def after_step(self, *, overflow: bool) -> None:
-        """Settle the scale for the next step.
+        """Set the scale for the next step.
 
         Raises:
-            NonFiniteError: gradients overflow although the scale is at its minimum already.
+            NonFiniteError: gradients overflow although the scale is at its minimum.
         """
         self.overflow = overflow
         if not self.dynamic:
@@ -133,7 +133,7 @@ class LossScale:
             else:
                 self.value = max(self.value / _FACTOR, self.minimum)
         else:
-            finite = self._step - self._last_overflow - 1  # steps in a row before this one
+            finite = self._step - self._last_overflow - 1  # consecutive finite steps before this one
             rises = finite > 0 and finite % self.window == 0
             if rises or self.consecutive:
                 self._forgiven = 0
@@ -142,7 +142,7 @@ class LossScale:
         self._step += 1
 
     def state_dict(self) -> dict[str, float]:
-        """Where the scale is; how it moves comes from the configuration."""
+        """Return the state of the scale; its parameters come from the configuration."""
         return {
             "value": self.value,
             "step": self._step,
@@ -151,7 +151,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from there, unless this run's scale is static."""
+        """Continue from a saved state, unless this run's scale is static."""
         if self.dynamic:
             self.value = float(state["value"])
             self._step = int(state["step"])

@@ -1,6 +1,6 @@
-"""The shapes of DeepSpeed's learning-rate schedules, as torch schedulers; their names are in schedule_classes.py.
+"""The curves of DeepSpeed's learning-rate schedules, as torch schedulers; schedule_classes.py has their names.
 
-Each is a pure function from the index of the last finished step to a factor; -1 stands for "none yet". As in DeepSpeed,
+Each is a pure function from the index of the last finished step to a factor; -1 stands for no step. As in DeepSpeed,
 the first step therefore runs with the value at -1 and step `k` with the value at `k - 1`.
 """
 
@@ -21,7 +21,7 @@ from infinity.errors import ConfigError
 
 @dataclass(frozen=True)
 class Warmup:
-    """Rise from 0 to 1 over `steps`, linearly or with the logarithm."""
+    """Rise from 0 to 1 over `steps`, linearly or logarithmically."""
 
     steps: int
     kind: str
@@ -36,7 +36,7 @@ class Warmup:
 
 @dataclass(frozen=True)
 class WarmupDecay:
-    """Warm-up, then a straight line down to 0 at `total_steps`."""
+    """Warm-up, then linear decay to 0 at `total_steps`."""
 
     warmup: Warmup
     total_steps: int
@@ -49,7 +49,7 @@ class WarmupDecay:
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """Warm-up from `warmup_min`, then half a cosine down to `cosine_min` at `total_steps`."""
+    """Warm-up from `warmup_min`, then a half cosine down to `cosine_min` at `total_steps`."""
 
     warmup: Warmup
     total_steps: int
@@ -67,7 +67,7 @@ class WarmupCosine:
 
 @dataclass(frozen=True)
 class RangeTest:
-    """Grow without end, by `rate` every `interval` steps; in stairs or continuously."""
+    """Grow without limit, by `rate` every `interval` steps; in stairs or continuously."""
 
     interval: int
     rate: float
@@ -82,7 +82,7 @@ class RangeTest:
 
 @dataclass(frozen=True)
 class Cycle:
-    """Up over `first` steps and down over `second`, in stairs where a count is given; then over.
+    """Rise over `first` steps and fall over `second`, in stairs if a count is given.
 
     L. Smith, arXiv 1803.09820.
     """
@@ -97,7 +97,7 @@ class Cycle:
         return self.first + self.second
 
     def height(self, position: int) -> float:
-        """0 at both ends, 1 at the top."""
+        """Return the height at a position: 0 at both ends, 1 at the top."""
         position %= self.length
         if position <= self.first:
             return _stairs(position / self.first, self.first_stairs)
@@ -109,14 +109,14 @@ def _stairs(height: float, count: int) -> float:
 
 
 class OneCycleLR(LRScheduler):
-    """One cycle of the learning rate and, the other way round, of the momentum (`betas[0]`); then both decay.
+    """One cycle of the learning rate and the inverse cycle of the momentum (`betas[0]`); then both decay.
 
-    As in DeepSpeed, but that `betas[1]` is left as it is, where DeepSpeed sets 0.99.
+    As in DeepSpeed, except that `betas[1]` is not changed; DeepSpeed sets 0.99.
 
     Args:
         low, high: bounds of each group's learning rate.
-        momentum: bounds of each group's momentum, or None to leave it alone.
-        decay_steps: length of an interval of the decay; 0 for none.
+        momentum: bounds of each group's momentum, or None to leave it unchanged.
+        decay_steps: length of an interval of the decay; 0 for no decay.
         lr_decay, momentum_decay: after k intervals the rate is divided, the momentum multiplied by 1 + decay * k.
     """
 
@@ -145,7 +145,7 @@ class OneCycleLR(LRScheduler):
         return [(low + (high - low) * height) / decay for low, high in self._bounds]
 
     def momenta(self) -> list[float] | None:
-        """Of each group, where the schedule is now; None if it leaves them alone."""
+        """Return each group's momentum now; None if the schedule does not change it."""
         if self._momentum is None:
             return None
         decay, height = 1.0 + self._momentum_decay * self._intervals(), self._height()
@@ -157,19 +157,19 @@ class OneCycleLR(LRScheduler):
         if momenta is None or self._momentum is None:
             return
         if self.last_epoch == 0:
-            momenta = [low for low, _ in self._momentum]  # as DeepSpeed begins: both are low
+            momenta = [low for low, _ in self._momentum]  # as in DeepSpeed: rate and momentum begin at their low bounds
         for group, beta1 in zip(self.optimizer.param_groups, momenta, strict=True):
             group["betas"] = (beta1, group["betas"][1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule is; its shape comes from the configuration."""
+        """Return the position of the schedule; its curve comes from the configuration."""
         return {"last_epoch": self.last_epoch, "_step_count": self._step_count, "_last_lr": self._last_lr}
 
     def _height(self) -> float:
         return self._cycle.height(self.last_epoch) if self.last_epoch <= self._cycle.length else 0.0
 
     def _intervals(self) -> float:
-        """Intervals of decay so far, in parts."""
+        """Return the number of decay intervals so far, with fractions."""
         beyond = self.last_epoch - self._cycle.length
         return beyond / self._decay_steps if beyond > 0 and self._decay_steps else 0.0
 
@@ -197,19 +197,19 @@ class FactorLR(LRScheduler):
         return [low + (high - low) * factor for low, high in self._bounds]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule is; its shape comes from the configuration."""
+        """Return the position of the schedule; its curve comes from the configuration."""
         return {"last_epoch": self.last_epoch, "_step_count": self._step_count, "_last_lr": self._last_lr}
 
 
 class Params:
-    """A scheduler section's parameters, checked as they are read."""
+    """A scheduler section's parameters, checked when they are read."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._type = config.type
         self._values: dict[str, Any] = dict(config.params)
 
     def get(self, name: str, default: Any) -> Any:
-        value = self._values.get(name)  # null stands for the default
+        value = self._values.get(name)  # null means the default
         return default if value is None else value
 
     def need(self, name: str) -> Any:
@@ -227,7 +227,7 @@ class Params:
         return switch(f"scheduler.params.{name}", self.get(name, default))
 
     def rates(self, name: str, value: Any, optimizer: torch.optim.Optimizer) -> list[float]:
-        """One learning rate, or one for each parameter group."""
+        """Return one learning rate for each parameter group."""
         path, groups = f"scheduler.params.{name}", len(optimizer.param_groups)
         values = list(value) if isinstance(value, (list, tuple)) else [value] * groups
         if len(values) != groups:

@@ -1,6 +1,6 @@
-"""Optimizers under DeepSpeed's names: plain objects with parameter groups, which `initialize` takes over.
+"""Optimizers with DeepSpeed's names: plain objects with parameter groups, which `initialize` takes over.
 
-Without an engine they update the parameters that they were given, in memory, by the same rules; see plain.py.
+Without an engine they update their parameters in memory, by the same rules; see plain.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infinity.optim.plain import Group, load_plainly, step_plainly
 _Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 
-# What groups of torch's other optimizers have, and Adam's never.
+# Keys in the groups of torch's other optimizers that Adam's groups do not have.
 _OF_OTHERS = ("alpha", "clip_threshold", "dampening", "etas", "lambd", "lr_decay", "momentum_decay", "rho")
 
 
@@ -28,28 +28,28 @@ def _adam_rule(group: Group, step: int, grad_scale: float) -> Rule:
 
 
 def adagrad_rule(group: Group, step: int, grad_scale: float) -> Rule:
-    """Adagrad's numbers of an update."""
+    """Return the rule of an Adagrad update."""
     numbers = {name: float(group[name]) for name in ("lr", "lr_decay", "eps", "weight_decay")}
     return AdagradHyper(**numbers, step=step, grad_scale=grad_scale)
 
 
 def lion_rule(group: Group, step: int, grad_scale: float) -> Rule:
-    """Lion's numbers of an update."""
+    """Return the rule of a Lion update."""
     beta1, beta2 = group["betas"]
     return LionHyper(float(group["lr"]), float(beta1), float(beta2), float(group["weight_decay"]), step, grad_scale)
 
 
 class _Plain(torch.optim.Optimizer):
-    """What all of these do where no engine takes them over; comes before torch's class, if there is one.
+    """Updates without an engine; precedes torch's class in the bases, if there is one.
 
     Attributes:
-        _rule: the numbers of an update.
+        _rule: makes the rule of an update.
     """
 
     _rule: ClassVar[staticmethod[[Group, int, float], Rule]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters, where no engine does."""
+        """Update the parameters; only without an engine."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -59,7 +59,7 @@ class _Plain(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a `state_dict` of this class, of DeepSpeed's or of torch's."""
+        """Load a `state_dict` of this class, of DeepSpeed's or of torch's."""
         super().load_state_dict(dict(state_dict))
         load_plainly(self, state_dict)
 
@@ -68,10 +68,10 @@ class DeepSpeedCPUAdam(_Plain, torch.optim.AdamW):
     """AdamW, or Adam if `adamw_mode` is false.
 
     Args:
-        fp32_optimizer_states: moments of 16-bit parameters are float32; else they have the parameters' dtype.
+        fp32_optimizer_states: moments of 16-bit parameters are float32; if False they have the parameters' dtype.
 
     Raises:
-        ConfigError: bias correction is switched off, AMSGrad is asked for, or the groups are another optimizer's.
+        ConfigError: bias correction is off, AMSGrad is on, or the groups belong to another optimizer.
     """
 
     _rule = staticmethod(_adam_rule)
@@ -96,12 +96,12 @@ class DeepSpeedCPUAdam(_Plain, torch.optim.AdamW):
 
     @property
     def adam_w_mode(self) -> bool:
-        """Weights decay in AdamW's way."""
+        """Whether weight decay is AdamW's."""
         return bool(self.defaults["decoupled_weight_decay"])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._decay_as_asked()  # torch's AdamW has just made AdamW of all groups
+        self._decay_as_asked()  # torch's AdamW has just set AdamW for all groups
 
     def _decay_as_asked(self) -> None:
         for group in self.param_groups:
@@ -109,7 +109,7 @@ class DeepSpeedCPUAdam(_Plain, torch.optim.AdamW):
 
 
 class FusedAdam(DeepSpeedCPUAdam):
-    """The same, with DeepSpeed's arguments for Adam on a GPU."""
+    """AdamW with DeepSpeed's arguments for Adam on a GPU."""
 
     def __init__(
         self,
@@ -127,10 +127,10 @@ class FusedAdam(DeepSpeedCPUAdam):
 
 
 class DeepSpeedCPUAdagrad(_Plain, torch.optim.Adagrad):
-    """Adagrad. `adamw_mode`, which accelerate gives to all of these, is Adam's and changes nothing.
+    """Adagrad. `adamw_mode`, which accelerate passes to every optimizer, has no effect.
 
     Args:
-        fp32_optimizer_states: the sums of 16-bit parameters are float32; else they have the parameters' dtype.
+        fp32_optimizer_states: the sums of 16-bit parameters are float32; if False they have the parameters' dtype.
     """
 
     _rule = staticmethod(adagrad_rule)
@@ -147,7 +147,7 @@ class DeepSpeedCPUAdagrad(_Plain, torch.optim.Adagrad):
         adamw_mode: bool = False,
     ) -> None:
         super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps)
-        self.state.clear()  # torch's are there from the start; these come with the first step, or never in an engine
+        self.state.clear()  # torch creates states at once; this class with the first step, or never in an engine
         self.defaults["fp32_optimizer_states"] = fp32_optimizer_states
 
 
@@ -155,7 +155,7 @@ class Lion(_Plain):
     """Lion.
 
     Args:
-        fp32_optimizer_states: the moment of 16-bit parameters is float32; else it has the parameters' dtype.
+        fp32_optimizer_states: the moment of 16-bit parameters is float32; if False it has the parameters' dtype.
     """
 
     _rule = staticmethod(lion_rule)
@@ -173,11 +173,11 @@ class Lion(_Plain):
 
 
 class DeepSpeedCPULion(Lion):
-    """The same."""
+    """Lion under another name."""
 
 
 class FusedLion(Lion):
-    """The same, with DeepSpeed's arguments for Lion on a GPU."""
+    """Lion with DeepSpeed's arguments for Lion on a GPU."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class FusedLion(Lion):
 
 
 def _check_arguments(name: str, groups: Iterable[Any], *, bias_correction: bool, amsgrad: bool) -> None:
-    """accelerate makes Adam of every optimizer that is given to it, where states are offloaded."""
+    """Refuse unsupported arguments, and groups of other optimizers, which accelerate replaces by Adam with offload."""
     of_groups = [group for group in groups if isinstance(group, dict)]
     if not bias_correction or not all(group.get("bias_correction", True) for group in of_groups):
         raise ConfigError(f"{name}: bias_correction=False is not supported; leave it out")

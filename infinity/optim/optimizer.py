@@ -1,4 +1,4 @@
-"""The optimizer object that a training loop and its LR scheduler hold; the engine does the work."""
+"""The optimizer object that a training loop and its LR scheduler hold; the engine makes the updates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ParamsOrGroups = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 
 
 def check_no_states(state_dict: Mapping[str, Any]) -> None:
-    """Nothing of a `state_dict` would be left out.
+    """Check that a `state_dict` has no moments, which would be ignored.
 
     Raises:
         ConfigError: it has moments.
@@ -37,21 +37,20 @@ def check_no_states(state_dict: Mapping[str, Any]) -> None:
 
 
 class TieredOptimizer(torch.optim.Optimizer):
-    """`param_groups` of a model whose states live in the tiers.
+    """`param_groups` of a model whose states are in the tiers.
 
-    Every group has the hyper-parameters of its kind (for Adam also `decoupled`: AdamW's weight decay, else Adam's), and
-    may be changed between steps, by hand or by any torch LR scheduler.
+    Every group has the hyper-parameters of its kind (Adam also has `decoupled`: AdamW's weight decay, else Adam's).
+    They may be changed between steps, by hand or by any torch LR scheduler.
 
     Attributes:
-        kind: which optimizer it is.
+        kind: the kind of optimizer.
         trained: group of every parameter that an engine trains, by name.
-        frozen: likewise of the groups' other parameters, which have no states: they required no gradient.
-        loss_scaler: the engine's loss scale, of fp16 training; its `value` is 1 otherwise.
-        run_step: what `step()` does, and `drop_gradients` what `zero_grad()` does; the engine that owns the states sets
-            them.
+        frozen: group of every other parameter, by name; these required no gradient and have no states.
+        loss_scaler: the engine's loss scale in fp16 training; otherwise its `value` is 1.
+        run_step: implementation of `step()`; drop_gradients: of `zero_grad()`. The engine sets them.
     """
 
-    # By group, identities of the parameters that an engine has; here, since torch's constructor adds groups.
+    # By group, identities of the parameters that an engine has. A class attribute: torch's constructor adds groups.
     _kept: list[list[int]] | None = None
 
     def __init__(self, params: ParamsOrGroups, defaults: Mapping[str, Any], kind: OptimizerKind = ADAM) -> None:
@@ -65,24 +64,24 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._without_states: list[tuple[str, nn.Parameter]] = []
 
     def bind(self, model: nn.Module, trained: Mapping[str, int], frozen: Mapping[str, int]) -> None:
-        """Have the groups hold these parameters of the model, those that are trained."""
+        """Set the trained parameters of the groups, and note the frozen ones, by the model's names."""
         self.trained, self.frozen = dict(trained), dict(frozen)
         self._without_states = [(name, model.get_parameter(name)) for name in frozen]
         for index, group in enumerate(self.param_groups):
             group["params"] = [model.get_parameter(name) for name, member in trained.items() if member == index]
 
     def keep_groups(self) -> None:
-        """An engine has the groups' parameters as they are now: from here on, hyper-parameters may change alone."""
+        """Fix the groups' parameters, which an engine has taken over; hyper-parameters may still change."""
         self._kept = self._members()
 
     def _members(self) -> list[list[int]]:
         return [[id(param) for param in group["params"]] for group in self.param_groups]
 
     def check_groups(self) -> None:
-        """The groups have the parameters that the engine's states were made for.
+        """Check that the groups have the parameters for which the engine made states.
 
         Raises:
-            InfinityError: a group has come or gone, or has others.
+            InfinityError: a group was added or removed, or has other parameters.
         """
         if self._kept is None or (members := self._members()) == self._kept:
             return
@@ -99,14 +98,14 @@ class TieredOptimizer(torch.optim.Optimizer):
         )
 
     def unfrozen(self) -> list[str]:
-        """Names of the parameters without states that require a gradient now."""
+        """Return the names of the parameters without states that now require a gradient."""
         return [name for name, param in self._without_states if param.requires_grad]
 
     def check_frozen(self) -> None:
-        """No parameter without states has a gradient to come; asked where a pass has gone past the engine.
+        """Check that no parameter without states requires a gradient; for passes that bypass the engine.
 
         Raises:
-            InfinityError: by name: one requires a gradient now.
+            InfinityError: one does; names it.
         """
         for name in self.unfrozen():
             raise InfinityError(
@@ -115,10 +114,10 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, before an engine has the groups.
+        """Add a group like torch, before an engine has the groups.
 
         Raises:
-            InfinityError: one has, and makes no states for others.
+            InfinityError: an engine has the groups already.
         """
         if self._kept is not None:
             raise InfinityError(
@@ -129,11 +128,11 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @property
     def trains(self) -> bool:
-        """There is something to train; nothing if the engine was made without an optimizer."""
+        """Whether there are parameters to train; False if the engine was made without an optimizer."""
         return any(group["params"] for group in self.param_groups)
 
     def check_trains(self) -> None:
-        """There is something to train.
+        """Check that there are parameters to train.
 
         Raises:
             InfinityError: the engine was made without an optimizer.
@@ -145,7 +144,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """As the engine's `step()`, which calls this for an update, since torch's LR schedulers watch for that."""
+        """Make a step like the engine's `step()`, which calls this, so that torch's LR schedulers notice updates."""
         if closure is not None:
             raise ConfigError("closures need several backward passes a step; call engine.backward() and engine.step()")
         self.check_trains()
@@ -154,58 +153,61 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._opt_called = True
         self.run_step()
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler need not wrap it to see it called
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers see its calls without wrapping it
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step that is under way; after `step()` there are none.
+        """Drop the gradients of the step in progress; after `step()` there are none.
 
         Raises:
-            InfinityError: under the update schedule `backward`, they have updated parameters already.
+            InfinityError: with the update schedule `backward`, they have already updated parameters.
         """
         if self.drop_gradients is not None:
             self.drop_gradients()
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by before backward."""
+        """Factor on losses before backward."""
         return self.loss_scaler.value
 
     @property
     def cur_scale(self) -> float:
-        """The same."""
+        """Same as `loss_scale`."""
         return self.loss_scaler.value
 
     def needs_scaler(self) -> bool:
-        """A backward pass must begin with `engine.backward(loss)` or `engine.scale(loss)`."""
+        """Whether a backward pass must begin with `engine.backward(loss)` or `engine.scale(loss)`."""
         return self.loss_scaler.needed
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """The loss scale follows the gradients."""
+        """Whether the loss scale depends on the gradients."""
         return self.loss_scaler.dynamic
 
     @property
     def overflow(self) -> bool:
-        """The last step was left out, because its gradients were not finite."""
+        """Whether the last step was skipped, because its gradients were not finite."""
         return self.loss_scaler.overflow
 
     def share_groups(self, given: torch.optim.Optimizer) -> None:
-        """Have the groups be those of the optimizer that they were taken from: what a scheduler of it changes in them
-        counts, and so for another one that shares them. Loading into that one would end this, and is done here."""
+        """Share the group dicts with the optimizer that they were taken from.
+
+        Changes by its schedulers then take effect here, too. While an engine has its parameters it refuses
+        `load_state_dict`, which would replace the dicts.
+        """
         for index, group in enumerate(given.param_groups):
             group.update(self.param_groups[index])
             self.param_groups[index] = group
         given.register_load_state_dict_pre_hook(partial(_refuse_loading, weakref.ref(self)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups' hyper-parameters; the states themselves are saved by `engine.save_checkpoint`."""
+        """Return the groups' hyper-parameters; `engine.save_checkpoint` saves the states."""
         return {"param_groups": [self._hyper_parameters(group) for group in self.param_groups]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over hyper-parameters, as of `state_dict()`; the moments stay as they are, and a warning says so.
+        """Load hyper-parameters of a `state_dict()`; the moments do not change, and a warning says so.
 
         Raises:
-            ConfigError: there are moments in it, as in those of torch's optimizers, or other groups.
+            ConfigError: it has moments, as torch's optimizers have, or other groups.
         """
         check_no_states(state_dict)
         self.load_groups(state_dict)
@@ -215,10 +217,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         )
 
     def load_groups(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over hyper-parameters, whose moments come by themselves.
+        """Load hyper-parameters, without a warning about moments.
 
         Raises:
-            ConfigError: there are other groups.
+            ConfigError: it has other groups.
         """
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
@@ -226,15 +228,15 @@ class TieredOptimizer(torch.optim.Optimizer):
                 f"the state has {len(groups)} parameter groups but this optimizer has {len(self.param_groups)}"
             )
         for group, loaded in zip(self.param_groups, groups, strict=True):
-            values = self._hyper_parameters(loaded)  # without what torch has of parameters there, their numbers
+            values = self._hyper_parameters(loaded)  # without torch's numbers of the parameters
             group.update({key: tuple(v) if key == "betas" else v for key, v in values.items()})
 
     def rule(self, group: int, step: int, grad_scale: float) -> Rule:
-        """Numbers for update number `step` of a parameter of `group`, as they stand now."""
+        """Return the present rule for update number `step` of a parameter of `group`."""
         return self.kind.rule(self.param_groups[group], step, grad_scale)
 
     def rules(self) -> list[Rule]:
-        """Every group's numbers as they stand now, for comparison."""
+        """Return the present rules of all groups, for comparison."""
         return [self.rule(group, 1, 1.0) for group in range(len(self.param_groups))]
 
     @staticmethod
@@ -245,7 +247,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 def _refuse_loading(
     taker: weakref.ref[TieredOptimizer], given: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
-    """torch would give `given` other groups and moments, which nobody reads while an engine has its parameters."""
+    """Refuse to load into `given` while an engine has its parameters: the engine would ignore the loaded values."""
     tiered = taker()
     if tiered is not None and tiered.run_step is not None:
         check_no_states(state_dict)

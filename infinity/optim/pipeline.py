@@ -1,10 +1,10 @@
-"""The optimizer step as a pipeline of tiles: while one tile is updated, the next are read and the last are written.
+"""The optimizer step as a pipeline: while one tile is updated, the next ones are read and the last ones are written.
 
-One worker thread updates the units whose gradients are final, in the order of schedule/update_queue.py. Tiles are read
-into the slots of a ring in that order, unless they live in host memory, and then ahead for the units that are expected
-next, so that the disk is busy before their gradients are there. The worker chooses anew for every tile, and takes the
-first in that order whose next tile is in memory. It runs the fused kernel over the tile and starts writing the fields,
-and the parameters where their home is below, without waiting.
+One worker thread updates the units whose gradients are final, in the order of schedule/update_queue.py. Tiles whose
+home is not host memory are read into the slots of a ring in that order, and then ahead for the units that are expected
+next, so that the drive is busy before their gradients are final. For every tile the worker chooses again: the first
+update in that order whose next tile is in memory. It runs the fused kernel over the tile, and starts writing the
+fields, and the parameters if their home is NVMe, without waiting.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from infinity.tiers.copies import Memory, Transfer
 from infinity.tiers.ring import Ring
 from infinity.tiers.states import StateStore, Tile
 
-# At the least one tile is read, one updated, one written, and one is slack between the rates. But a drive is busy for
-# as long as requests wait for it, and a worker on a busy machine is late by milliseconds, which many small tiles in
-# flight bridge: on two cores 16 of 4 MiB kept a drive busy for 98% of the time, 4 of 16 MiB for 88%.
+# At least one tile is read, one updated and one written, and one absorbs differences of the rates. More small tiles in
+# flight keep a drive busy when the worker of a busy machine is late by milliseconds: on two cores 16 tiles of 4 MiB
+# kept a drive busy for 98% of the time, 4 of 16 MiB for 88%.
 LEAST_SLOTS, MOST_SLOTS = 4, 16
 
 _HOST = Memory.HOST  # a look-up in an Enum takes 0.2 us
-_LEAVE_S = 10.0  # a tile takes milliseconds; a drive that hangs must not keep the process from ending
+_LEAVE_S = 10.0  # far longer than a tile takes; a drive that hangs must not keep the process from ending
 
-# (unit, tile, the parameters of the whole shard, the tile's fields): looks at what is about to be updated
+# (unit, tile, the parameters of the whole shard, the tile's fields): sees values before their update
 BeforeUpdate = Callable[[int, Tile, torch.Tensor, "dict[str, torch.Tensor]"], None]
 
 
@@ -51,14 +51,14 @@ class UpdatePipeline:
     """Runs update jobs, see schedule/update_queue.py.
 
     Attributes:
-        waits: what the worker waited for; who waits for a ticket waits for that too.
-        undoing: what there was before updates that may be undone.
-        before_update: called by the worker for every tile of a job before any of it is updated, in their order; never
-            raises. Set while no job is queued.
+        waits: waiting times of the worker, which are also part of the time to wait for a ticket.
+        undoing: the undo log.
+        before_update: called by the worker for every tile of a job before its update, in order; must not raise. May be
+            set only while no job is queued.
 
     Args:
-        slots: of the ring, each as large as a full tile; empty where every tile lives in host memory.
-        images: room for what updates replace that may be undone; closed with the pipeline.
+        slots: of the ring, each as large as a full tile; empty if the home of every tile is host memory.
+        images: memory of the undo log; closed with the pipeline.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class UpdatePipeline:
         self._thread = start_thread(self._run, "infinity-update")
         atexit.register(self._leave)
 
-    # Called from the compute thread #
+    # Called by the compute thread #
 
     def expect(self, units: Sequence[int]) -> None:
-        """Say which units will be submitted next, in order; their tiles are read ahead into free slots."""
+        """Set the units that will be submitted next, in order; their tiles are read ahead into free slots."""
         with self._wake:
             self._queue.expect(units)
             self._wake.notify()
@@ -109,10 +109,10 @@ class UpdatePipeline:
         return (tile for tile in self._states.tiles(job.unit) if job.tiles is None or tile.index in job.tiles)
 
     def wait_computed(self, ticket: UpdateTicket, reached: Callable[[int], None] | None = None) -> None:
-        """Wait until this update is computed, which now goes before all others.
+        """Raise this update to the highest priority and block until its new values are in memory.
 
         Args:
-            reached: called now and then with the first element that has not been updated yet.
+            reached: called from time to time with the first element that has not been updated yet.
 
         Raises:
             StorageError: a read of this job failed.
@@ -126,7 +126,7 @@ class UpdatePipeline:
         ticket.computed.result()
 
     def _progress(self, ticket: UpdateTicket) -> Iterator[int]:
-        """How far the update of an awaited ticket has come, whenever it has come further, until it is over."""
+        """Yield the first element without an update after each progress of an awaited ticket, until it is computed."""
         seen = 0
         while not ticket.computed.done():
             with self._wake:
@@ -141,18 +141,20 @@ class UpdatePipeline:
             self._queue.prefer(begun=begun)
 
     def all_tiles(self, unit: int) -> frozenset[int]:
-        """Indices of the unit's tiles."""
+        """Return the indices of the unit's tiles."""
         return frozenset(range(len(self._states.tiles(unit))))
 
     def can_undo(self, unit: int, *, param: bool, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
-        """See `Undo.can_undo`: none while somebody looks on `before_update`, and is to see the tiles in their order."""
+        """See `Undo.can_undo`. Empty if `before_update` is set, which must see the tiles of a unit in order."""
         if self.before_update is not None:
             return frozenset()
         return self.undoing.can_undo(unit, param=param, without=[each for each in without if not each.chosen])
 
     def withdraw(self, ticket: UpdateTicket) -> bool:
-        """Have an update that runs ahead not take place, and its room be others'; False if the worker is at it, or has
-        been."""
+        """Cancel a speculative update and free its part of the undo log.
+
+        Return False if the worker has already chosen it: some of its tiles may be updated.
+        """
         with self._wake:
             if ticket.chosen:
                 return False
@@ -163,34 +165,34 @@ class UpdatePipeline:
         return True
 
     def undo(self, tickets: Sequence[UpdateTicket]) -> None:
-        """Have the states be what they were before these updates, which are not under way; waits for that.
+        """Roll back the states of these updates, which must not be in progress. Blocks.
 
-        Only of tiles that `can_undo` has named before they were submitted. Parameters are not put back:
+        Only tiles that `can_undo` returned before the submission can be rolled back. Parameters are not restored:
         `Undo.params_before` has them.
 
         Raises:
-            StorageError: they cannot be read again.
+            StorageError: the old states cannot be read.
         """
         self._send(partial(self._undo_all, tickets))
 
     def recover(self, ticket: UpdateTicket, *, grad: torch.Tensor | None, param: torch.Tensor | None) -> None:
-        """Have what there was before an update that is to be undone, and is not under way.
+        """Reconstruct values from before an update that will be rolled back and is not in progress. Blocks.
 
         Args:
-            grad: of the whole shard; filled, with what the update `recovers`.
-            param: of the whole shard as well, which the update has changed as far as it has come.
+            grad: of the whole shard; filled with the gradients that the update `recovers`.
+            param: of the whole shard; holds the new parameters, and gets the old ones.
 
         Raises:
-            StorageError: what was before the update cannot be read.
+            StorageError: the old states cannot be read.
         """
         self._send(partial(self._recover, ticket, grad, param))
 
     def stop(self, tickets: Sequence[UpdateTicket]) -> None:
-        """Have these updates go no further."""
+        """Stop these updates after their present tile, and block until they have stopped."""
         self._send(partial(self._stop_all, tickets))
 
     def _send(self, errand: Callable[[], None]) -> None:
-        """Have the worker do something between two tiles, and wait for it; raises what that raises."""
+        """Let the worker call a function between two tiles, and block for it; raises what the function raises."""
         done: Future[None] = Future()
         with self._wake:
             if self._closing:
@@ -205,8 +207,8 @@ class UpdatePipeline:
         """Visit a unit's optimizer states tile by tile while no job is queued.
 
         Args:
-            writable: store what the visitor wrote into the tensors when the iteration moves on.
-            fresh: do not read the tiles first; their content is about to be overwritten.
+            writable: store the visitor's changes of the tensors when the iteration continues.
+            fresh: do not read the tiles first; the visitor overwrites their content.
 
         Yields:
             The tile, and its fields as 1-D tensors by name.
@@ -217,7 +219,7 @@ class UpdatePipeline:
             self._ring.hold(tile, fresh=fresh)
             try:
                 if writable:
-                    tile.begin_write(_HOST)  # of what is held nothing moves
+                    tile.begin_write(_HOST)  # no move touches a held tile
                 yield tile, self._fields.of(tile)
                 if writable:
                     tile.end_write(_HOST)
@@ -230,11 +232,11 @@ class UpdatePipeline:
             write.result()
 
     def move_states(self, unit: int, *, there: bool) -> None:
-        """Have the unit's states live on the device, or below again, while no job is queued.
+        """Make the device, or the host and NVMe, the home of the unit's states, while no job is queued.
 
         Raises:
-            torch.OutOfMemoryError: the device has no memory for them; they stay where they are.
-            StorageError: they cannot be read, or written.
+            torch.OutOfMemoryError: the device has no memory for them; their home does not change.
+            StorageError: they cannot be read or written.
         """
         self._park()
         tiles = self._states.tiles(unit)
@@ -250,7 +252,7 @@ class UpdatePipeline:
         self._states.note_homes(unit)
 
     def take_over(self) -> None:
-        """All states are those that an earlier process has left on the drives; no job may be queued.
+        """Load all states that an earlier process left on NVMe; no job may be queued.
 
         Raises:
             StorageError: they cannot be read.
@@ -259,15 +261,15 @@ class UpdatePipeline:
         self._states.take_over()
 
     def geometry(self, unit: int) -> list[tuple[int, int]]:
-        """First element and elements of every tile of a unit."""
+        """Return the first element and the number of elements of every tile of a unit."""
         return [(tile.start, tile.numel) for tile in self._states.tiles(unit)]
 
     def is_worker(self) -> bool:
-        """This thread is the worker."""
+        """Whether this thread is the worker."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Finish what is queued and stop the worker."""
+        """Finish queued jobs and stop the worker."""
         self._stop()
         atexit.unregister(self._leave)
         self._ring.clear()
@@ -275,12 +277,11 @@ class UpdatePipeline:
         self._fields.clear()
 
     def _leave(self) -> None:
-        """At exit, stop the worker after the tile that it is at; what is queued fails.
+        """At exit, stop the worker after its present tile; queued jobs fail.
 
-        The interpreter ends a thread that comes back from native code once there is no interpreter left to come back
-        to, and that ends the process with SIGABRT.
+        A thread that returns from native code after the interpreter has ended would end the process with SIGABRT.
         """
-        if os.getpid() == self._owner:  # a child has no such thread
+        if os.getpid() == self._owner:  # a child process has no such thread
             self._leaving = True
             self._stop(_LEAVE_S)
 
@@ -291,7 +292,7 @@ class UpdatePipeline:
         self._thread.join(timeout_s)
 
     def _park(self) -> None:
-        """Wait for the worker to be idle and drop what it has read ahead."""
+        """Wait until the worker is idle, and drop tiles that it has read ahead."""
         with self._wake:
             if self._queue:
                 raise RuntimeError("optimizer states cannot be visited while updates are queued")
@@ -317,7 +318,7 @@ class UpdatePipeline:
             done.set_exception(InfinityError("the engine was closed before an update was undone"))
 
     def _has_work(self) -> bool:
-        """Wait until there is something to do; False if there never will be again."""
+        """Block until there is work. Return False if the pipeline is closing and no work is left."""
         with self._wake:
             while not (self._queue or self._errands or self._closing or self._could_read_ahead()):
                 self._idle = True
@@ -334,7 +335,7 @@ class UpdatePipeline:
         errand, done = self._errands.popleft()
         try:
             errand()
-        except BaseException as error:  # whoever waits gets it
+        except BaseException as error:  # raised in the thread that waits
             done.set_exception(error)
         else:
             done.set_result(None)
@@ -354,7 +355,7 @@ class UpdatePipeline:
         self.undoing.recover(ticket, updated, grad, param)
 
     def _next_ticket(self) -> UpdateTicket | None:
-        """The one to go on with: the nearest to being updated, and of those the first in rank."""
+        """Return the update to continue with: the one with the least distance, then with the highest rank."""
         with self._wake:
             ticket = self._queue.next(self._distance)
             if ticket is not None:
@@ -362,7 +363,7 @@ class UpdatePipeline:
             return ticket
 
     def _distance(self, ticket: UpdateTicket) -> int:
-        """What keeps the ticket's next tile from being updated: 0 nothing, 1 a transfer, 2 one that is not begun."""
+        """Return 0 if the next tile can be updated, 1 if it waits for a transfer, 2 if its read is not started."""
         if ticket.missing and not all(move.done() for move in ticket.missing):
             return 1
         if not ticket.tiles or self._ring.is_here(ticket.tiles[0]):
@@ -370,7 +371,7 @@ class UpdatePipeline:
         return 1 if self._ring.has(ticket.tiles[0]) else 2
 
     def _advance(self, ticket: UpdateTicket) -> None:
-        """Update one more tile of a unit."""
+        """Update the next tile of a unit."""
         try:
             for move in ticket.missing:
                 with self.waits.waiting(move.cause):
@@ -387,7 +388,7 @@ class UpdatePipeline:
                 if not ticket.begun:
                     with self._wake:
                         self._queue.begin(ticket)
-        except BaseException as error:  # whoever waits for the ticket gets it
+        except BaseException as error:  # raised in the thread that waits for the ticket
             self._end(ticket, error)
         else:
             if not ticket.tiles:
@@ -397,7 +398,7 @@ class UpdatePipeline:
         for tile in ticket.tiles:
             self._ring.give_up(tile)
             ticket.recovers = False
-        with self._wake:  # first: whoever waits for the ticket may visit the states next
+        with self._wake:  # first: a thread that waits for the ticket may visit the states next
             self._queue.remove(ticket)
         if error is None:
             ticket.computed.set_result(None)
@@ -421,14 +422,14 @@ class UpdatePipeline:
             ticket.writes.append(write)
 
     def _compute(self, ticket: UpdateTicket, tile: Tile) -> bool:
-        """Update what the job's segments have of a tile; False if that is nothing."""
+        """Update the parts of a tile that the job's segments cover. Return False if there are none."""
         job = ticket.job
         parts = list(parts_of(job, tile))
         if not parts:
             return False
         begun_s = time.perf_counter()
         image = self.undoing.begin_keeping(ticket, tile)
-        tile.begin_write(_HOST)  # of what is held nothing moves
+        tile.begin_write(_HOST)  # no move touches a held tile
         self._apply(ticket, tile, parts, image)
         if image is not None:
             self.undoing.end_keeping(ticket, tile, image)
@@ -446,7 +447,7 @@ class UpdatePipeline:
             if image.fields is not None:
                 new_fields = self._fields.at(image.fields, tile)
                 if sum(stop - start for start, stop, _ in parts) < tile.numel:
-                    for name, values in new_fields.items():  # what is not updated comes along
+                    for name, values in new_fields.items():  # elements without an update are copied
                         values.copy_(fields[name])
         for start, stop, rule in parts:
             here = slice(start - tile.start, stop - tile.start)
@@ -471,7 +472,7 @@ class UpdatePipeline:
     # Reading ahead #
 
     def _upcoming(self) -> Iterator[Tile]:
-        """Stored tiles in about the order in which they will be needed: the queue may change meanwhile."""
+        """Yield stored tiles in about the order in which they will be needed; the queue may change meanwhile."""
         for unit, ticket in self._queue.upcoming():
             if ticket is None:
                 yield from self._states.stored(unit)
@@ -479,13 +480,13 @@ class UpdatePipeline:
                 yield from self._states.stored(unit, ticket.tiles[0].index)
 
     def _could_read_ahead(self) -> bool:
-        """Something expected could be read now, or once a write is done."""
+        """Whether an expected tile could be read now, or after a write has ended."""
         return self._ring.will_have_room and not all(self._ring.has(tile) for tile in self._upcoming())
 
     def _read_ahead(self) -> None:
-        """Fill the free slots with the tiles that are needed next; with nothing to update, wait for slots."""
+        """Read the tiles that are needed next into free slots; without queued updates, wait for slots."""
         try:
             self._ring.read_ahead(self._upcoming(), wait=not self._queue)
-        except BaseException:  # it comes again when the tile is updated, and then there is somebody to tell
+        except BaseException:  # it recurs when the tile is updated, and a thread waits for the ticket then
             with self._wake:
                 self._queue.expect(())

@@ -1,9 +1,9 @@
-"""Updates of plain torch parameters, without an engine: the kernels' rules, and moments in float32.
+"""Updates of plain torch parameters without an engine: the kernels' rules, with moments in float32.
 
 [Note: parameters of 16 bits without a master]
-A parameter is read as float32, updated, and rounded to nearest: updates smaller than half its last bit are lost, as in
-DeepSpeed's optimizers. Its moments must not be of 16 bits, too: in bfloat16 `exp_avg_sq * 0.999` rounds to itself,
-so that the average never forgets. `infinity.optim.AdamW` keeps exact masters.
+A parameter is read as float32, updated, and rounded to nearest. Updates smaller than half of its last bit are lost, as
+in DeepSpeed's optimizers. Its moments should not have 16 bits, too: in bfloat16 `exp_avg_sq * 0.999` rounds to itself,
+so that the average never decays. `infinity.optim.AdamW` keeps exact masters.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ RuleOf = Callable[[Group, int, float], Rule]  # at (values of a group, step, gra
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _REFUSED = ("amsgrad", "differentiable")
-_ELEMENTS = 1 << 22  # worked on at a time where a copy in float32 is made
+_ELEMENTS = 1 << 22  # elements per piece if a float32 copy is made
 
 
 def step_plainly(optimizer: torch.optim.Optimizer, rule_of: RuleOf) -> None:
     """Update every parameter that has a gradient.
 
     Raises:
-        ConfigError: a parameter, its gradient or an option of its group has no counterpart here.
+        ConfigError: a parameter, its gradient or an option of its group is not supported.
     """
     for group in optimizer.param_groups:
         for option in _REFUSED:
@@ -50,7 +50,7 @@ def step_plainly(optimizer: torch.optim.Optimizer, rule_of: RuleOf) -> None:
 
 
 def load_plainly(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Have moments as they were saved where torch, which has just loaded `state_dict`, made 16 bits of them."""
+    """Restore the saved moments; torch, which has just loaded `state_dict`, rounded them to the parameters' dtype."""
     saved_ids = [saved for group in state_dict["param_groups"] for saved in group["params"]]
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for saved_id, parameter in zip(saved_ids, ordered, strict=True):
@@ -104,13 +104,13 @@ def _update(rule: Rule, parameter: torch.Tensor, state: Mapping[str, Any]) -> No
 
 
 def _update_dense(rule: Rule, values: torch.Tensor, grad: torch.Tensor, moments: Mapping[str, torch.Tensor]) -> None:
-    """One update in place, of tensors of one shape and any strides."""
+    """Make one update in place, for tensors of one shape and any strides."""
     kept = [values, *moments.values()]
-    flats = [tensor.contiguous().view(-1) for tensor in kept]  # themselves, where they are contiguous
+    flats = [tensor.contiguous().view(-1) for tensor in kept]  # no copies, if they are contiguous
     gradient = grad.detach().contiguous().view(-1)
     for start in range(0, values.numel(), _ELEMENTS):
         pieces = [flat[start : start + _ELEMENTS] for flat in flats]
-        wide = [piece.float() for piece in pieces]  # themselves, where they are float32
+        wide = [piece.float() for piece in pieces]  # no copies, if they are float32
         beside = dict(zip(moments, wide[1:], strict=True))
         _run(rule, wide[0], gradient[start : start + _ELEMENTS], beside)
         for piece, result in zip(pieces, wide, strict=True):

@@ -1,6 +1,6 @@
-"""The few elements of an update of which its states do not tell what was before it.
+"""The few elements of an update that cannot be reconstructed from the states.
 
-See [Note: lost gradients] in csrc/adam/recovery.h: both slots of the states tell the rest if the update is undone.
+See [Note: lost gradients] in csrc/adam/recovery.h: a rollback reconstructs all others from both slots of the states.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class _Kept:
-    """Where in the shard some values are, and what they are; both 1-D."""
+    """Positions in the shard, and the values of these elements; both 1-D."""
 
     positions: torch.Tensor
     values: torch.Tensor
@@ -27,30 +27,30 @@ class Remainder:
         self._params: list[_Kept] = []
 
     def keep_grads(self, positions: Sequence[int], start: int, grad: torch.Tensor) -> None:
-        """Keep these of the shard's gradients `grad`; positions count from the element `start`."""
+        """Keep these elements of the shard's gradients `grad`; positions count from the element `start`."""
         if positions:
             places = _places(positions, start)
             self._grads.append(_Kept(places, grad[places]))
 
     def keep_params(self, positions: Sequence[int], start: int, bits: Sequence[int], dtype: torch.dtype) -> None:
-        """Keep parameters that had these 16 bits each; positions count from the element `start`."""
+        """Keep parameters with these old 16-bit patterns; positions count from the element `start`."""
         if positions:
             values = torch.tensor(bits, dtype=torch.uint16, device="cpu").view(dtype)
             self._params.append(_Kept(_places(positions, start), values))
 
     def put(self, grad: torch.Tensor | None, param: torch.Tensor | None) -> None:
-        """Have the kept elements of a whole shard be what they were."""
+        """Restore the kept elements in tensors of the whole shard."""
         for values, some in ((grad, self._grads), (param, self._params)):
             if values is not None:
                 for kept in some:
                     values[kept.positions] = kept.values
 
     def forget_grads(self) -> None:
-        """All of them are kept elsewhere."""
+        """Drop the gradients, all of which are kept in another place."""
         self._grads.clear()
 
     def forget_params(self) -> int:
-        """They are of no use any more; returns how many these were."""
+        """Drop the parameters and return their number."""
         count = sum(kept.values.numel() for kept in self._params)
         self._params.clear()
         return count

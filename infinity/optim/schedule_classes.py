@@ -1,6 +1,6 @@
-"""DeepSpeed's learning-rate schedules by name: classes over an optimizer, with its arguments, defaults and attributes.
+"""DeepSpeed's learning-rate schedules by name: classes with the same arguments, defaults and attributes.
 
-`step(k)` sets the schedule to where it is after batch `k`, counted from 0; without an argument it goes on by one.
+`step(k)` sets the schedule to its position after batch `k`, counted from 0; `step()` advances it by one batch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _Rates = float | list[float]
 
 
 def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The schedule that a configuration names; null stands for a parameter's default.
+    """Make the schedule of a configuration; null means a parameter's default.
 
     Raises:
-        ConfigError: an unknown schedule or parameter, or one that is missing.
+        ConfigError: an unknown schedule or parameter, or a missing parameter.
     """
     if config.type not in VALID_LR_SCHEDULES:
         raise ConfigError(f"scheduler.type is {config.type!r}; choose one of {', '.join(VALID_LR_SCHEDULES)}")
@@ -61,7 +61,7 @@ def _group_lrs(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 class _Steps(LRScheduler):
-    """A schedule that counts finished batches; torch's count is one ahead."""
+    """A schedule that counts finished batches; torch's count is higher by one."""
 
     @property
     def last_batch_iteration(self) -> int:
@@ -69,14 +69,14 @@ class _Steps(LRScheduler):
         return self.last_epoch - 1
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go on by a batch, or to where the schedule is after the batch of this index."""
+        """Advance by one batch, or to the position after the batch of this index."""
         if last_batch_iteration is not None:
             self.last_epoch = last_batch_iteration
         super().step()
 
 
 class WarmupLR(_Steps, FactorLR):
-    """Rise from `warmup_min_lr` to `warmup_max_lr`, each group's rate by default, and stay."""
+    """Rise from `warmup_min_lr` to `warmup_max_lr`, which is each group's rate by default, and stay."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class WarmupLR(_Steps, FactorLR):
 
 
 class WarmupDecayLR(_Steps, FactorLR):
-    """Rise to `warmup_max_lr`, then a straight line down to `warmup_min_lr` at `total_num_steps`."""
+    """Rise to `warmup_max_lr`, then decay linearly to `warmup_min_lr` at `total_num_steps`."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class WarmupDecayLR(_Steps, FactorLR):
 
 
 class WarmupCosineLR(_Steps, FactorLR):
-    """Warm up from a share of each group's rate to the whole of it, then half a cosine down to another share."""
+    """Rise from a fraction of each group's rate to the full rate, then fall by a half cosine to another fraction."""
 
     def __init__(
         self,
@@ -155,12 +155,12 @@ class WarmupCosineLR(_Steps, FactorLR):
         super().__init__(optimizer, self._ratio, [0.0] * len(rates), rates)
 
     def get_lr_ratio(self) -> float:
-        """The share of each group's rate that it has now."""
+        """Return the present fraction of each group's rate."""
         return self._ratio(self.last_batch_iteration)
 
 
 class LRRangeTest(_Steps, FactorLR):
-    """Grow from `lr_range_test_min_lr` without end."""
+    """Grow from `lr_range_test_min_lr` without limit."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class LRRangeTest(_Steps, FactorLR):
 
 
 class OneCycle(_Steps, OneCycleLR):
-    """One cycle of the learning rate and, the other way round, of the momentum; then both decay."""
+    """One cycle of the learning rate and the inverse cycle of the momentum; then both decay."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class OneCycle(_Steps, OneCycleLR):
         )
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """`betas` of each group, where the schedule is now; None if it leaves them alone."""
+        """Return the present `betas` of each group; None if the schedule does not change them."""
         momenta = self.momenta()
         if momenta is None:
             return None

@@ -1,4 +1,4 @@
-"""torch's learning-rate schedulers over the engine's optimizer, whichever way they were given."""
+"""torch's learning-rate schedulers on the engine's optimizer, given as objects or as factories."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from infinity.errors import ConfigError
 
 
 def is_factory(given: Any) -> bool:
-    """It makes a scheduler of an optimizer, and is none itself."""
+    """Whether `given` makes a scheduler from an optimizer, and is not a scheduler itself."""
     return isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
 
 
 def rebind(scheduler: Any, given: torch.optim.Optimizer | None, optimizer: torch.optim.Optimizer) -> None:
-    """Have a scheduler, and those that it is made of, change the groups of `optimizer` instead of the given one's.
+    """Let a scheduler, and the schedulers in it, change the groups of `optimizer` instead of `given`.
 
     Raises:
         ConfigError: it is a scheduler of another optimizer.
@@ -37,12 +37,12 @@ def rebind(scheduler: Any, given: torch.optim.Optimizer | None, optimizer: torch
 
 
 def advances_by_itself(scheduler: Any) -> bool:
-    """`step()` needs nothing that only the training loop knows."""
+    """Whether `step()` needs no argument from the training loop."""
     return not isinstance(scheduler, ReduceLROnPlateau)
 
 
 def _parts(scheduler: Any, seen: dict[int, Any]) -> Iterator[Any]:
-    """The scheduler and all that it holds, in attributes or in lists of them."""
+    """Yield the scheduler and all schedulers in its attributes, also in lists or tuples."""
     if id(scheduler) in seen or not hasattr(scheduler, "__dict__"):
         return
     seen[id(scheduler)] = scheduler

@@ -1,8 +1,8 @@
-"""What there was before updates that may be undone: kept where an update replaces it, or told by the states.
+"""Rollback of updates: old values are kept in the undo log, or reconstructed from the states.
 
-A tile on the drives has its old version in another slot (tiers/slots.py), one in memory a second place
-(before_images.py). Both versions of its states together tell its gradients and parameters, see [Note: lost gradients]
-in csrc/adam/recovery.h, but for a few, which are kept (remainder.py).
+A tile on NVMe has its old version in the other slot (tiers/slots.py), a tile in memory has a second place
+(before_images.py). Its gradients and parameters can be reconstructed from both versions of its states, see
+[Note: lost gradients] in csrc/adam/recovery.h, except a few elements, which are kept (remainder.py).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from infinity.tiers.copies import Memory
 from infinity.tiers.ring import Ring
 from infinity.tiers.states import StateStore, Tile
 
-_MOST_LOST_PARAMS = 1 << 20  # each takes 10 bytes, for which no budget has room
-_RECOVERING_SLOTS = 2  # one has a tile after its update, one as it was before
+_MOST_LOST_PARAMS = 1 << 20  # each takes 10 bytes, which no budget accounts for
+_RECOVERING_SLOTS = 2  # one for the tile after its update, one for the tile before it
 _HOST = Memory.HOST  # a look-up in an Enum takes 0.2 us
 
 
 class Undo:
-    """Keeps what updates replace, and puts it back.
+    """Keeps the old values of updates, and restores them.
 
     Attributes:
-        images: room for what they replace in memory; closed with the pipeline.
+        images: memory of the undo log; closed with the pipeline.
 
     Args:
-        ring: of the worker; between its tiles a few slots are free.
-        slots: how many the ring has.
+        ring: of the worker; a few slots are free between two tiles.
+        slots: number of slots of the ring.
     """
 
     def __init__(
@@ -52,23 +52,23 @@ class Undo:
         self._ring = ring
         self._recovers = slots >= _RECOVERING_SLOTS
         self.images = images
-        self._lost_params = 0  # of updates that may be undone
-        self._lock = threading.Lock()  # the worker keeps what the compute thread forgets
+        self._lost_params = 0  # of updates that may be rolled back
+        self._lock = threading.Lock()  # the worker adds values, the compute thread removes them
 
-    # Called from the compute thread, before and after the update #
+    # Called by the compute thread, before and after the update #
 
     def has_slots(self, unit: int) -> bool:
-        """What an update that is submitted now replaces of the unit's states stays in other slots."""
+        """Whether an update that is submitted now would keep all old states of the unit in other slots."""
         return all(map(self._states.can_undo, self._states.tiles(unit)))
 
     def can_undo(self, unit: int, *, param: bool, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
-        """Indices of the unit's tiles of which an update that is submitted now can be undone.
+        """Return the indices of the unit's tiles that could be rolled back after an update that is submitted now.
 
-        All or none where parameters are in memory: what goes up to a device goes as a unit, and would go twice.
+        All or none if parameters are kept: a unit is uploaded as a whole, and would be uploaded twice.
 
         Args:
-            param: its parameters are to be kept, too.
-            without: updates that have not begun, and would be withdrawn.
+            param: whether the undo log must keep its parameters, too.
+            without: updates that have not started and would be withdrawn.
         """
         tiles = self._states.tiles(unit)
         with self._lock:
@@ -86,18 +86,18 @@ class Undo:
         return image_bytes(self._layout, tile.numel) - tile.nbytes
 
     def can_recover(self, segments: Sequence[Segment], grad_dtype: torch.dtype) -> bool:
-        """Gradients of this dtype need not be kept for when updates by these rules are undone."""
+        """Whether a rollback can reconstruct gradients of this dtype, so that they need not be kept."""
         return self._recovers and all(can_recover(self._layout, each.rule, grad_dtype) for each in segments)
 
     def can_recover_param(self, segments: Sequence[Segment], grad_dtype: torch.dtype) -> bool:
-        """Nor need parameters, but for those that are lost, of which there are not many."""
+        """Whether it can also reconstruct parameters, and not too many lost elements are kept already."""
         few = self._lost_params < _MOST_LOST_PARAMS
         return few and can_recover_param(self._layout) and self.can_recover(segments, grad_dtype)
 
     def keep_before(self, unit: int, tiles: Collection[int], *, param: bool) -> dict[int, Image]:
-        """Room for what an update of these tiles replaces, which `can_undo` has named; of those that need any.
+        """Reserve the undo log for an update of these tiles, which `can_undo` returned. Return images by tile index.
 
-        Pairs with `forget_before`.
+        Tiles that need no image are omitted. Pairs with `forget_before`.
         """
         images = {}
         for tile in self._states.tiles(unit):
@@ -110,27 +110,27 @@ class Undo:
         return images
 
     def forget_before(self, ticket: UpdateTicket) -> None:
-        """What the update has replaced is not needed any more."""
+        """Free the old values of the update."""
         with self._lock:
             ticket.keeps = False
             self._lost_params -= ticket.remainder.forget_params()
             for index, image in ticket.job.before.items():
-                if ticket.under_way is None or ticket.under_way.index != index:  # the worker gives that back
+                if ticket.under_way is None or ticket.under_way.index != index:  # the worker frees that one
                     self.images.give_back(image)
 
     @staticmethod
     def params_before(ticket: UpdateTicket) -> Iterator[tuple[int, torch.Tensor]]:
-        """Where pieces of a shard's parameters begin that an update has changed, and what they were."""
+        """Yield the start of each piece of a shard's parameters that an update has changed, with the old values."""
         for tile in ticket.kept:
             before = ticket.job.before[tile.index].old_param(ticket.job.param.dtype, tile.numel)
             for start, stop, _ in parts_of(ticket.job, tile):
                 if before is not None:
                     yield start, before[start - tile.start : stop - tile.start]
 
-    # Called from the worker, around the update of a tile #
+    # Called by the worker, around the update of a tile #
 
     def begin_keeping(self, ticket: UpdateTicket, tile: Tile) -> Image | None:
-        """Where what the update of a tile replaces goes; None where it is not needed again."""
+        """Return the image for the old values of a tile; None if they are not needed."""
         if not ticket.job.before:
             return None
         with self._lock:
@@ -141,7 +141,7 @@ class Undo:
         return image
 
     def end_keeping(self, ticket: UpdateTicket, tile: Tile, image: Image) -> None:
-        """The tile's new fields are in its second place."""
+        """Exchange the tile's places, after its new fields were written to the second one."""
         if image.fields is not None:
             tile.lease, image.fields = image.fields, tile.lease
         with self._lock:
@@ -152,7 +152,7 @@ class Undo:
                 self.images.give_back(image)
 
     def note_lost(self, ticket: UpdateTicket, start: int, lost: Lost) -> None:
-        """Keep what the states do not tell of the elements from `start` on."""
+        """Keep the elements, counted from `start`, that cannot be reconstructed from the states."""
         job, remainder = ticket.job, ticket.remainder
         if lost.grads is None:
             ticket.recovers = False
@@ -164,10 +164,10 @@ class Undo:
                 remainder.keep_params(lost.params, start, lost.param_bits, job.param.dtype)
                 self._lost_params += len(lost.params)
 
-    # Called from the worker, between two tiles #
+    # Called by the worker, between two tiles #
 
     def undo(self, ticket: UpdateTicket, tile: Tile) -> None:
-        """Put back what an update that may have come to a tile has replaced."""
+        """Restore the states of a tile, if the update has reached it."""
         image = ticket.job.before.get(tile.index)
         if image is None or not image.fields_bytes:
             self._ring.undo(tile)
@@ -178,7 +178,7 @@ class Undo:
     def recover(
         self, ticket: UpdateTicket, tiles: Sequence[Tile], grad: torch.Tensor | None, param: torch.Tensor | None
     ) -> None:
-        """Fill in what there was before the update of these tiles, to which it has come; all of the shard."""
+        """Reconstruct the old values of the updated tiles; the tensors cover the whole shard."""
         for tile in tiles:
             parts = list(parts_of(ticket.job, tile))
             if parts:
@@ -210,5 +210,5 @@ class Undo:
             self._ring.let_go(tile)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self.images.close()

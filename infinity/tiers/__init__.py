@@ -1,4 +1,4 @@
-"""The tiered memory manager: where each field lives, and what moves it."""
+"""The tiered memory manager: which memory holds each field, and the transfers between memories."""
 
 from infinity.tiers.activation_file import ActivationFiles
 from infinity.tiers.activations import ActivationStore

@@ -1,4 +1,4 @@
-"""Space for activations on the drives: files that grow, since how much they need shows in the first step."""
+"""Space for activations on the drives: files that grow, since the first step shows how much is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GROWTH_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor is: in which file, and at which offset."""
+    """The file that holds a tensor, and the offset in it."""
 
     file: int
     offset: int
@@ -30,7 +30,7 @@ class ActivationFiles:
 
     Args:
         engine: closed with the files.
-        checksum: verify on every read what was written.
+        checksum: verify every read against the checksum of the write.
     """
 
     def __init__(self, engine: IoEngine, directories: Sequence[Path], rank: int, *, checksum: bool) -> None:
@@ -40,7 +40,7 @@ class ActivationFiles:
         self._turn = 0
 
     def take(self, nbytes: int) -> Place:
-        """Space for an aligned number of bytes.
+        """Reserve an aligned number of bytes.
 
         Raises:
             StorageError: the drive is full.
@@ -49,7 +49,7 @@ class ActivationFiles:
         return Place(self._turn, self._files[self._turn].take(nbytes))
 
     def give(self, place: Place, nbytes: int) -> None:
-        """The space may hold another tensor."""
+        """Release the space for another tensor."""
         self._files[place.file].free.give(place.offset, nbytes)
 
     def write(self, place: Place, span: Span) -> IoFuture:
@@ -70,11 +70,11 @@ class ActivationFiles:
         return self._checksums[place].verified(read, 0, span, locate)
 
     def io_stats(self) -> IoStats:
-        """What was asked for and has moved."""
+        """Return the I/O counters."""
         return self._engine.stats()
 
     def close(self) -> None:
-        """Finish what is under way, and remove the files."""
+        """Finish requests in flight, and remove the files."""
         self._engine.close()
         for file in self._files:
             file.file.close()

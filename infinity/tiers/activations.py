@@ -1,20 +1,20 @@
-"""What autograd saves in forward, kept in a lower tier until backward asks for it.
+"""Tensors that autograd saves in forward, kept in a lower tier until backward needs them.
 
 [Note: which activations are in memory]
-The arena is a cache over the drive. A saved tensor is copied into it and written at once; when room is needed, what
-backward needs last goes. That is what was saved first, as backward runs the other way round; but of layer-major
-micro-batches, backward takes the rounds the other way round, and in a round the micro-batches in their order. As
-backward frees what it has used, the next ones are read ahead into the room. With checkpointing, what autograd saves is
-little but the checkpoints.
+The arena is a cache over the drive. A saved tensor is copied into it and written at once. When room is needed, the
+tensor that backward needs last leaves the arena. This is the one that was saved first, since backward runs in reverse
+order. With layer-major micro-batches, backward takes the rounds in reverse order, but the micro-batches of a round in
+forward order. When backward frees used tensors, the next ones are read ahead. With checkpointing, autograd saves little
+more than the checkpoints.
 
-A saved tensor is a field: on the device until it is downloaded, in the arena while there is room, on the drive. What
-autograd is given for it in backward is a tensor of its own; the store keeps no copy of that.
+A saved tensor is a field: on the device until it is downloaded, in the arena while there is room, and on the drive. In
+backward, autograd gets a new tensor, of which the store keeps no copy.
 
 [Note: uploads ahead]
-An upload waits for all that the compute stream was given before it, since its target's memory may be in use until then.
-So one that begins when its tensor is asked for never overlaps with what is computed. When a tensor is asked for, the
-uploads of those that backward needs next begin, too: two of the largest, and no more, are on the device ahead of their
-use. Host and streams wait for events alone.
+An upload waits for all work that the compute stream already has, since its target's memory may be in use until then. So
+an upload that starts when its tensor is needed never overlaps with computation. When backward asks for a tensor, the
+uploads of the next tensors start, too. At most twice the bytes of the largest tensor are on the device ahead of their
+use. The host and the streams wait only for events.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from infinity.tiers.copies import Field, Memory, Move, State, Transfer
 from infinity.tiers.link import Link
 
 _NVME, _HOST, _DEVICE = Memory.NVME, Memory.HOST, Memory.DEVICE
-_LEAST_BYTES = 32 << 10  # of a tensor that is worth a request
-_AHEAD = 2  # of the largest tensors, so many are on the device ahead of their use
+_LEAST_BYTES = 32 << 10  # smaller tensors are not worth a request
+_AHEAD = 2  # uploads ahead of their use, in units of the largest tensor
 
 
 class ActivationStore:
@@ -46,9 +46,9 @@ class ActivationStore:
 
     Args:
         link: to the compute device.
-        memory_bytes: of the arena. What does not fit and cannot go to a drive stays where it is.
+        memory_bytes: size of the arena. A tensor that does not fit and cannot go to a drive stays on the device.
         files: None without a drive.
-        keep: storages that are left alone, by `_cdata`: parameters and buffers are no activations.
+        keep: storages to ignore, by `_cdata`: parameters and buffers are not activations.
     """
 
     def __init__(
@@ -62,61 +62,61 @@ class ActivationStore:
         self._closed = False
         self._count = 0
         self._turn = (0, 0)
-        self._downloads: deque[tuple[_Entry, Move]] = deque()  # under way, in their order
+        self._downloads: deque[tuple[_Entry, Move]] = deque()  # in flight, in their order
         self._largest_bytes = 0
-        self._ahead_bytes = 0  # of what is on the device ahead of its use
-        self._here = _ByNeed()  # with memory in the arena
-        self._away = _ByNeed()  # without
-        self._dropped: deque[_Entry] = deque()  # autograd has freed them; filled from any thread
-        self._leaving: list[_Entry] = []  # dropped, with a move under way
+        self._ahead_bytes = 0  # bytes on the device ahead of their use
+        self._here = _ByNeed()  # entries with memory in the arena
+        self._away = _ByNeed()  # entries without
+        self._dropped: deque[_Entry] = deque()  # freed by autograd; filled from any thread
+        self._leaving: list[_Entry] = []  # freed by autograd, with a move in flight
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """What autograd saves inside goes through this store."""
+        """Store the tensors that autograd saves inside of this context."""
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
 
     def take_turn(self, round_index: int, micro_batch: int) -> None:
-        """What is saved from now on belongs to this round of layer-major micro-batches, and to this one of them."""
+        """Set the round of layer-major micro-batches, and the micro-batch, that later tensors belong to."""
         self._turn = (round_index, -micro_batch)
 
     @property
     def capacity_bytes(self) -> int:
-        """Host memory that it may take."""
+        """The most host memory that it may use."""
         return self._arena.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Host memory that it has taken."""
+        """Host memory in use."""
         return self._arena.used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Host memory, at most so far."""
+        """The most host memory in use so far."""
         return self._arena.peak_bytes
 
     def io_stats(self) -> IoStats | None:
-        """What its files were asked for and have moved; None without any."""
+        """Return the I/O counters of its files; None without files."""
         return None if self._files is None else self._files.io_stats()
 
     @property
     def count(self) -> int:
-        """How many tensors autograd holds through this store."""
+        """Number of tensors that autograd holds through this store."""
         self._settle()
         return len(self._here) + len(self._away)
 
     def close(self) -> None:
-        """Give memory and files back, once nothing moves there; no backward can follow."""
+        """Free memory and files, once all transfers have ended; no backward can follow."""
         self._closed = True
         for entry in (*self._here, *self._leaving):
             for move in entry.moves():
-                with suppress(Exception):  # how it ends matters to nobody any more
+                with suppress(Exception):  # the outcome no longer matters
                     move.transfer.result()
         if self._files is not None:
             self._files.close()
         self._arena.close()
 
-    # What autograd calls #
+    # Hooks of autograd #
 
     def _pack(self, tensor: torch.Tensor) -> _Packed:
         if not self._takes(tensor):
@@ -160,7 +160,7 @@ class ActivationStore:
     # Uploads #
 
     def _upload(self, entry: _Entry) -> None:
-        """Start to bring an entry's values, which are in the arena, to a tensor on the device."""
+        """Start uploading an entry from the arena to a new tensor on the device."""
         target = torch.empty_strided(entry.size, entry.stride, dtype=entry.dtype, device=self._link.device)
         upload = self._link.upload(target, entry.view())
         entry.lend(_HOST, upload, StallCause.HOST_LINK)
@@ -169,7 +169,7 @@ class ActivationStore:
         self._counters.moved("host_to_device", entry.nbytes, upload, field="activations")
 
     def _take_ahead(self, entry: _Entry) -> torch.Tensor | None:
-        """The tensor on the device, behind whose upload the compute stream goes on: it may be read then, or freed."""
+        """Return the uploaded tensor, or None. The compute stream waits for the upload, so it may be read or freed."""
         if entry.ahead is None:
             return None
         (target, upload), entry.ahead = entry.ahead, None
@@ -178,7 +178,7 @@ class ActivationStore:
         return target
 
     def _upload_ahead(self, used: _Entry) -> None:
-        """Start the uploads of what backward needs next, see [Note: uploads ahead]."""
+        """Start the uploads of the tensors that backward needs next, see [Note: uploads ahead]."""
         for entry in self._here.after(used):
             fits = self._ahead_bytes + entry.nbytes <= _AHEAD * self._largest_bytes
             if entry.source is not None or not fits:
@@ -190,7 +190,7 @@ class ActivationStore:
                     self._finish(entry)
                 try:
                     self._upload(entry)
-                except torch.OutOfMemoryError:  # it is uploaded when it is asked for, and there may be room by then
+                except torch.OutOfMemoryError:  # retried when backward asks for it; there may be room by then
                     return
 
     def _takes(self, tensor: torch.Tensor) -> bool:
@@ -208,7 +208,7 @@ class ActivationStore:
     # Room #
 
     def _room(self, nbytes: int) -> Lease | None:
-        """A lease, for which what backward needs last leaves memory; None if nothing can."""
+        """Lease memory, if needed by evicting tensors that backward needs last. Return None if this is not possible."""
         while True:
             lease = self._arena.try_lease(nbytes)
             if lease is not None:
@@ -217,7 +217,7 @@ class ActivationStore:
                 return None
 
     def _free_one(self) -> bool:
-        """Have a lease given back, by waiting if need be; False if none can be."""
+        """Take one step towards free room in the arena, and wait if needed. Return False if this is not possible."""
         for entry in self._leaving:
             self._finish(entry)
             self._settle()
@@ -230,7 +230,7 @@ class ActivationStore:
                 entry.drop(_HOST)
                 self._leave_arena(entry)
                 return True
-        for entry in self._here:  # still on its way from the device, or read ahead
+        for entry in self._here:  # still on its way from the device, or being read ahead
             if entry.moves():
                 self._finish(entry)
                 self._settle()
@@ -248,7 +248,7 @@ class ActivationStore:
         return lease
 
     def _finish(self, entry: _Entry) -> None:
-        """Wait until nothing of it moves."""
+        """Block until no move touches the entry."""
         try:
             for move in entry.moves():
                 with self._counters.stalled(move.cause):
@@ -263,7 +263,7 @@ class ActivationStore:
         entry.free()
 
     def _settle(self) -> None:
-        """Take note of what is over: start writes, free what autograd has dropped."""
+        """Process transfers that have ended: start writes, and free tensors that autograd has dropped."""
         while self._dropped:
             entry = self._dropped.popleft()
             (self._here if entry.lease is not None else self._away).remove(entry)
@@ -282,7 +282,7 @@ class ActivationStore:
                 self._arrived(entry)
 
     def _arrived(self, entry: _Entry) -> None:
-        """The values are in the arena: they can be written, and the device's memory be freed."""
+        """Start writing an entry whose values are in the arena, and free the device's memory."""
         entry.drop(_DEVICE)
         entry.source = None
         if self._files is None or entry.lease is None:
@@ -295,7 +295,7 @@ class ActivationStore:
     # Reads #
 
     def _read(self, entry: _Entry, priority: Priority, lease: Lease) -> None:
-        assert self._files is not None  # only what was written has left memory
+        assert self._files is not None  # only written entries leave memory
         assert entry.place is not None
         read = self._files.read(entry.place, lease.span(), priority)
         entry.begin_move(_NVME, _HOST, read, StallCause.DISK_READ)
@@ -305,7 +305,7 @@ class ActivationStore:
         self._counters.moved("nvme_read", lease.nbytes, read, field="activations")
 
     def _read_ahead(self, used: _Entry) -> None:
-        """Read what is needed after this into the room that is free."""
+        """Read the entries that backward needs after this one into free room."""
         while (entry := self._away.next_after(used)) is not None:
             lease = self._arena.try_lease(_padded(entry.nbytes))
             if lease is None:
@@ -314,7 +314,7 @@ class ActivationStore:
 
 
 class _ByNeed:
-    """Entries, those first that backward needs last."""
+    """Entries in the reverse of the order in which backward needs them."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
@@ -332,20 +332,20 @@ class _ByNeed:
         del self._entries[bisect_left(self._entries, entry.need, key=_need)]
 
     def after(self, entry: _Entry) -> Iterator[_Entry]:
-        """What backward needs after this, in its order."""
+        """Yield the entries that backward needs after this one, in its order."""
         for index in range(bisect_left(self._entries, entry.need, key=_need) - 1, -1, -1):
             yield self._entries[index]
 
     def next_after(self, entry: _Entry) -> _Entry | None:
-        """What backward needs next after this, which need not be one of these."""
+        """Return the entry that backward needs next after this one, which may be outside of this container."""
         index = bisect_left(self._entries, entry.need, key=_need)
         return self._entries[index - 1] if index else None
 
 
 class _Packed:
-    """What autograd holds in place of a tensor that was taken, or with one that stays where it is.
+    """The object that autograd holds for a saved tensor, stored or left on the device.
 
-    It knows whether the tensor was changed in place since: torch's own check is off where saved tensors have hooks.
+    It detects in-place changes of the tensor: torch does not check saved tensors that have hooks.
     """
 
     def __init__(self, tensor: torch.Tensor, entry: _Entry | None, dropped: deque[_Entry]) -> None:
@@ -355,17 +355,17 @@ class _Packed:
         self.tensor = _without_graph(tensor)
         if entry is not None:
             self.tensor = tensor.detach()
-            self.tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # its version, not its memory
+            self.tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # the version, not the memory
 
     def __del__(self) -> None:
         if self.entry is not None:
             self._dropped.append(self.entry)
 
     def check_version(self) -> None:
-        """Refuse what torch refuses.
+        """Raise torch's error if the tensor was changed in place.
 
         Raises:
-            RuntimeError: as without this store.
+            RuntimeError: with the text of torch's own check.
         """
         version = self.tensor._version
         if version != self._expected:
@@ -380,11 +380,11 @@ class _Entry(Field):
     """A saved tensor.
 
     Attributes:
-        need: its place in the order in which backward needs them, reversed.
-        source: the tensor's storage, until its values are in the arena.
-        lease: its memory in the arena; None while it is on the drive only.
-        place: where it is on the drive.
-        ahead: a tensor on the device that has its values once the upload is over, before autograd asks for it.
+        need: sort key: the reverse of the order in which backward needs the tensors.
+        source: the tensor, until its values are in the arena.
+        lease: its memory in the arena; None while it is only on the drive.
+        place: its place on the drive.
+        ahead: a tensor on the device that has the values once the upload has ended, before autograd asks for it.
     """
 
     def __init__(self, need: tuple[int, int, int], tensor: torch.Tensor, lease: Lease) -> None:
@@ -401,24 +401,24 @@ class _Entry(Field):
         self.end_write(_DEVICE)
 
     def view(self) -> torch.Tensor:
-        """The values in the arena, in the tensor's own layout: kernels may round by it."""
+        """Return the values in the arena with the tensor's own strides: the results of kernels may depend on them."""
         assert self.lease is not None
         flat = self.lease.tensor(self.dtype, self.nbytes // self.dtype.itemsize)
         return flat.as_strided(self.size, self.stride)
 
     def has_left(self) -> bool:
-        """It was consumed, and nothing of it moves any more."""
+        """Whether it was consumed and no move touches it."""
         return all(self.state(memory) is State.ABSENT or self.gone(memory) for memory in self.copies)
 
     def free(self) -> None:
-        """Give the memory in the arena back."""
+        """Release the memory in the arena."""
         if self.lease is not None:
             self.lease.release()
             self.lease = None
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor apart from its autograd graph, which holds what is saved: together they would never be freed."""
+    """Return the tensor without its autograd graph. The graph holds the saved tensors: a cycle would never be freed."""
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 
@@ -431,7 +431,7 @@ def _padded(nbytes: int) -> int:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Its elements fill a range of memory, each once."""
+    """Whether its elements fill a range of memory without gaps or overlaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size > 1 and stride != expected:

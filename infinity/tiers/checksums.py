@@ -1,7 +1,7 @@
-"""Checksums of what was written to the NVMe tier, so that a drive that returns other bytes is noticed.
+"""Checksums of writes to the NVMe tier, to detect a drive that returns other bytes.
 
-They live in memory, eight bytes for each range that was written at once (a tile, mostly), and are checked by
-whoever waits for the read. XXH3 runs at memory speed, an order of magnitude above a drive.
+They are in memory, eight bytes for each range that was written by one request (usually a tile). The thread that waits
+for a read checks them. XXH3 runs at memory speed, ten times faster than a drive.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Checksums:
         self._digests: dict[int, tuple[int, int]] = {}  # offset: (nbytes, digest)
 
     def written(self, offset: int, span: Span) -> None:
-        """`span` is about to be written at `offset`; it must not change until it is."""
+        """Record the digest of `span`, which is about to be written at `offset` and must not change until it is."""
         stop = offset + span.nbytes
         for other, (nbytes, _) in list(self._digests.items()):
             if other < stop and offset < other + nbytes:
@@ -51,7 +51,7 @@ class Checksums:
         self._digests[offset] = (span.nbytes, _digest(span))
 
     def verified(self, read: IoFuture, offset: int, span: Span, locate: Locate) -> IoFuture:
-        """The same read, that fails if a range within it is not what was written there."""
+        """Return a read that fails if a range that was written within it has other bytes."""
         stop = offset + span.nbytes
         expected = {
             other - offset: (nbytes, digest)
@@ -62,7 +62,7 @@ class Checksums:
 
 
 class _Verified(IoFuture):
-    """Checks once, with the first `result`: after that the memory may change."""
+    """Checks at the first `result` only: the memory may change after it."""
 
     def __init__(
         self, read: IoFuture, span: Span, expected: dict[int, tuple[int, int]], locate: Locate, offset: int
@@ -95,7 +95,7 @@ class _Verified(IoFuture):
 
 
 def _damage(nbytes: int, places: Sequence[tuple[Path, int, int]]) -> StorageError:
-    """The error for a range that lies in these places; one digest is over all of them."""
+    """Return the error for a damaged range in these places, which has one digest."""
     (path, offset, _), *others = places
     also = "".join(f" and in {other}" for other, _, _ in others)
     return StorageError(

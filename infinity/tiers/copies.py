@@ -1,23 +1,24 @@
-"""Which copy of a value is the newest, and who still touches it: the one coherence protocol of all tiers.
+"""Coherence of all tiers: which copy of a value is the newest, and which transfers still use it.
 
 [Note: copies]
-A *field* is one state of one unit, or of one tile of it. Every change raises its *version* by one. It has at most one
-*copy* in each memory, and what carries bytes from one copy to another is a *move*. The rules, which every layout
-(parameters, gradients, optimizer states, activations) follows because it can do nothing else:
+A *field* is one state of one unit, or of one tile of it. Every change raises its *version* by one. A field has at most
+one *copy* in each memory. A *move* carries bytes from one copy to another. Every layout (parameters, gradients,
+optimizer states, activations) is built on this class, which enforces these rules:
 
-- A copy is read only while it is VALID, and is the newest only if its version is the field's.
-- A move carries the version that its source had when it *started*. Until it is over its target is ARRIVING, which
-  nobody may read; if it fails, the target is ABSENT and the source is what it was.
-- Who changes a copy in place holds it as WRITING: nobody reads it meanwhile, no move begins from it, and the moves that
-  touch it are over before the first byte changes. When the change is done all other copies are old.
-- A copy is dropped only if it is old, or if the same version is VALID in another memory or on its way there from it.
-  Its memory may be used again once no move touches it; until then it is LEAVING, and may be kept after all.
-- What has nothing below it (gradients that were used, activations whose graph is gone) ends by `consume`.
-- Where the drive has two slots (slots.py), they are one NVME copy here: the newest. What the other one has comes back
-  by `take_back`.
+- A copy is read only while it is VALID. It is the newest only if its version is the field's version.
+- A move carries the version that its source had when the move *started*. Until it ends, its target is ARRIVING and must
+  not be read. If it fails, the target is ABSENT and the source is unchanged.
+- A writer that changes a copy in place holds it as WRITING: it is not read, and only a write-through starts from it.
+  The writer waits for all moves that touch the copy before it changes the first byte. After the change all other copies
+  are old, except one that was written through.
+- A copy is dropped only if it is old, or if the same version is VALID in another memory or on its way to it. Its memory
+  may be reused once no move touches it. Until then the copy is LEAVING, and `keep` can make it VALID again.
+- A value after its last use (used gradients, activations of a freed graph) ends by `consume`.
+- A double-buffered copy on the drive (slots.py) is one NVME copy in this protocol: the newest version. `take_back`
+  returns to the version in the other slot.
 
-The transitions of one field are driven by one thread at a time; threads that carry bytes only report, through
-`Transfer.done`. So there is no lock, and a transition costs a dictionary look-up and a comparison.
+One thread at a time drives the transitions of a field. Threads that carry bytes only report, through `Transfer.done`.
+So no lock is needed, and a transition costs a dictionary look-up and a comparison.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from infinity.telemetry import Counters, StallCause, Times
 
 
 class Memory(IntEnum):
-    """Where a copy is; higher is nearer to the computation."""
+    """The memory that holds a copy; a higher value is nearer to the computation."""
 
-    FILE = 0  # a range of somebody's file, which is never written
+    FILE = 0  # a range of an existing file, read only
     NVME = 1
     HOST = 2
-    SHARD = 3  # on the device, beside what is computed on
+    SHARD = 3  # on the device, beside the unsharded unit
     DEVICE = 4
 
 
 class State(Enum):
-    """Of a copy, see [Note: copies]."""
+    """State of a copy, see [Note: copies]."""
 
     ABSENT = auto()
     ARRIVING = auto()
@@ -49,34 +50,34 @@ class State(Enum):
     LEAVING = auto()
 
 
-# A look-up in an Enum takes 0.2 us, and a tile takes sixty.
+# A look-up in an Enum takes 0.2 us, and a tile needs sixty of them.
 _ABSENT, _ARRIVING, _VALID, _WRITING, _LEAVING = State
 
 
 class Transfer(Protocol):
-    """Bytes on their way: a read, a write, a copy over the link, a collective. Thread-safe."""
+    """A transfer in flight: a read, a write, a copy over the link, a collective. Thread-safe."""
 
     def done(self) -> bool:
-        """It is over, well or not."""
+        """Whether it ended, with or without an error."""
 
     def result(self) -> object:
-        """Wait until it is over.
+        """Block until it ends.
 
         Raises:
             StorageError: it failed.
         """
 
     def times(self) -> Times | None:
-        """When it ran; None while that is not known."""
+        """When it ran; None as long as this is unknown."""
 
 
 class Move:
-    """One transfer and what it means for the copies of a field.
+    """One transfer, and its meaning for the copies of a field.
 
     Attributes:
-        cause: what waiting for it is waiting for.
-        version: what the target will have.
-        source, target: None outside of the field, such as a tensor that a user has.
+        cause: the stall cause of waiting for it.
+        version: version of the target after the move.
+        source, target: None if that end is not a copy of the field, such as a user's tensor.
     """
 
     __slots__ = ("cause", "source", "target", "transfer", "version")
@@ -99,7 +100,7 @@ class Move:
         return self.transfer.done()
 
     def wait(self, counters: Counters) -> None:
-        """Block the compute thread until it is over.
+        """Block the compute thread until the move ends.
 
         Raises:
             StorageError: it failed.
@@ -109,12 +110,12 @@ class Move:
 
 
 class Copy:
-    """What one memory has of a field.
+    """The copy of a field in one memory.
 
     Attributes:
-        version: of its bytes; meaningless while it is ABSENT.
-        pins: users that keep it from being dropped.
-        moves: those that may still read or write its bytes.
+        version: of its bytes; meaningless while the copy is ABSENT.
+        pins: number of users that keep it from being dropped.
+        moves: moves that may still read or write its bytes.
     """
 
     __slots__ = ("memory", "moves", "pins", "state", "version")
@@ -127,7 +128,7 @@ class Copy:
         self.moves: list[Move] = []
 
     def is_still(self) -> bool:
-        """No move touches its bytes any more; one that fills it does until it is known how it ended."""
+        """Whether no move touches its bytes. A move that fills it counts until its outcome is processed."""
         if self.moves:
             fills = self.state is _ARRIVING
             self.moves = [move for move in self.moves if not move.done() or (fills and move.target is self)]
@@ -139,10 +140,10 @@ class Field:
 
     Args:
         name: for messages.
-        memories: where it may have copies.
+        memories: the memories that may have a copy.
 
     Attributes:
-        version: of the newest value; 0 before there is one.
+        version: of the newest value; 0 before the first value.
     """
 
     __slots__ = ("copies", "name", "version")
@@ -152,27 +153,27 @@ class Field:
         self.version = 0
         self.copies = {memory: Copy(memory) for memory in memories}
 
-    # Questions #
+    # Queries #
 
     def state(self, memory: Memory) -> State:
         return self.copies[memory].state
 
     def is_newest(self, memory: Memory) -> bool:
-        """This memory has the newest value, for whoever wants to read it."""
+        """Whether this memory has a VALID copy of the newest version."""
         copy = self.copies.get(memory)
         return copy is not None and copy.state is _VALID and copy.version == self.version
 
     def newest(self) -> Copy | None:
-        """The copy nearest to the computation that has the newest value; None while it is changed or on its way."""
+        """Return the newest VALID copy that is nearest to the computation, or None."""
         return max((c for m, c in self.copies.items() if self.is_newest(m)), key=_nearness, default=None)
 
     def can_drop(self, memory: Memory) -> bool:
-        """Nobody uses this copy, and the value would not be lost with it."""
+        """Whether the copy is VALID and unpinned, and dropping it does not lose the value."""
         copy = self.copies[memory]
         return copy.state is _VALID and not copy.pins and (copy.version < self.version or self._is_safe_without(copy))
 
     def _is_safe_without(self, copy: Copy) -> bool:
-        """The same version is in another memory, or on its way there from this one."""
+        """Whether the same version is VALID in another memory, or on its way from this copy to another memory."""
         for other in self.copies.values():
             if other is copy or other.version != copy.version:
                 continue
@@ -181,19 +182,19 @@ class Field:
         return False
 
     def moves(self) -> tuple[Move, ...]:
-        """Those that may still touch any of the copies."""
+        """Return the moves that may still touch any of the copies."""
         return tuple(dict.fromkeys(move for copy in self.copies.values() if not copy.is_still() for move in copy.moves))
 
     # Moves #
 
     def expect(self, memory: Memory) -> None:
-        """Memory has been taken for a copy whose move begins later; pairs with `begin_move` or `give_up`."""
+        """Mark a copy as ARRIVING, whose move begins later; pairs with `begin_move` or `give_up`."""
         self._check_not_file(memory)
         self._go(self.copies[memory], _ABSENT, _ARRIVING)
-        self.copies[memory].version = -1  # what it had is no more
+        self.copies[memory].version = -1  # the old bytes are lost
 
     def give_up(self, memory: Memory) -> None:
-        """A copy that was expected does not come."""
+        """Make an expected copy ABSENT again; its move was not started."""
         if self.arriving(memory) is not None:
             raise RuntimeError(f"{self.name} is on its way to {memory.name} and cannot be given up")
         self._go(self.copies[memory], _ARRIVING, _ABSENT)
@@ -201,18 +202,18 @@ class Field:
     def begin_move(
         self, source: Memory | None, target: Memory, transfer: Transfer, cause: StallCause, *, at: int | None = None
     ) -> Move:
-        """The bytes of `source` are on their way to `target`, whose bytes are void from now on.
+        """Start a move from `source` to `target`, whose old bytes are invalid from now on.
 
         Args:
-            source: None for what comes from outside of the field, such as other ranks' shards; then `at` is given.
-            at: the version of what comes, where it is not the source's: its writer writes it through piece by piece.
+            source: None if the bytes come from outside of the field, such as from other ranks' shards; pass `at` then.
+            at: version of the target, if it is not the source's: a change in progress is written through.
         """
         origin, copy = None if source is None else self.copies[source], self.copies[target]
         version = at if at is not None else -1 if origin is None else origin.version
         if origin is not None:
             self._check_readable(origin, _VALID if at is None else _WRITING)
         if not copy.is_still() and (at is None or any(move.target is not origin for move in copy.moves)):
-            # What fills the source may still read the target: who changes the source waits for it first.
+            # The move that fills the source may still read the target: the writer of the source waits for it first.
             raise RuntimeError(f"{self.name} cannot come to {target.name} yet: {_told(copy)}")
         self._check_not_file(target)
         if copy.state is _VALID and copy.version < version:
@@ -227,7 +228,7 @@ class Field:
         return move
 
     def lend(self, source: Memory, transfer: Transfer, cause: StallCause) -> Move:
-        """The bytes of a copy are on their way out of the field, to a tensor that a user has."""
+        """Start a move that copies bytes out of the field, to a user's tensor."""
         origin = self.copies[source]
         self._check_readable(origin, _VALID)
         move = Move(transfer, cause, origin.version, origin)
@@ -235,35 +236,35 @@ class Field:
         return move
 
     def finish_move(self, move: Move) -> None:
-        """Wait until a move is over: its target is VALID then, though perhaps not the newest any more.
+        """Block until a move ends. Its target is VALID then, but maybe no longer the newest.
 
         Raises:
-            StorageError: it failed; the target is ABSENT.
+            StorageError: the move failed; the target is ABSENT.
         """
         try:
             move.transfer.result()
-        except Exception:  # not an interrupt: the move goes on then, and is waited for again
+        except Exception:  # not an interrupt: after one the move continues, and a later call waits again
             self._over(move, _ABSENT)
             raise
         self._over(move, _VALID)
 
     def _over(self, move: Move, outcome: State) -> None:
         target = move.target
-        if target is not None and self.arriving(target.memory) is move:  # not an older one, which was waited for
+        if target is not None and self.arriving(target.memory) is move:  # not an older one that was already waited for
             self._go(target, _ARRIVING, outcome)
         for copy in (move.source, target):
             if copy is not None and move in copy.moves:
                 copy.moves.remove(move)
 
     def arriving(self, memory: Memory) -> Move | None:
-        """The move that fills this memory's copy now."""
+        """Return the move that fills this memory's copy now, or None."""
         copy = self.copies[memory]
         if copy.state is not _ARRIVING:
             return None
         return next((move for move in copy.moves if move.target is copy), None)
 
     def order_behind(self, move: Move) -> None:
-        """What reads the target from now on runs behind the move, in the order of a stream, which may still be on."""
+        """Make the target VALID before the move ends: every later reader runs behind the move in stream order."""
         target = move.target
         assert target is not None
         self._go(target, _ARRIVING, _VALID)
@@ -272,12 +273,12 @@ class Field:
     # Changes in place #
 
     def begin_write(self, memory: Memory) -> tuple[Move, ...]:
-        """This copy, the newest or the one on its way, is the caller's to change; returns the moves to wait for first.
+        """Hold this copy, the newest or one that is arriving, for a change in place. Return the moves to wait for.
 
         A field without a value may begin with any copy.
         """
         copy = self.copies[memory]
-        for other in self.copies.values():  # for every gradient: no generator
+        for other in self.copies.values():  # a loop, not a generator: this runs for every gradient
             if other.state is _WRITING:
                 raise RuntimeError(f"{self.name} is being changed already")
         if self.version:
@@ -289,19 +290,19 @@ class Field:
                 )
         elif copy.state is _VALID or copy.state is _WRITING:
             raise RuntimeError(f"{self.name}: there is no value, but {memory.name} is {_told(copy)}")
-        waits = () if copy.is_still() else tuple(copy.moves)  # one that has failed among them
+        waits = () if copy.is_still() else tuple(copy.moves)  # failed moves are included
         copy.state = _WRITING
         return waits
 
     def end_write(self, memory: Memory, *, in_order: bool = False) -> None:
-        """The change is done: this copy is the newest, and the others are old.
+        """End the change: this copy is the newest, and the others are old.
 
         Args:
-            in_order: it is done behind what fills the copy, in the order of a stream; else its writer has waited.
+            in_order: the change runs in stream order behind the move that fills the copy. If False, the writer waited.
 
         Raises:
             RuntimeError: the copy is still being filled.
-            StorageError: what was to fill it has failed.
+            StorageError: the move that fills it failed.
         """
         copy = self.copies[memory]
         fills = [move for move in copy.moves if move.target is copy]
@@ -311,34 +312,33 @@ class Field:
             move.transfer.result()
         for move in fills:
             self._over(move, _VALID)
-        # In one line, and before the state: an interrupt leaves a change that is ended once more, and not one that no
-        # copy has.
+        # In one line, and before the state: after an interrupt `end_write` is repeated, and every version has a copy.
         self.version = copy.version = self.version + 1
         self._go(copy, _WRITING, _VALID)
 
     def outdate(self) -> None:
-        """The value has changed where this field has no copy: all of them are old."""
+        """Raise the version, because the value changed outside of this field: all copies are old."""
         self.version += 1
 
     def take_back(self, memory: Memory) -> None:
-        """The last change is undone: this memory has what was before it, in its other slot, and all copies are old."""
+        """Roll back the last change: the newest value is in this memory's other slot, and all other copies are old."""
         if not self.version:
             raise RuntimeError(f"{self.name} has no value to be taken back")
         for copy in self.copies.values():
             if copy.state is _WRITING or copy.state is _ARRIVING or not copy.is_still():
                 raise RuntimeError(f"{self.name} cannot be taken back: in {copy.memory.name} it is {_told(copy)}")
         copy = self.copies[memory]
-        copy.state = _VALID  # or what was written of the change has failed
+        copy.state = _VALID  # the copy is ABSENT if the write of the undone change failed
         self.version = copy.version = self.version + 1
 
     def fail_write(self, memory: Memory) -> None:
-        """The change was left half way: this copy is nothing any more."""
+        """End a change that failed half way: drop this copy."""
         copy = self.copies[memory]
         self._go(copy, _WRITING, _LEAVING)
         copy.version = -1
         self.gone(memory)
         if any(other.version > self.version for other in self.copies.values()):
-            self.version += 2  # what was written through of the change is nobody's value
+            self.version += 2  # above the version of the part that was written through
 
     # Ends #
 
@@ -353,7 +353,7 @@ class Field:
         copy.pins -= 1
 
     def drop(self, memory: Memory) -> bool:
-        """End a copy; returns whether its memory is free now. If not it is LEAVING, and `gone` tells when it is."""
+        """Drop a copy. Return whether its memory is free now; if not, it is LEAVING until `gone` returns True."""
         copy = self.copies[memory]
         if not self.can_drop(memory):
             raise RuntimeError(f"{self.name} is in use, or nowhere else, and cannot leave {memory.name}: {_told(copy)}")
@@ -361,23 +361,23 @@ class Field:
         return self.gone(memory)
 
     def gone(self, memory: Memory) -> bool:
-        """A copy that was LEAVING has left: its memory is free."""
+        """Make a LEAVING copy ABSENT if no move touches it any more. Return whether it did: its memory is free then."""
         copy = self.copies[memory]
         if copy.state is not _LEAVING or not copy.is_still():
             return False
         if copy.version == self.version and self.newest() is None:
-            return False  # nobody knows yet whether what is on its way from here has arrived
+            return False  # the move to the only other copy has ended, but its outcome is not processed yet
         self._go(copy, _LEAVING, _ABSENT)
         return True
 
     def keep(self, memory: Memory) -> None:
-        """A copy that was about to leave stays: its bytes are still there."""
+        """Make a LEAVING copy VALID again: its bytes are still in memory."""
         if self.copies[memory].version < 0:
             raise RuntimeError(f"{self.name}: what leaves {memory.name} is nothing any more")
         self._go(self.copies[memory], _LEAVING, _VALID)
 
     def consume(self) -> None:
-        """The value was used for the last time: every copy goes, and the next change begins a new one."""
+        """End the value after its last use: drop every copy. The next change begins a new value."""
         for copy in self.copies.values():
             if copy.pins or copy.state is _WRITING:
                 raise RuntimeError(f"{self.name} is still in use in {copy.memory.name}")
@@ -395,7 +395,7 @@ class Field:
             raise RuntimeError(f"{self.name} lies in a file of somebody else, which is never written")
 
     def _go(self, copy: Copy, source: State, target: State) -> None:
-        """The one transition: it checks where it comes from."""
+        """Change the state, after a check that the transition starts from `source`."""
         if copy.state is not source:
             raise RuntimeError(
                 f"{self.name} cannot become {target.name} in {copy.memory.name}: it is {_told(copy)}, not {source.name}"

@@ -1,4 +1,4 @@
-"""Gradients of units that are updated where they are computed: they never leave the device."""
+"""Gradients of units that are updated on the device: they never leave it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from infinity.tiers.norms import Norms
 
 @dataclass(slots=True)
 class _UnitGrads:
-    """One unit's gradients, and the last of their norms on its way."""
+    """One unit's gradients, and the copy of their last norm."""
 
     buffer: torch.Tensor
     measured: Transfer | None = None
 
 
 class DeviceGrads:
-    """Flat gradient buffers on the device, one a unit, from the first gradient until the update has used them.
+    """Flat gradient buffers on the device, one for each unit, from the first gradient to the end of the update.
 
-    The verbs are those of `GradStore`. All that touches a buffer runs in the order of the compute stream, so that none
-    of them waits, and memory that is given back may be used again at once.
+    The methods are the ones of `GradStore`. All work on a buffer runs in the order of the compute stream, so no method
+    waits, and freed memory may be reused at once.
 
     Args:
         numels: trainable elements of each unit, padded.
         dtype: dtype in which gradients are held.
         budget: device memory for them.
-        device: where they are computed.
-        norms: of parameters' gradients, measured there; closed by whoever has made it.
+        device: the device that computes them.
+        norms: of parameters' gradients, measured on the device; closed by its creator.
         handing_over: see [Note: hand-overs] in hand_over.py.
 
     Attributes:
-        budget: what gradients may take of the device's memory.
+        budget: the argument `budget`.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class DeviceGrads:
         self.budget = budget
         self._device = device
         self._handing_over = handing_over
-        self._units: dict[int, _UnitGrads] = {}  # those that have gradients
+        self._units: dict[int, _UnitGrads] = {}  # units that have gradients
 
     # Adding #
 
     def open(self, unit: int) -> torch.Tensor | None:
-        """The unit's gradients, to be added to; without a meaning if it has none yet. None while there is no room."""
+        """Return the unit's gradients for accumulation, undefined if it has none yet; None while there is no room."""
         each = self._units.get(unit)
         if each is None:
             if self.lacks_capacity(unit):
@@ -71,7 +71,7 @@ class DeviceGrads:
         return each.buffer
 
     def measure(self, unit: int, index: int, values: torch.Tensor) -> Transfer:
-        """Have the norm of these gradients of the unit made, and come to `index` of `norms`."""
+        """Measure these gradients of the unit, and start copying the norm to `index` of `norms`."""
         copy = self._units[unit].measured = self.norms.bring(index, values)
         return copy
 
@@ -79,19 +79,19 @@ class DeviceGrads:
         return self._units[unit].buffer
 
     def has_come(self, unit: int) -> bool:
-        """What was measured of the unit's gradients is in host memory."""
+        """Whether the norms of the unit's gradients are in host memory."""
         each = self._units.get(unit)
-        return each is None or each.measured is None or each.measured.done()  # the last one is behind all others
+        return each is None or each.measured is None or each.measured.done()  # the last copy runs behind all others
 
     def rest(self, unit: int) -> None:
-        """They stay where they are."""
+        """Do nothing: the gradients stay on the device."""
 
     def holds(self, unit: int) -> bool:
-        """The unit has gradients that no update has."""
+        """Whether the unit has gradients, also while an update uses them."""
         return unit in self._units
 
     def drop(self, unit: int) -> None:
-        """The unit's gradients are nothing any more."""
+        """Drop the unit's gradients."""
         with self._handing_over:
             del self._units[unit]
             self.budget.give(self._nbytes(unit))
@@ -99,7 +99,7 @@ class DeviceGrads:
     # Room #
 
     def lacks_capacity(self, unit: int) -> bool:
-        """What is open takes the memory that the unit's gradients would need."""
+        """Whether the budget has too little room for the unit's gradients."""
         return not self.budget.fits(self._nbytes(unit))
 
     def _nbytes(self, unit: int) -> int:
@@ -111,13 +111,13 @@ class DeviceGrads:
         return True
 
     def hand_over(self, unit: int) -> tuple[torch.Tensor, tuple[Move, ...]]:
-        """The gradients are the unit's update's, at once; pairs with `used`."""
+        """Give the gradients to the unit's update, which need not wait; pairs with `used`."""
         return self._units[unit].buffer, ()
 
     def used(self, unit: int) -> None:
-        """The update has used the gradients."""
+        """Drop the gradients after the update has used them."""
         self.drop(unit)
 
     def close(self) -> None:
-        """The device's memory goes."""
+        """Free the device's memory."""
         self._units.clear()

@@ -1,7 +1,7 @@
-"""Optimizer states that live where the model computes: every field of a unit in one piece.
+"""Optimizer states on the device: each field of a unit in one piece.
 
-On the host a tile has its fields back to back, so that it is one request of a drive. Here nothing comes in tiles: an
-update of a run of parameters is as few launches as if there were none.
+On the host the fields of a tile are adjacent, so that one request of a drive reads them. The device does not use tiles,
+so the update of a run of parameters needs few kernel launches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Fields = Mapping[str, torch.Tensor]  # 1-D, by name
 
 
 class StateField(Protocol):
-    """One state of every parameter, or of every so many."""
+    """One state of every parameter, or of every block of parameters."""
 
     @property
     def name(self) -> str: ...
@@ -27,24 +27,24 @@ class StateField(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def length(self, numel: int) -> int:
-        """Values for `numel` parameters."""
+        """Return the number of values for `numel` parameters."""
 
 
 class Layout(Protocol):
-    """Which fields there are, and how a tile holds them."""
+    """The fields, and their places in a tile."""
 
     @property
     def fields(self) -> Iterable[StateField]: ...
 
     def views(self, buffer: torch.Tensor, numel: int) -> Fields:
-        """The fields of a tile of `numel` elements over its bytes."""
+        """Return the fields of a tile of `numel` elements as views of its bytes."""
 
     def narrow(self, states: Fields, start: int, stop: int) -> Fields:
-        """The fields of elements [start, stop)."""
+        """Return the fields of elements [start, stop)."""
 
 
 class DeviceStates:
-    """The device's memory of the units whose states are there.
+    """Device memory of the units whose states are on the device.
 
     Args:
         link: to the device.
@@ -56,7 +56,7 @@ class DeviceStates:
         self._units: dict[int, Fields] = {}
 
     def make_room(self, unit: int, numel: int) -> None:
-        """Memory for a unit of so many elements, if it has none.
+        """Allocate memory for a unit of `numel` elements, if it has none.
 
         Raises:
             torch.OutOfMemoryError: there is none.
@@ -68,30 +68,30 @@ class DeviceStates:
             }
 
     def give_back(self, unit: int) -> None:
-        """The unit's memory, if it has any."""
+        """Free the unit's memory, if it has any."""
         self._units.pop(unit, None)
 
     def close(self) -> None:
-        """Give all of it back."""
+        """Free all memory."""
         self._units.clear()
 
     def fields(self, unit: int) -> Fields:
-        """Of the unit's whole shard."""
+        """Return the fields of the unit's whole shard."""
         return self._units[unit]
 
     def download(self, unit: int, start: int, numel: int, target: torch.Tensor) -> Transfer:
-        """Start copying what a tile has to these bytes of it in host memory."""
+        """Start copying a tile's values from the device to its bytes in host memory."""
         there, here = self._both(unit, start, numel, target)
         return [self._link.download(here[name], values) for name, values in there.items()][-1]
 
     def upload(self, unit: int, start: int, numel: int, source: torch.Tensor) -> Transfer:
-        """The other way; what the device is given from now on runs behind it."""
+        """Start copying a tile's values to the device; later work of the compute stream runs behind the copy."""
         there, here = self._both(unit, start, numel, source)
         copy = [self._link.upload(values, here[name]) for name, values in there.items()][-1]
         self._link.compute_waits(copy)
         return copy
 
     def _both(self, unit: int, start: int, numel: int, tile: torch.Tensor) -> tuple[Fields, Fields]:
-        """The same elements' fields there and here; copies of them are on one stream, so the last is done last."""
+        """Return the same elements' fields on the device and on the host. All copies of them are on one stream."""
         there = self._layout.narrow(self._units[unit], start, start + numel)
         return there, self._layout.views(tile, numel)

@@ -1,4 +1,4 @@
-"""Sums of gradients over a step's micro-batches, made on the device and sent down once."""
+"""Sums of gradients over a step's micro-batches, computed on the device and downloaded once."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from infinity.memory.hand_over import HandingOver
 
 @dataclass(slots=True)
 class _UnitSums:
-    """One unit's buffer, and the sums that there are in it, by part."""
+    """One unit's buffer, and the sums in it, by part."""
 
     buffer: torch.Tensor
     parts: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class DeviceSums:
-    """Flat buffers on the device, one a unit as far as there is room, each used again in every step.
+    """Flat buffers on the device, one for each unit while there is room, reused in every step.
 
-    All that touches them runs in the order of the compute stream. What has left for the host must be there before the
-    next step's first gradient is added, as it is where a step knows the norm of its gradients before it ends.
+    All work on them runs in the order of the compute stream. Downloads must end before the next step adds its first
+    gradient. This holds if a step knows the norm of its gradients before it ends.
 
     Args:
         numels: trainable elements of each unit, padded.
         dtype: dtype in which gradients are summed.
         budget: device memory for them.
-        device: where they are computed.
-        stays: whether a unit's gradients never leave the device, so that they need no sum beside them.
+        device: the device that computes them.
+        stays: whether a unit's gradients never leave the device, so that they need no separate sum.
         handing_over: see [Note: hand-overs] in hand_over.py.
 
     Attributes:
-        units: those that have a buffer.
+        units: units that have a buffer.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DeviceSums:
         self.units: dict[int, _UnitSums] = {}
 
     def has_room(self, unit: int) -> bool:
-        """There is a buffer for the unit's gradients."""
+        """Whether there is a buffer for the unit's gradients; allocate one if the budget has room."""
         if self._stays(unit):
             return False
         if unit not in self.units:
@@ -68,7 +68,7 @@ class DeviceSums:
         return True
 
     def add(self, unit: int, part: int, start: int, grad: torch.Tensor) -> None:
-        """Add the gradients of a part of the unit, 1-D, which lie at `start` in its buffer; there is room."""
+        """Add the 1-D gradients of a part of the unit, at `start` of its buffer; `has_room` was True."""
         sums = self.units[unit]
         if part in sums.parts:
             sums.parts[part].add_(grad)
@@ -81,31 +81,31 @@ class DeviceSums:
         return sums is not None and part in sums.parts
 
     def held(self) -> list[tuple[int, int]]:
-        """Unit and part of every sum that there is."""
+        """Return unit and part of every sum."""
         return [(unit, part) for unit, sums in self.units.items() for part in sums.parts]
 
     def of(self, unit: int, part: int) -> torch.Tensor:
-        """The sum, in the buffer's memory."""
+        """Return the sum, a view of the buffer."""
         return self.units[unit].parts[part]
 
     def drop(self, unit: int, part: int) -> None:
-        """Forget a sum, if there is one: what comes next begins a new one."""
+        """Drop a sum, if it exists: the next gradient begins a new one."""
         sums = self.units.get(unit)
         if sums is not None:
             sums.parts.pop(part, None)
 
     def give_up(self, unit: int) -> None:
-        """The unit's gradients stay on the device from now on; it has no sum. Gives its buffer back."""
+        """Free the unit's buffer, because its gradients stay on the device from now on."""
         with self._handing_over:
             sums = self.units.pop(unit, None)
             if sums is not None:
                 self._budget.give(sums.buffer.nbytes)
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Drop all sums."""
         for sums in self.units.values():
             sums.parts.clear()
 
     def close(self) -> None:
-        """Give the device's memory back."""
+        """Free the device's memory."""
         self.units.clear()

@@ -1,4 +1,4 @@
-"""Gradients of units of which some may be updated on the device and the others on the host."""
+"""Gradients of units, some of which may be updated on the device and the others on the host."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from infinity.tiers.grads import GradStore
 
 @dataclass(frozen=True)
 class GradStores:
-    """Where units' gradients are held until an update has used them.
+    """The stores that hold units' gradients until an update has used them.
 
     Attributes:
-        host: of units that are updated there.
-        device: of the others; None where there can be none.
-        is_there: whether a unit is one of the others, which may change while it has no gradients.
+        host: for units that are updated on the host.
+        device: for the others; None if no unit can be updated on the device.
+        is_there: whether a unit is updated on the device; may change while the unit has no gradients.
     """
 
     host: GradStore
@@ -27,7 +27,7 @@ class GradStores:
         return self.host if self.device is None or not self.is_there(unit) else self.device
 
     def close(self) -> None:
-        """Nothing may come any more from the device: its memory and the host's go."""
+        """Wait for gradients on their way from the device, and free all memory."""
         self.host.close()
         if self.device is not None:
             self.device.close()

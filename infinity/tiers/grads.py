@@ -1,22 +1,23 @@
 """Gradients of a unit in host memory, from the first one that backward produces until the update has used them.
 
 [Note: gradients that spill]
-A unit's gradients are one field, see [Note: copies]: its copy in host memory is WRITING while gradients are added to
-it, VALID while it rests and may spill, pinned while an update uses it, and nothing once they were used. Where host
-memory cannot hold the gradients of all units, those of some stay, spread evenly among the others, which share a few
-slots. The scheduler says which of these are written, and when; they are read again for the next micro-batch or for the
-update. Backward needs them in the same order in every micro-batch, so a fixed choice of what stays serves as well as
-any other.
+A unit's gradients are one field, see [Note: copies]. Their copy in host memory is WRITING while gradients are added to
+it, VALID while it is idle and may spill, pinned while an update uses it, and ABSENT after the update. If host memory
+cannot hold the gradients of all units, some units keep theirs in memory. They are spread evenly among the other units,
+which share a few slots. The scheduler decides which of these are written, and when. They are read again for the next
+micro-batch or for the update. Backward needs them in the same order in every micro-batch, so a fixed choice of the
+units in memory is as good as any other.
 
 [Note: gradients that stream]
-What a device has computed, and nothing is added to, leaves it while it computes on: the copies of a unit's gradients
-are one move, ARRIVING until the last of them is there, and the norm of each, measured on the device, follows it. The
-device keeps their memory meanwhile, so that no more than a few units may be on their way.
+Gradients that are complete leave the device while it computes on. The copies of a unit's gradients are one move,
+ARRIVING until the last has ended. The norm of each is measured on the device and follows it. The device keeps the
+gradients' memory meanwhile, so only a few units may be on their way.
 
 [Note: room for gradients]
-Units without memory of their own share a part of the arena, and several ranks must agree on when it is full: each of
-them takes part in the collectives that free it. So the sizes of what is open decide, which are alike on all ranks, and
-never where it lies, which depends on when updates ended. `_close_gaps` makes that true: what fits by its size fits.
+Units without their own memory share a part of the arena. Several ranks must agree on when it is full, since all of them
+take part in the collectives that free it. So the decision follows from the sizes of the open gradients, which are equal
+on all ranks, and never from their addresses, which depend on when updates ended. `_close_gaps` makes this valid: if the
+size fits, a place is found.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from infinity.tiers.slots import Extent
 from infinity.tiers.swap import SwapSpace
 
 _HOST, _NVME = Memory.HOST, Memory.NVME
-_WRITING = State.WRITING  # a look-up in an Enum takes 0.2 us, and every parameter needs it
+_WRITING = State.WRITING  # a look-up in an Enum takes 0.2 us, and every parameter needs one
 
-ARRIVING_UNITS = 3  # whose gradients may be on their way from the device at once
+ARRIVING_UNITS = 3  # the most units whose gradients may be on their way from the device at once
 
 
 @dataclass(frozen=True)
 class GradHomes:
-    """Where units have memory for their gradients; one that is in neither leases it while there is room.
+    """Memory for the gradients of units; a unit in neither list leases memory while there is room.
 
     Attributes:
-        own: units with memory of their own.
+        own: units with their own memory.
         spilled: units that share `slots` slots, and have a place on the drive.
     """
 
@@ -59,17 +60,17 @@ class GradHomes:
 
 
 class Arrival:
-    """A unit's gradients on their way from the device, one copy after the other, as one transfer.
+    """A unit's gradients on their way from the device: successive copies, as one transfer.
 
-    What is copied is kept until it has come, since the device would use its memory again.
+    It keeps the source of each copy until the copy ends, since the device would reuse its memory.
 
     Attributes:
-        open: more may follow.
+        open: more copies may follow.
     """
 
     def __init__(self) -> None:
         self.open = True
-        self._copies: deque[tuple[Transfer, torch.Tensor]] = deque()  # one after the other, as a stream has them
+        self._copies: deque[tuple[Transfer, torch.Tensor]] = deque()  # in the order of one stream
 
     def add(self, copy: Transfer, source: torch.Tensor) -> None:
         while self._copies and self._copies[0][0].done():
@@ -77,7 +78,7 @@ class Arrival:
         self._copies.append((copy, source))
 
     def has_come(self) -> bool:
-        """All that was added is here."""
+        """Whether all copies that were added have ended."""
         return all(copy.done() for copy, _ in self._copies)
 
     def done(self) -> bool:
@@ -85,9 +86,9 @@ class Arrival:
 
     def result(self) -> None:
         self.open = False
-        for copy, _ in reversed(tuple(self._copies)):  # once the last one is here, so are the others
+        for copy, _ in reversed(tuple(self._copies)):  # once the last one has ended, all have
             copy.result()
-        self._copies = deque()  # the worker's job keeps this object, and should not keep the device's memory
+        self._copies = deque()  # the worker's job keeps this object, which must not keep the device's memory
 
     def times(self) -> Times | None:
         return None
@@ -98,12 +99,12 @@ class _UnitGrads:
 
     Attributes:
         field, host: all copies, and the one in host memory.
-        own: memory that nobody else has; None for a unit that leases some.
-        lease: of another unit's copy in host memory.
+        own: the unit's own memory; None for a unit that leases memory.
+        lease: the leased memory, or a slot; None while it has none.
         tensor: the flat gradients in host memory; None while the unit has no memory for them.
         extent: its place on the drive; None for a unit that does not spill.
-        arrival: what is on its way from the device.
-        is_elsewhere: the optimizer state tells the gradients, which have no other copy.
+        arrival: the copies on their way from the device.
+        is_elsewhere: the gradients have no copy, and can only be reconstructed from the optimizer state.
     """
 
     __slots__ = ("arrival", "extent", "field", "host", "is_elsewhere", "lease", "nbytes", "own", "tensor", "unit")
@@ -122,15 +123,15 @@ class _UnitGrads:
 
 
 class GradStore:
-    """Flat gradient buffers, one a unit.
+    """Flat gradient buffers, one for each unit.
 
     Args:
         numels: trainable elements of each unit, padded.
-        dtype: dtype in which gradients are held (float32 where they are accumulated over micro-batches).
-        capacity_bytes: most that may be leased at once.
-        swap: where units that spill have their extents.
-        link: to where gradients are computed.
-        norms: of parameters' gradients, measured there; those of none where the host measures them.
+        dtype: dtype in which gradients are held (float32 if they are accumulated over micro-batches).
+        capacity_bytes: the most that may be leased at once.
+        swap: space for the extents of units that spill.
+        link: to the device that computes gradients.
+        norms: of parameters' gradients, measured on the device; empty if the host measures them.
 
     Attributes:
         leased: units that lease memory, or have a slot, for their copies; the longest first.
@@ -169,18 +170,18 @@ class GradStore:
         self._largest_bytes = max((each.nbytes for each in self._units if each.own is None), default=0)
         self.leased: dict[int, None] = {}
         self._leased_bytes = 0
-        self._arriving: dict[_UnitGrads, None] = {}  # units whose gradients come from the device, oldest first
+        self._arriving: dict[_UnitGrads, None] = {}  # units with gradients on their way from the device, oldest first
 
     # Adding #
 
     def open(self, unit: int) -> torch.Tensor | None:
-        """The unit's gradients, to be added to; without a meaning if it has none yet.
+        """Return the unit's gradients for accumulation; the content is undefined if it has none yet.
 
         Returns:
-            None while there is no room, or an update still has the unit's last ones.
+            None while there is no room, or while an update still uses the unit's last gradients.
 
         Raises:
-            StorageError: they cannot be read again.
+            StorageError: spilled gradients cannot be read.
         """
         each = self._units[unit]
         if each.is_elsewhere:
@@ -195,22 +196,22 @@ class GradStore:
         return each.tensor
 
     def can_receive(self, unit: int) -> bool:
-        """All that the unit's gradients have in this step is on its way from the device, if they have anything.
+        """Whether all of the unit's gradients of this step, if there are any, come through `receive`.
 
-        The last step's may have come this way, too, and be its update's still.
+        Its gradients of the last step may still belong to their update.
         """
         each = self._units[unit]
         return each.host.pins > 0 or each.arrival is not None or not (each.field.version or each.host.state is _WRITING)
 
     def receive(self, unit: int, start: int, grad: torch.Tensor, index: int) -> Transfer | None:
-        """Start to copy a part's gradients from the device, and behind them their norm; see `can_receive`.
+        """Start copying gradients from the device, and their norm behind them; see `can_receive`.
 
         Args:
-            start: where it goes in the unit's gradients.
-            index: where its norm goes in `norms`.
+            start: offset in the unit's gradients.
+            index: index of the norm in `norms`.
 
         Returns:
-            The last of the copies; None while there is no room, or an update still has the unit's last ones.
+            The last copy; None while there is no room, or while an update still uses the unit's last gradients.
         """
         each = self._units[unit]
         if each.host.pins:
@@ -219,7 +220,7 @@ class GradStore:
             self._finish_arrivals(ARRIVING_UNITS - 1)
             if not self._bring(each, Priority.DEMAND):
                 return None
-            each.field.outdate()  # the newest value is on the device, which is no copy of ours
+            each.field.outdate()  # the newest value is on the device, which has no copy in this field
             self._arriving[each] = None
             each.arrival = Arrival()
             each.field.begin_move(None, _HOST, each.arrival, StallCause.HOST_LINK, at=each.field.version)
@@ -232,19 +233,18 @@ class GradStore:
         return copy
 
     def tensor(self, unit: int) -> torch.Tensor:
-        """What the unit's gradients lie in while they are in host memory, or on their way to it."""
+        """Return the buffer of the unit's gradients, which are in host memory or on their way to it."""
         tensor = self._units[unit].tensor
         assert tensor is not None
         return tensor
 
     def has_come(self, unit: int) -> bool:
-        """Nothing of the unit's gradients is on its way from the device."""
+        """Whether no gradients of the unit are on their way from the device."""
         arrival = self._units[unit].arrival
         return arrival is None or arrival.has_come()
 
     def _finish_arrivals(self, most: int) -> None:
-        """Take note of what has come, and have no more whole units than this on their way, whose memory the device
-        keeps."""
+        """Process ended arrivals, and block until at most `most` whole units, which use device memory, are arriving."""
         closed = [each for each in self._arriving if each.arrival is not None and not each.arrival.open]
         for left, each in zip(range(len(closed), 0, -1), closed, strict=True):
             if left <= most and each.arrival is not None and not each.arrival.done():
@@ -252,7 +252,7 @@ class GradStore:
             self._finish_moves(each)
 
     def rest(self, unit: int) -> None:
-        """Nothing is added to the unit's gradients for a while: they may spill, if they do."""
+        """End accumulation for now: the unit's gradients may spill, if the unit has a place on the drive."""
         each = self._units[unit]
         if each.arrival is not None:
             each.arrival.open = False
@@ -261,31 +261,31 @@ class GradStore:
             self._end_write(each)
 
     def host_copy(self, unit: int) -> Copy:
-        """The unit's gradients in host memory, or what they could be there."""
+        """Return the host copy of the unit's gradients; it may be ABSENT."""
         return self._units[unit].host
 
     def await_moves(self, unit: int) -> None:
-        """Wait for what is on its way of the unit's gradients."""
+        """Block until no gradients of the unit are in flight."""
         self._finish_moves(self._units[unit])
 
     def spill(self, unit: int) -> None:
-        """Start writing the unit's gradients, which rest; their slot is free once that is done."""
+        """Start writing the unit's idle gradients to the drive; their slot is free once that is done."""
         self._spill(self._units[unit])
 
     def await_spill(self, unit: int) -> None:
-        """Wait until the unit's gradients are written, and free their slot."""
+        """Block until the unit's gradients are written, and free their slot."""
         self._leave(self._units[unit])
 
     def holds(self, unit: int) -> bool:
-        """The unit has gradients that no update has."""
+        """Whether the unit has gradients that no update uses."""
         each = self._units[unit]
         return not each.host.pins and (each.field.version > 0 or each.host.state is not State.ABSENT)
 
     def drop(self, unit: int) -> None:
-        """The unit's gradients are nothing any more."""
+        """Drop the unit's gradients."""
         each = self._units[unit]
         each.is_elsewhere = False
-        with suppress(StorageError):  # of no interest now
+        with suppress(StorageError):  # the outcome no longer matters
             self._finish_moves(each)
         self._end_write(each)
         each.field.consume()
@@ -294,28 +294,28 @@ class GradStore:
     # Room #
 
     def shares(self, unit: int) -> bool:
-        """Memory in which the unit's gradients do not lie is other units'."""
+        """Whether the unit shares its memory for gradients with other units."""
         return self._units[unit].extent is not None
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which gradients are held."""
+        """dtype in which gradients are held."""
         return self._dtype
 
     def lacks_capacity(self, unit: int) -> bool:
-        """What is open takes the memory that the unit's gradients would need."""
+        """Whether open gradients leave too little memory for the unit's gradients."""
         each = self._units[unit]
         return each.own is None and each.nbytes > self._shared_bytes - self._leased_bytes
 
     # Updates #
 
     def can_hand_over(self, unit: int) -> bool:
-        """There is room for the unit's gradients, if they are elsewhere."""
+        """Whether the unit's gradients are in memory, or there is room to read them."""
         each = self._units[unit]
         return each.extent is None or each.host.state is not State.ABSENT or self._memory_for(each) is not None
 
     def hand_over(self, unit: int) -> tuple[torch.Tensor, tuple[Move, ...]]:
-        """The gradients are the unit's update's, once these moves are over; pairs with `used`."""
+        """Give the gradients to the unit's update, which must wait for the returned moves; pairs with `used`."""
         each = self._units[unit]
         self._end_write(each)
         if each.arrival is not None:
@@ -327,22 +327,24 @@ class GradStore:
         return each.tensor, tuple(each.host.moves)
 
     def used(self, unit: int) -> None:
-        """The update has used the gradients."""
+        """Drop the gradients after the update has used them."""
         self._units[unit].field.unpin(_HOST)
         self.drop(unit)
 
     def left(self, unit: int) -> None:
-        """As `used`, but the update may be asked for the gradients: until it has them `restore`, or they are of no use
-        any more, nobody else can."""
+        """Like `used`, but the gradients can still be reconstructed from the optimizer state.
+
+        Until `restore` or `drop`, `open` refuses the unit.
+        """
         self.used(unit)
         self._units[unit].is_elsewhere = True
 
     def is_elsewhere(self, unit: int) -> bool:
-        """An update has the unit's gradients, which has `left` them."""
+        """Whether the unit's gradients can only be reconstructed, see `left`."""
         return self._units[unit].is_elsewhere
 
     def restore(self, unit: int) -> torch.Tensor | None:
-        """Where the unit's gradients are to be again, filled at once; None while there is no room."""
+        """Return memory to reconstruct the unit's gradients in, to be filled at once; None while there is no room."""
         each = self._units[unit]
         buffer, each.is_elsewhere = None, False
         try:
@@ -352,14 +354,14 @@ class GradStore:
         return buffer
 
     def returned(self, unit: int) -> None:
-        """The update does not use the gradients any more, and they may be of use again; in place of `used`."""
+        """Take the gradients back from an update that has not used them; replaces `used`."""
         self._units[unit].field.unpin(_HOST)
         self.rest(unit)
 
     # Memory #
 
     def _bring(self, each: _UnitGrads, priority: Priority) -> bool:
-        """Have the unit's copy in host memory, or on its way there; False while there is no room."""
+        """Make the unit's copy VALID or ARRIVING in host memory. Return False while there is no room."""
         if each.host.state is State.LEAVING:
             each.field.keep(_HOST)
         if each.host.state is State.ABSENT and each.own is None:
@@ -378,7 +380,7 @@ class GradStore:
         each.tensor = lease.tensor(self._dtype, each.nbytes // self._dtype.itemsize)
 
     def _memory_for(self, each: _UnitGrads) -> Lease | None:
-        """What the unit's copy may lie in: a free slot, or a new lease."""
+        """Return memory for the unit's copy, a free slot or a new lease; None if there is none."""
         if each.extent is not None:
             return self._free_slot()
         if self.lacks_capacity(each.unit):
@@ -390,7 +392,7 @@ class GradStore:
         return lease
 
     def _close_gaps(self) -> bool:
-        """Move what shares memory together, see [Note: room for gradients]; False while an update uses some of it."""
+        """Close gaps between leases, see [Note: room for gradients]. Return False while an update uses one."""
         leased = [self._units[unit] for unit in self.leased]
         if any(each.host.pins for each in leased):
             return False
@@ -403,11 +405,11 @@ class GradStore:
         return True
 
     def _free_slot(self) -> Lease | None:
-        """One that nobody has; else that of what was written first, which may be of use where it is until then."""
+        """Return a free slot, or None. If no slot is free, take the one of the first unit whose write has ended."""
         if len(self.leased) == len(self.slots):
             for each in (self._units[unit] for unit in self.leased):
                 written = each.host.state is State.LEAVING and all(move.done() for move in each.host.moves)
-                if written or each.host.state is State.ABSENT:  # the latter if it could not be read
+                if written or each.host.state is State.ABSENT:  # ABSENT if it could not be read
                     self._leave(each)
                     break
         taken = [self._units[unit].lease for unit in self.leased]
@@ -428,14 +430,14 @@ class GradStore:
             each.field.end_write(_HOST)
 
     def _spill(self, each: _UnitGrads) -> None:
-        """Start writing the unit's gradients; what they lie in is free once that is done."""
+        """Start writing the unit's gradients; their memory is free once that is done."""
         self._end_write(each)
         if not each.field.is_newest(_NVME) and not each.field.copies[_NVME].moves:
             self._move(each, _HOST, _NVME, Priority.WRITE_BACK)
         each.field.drop(_HOST)
 
     def _leave(self, each: _UnitGrads) -> None:
-        """Wait until the unit's gradients are written, and give back what they lay in."""
+        """Block until the unit's gradients are written, and release their memory."""
         self._finish_moves(each)
         each.field.gone(_HOST)
         self._give_back(each)
@@ -456,7 +458,7 @@ class GradStore:
         self._counters.moved(route, each.nbytes, future, each.unit, "grads")
 
     def _finish_moves(self, each: _UnitGrads) -> None:
-        # A write that is done may have left its source already, and its target waits to hear how it ended.
+        # A write that has ended may have freed its source already, but the outcome of its target is not processed.
         for copy in each.field.copies.values():
             for move in tuple(copy.moves):
                 with self._counters.stalled(move.cause):
@@ -465,11 +467,11 @@ class GradStore:
         self._arriving.pop(each, None)
 
     def close(self) -> None:
-        """Nothing may come any more from the device: its memory and the host's go."""
+        """Wait for gradients on their way from the device, and free the memory of the norms."""
         for each in self._units:
             if each.arrival is not None:
                 each.arrival.result()
             each.arrival = None
-            each.host.moves.clear()  # they lead back to the copy
+            each.host.moves.clear()  # they refer to the copy: a cycle
         self._arriving.clear()
         self.norms.close()

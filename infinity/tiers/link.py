@@ -1,7 +1,7 @@
-"""Copies between host memory and the compute device, on streams of their own.
+"""Copies between host memory and the compute device, on their own streams.
 
-The only file that knows streams and events. `HostMemory` is the link of the CPU to itself. `SameMemory` is that of a
-device without a bus: it lets the whole path of a discrete device run, and be tested, on a machine that has none.
+The only file that knows streams and events. `HostMemory` is the link of the CPU to itself. `SameMemory` is the link of
+a device without a bus: it runs the code path of a discrete device on a machine without one, for tests.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from infinity.tiers.copies import Transfer
 
 
 class Link(Protocol):
-    """Starts copies; the host or the compute stream can wait for each. When it ran is known after `keep_times`.
+    """Starts copies; the host or the compute stream can wait for each. Tokens have times after `keep_times`.
 
     Attributes:
-        discrete: the device is to have memory of its own.
-        pinned_for: the device that host memory is pinned for; None where that is of no use.
+        discrete: the device counts as having its own memory.
+        pinned_for: the device that host memory is pinned for; None if pinning is of no use.
     """
 
     device: torch.device
@@ -34,58 +34,58 @@ class Link(Protocol):
     pinned_for: torch.device | None
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
-        """Copy host -> device, after everything that the compute stream was given so far.
+        """Copy host -> device, after all work that the compute stream already has.
 
         Args:
-            after: a `mark`: what the stream was given since then has nothing to do with the target.
+            after: a `mark`: work queued after it does not touch the target, so the copy waits only for the mark.
         """
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
-        """Copy device -> host, after everything that the compute stream was given so far.
+        """Copy device -> host, after all work that the compute stream already has.
 
         Args:
-            after: once this is over the source has its values. The copy waits for nothing else, nor for downloads
-                without it.
+            after: the source has its values once this has ended. The copy waits for nothing else, not even for
+                downloads without this argument.
         """
 
     def download_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
-        """As `download`, of several (target, source), one after the other, which costs the host little more than one."""
+        """Copy several (target, source) as `download` does, one after the other; costs the host little more than one."""
 
     def compute_waits(self, token: Transfer) -> None:
-        """What the compute stream is given from now on runs after the copy."""
+        """Order all later work of the compute stream behind the copy."""
 
     def mark(self) -> Transfer:
-        """Complete when everything is that the compute stream was given so far."""
+        """Return a token that completes with all work that the compute stream already has."""
 
     def keep_times(self) -> None:
-        """Have the tokens of copies that are started from now on know when they ran."""
+        """Record the times of copies that are started from now on."""
 
     def device_reader(self) -> DeviceReader | str:
-        """Reads files into the device's memory past the host's; a string says why there is no such way."""
+        """Return a reader of files straight into the device's memory, or the reason why there is none."""
 
     def free_bytes(self) -> int:
-        """What the device's memory has left; a great number where nothing limits it but host memory."""
+        """Return the free memory of the device; a very large number if only host memory limits it."""
 
     def level(self) -> DeviceLevel | None:
-        """How full the device's memory is; None where it is the host's."""
+        """Return how full the device's memory is; None if it is the host's."""
 
     def forget_peak(self) -> None:
-        """Have `level` give the most that tensors take from now on."""
+        """Reset the peak that `level` reports."""
 
     def release_cached(self) -> None:
-        """Give the device's memory back that torch keeps for tensors to come."""
+        """Free the device memory that torch caches."""
 
 
 def accelerator() -> torch.device | None:
-    """The kind of device that torch sees beside the CPU; None without one."""
+    """Return the kind of accelerator that torch sees; None without one."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 class AcceleratorLink:
-    """A copy stream for each direction, so that uploads and downloads use both halves of the bus.
+    """A copy stream for each direction, so that uploads and downloads use both directions of the bus.
 
-    The host runs ahead of the device, so that a stream's copies wait for what is not computed yet. Downloads of what is
-    there already have a stream of their own.
+    The host runs ahead of the device, so the copies of a stream wait for work that is not computed yet. Downloads of
+    values that are already computed have their own stream.
     """
 
     discrete = True
@@ -155,7 +155,7 @@ class AcceleratorLink:
 
 
 class _DeviceClock:
-    """Turns events of a device into times of the host's clock, by one moment that both know."""
+    """Converts events of a device to times of the host's clock, by one moment that is known in both."""
 
     def __init__(self, device: torch.device) -> None:
         self._base = torch.Event(device, enable_timing=True)
@@ -164,12 +164,12 @@ class _DeviceClock:
         self._base_s = time.perf_counter()
 
     def seconds(self, event: torch.Event) -> float:
-        """When the event, which is complete, happened."""
+        """Return the time of a completed event."""
         return self._base_s + float(self._base.elapsed_time(event)) / 1e3
 
 
 class _EventToken:
-    """What ran between two events; a moment, if there is only one."""
+    """The work between two events, or one moment."""
 
     def __init__(self, start: torch.Event | None, end: torch.Event, clock: _DeviceClock | None) -> None:
         self._start = start
@@ -192,8 +192,8 @@ class _EventToken:
 
 @contextmanager
 def on_stream(stream: torch.Stream) -> Iterator[None]:
-    """What torch is given inside runs on this stream and its device."""
-    # A stream is a context manager of its own from torch 2.7 on.
+    """Run the torch work inside of this context on this stream and its device."""
+    # From torch 2.7 on, a stream is itself a context manager.
     index = torch.accelerator.current_device_index()
     outside = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
@@ -205,17 +205,17 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
 
 
 def carried_stream(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Enters, on whichever thread, the stream that the device has on this one."""
+    """Return a context factory that enters this thread's current stream of the device on another thread."""
     if device.type == "cpu":
         return nullcontext
     return partial(on_stream, torch.accelerator.current_stream(device))
 
 
 def to_host(source: torch.Tensor, counters: Counters) -> torch.Tensor:
-    """A copy in host memory, or `source` itself if it lies there."""
+    """Return a copy in host memory, or `source` itself if it is in host memory."""
     if source.device.type == "cpu":
         return source
-    torch.accelerator.current_stream(source.device).synchronize()  # until it is computed: work, and no stall
+    torch.accelerator.current_stream(source.device).synchronize()  # waits for its computation, which is no stall
     start_s = time.perf_counter()
     with counters.stalled(StallCause.HOST_LINK):
         copy = source.cpu()
@@ -224,7 +224,7 @@ def to_host(source: torch.Tensor, counters: Counters) -> torch.Tensor:
 
 
 class SameMemory:
-    """A device whose memory is the host's: copies are done when they return."""
+    """A device whose memory is the host's: copies are synchronous."""
 
     device = torch.device("cpu")
     discrete = True
@@ -246,7 +246,7 @@ class SameMemory:
         return _Done(now())
 
     def keep_times(self) -> None:
-        """They are known anyway."""
+        """Do nothing: times are always known."""
 
     def device_reader(self) -> DeviceReader | str:
         return HostReader()
@@ -258,10 +258,10 @@ class SameMemory:
         return None
 
     def forget_peak(self) -> None:
-        """It keeps none."""
+        """Do nothing: there is no peak."""
 
     def release_cached(self) -> None:
-        """Torch keeps none."""
+        """Do nothing: torch caches no host memory."""
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
         start_s = time.perf_counter()
@@ -270,7 +270,7 @@ class SameMemory:
 
 
 class HostMemory(SameMemory):
-    """The CPU: what is computed on lies in host memory itself, and is copied only where it leaves a budget's part."""
+    """The CPU: the model computes in host memory, and copies only values that leave the memory of a budget."""
 
     discrete = False
 

@@ -1,4 +1,4 @@
-"""Norms of gradients, measured on the device, and on their way to the host without keeping it waiting."""
+"""Norms of gradients, measured on the device and copied to the host asynchronously."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from infinity.tiers.link import Link
 
 
 class Norms:
-    """Euclidean norms in float64, one a parameter; NaN or infinite if one of the parameter's gradients is.
+    """Euclidean norms in float64, one for each parameter; NaN or infinite if one of its gradients is.
 
     Args:
-        count: how many there are; 0 where the host measures.
+        count: number of norms; 0 if the host measures.
 
     Attributes:
-        values: in host memory, each valid once the transfer that `bring` gave is over.
+        values: in host memory, each valid once the transfer that `bring` returned has ended.
     """
 
     def __init__(self, count: int, link: Link) -> None:
@@ -26,24 +26,25 @@ class Norms:
         self.values = torch.empty(0, dtype=torch.float64)
         if count:
             self.values = self._arena.lease(self._arena.capacity_bytes).tensor(torch.float64)
-        self._sources = [torch.empty(0)] * count  # the device's memory of each, which the last copy may still read
-        self._last: Transfer | None = None  # one comes after the other
+        self._sources = [torch.empty(0)] * count  # device memory of each norm, which its copy may still read
+        self._last: Transfer | None = None  # all copies are on one stream
 
     def __bool__(self) -> bool:
         return bool(self._sources)
 
     def bring(self, index: int, gradients: torch.Tensor, into: torch.Tensor | None = None) -> Transfer:
-        """Measure these gradients, and start the copy of their norm to `index` of `values`; and before it that of the
-        gradients to `into`, if that is given."""
+        """Measure these gradients, and start copying their norm to `index` of `values`, after the gradients themselves
+        to `into`, if that is given.
+        """
         norm = norm_on_device(gradients)
         pairs = [(self.values[index], norm)] if into is None else [(into, gradients), (self.values[index], norm)]
         copy = self._link.download_all(pairs)
-        self._sources[index] = norm  # the last one's copy comes before this one's
+        self._sources[index] = norm  # the copy of the old norm runs before this one
         self._last = copy
         return copy
 
     def close(self) -> None:
-        """Give the memory back, once nothing is on its way to it that nobody waited for."""
+        """Free the memory, once the last copy has ended."""
         if self._last is not None:
             self._last.result()
         self._sources.clear()

@@ -1,25 +1,24 @@
-"""Parameters of every unit: a field each, with copies on the compute device, in host memory and in the NVMe tier.
+"""Parameters of every unit: one field each, with copies on the compute device, in host memory and on NVMe.
 
 [Note: three placements]
-Where the compute device is the CPU, device and host are one memory: a unit is computed on and updated straight in the
-buffer that the disk filled, its DEVICE copy. A device with memory of its own has a link; there a unit is updated in its
-HOST copy, and what is updated goes up; compute waits for that at the unit's next use (`await_update`). Of a unit that
-several ranks share, home and HOST copy are this rank's shard, which has its place in the tensor on the device; the
-others' places are filled by an all-gather, which is not this file's business.
+If the compute device is the CPU, device and host are one memory: a unit is computed on and updated in its DEVICE copy,
+the buffer that the drive filled. A device with its own memory has a link: a unit is updated in its HOST copy and
+the result is uploaded; compute waits for the upload at the unit's next use (`await_update`). If several ranks share a
+unit, its home and its HOST copy hold this rank's shard alone, which also has a place in the tensor on the device. An
+all-gather, outside of this file, fills the places of the other ranks.
 
-Where nothing is offloaded, that home is a SHARD copy: on the device, too, beside the tensor. The unit is updated there
-and copied to its place, both in the order of the compute stream; host memory has a copy while somebody looks.
+Without offload, the home is a SHARD copy on the device, beside the tensor. The unit is updated in it and copied to its
+place in the tensor, both in the order of the compute stream. Host memory has a copy only while the unit is accessed.
 
-A unit whose values nobody changes may have its home in the files that they came in: its FILE copy is read where an
-NVME copy would be, and there is nothing to write to (see weight_files.py).
+A unit whose values never change may have its home in the files that it was loaded from. Its FILE copy is read like an
+NVME copy and is never written (see weight_files.py).
 
-A HOST copy lies in the unit's home lease, or, where the home is elsewhere, in staging memory while a fetch or an update
-needs it.
+A HOST copy lies in the unit's home lease. If the home is another memory, it lies in staging memory while a fetch or an
+update needs it.
 
-Where every step is to stay on the drives (slots.py), each unit that is not a file's has an NVME copy beside its home:
-what an update or anybody else changes is written through to it. Where updates run ahead, units that live on the drive
-are written through, too, if the optimizer's states do not tell what they were before: then that is in the other slot,
-and nowhere else.
+With `crash_consistent` (slots.py), each unit that is not in files also has an NVME copy, and every change is written
+through to it. With speculative updates, units whose home is NVME are written through if their old parameters cannot be
+reconstructed from the optimizer states: the other slot then holds the only copy of the old parameters.
 """
 
 from __future__ import annotations
@@ -40,23 +39,23 @@ from infinity.tiers.weight_files import WeightFiles
 
 
 class Params:
-    """Copies of every unit's parameters. One thread at a time drives it; `write_tile` is called from the optimizer's.
+    """Copies of every unit's parameters. One thread at a time drives it; the optimizer's thread calls `write_tile`.
 
     Args:
-        homes: of each unit: DEVICE, or the memory below that it has a place in.
-        budget: device memory for units that come and go.
-        arena: host memory for homes there.
-        swap: where the other homes are.
-        files: where homes are that somebody else wrote.
+        homes: home of each unit: DEVICE if it is always resident, else the memory that it is evicted to.
+        budget: device memory for units that are fetched and evicted.
+        arena: host memory for homes in it.
+        swap: space for homes on NVMe.
+        files: existing files that homes lie in.
         device: None if the compute device is the CPU.
-        written_through: every unit has a place on the drives, of two slots; else none but those that live there.
-        slotted: elements of a tile, where units that live on the drives have two slots; 0 where they have one.
+        written_through: whether every unit that is not in files has a double-buffered copy on NVMe.
+        slotted: elements of a tile, if units whose home is NVMe are double-buffered; else 0.
 
     Attributes:
-        has_slots: units that live on the drives have two slots.
-        keeps_steps: what an update changes is always written.
-        ledger: of device memory for units that come and go.
-        passing: units on their way to the device through host memory, oldest first; each has pinned its HOST copy.
+        has_slots: whether units whose home is NVMe are double-buffered.
+        keeps_steps: whether every change of an update is written.
+        ledger: of device memory for units that are fetched and evicted.
+        passing: units on their way to the device through host memory, oldest first. Each has pinned its HOST copy.
         units: by index.
         handing_over: see [Note: hand-overs] in hand_over.py.
     """
@@ -98,7 +97,7 @@ class Params:
                 extent = swap.reserve(spec.shard_nbytes)
             units.append(UnitParams(index, spec, home, lease, extent, by))
         self.units = tuple(units)
-        self._leaving: list[UnitParams] = []  # whose staging memory something still touches
+        self._leaving: list[UnitParams] = []  # whose staging memory is still touched by a move
 
     # State #
 
@@ -113,41 +112,41 @@ class Params:
         self.units[unit].field.unpin(Memory.DEVICE)
 
     def keep_pins(self, units: Collection[int]) -> None:
-        """One pin on each of these units, and no other: nothing is in use."""
+        """Set one pin on each of these units and no pin on all others."""
         for index, each in enumerate(self.units):
             each.field.copies[Memory.DEVICE].pins = int(index in units)
 
     def is_pinned(self, unit: int, times: int = 0) -> bool:
-        """The unit is pinned more often than so many times."""
+        """Whether the unit has more than `times` pins."""
         return self.units[unit].field.copies[Memory.DEVICE].pins > times
 
     def tensor(self, unit: int) -> torch.Tensor:
-        """The flat tensor on the compute device; its memory is valid while the unit is RESIDENT."""
+        """Return the flat tensor on the compute device; its memory is valid while the unit is RESIDENT."""
         return self.units[unit].tensor
 
     def host_tensor(self, unit: int) -> torch.Tensor:
-        """This rank's shard where it is changed; valid from `open_host` to `close_host` once `host_wait` is over."""
+        """Return this rank's shard for changes; valid from `host_wait`, which follows `open_host`, to `close_host`."""
         return self.units[unit].shard
 
     @property
     def budget(self) -> str:
-        """Key of the memory in which values are computed on."""
+        """Configuration key of the memory that the model computes in."""
         return "tiering.host_memory" if self._device is None else "tiering.device_memory"
 
     # First values #
 
     def create(self, unit: int) -> bool:
-        """Give a unit that has no values memory, to be written through `host_tensor`; False if there is no room."""
+        """Allocate memory for a unit without values, to be filled through `host_tensor`. Return False without room."""
         each = self.units[unit]
         if not (self._allocate(each) if each.site is Memory.DEVICE else self._stage(each)):
             return False
         each.field.begin_write(each.site)
         if self._device is None:
-            each.tensor.zero_()  # padding has no other values, and another unit's bytes may lie there
+            each.tensor.zero_()  # padding must be zero, and the memory may hold another unit's bytes
         return True
 
     def create_done(self, unit: int) -> None:
-        """The values are written: they are at home, or on the device."""
+        """End `create`: bring the new values home or to the device, in blocking writes."""
         each = self.units[unit]
         each.field.end_write(each.site)
         if each.site is Memory.HOST:
@@ -157,7 +156,7 @@ class Params:
             self._leave_host(each)
 
     def create_failed(self, unit: int) -> None:
-        """Takes the place of `create_done` where the values could not be made: the memory is free again."""
+        """End `create` after an error: free the memory again."""
         each = self.units[unit]
         if each.field.state(each.site) is State.WRITING:
             each.field.fail_write(each.site)
@@ -167,7 +166,7 @@ class Params:
                 self._free(each)
 
     def discard(self, unit: int) -> None:
-        """Nobody asks for the unit's values any more: they go without being written."""
+        """Drop the unit's values without writing them."""
         each = self.units[unit]
         self.await_update(unit)
         resident = each.field.state(Memory.DEVICE) is State.VALID
@@ -178,10 +177,10 @@ class Params:
     # Fetch and evict #
 
     def fetch_start(self, unit: int, priority: Priority, *, updated: bool = False) -> bool:
-        """STORED -> FETCHING; False if there is no room now.
+        """Start a fetch: STORED -> FETCHING. Return False if there is no room now.
 
         Args:
-            updated: an update waits for the values, on the host.
+            updated: an update needs the values in host memory, so the fetch must not bypass it.
         """
         each = self.units[unit]
         direct = None if self._device is None or updated or len(each.spec.pieces) > 1 else self._device.direct
@@ -208,7 +207,7 @@ class Params:
         return True
 
     def advance(self, unit: int) -> None:
-        """Start the next leg of a fetch whose last one is done; the unit is passing and awaits no update."""
+        """Start the upload of a passing unit if its read has ended; no update may be using the unit."""
         each = self.units[unit]
         if each.field.arriving(Memory.DEVICE) is None:
             read = each.field.arriving(Memory.HOST)
@@ -218,7 +217,7 @@ class Params:
                 each.start_upload()
 
     def fetch_wait(self, unit: int) -> None:
-        """FETCHING -> RESIDENT: the values are valid for the compute device.
+        """Block until the fetch ends: FETCHING -> RESIDENT.
 
         Raises:
             StorageError: reading failed; the unit is STORED again.
@@ -239,7 +238,7 @@ class Params:
             raise RuntimeError(f"unit {each.spec.name} was to be fetched, but nothing is under way")
 
     def _finish(self, each: UnitParams, memory: Memory) -> None:
-        """Wait for what fills a copy; if it fails, so does the fetch that it belongs to."""
+        """Wait for the move that fills a copy. If it fails, end the fetch that it belongs to."""
         move = each.field.arriving(memory)
         if move is None:
             return
@@ -259,19 +258,19 @@ class Params:
         self._leave_host(each)
 
     def await_update(self, unit: int) -> None:
-        """What the device is given from now on sees the values of the unit's last update."""
+        """Order all later work of the compute stream behind the upload of the unit's last update."""
         each = self.units[unit]
         upload, each.coming = each.coming, None
         if upload is not None and each.field.arriving(Memory.DEVICE) is upload:  # else it was waited for
             each.order_behind(upload)
 
     def evict(self, unit: int) -> None:
-        """RESIDENT -> STORED."""
+        """Free the unit's device memory: RESIDENT -> STORED. The unit must be unpinned, and clean or stale."""
         each = self.units[unit]
         self.await_update(unit)
         if not (each.spec.offloaded and each.field.can_drop(Memory.DEVICE)):
             raise RuntimeError(f"unit {each.spec.name} is in use or dirty and cannot be evicted")
-        if not each.field.drop(Memory.DEVICE):  # an exception has left a look at it half way
+        if not each.field.drop(Memory.DEVICE):  # an exception interrupted a read access
             for move in list(each.field.copies[Memory.DEVICE].moves):
                 move.wait(self._counters)
             each.field.gone(Memory.DEVICE)
@@ -280,38 +279,40 @@ class Params:
     # Changes #
 
     def open_host(self, unit: int) -> bool:
-        """Start bringing the values to where they are changed, for an update or a look; the unit is FETCHING or
-        RESIDENT, and pinned until `close_host`. False if there is no room now."""
+        """Start bringing the values to `host_tensor`, for an update or another access. Return False without room.
+
+        The unit must be FETCHING or RESIDENT. It is pinned until `close_host`.
+        """
         each = self.units[unit]
         if each.site is Memory.HOST:
             if not self._stage(each):
                 return False
             if each.field.state(Memory.HOST) is State.ABSENT:
-                self._finish(each, each.there)  # it may be on its way past the host
+                self._finish(each, each.there)  # it may be arriving on the device directly from NVMe
                 each.download()
             each.field.pin(Memory.HOST)
         self.pin(unit)
         return True
 
     def host_wait(self, unit: int) -> None:
-        """Wait until `host_tensor` has the values."""
+        """Block until `host_tensor` has the values."""
         each = self.units[unit]
         self._finish(each, each.site)
 
     def note_final(self, unit: int, gradients: Transfer) -> None:
-        """Once these gradients have come, nothing but updates changes the unit on the device until `end_pass`."""
+        """Record that after `gradients` only updates change the unit on the device, until `end_pass`."""
         self.units[unit].final = gradients
 
     def end_pass(self) -> None:
-        """The backward pass is over: others may change units from now on."""
+        """End the backward pass: other code may change units from now on."""
         for each in self.units:
             each.final = None
 
     def begin_change(self, unit: int) -> tuple[Move, ...]:
-        """What `host_tensor` shows may be changed once these are over; pairs with `end_change`.
+        """Begin a change of `host_tensor`. Return the moves to wait for first. Pairs with `end_change`.
 
         Raises:
-            InfinityError: the values are in files that are not ours to write.
+            InfinityError: the values are in existing files, which are never written.
         """
         each = self.units[unit]
         if each.home is Memory.FILE:
@@ -323,13 +324,13 @@ class Params:
         return each.field.begin_write(each.site)
 
     def begin_update(self, unit: int) -> tuple[Move, ...]:
-        """As `begin_change`, of a unit whose old values nobody may use from now on."""
+        """Like `begin_change`, for an update: from now on the device must not use the old values."""
         if self._device is not None:
             self.units[unit].since = self._device.link.mark()
         return self.begin_change(unit)
 
     def end_change(self, unit: int) -> None:
-        """The values are changed, if `begin_change` was called, and reach the device if the unit is there."""
+        """End the change, if one was begun, and upload the values if the unit has a copy on the device."""
         each = self.units[unit]
         if each.field.state(each.site) is not State.WRITING:
             return
@@ -341,10 +342,10 @@ class Params:
                 self._send_up(each)
 
     def _send_up(self, each: UnitParams) -> None:
-        """The newest values are in host memory, and older ones on the device or on their way there."""
+        """Upload the newest values from host memory; the device has older ones, or they are arriving."""
         older = each.field.arriving(Memory.DEVICE)
         if older is None and each.index in self.passing:
-            return  # the fetch goes on with these
+            return  # the fetch continues with the new values
         if older is not None:
             self._finish(each, Memory.DEVICE)
         each.coming = each.start_upload()
@@ -352,26 +353,28 @@ class Params:
             self._end_fetch(each)
 
     def _send_home(self, each: UnitParams) -> None:
-        """The newest values are in host memory, and older ones in the unit's SHARD."""
+        """Upload the newest values from host memory to the unit's SHARD."""
         for move in list(each.field.copies[Memory.SHARD].moves):
             each.wait(move)
         each.order_behind(each.start_upload())
         self._follow(each)
 
     def _follow(self, each: UnitParams) -> None:
-        """The SHARD has changed: so does what the device has of it in the unit's tensor."""
+        """Copy a changed SHARD to its place in the unit's tensor, if the unit is on the device."""
         if each.field.state(Memory.DEVICE) is not State.ABSENT:
             each.await_put()
             each.put_in_place()
             each.await_put()
 
     def is_at_hand(self, unit: int) -> bool:
-        """An update of the unit may begin: it is where it is updated, or about to be."""
+        """Whether an update of the unit may begin: it is where it is updated, or is being fetched."""
         return self.units[unit].home is Memory.SHARD or self.residency(unit) is not Residency.STORED
 
     def begin_device_change(self, unit: int) -> torch.Tensor:
-        """What is trained of this rank's shard on the device, to be changed by what it is given from now on; pairs with
-        `end_device_change`."""
+        """Begin a change in compute-stream order. Return the trainable part of this rank's shard on the device.
+
+        Pairs with `end_device_change`.
+        """
         each = self.units[unit]
         assert self._device is not None
         self.await_update(unit)
@@ -381,7 +384,7 @@ class Params:
         return each.trained_there()
 
     def end_device_change(self, unit: int) -> None:
-        """The change is in the device's queue: what it is given from now on sees it."""
+        """End the change; its work is queued, so that all later work of the compute stream runs behind it."""
         each = self.units[unit]
         each.field.end_write(each.there, in_order=True)
         if each.home is Memory.SHARD:
@@ -392,7 +395,7 @@ class Params:
         return self.units[unit].write(start, numel)
 
     def close_host(self, unit: int) -> None:
-        """The values may leave host memory."""
+        """End `open_host`: the values may leave host memory."""
         each = self.units[unit]
         self.end_change(unit)
         if each.site is Memory.HOST:
@@ -400,33 +403,36 @@ class Params:
             self._leave_host(each)
         self.unpin(unit)
 
-    # Changes that are undone #
+    # Rollback #
 
     def begin_ahead(self) -> None:
-        """What is written from now on leaves what is on the drives in the other slots; commits see to it themselves."""
+        """Start a rollback epoch: later writes go to the other slot on NVMe and leave the present version intact.
+
+        Does nothing with `crash_consistent`, where commits do this.
+        """
         if not self.keeps_steps:
             self._swap.slots.next_epoch()
 
     def undo(self, unit: int) -> None:
-        """The values are what they were before the last change, of which `can_undo` has told; nothing is on its way.
+        """Roll back the last change of the unit, for which `can_undo` was True. No move may be in flight.
 
-        What the device has is old from now on, and may be evicted.
+        The copy on the device is old from now on and may be evicted.
 
         Raises:
-            StorageError: they cannot be read again.
+            StorageError: the old values cannot be read.
         """
         each = self.units[unit]
         self.await_update(unit)
         each.undo()
         if each in self._leaving:
-            self._reap()  # or it would stay after all, with values that are undone
+            self._reap()  # or `_stage` would keep the copy, with the values that are rolled back
         if each.home is Memory.HOST:
             each.wait(each.read(Memory.HOST, Priority.DEMAND))
 
-    # Steps that stay #
+    # Crash consistency #
 
     def unwritten(self) -> list[int]:
-        """Units whose newest values are to be on the drive and are not."""
+        """Return the units whose NVME copy is not the newest."""
         return [
             each.index
             for each in self.units
@@ -434,7 +440,7 @@ class Params:
         ]
 
     def close(self) -> None:
-        """Give all memory back, once no copy over the link touches it. Nothing else may be in flight."""
+        """Free all memory, once no copy over the link touches it. No other transfer may be in flight."""
         if self._device is not None and self._device.direct is not None:
             self._device.direct.close()
         for each in self.units:
@@ -445,7 +451,7 @@ class Params:
     # Device memory #
 
     def _allocate(self, each: UnitParams) -> bool:
-        """Give the unit's tensor memory, see [Note: stable storage]; False if the budget has no room."""
+        """Allocate memory for the unit's tensor, see [Note: stable storage]. Return False if the budget has no room."""
         if each.spec.offloaded:
             if not self.ledger.fits(each.spec.nbytes):
                 return False
@@ -464,7 +470,7 @@ class Params:
     # Host memory #
 
     def _stage(self, each: UnitParams) -> bool:
-        """Have memory for a HOST copy, waiting for copies that still touch it; False if updates hold it all."""
+        """Lease memory for a HOST copy, and wait for old copies to leave if needed. False if updates hold all."""
         if each.lease is None:
             assert self._device is not None
             staging = self._device.staging
@@ -474,26 +480,26 @@ class Params:
                 self._finish_leaving(self._leaving[0])
                 each.lease = staging.try_lease(each.spec.shard_nbytes)
         elif each.field.state(Memory.HOST) is State.LEAVING and each.home > Memory.HOST:
-            self._finish_leaving(each)  # what is on the device may have changed since
+            self._finish_leaving(each)  # the copy on the device may have changed since
             return self._stage(each)
         elif each.field.state(Memory.HOST) is State.LEAVING:
-            each.field.keep(Memory.HOST)  # its values are still there
+            each.field.keep(Memory.HOST)  # its values are still in memory
             self._leaving.remove(each)
         return each.lease is not None
 
     def _finish_leaving(self, each: UnitParams) -> None:
-        """Wait until nothing touches a HOST copy any more that is LEAVING."""
+        """Block until no move touches a LEAVING HOST copy."""
         self._finish(each, each.there)
         for move in list(each.field.copies[Memory.HOST].moves):
             each.wait(move)
         self._reap()
 
     def _leave_host(self, each: UnitParams) -> None:
-        """Give staging memory back that nobody needs any more, as soon as nothing touches it."""
+        """Release staging memory that is no longer needed, as soon as no move touches it."""
         copy = each.field.copies[Memory.HOST]
         if each.home is Memory.HOST or copy.pins:
             return
-        if copy.state is State.ARRIVING:  # whoever wanted it has failed
+        if copy.state is State.ARRIVING:  # the user that wanted it has failed
             self._finish(each, Memory.HOST)
         if copy.state is State.VALID:
             each.field.drop(Memory.HOST)

@@ -1,13 +1,13 @@
-"""The record of a rank's last finished step: which slots have it, and what goes with them.
+"""The record of a rank's last finished step: the slots that hold it, and its other state.
 
 [Note: records]
-A record is one file, replaced by one rename, so it is always a whole one: a crash leaves the one before or the one
-after. It describes the step that was committed last and, as another rank may not have come so far, the one before:
-its slots are overwritten only once all ranks have the newer (see slots.py). So which of the two counts is for the ranks
-to agree on, and a record that is damaged is refused: nobody can know what its slots hold.
+A record is one file that is replaced by one rename, so a crash leaves the old record or the new one, never a part. It
+describes the step that was committed last. Since another rank may not have committed that step, it also describes the
+previous one, whose slots are overwritten only once all ranks have the newer (see slots.py). The ranks agree on which of
+the two to use. A damaged record is refused: the content of its slots is unknown.
 
-The file: 8 bytes `INFRECD1`, the length of the head as a little-endian 64-bit number, the head as JSON, the bytes that
-the head's generations name by their lengths, in order, and the SHA-256 of all of it.
+The file: 8 bytes `INFRECD1`; the length of the head as a little-endian 64-bit number; the head as JSON; the bytes of
+the head's generations, in order, with the lengths that the head names; the SHA-256 of all preceding bytes.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Generation:
     """One finished step.
 
     Attributes:
-        sequence: how many commits the run has had; the same for the same commit on all ranks.
-        state: counters and the like, as `_State` has them.
-        slots: which slot has it, by range, see slots.py.
-        extra: what else belongs to it, which only its writer knows to read.
+        sequence: number of commits of the run; the same for the same commit on all ranks.
+        state: counters and other values, see `_State`.
+        slots: the slot that holds the step, by range, see slots.py.
+        extra: other data of the step, in the format of its writer.
     """
 
     sequence: int
@@ -52,16 +52,16 @@ class Generation:
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank of a run has on its drives.
+    """The files of one rank of a run.
 
     Attributes:
         run: the run's name.
-        rank, ranks: which rank this is, of how many.
-        facts: what another process must have alike to go on, by topic.
-        stripes: the directories, and what the layout on them follows from.
-        sizes: bytes of each one's file.
-        layout: digest of what lies where.
-        generations: the newest first, then the one before, if its slots are still there; none of a run that has ended.
+        rank, ranks: this rank, and the number of ranks.
+        facts: settings that must be equal in a process that continues the run, by topic.
+        stripes: the directories, with the values that determine the layout.
+        sizes: bytes of each directory's file.
+        layout: digest of the places of all extents.
+        generations: the newest first, then the previous one if its slots are intact; empty for a run that has ended.
     """
 
     run: str
@@ -74,7 +74,7 @@ class Record:
     generations: Sequence[Generation]
 
     def to_bytes(self) -> bytes:
-        """The content of the file."""
+        """Return the content of the file."""
         head = json.dumps(
             {
                 "run": self.run,
@@ -96,12 +96,12 @@ class Record:
 
 
 def _text(path: Path) -> str:
-    """For messages; a path may be any bytes, which JSON has no text for."""
+    """Return the path as text for messages; it may have bytes that JSON cannot hold."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def parse_record(path: Path, content: bytes) -> Record:
-    """The record in a file's content.
+    """Parse a file's content.
 
     Args:
         path: for messages.
@@ -124,7 +124,7 @@ def parse_record(path: Path, content: bytes) -> Record:
             stop = end
         if stop != len(body):
             raise ValueError(f"`generations` describe {stop} bytes, and it has {len(body)}")
-    except (ValueError, struct.error) as error:  # a checksum is no proof of who wrote it
+    except (ValueError, struct.error) as error:  # a checksum does not prove who wrote the file
         raise _damaged(path, str(error)) from error
     return Record(
         run=head.run,
@@ -138,7 +138,7 @@ def parse_record(path: Path, content: bytes) -> Record:
     )
 
 
-# What the head may hold, see [Note: typed records] #
+# Types of the head, see [Note: typed records] #
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ class _Counters:
 class _State:
     """
     Attributes:
-        steps: updates that each parameter has had.
-        time_s: when the step was over.
+        steps: number of updates of each parameter.
+        time_s: when the step ended.
     """
 
     counters: _Counters
@@ -165,7 +165,7 @@ class _State:
 class _Step:
     """
     Attributes:
-        slots, extra: bytes of each, behind the head.
+        slots, extra: bytes of each, after the head.
     """
 
     sequence: Positive
@@ -188,7 +188,7 @@ class _Head:
     generations: Annotated[list[_Step], Field(max_length=2)]
 
     def check(self) -> None:
-        """Fields agree with one another; raises ValueError."""
+        """Check that the fields agree with one another; raises ValueError."""
         if self.rank >= self.ranks:
             raise ValueError(f"`rank` is {self.rank}, of {self.ranks} ranks")
         if len(self.sizes) != len(self.stripes):
@@ -209,7 +209,7 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 
 
 def first_difference(saved: Mapping[str, Mapping[str, Any]], here: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Where two runs' facts differ, in words; None if they do not."""
+    """Describe the first difference between two runs' facts; None if there is none."""
     for topic, ours in here.items():
         theirs = saved.get(topic, {})
         for name in dict.fromkeys((*theirs, *ours)):

@@ -1,13 +1,13 @@
-"""The slots of host memory that stored tiles of optimizer states pass through, and which copies they hold.
+"""The ring: slots of host memory that stored tiles of optimizer states pass through.
 
 [Note: the ring]
-A tile that lives on NVMe, or on the device, has a copy in a slot from the start of its read to the end of its write:
-ARRIVING while it is read ahead, VALID while it is held, WRITING while it is updated, LEAVING while it is written. So a
-tile's copies say what its slot does; the ring knows beside that which slots are free, and in what order reads and
-writes began. The copy at home is ARRIVING until it is written, so that no read overtakes a write.
+A tile whose home is NVMe or the device has a copy in a slot from the start of its read to the end of its write:
+ARRIVING while it is read ahead, VALID while it is held, WRITING while it is updated, LEAVING while it is written. So
+the copies of a tile give the state of its slot. The ring itself only knows the free slots, and the order in which reads
+and writes began. The home copy is ARRIVING until it is written, so that no read overtakes a write.
 
-Tiles and the ring are driven by one thread at a time: the pipeline's worker while updates are queued, and whoever
-visits the tiles while the worker is parked.
+One thread at a time drives tiles and ring: the pipeline's worker while updates are queued, or a thread that visits the
+tiles while the worker is parked.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _ABSENT, _ARRIVING, _VALID, _WRITING, _LEAVING = State
 
 
 class Ring:
-    """A ledger of slots; tiles that live in host memory pass through without one.
+    """A ledger of slots; tiles whose home is host memory need none.
 
     Args:
-        slots: each as large as a full tile; empty where no tile is stored.
-        waits: what the driving thread waits for is booked there.
+        slots: each as large as a full tile; empty if no tile is stored.
+        waits: counts the waiting times of the driving thread.
     """
 
     def __init__(self, states: StateStore, slots: Sequence[Lease], waits: Waits) -> None:
@@ -44,27 +44,27 @@ class Ring:
 
     @property
     def will_have_room(self) -> bool:
-        """A slot is free, or will be once a write is done."""
+        """Whether a slot is free, or will be once a write has ended."""
         return bool(self._free or self._leaving)
 
     def has(self, tile: Tile) -> bool:
-        """The tile is in memory, or on its way there."""
+        """Whether the tile is in memory, or on its way to it."""
         return tile.copies[_HOST].state not in (_ABSENT, _LEAVING)
 
     def is_here(self, tile: Tile) -> bool:
-        """Whoever holds the tile now does not wait for a read."""
+        """Whether `hold` of the tile would not wait for a read."""
         copy = tile.copies[_HOST]
         return copy.state is _VALID or (copy.state is _ARRIVING and copy.moves[0].done())
 
     # Slots #
 
     def reap(self) -> None:
-        """Take back the slots of what has been written by now."""
+        """Free the slots of tiles whose writes have ended."""
         while self._leaving and self._leaving[0].home_copy.moves[0].done():
             self._finish_write()
 
     def clear(self) -> None:
-        """Wait for all that moves, and give up what was read ahead; then every slot is free."""
+        """Wait for all transfers, and drop tiles that were read ahead; then every slot is free."""
         for tile in tuple(self._arriving):
             self.give_up(tile)
         while self._leaving:
@@ -73,10 +73,10 @@ class Ring:
     # Tiles #
 
     def read_ahead(self, tiles: Iterable[Tile], *, wait: bool) -> None:
-        """Fill the free slots with those of these tiles that are not here yet, in their order.
+        """Start reading the tiles that are not in memory, in order, as long as slots are free.
 
         Args:
-            wait: there is nothing better to do than to wait for what is being written.
+            wait: block for writes if needed, because the caller has no other work.
 
         Raises:
             StorageError: the drive takes no request.
@@ -96,14 +96,14 @@ class Ring:
                 return
 
     def give_up(self, tile: Tile) -> None:
-        """A tile may have been read ahead, and is not needed."""
+        """Drop a tile that is not needed, if it was read ahead."""
         if tile in self._arriving:
-            with suppress(Exception):  # its outcome does not matter any more
+            with suppress(Exception):  # the outcome no longer matters
                 self._finish_read(tile)
                 self.let_go(tile)
 
     def undo(self, tile: Tile) -> None:
-        """Undo an update that ran ahead, see `StateStore.undo`."""
+        """Roll back a speculative update of the tile, see `StateStore.undo`."""
         self.give_up(tile)
         self._settle(tile)
         self._settle_through(tile)
@@ -111,10 +111,10 @@ class Ring:
 
     @contextmanager
     def before(self, tile: Tile) -> Iterator[Lease]:
-        """What a tile that is held was before an update of this epoch, as long as the context lasts.
+        """Yield a slot with the values of a held tile before its update in this epoch.
 
         Raises:
-            StorageError: it cannot be read.
+            StorageError: they cannot be read.
         """
         self._make_room()
         slot = self._free.popleft()
@@ -126,10 +126,10 @@ class Ring:
             self._free.append(slot)
 
     def hold(self, tile: Tile, *, fresh: bool = False) -> None:
-        """Have a tile in memory until `let_go`, reading it now if nothing did so ahead.
+        """Keep a tile in memory until `let_go`. Read it now if it was not read ahead.
 
         Args:
-            fresh: its values end here, unread, as the caller writes new ones.
+            fresh: drop the old values unread, because the caller writes new ones.
 
         Raises:
             StorageError: it cannot be read.
@@ -153,7 +153,7 @@ class Ring:
         self._finish_read(tile)
 
     def move_there(self, tile: Tile) -> None:
-        """Have a tile live on the device, where its unit has room; it keeps its place below."""
+        """Make the device, where the unit has room, the tile's home; it keeps its place on the host or NVMe."""
         self.hold(tile)
         self._states.move_there(tile)
         tile.drop(_HOST)
@@ -162,7 +162,7 @@ class Ring:
         tile.lease = None
 
     def move_back(self, tile: Tile) -> Transfer | None:
-        """Have a tile of the device live below again, in its place there.
+        """Make the host or NVMe the home of a tile on the device again, in the place that it kept.
 
         Returns:
             The write to that place, if there is one.
@@ -179,13 +179,13 @@ class Ring:
         return None
 
     def let_go(self, tile: Tile) -> Transfer | None:
-        """A held tile is not used any more; its slot is free once nothing moves.
+        """End `hold`; the slot is free once no move touches it.
 
         Returns:
-            The write of what has changed, if anything was to be written.
+            The write of changed values, if one was started.
         """
         copy = tile.copies[_HOST]
-        if copy.state is _WRITING:  # it was left half way
+        if copy.state is _WRITING:  # the change was interrupted
             tile.fail_write(_HOST)
         if tile.home is _HOST:
             through = tile.is_written_through and copy.state is _VALID and not tile.is_newest(Memory.NVME)
@@ -197,7 +197,7 @@ class Ring:
                     write = self._states.write(tile)
                 tile.drop(_HOST)
         except BaseException:
-            tile.consume()  # what was not written is lost
+            tile.consume()  # unwritten values are lost
             raise
         finally:
             if write is None:
@@ -207,7 +207,7 @@ class Ring:
         return write
 
     def _make_room(self) -> None:
-        """Have a free slot: wait for the oldest write, or give up the farthest read, if there is none."""
+        """Free a slot if none is free: wait for the oldest write, or drop the tile that was read ahead last."""
         self.reap()
         if not self._free and self._leaving:
             self._finish_write()
@@ -215,14 +215,14 @@ class Ring:
             self.give_up(next(reversed(self._arriving)))
 
     def _settle_through(self, tile: Tile) -> None:
-        """Wait for the writing of a tile that lives here: only then it may change."""
+        """Wait for the write-through of a tile whose home is host memory, which must end before a change."""
         write = tile.arriving(Memory.NVME) if tile.is_written_through else None
         if write is not None:
-            with suppress(Exception):  # whoever waits for the ticket gets the error
+            with suppress(Exception):  # a waiter of the ticket gets the error
                 self._finish(tile, write)
 
     def _settle(self, tile: Tile) -> None:
-        """Wait for the write of a tile, if there is one: only then it may be read."""
+        """Wait for the tile's write, if there is one, which must end before a read."""
         while tile.home_copy.state is _ARRIVING:
             self._finish_write()
 
@@ -247,7 +247,7 @@ class Ring:
 
     def _finish_write(self) -> None:
         tile = self._leaving[0]
-        with suppress(Exception):  # whoever waits for the ticket gets the error
+        with suppress(Exception):  # a waiter of the ticket gets the error
             self._finish(tile, tile.home_copy.moves[0])
         self._leaving.popleft()
         tile.gone(_HOST)

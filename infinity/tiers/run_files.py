@@ -1,10 +1,10 @@
-"""The files of a run that outlive its processes: found, taken over, and removed when the run is over.
+"""The files of a run that outlive its processes: find them, take them over, and remove them when the run has ended.
 
-A rank's states are in `infinity-<run>-r<rank>-d<index>.slots`, one file for each of its directories, and its record
-(see records.py) in `infinity-<run>-r<rank>.record` in the first of them. Until the first step is finished there is
-nothing to go on from: the states are swap files by name (`.slots.swap`), which whoever starts next cleans away. They
-get their names when the first record is there, so a first record without them is of a commit that was interrupted.
-A living process has its states locked, under either name.
+A rank's states are in `infinity-<run>-r<rank>-d<index>.slots`, one file in each of its directories. Its record (see
+records.py) is `infinity-<run>-r<rank>.record` in the first directory. Before the first finished step the states have
+the names of swap files (`.slots.swap`), and the next start removes them. They are renamed after the first record is
+written, so a first record without them belongs to an interrupted commit. A living process holds a lock on its states,
+under either name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class KeptFile:
     """A file that a run has kept.
 
     Attributes:
-        foreign: why another user may have made it, in words; None of this user's own.
+        foreign: why another user may have made it; None if it is this user's own.
     """
 
     path: Path
@@ -53,12 +53,12 @@ class KeptFile:
 
     @property
     def is_unfinished(self) -> bool:
-        """Nobody can go on from it: a record that was being written, states before the first one."""
+        """Whether no run can continue from it: an incomplete record, or states before the first record."""
         return self.path.suffix in (".new", ".swap")
 
 
 def kept_files(directory: Path) -> list[KeptFile]:
-    """What runs have kept in a directory, by name.
+    """Return the files that runs have kept in a directory, by name.
 
     Raises:
         StorageError: the directory cannot be used.
@@ -74,7 +74,7 @@ def kept_files(directory: Path) -> list[KeptFile]:
 
 
 def read_record(path: Path) -> Record:
-    """A record.
+    """Read a record.
 
     Raises:
         CheckpointError: it is damaged, or cannot be read.
@@ -96,14 +96,14 @@ def read_record(path: Path) -> Record:
 
 
 def find_record(directories: Sequence[Path], rank: int) -> Record | None:
-    """What this rank can go on from; None if it has left nothing.
+    """Return the record that this rank can continue from; None if there is none. Remove unfinished files.
 
     Raises:
-        CheckpointError: it is of several runs, or damaged, or there are states without a record, or a living process
-            has it, or another user may have made it.
+        CheckpointError: there are several runs, states without a record, missing states, or a damaged record; or a
+            living process has the files, or another user may have made them.
     """
     files = [file for path in dict.fromkeys(directories) for file in kept_files(path) if file.rank == rank]
-    files = [file for file in files if not (file.is_unfinished and file.foreign)]  # nobody goes on from these
+    files = [file for file in files if not (file.is_unfinished and file.foreign)]  # no run continues from these
     for file in files:
         if file.foreign:
             raise CheckpointError(
@@ -127,7 +127,7 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
         )
     record = read_record(records[0].path) if records else None
     if record is not None and not record.generations:
-        remove(files)  # the run said that it has ended, and was killed while it cleaned up
+        remove(files)  # the run had ended, and was killed while it removed its files
         return None
     if record is not None:
         wanted = [path / data_name(record.run, rank, index) for index, path in enumerate(directories)]
@@ -144,7 +144,7 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
 
 
 def remove(files: Sequence[KeptFile]) -> None:
-    """Remove a dead run's files, but for those that are not this user's.
+    """Remove a dead run's files, except files of other users.
 
     Raises:
         CheckpointError: a living process has one of them.
@@ -156,7 +156,7 @@ def remove(files: Sequence[KeptFile]) -> None:
 
 
 def check_not_held(files: Sequence[KeptFile]) -> None:
-    """Raises CheckpointError if a living process has one of these."""
+    """Raise CheckpointError if a living process has one of these files."""
     for file in files:
         if file.is_data and is_held(file.path):
             raise CheckpointError(
@@ -166,17 +166,17 @@ def check_not_held(files: Sequence[KeptFile]) -> None:
 
 
 def data_name(run: str, rank: int, index: int) -> str:
-    """Name of a rank's states in its directory of this index."""
+    """Return the name of a rank's states in its directory of this index."""
     return f"infinity-{run}-r{rank}-d{index}.slots"
 
 
 class RunFiles:
-    """The files of one rank of a run, and what is known of them.
+    """The files of one rank of a run.
 
     Args:
-        run: its name; of `found`, if there is that.
-        nonce: of these processes of it; the same on all ranks.
-        found: what an earlier process has left, with the one generation that counts.
+        run: its name; the one of `found`, if given.
+        nonce: identifies this start of the run; equal on all ranks.
+        found: the record of an earlier process, with the one generation that the ranks agreed on.
 
     Attributes:
         kept: there are files that outlive this process.
@@ -205,7 +205,7 @@ class RunFiles:
 
     @property
     def stripes(self) -> Sequence[Stripe]:
-        """Of the earlier process; none if there was none."""
+        """Stripes of the earlier process; empty if there was none."""
         return () if self.found is None else self.found.stripes
 
     @property
@@ -213,14 +213,14 @@ class RunFiles:
         return self._directory / f"infinity-{self.id}-r{self._rank}.record"
 
     def data_name(self, index: int) -> str:
-        """Name of the states in the directory of this index."""
+        """Return the name of the states in the directory of this index."""
         return data_name(self.id, self._rank, index)
 
     def write(self, stripes: Sequence[Stripe], sizes: Sequence[int], layout: str, steps: Sequence[Generation]) -> None:
-        """Replace the record; what it describes is on the drives.
+        """Replace the record. The states that it describes must be flushed.
 
         Raises:
-            StorageError: it cannot be written; the one before is still there.
+            StorageError: it cannot be written; the old record is intact.
         """
         record = Record(self.id, self._rank, self._ranks, self._facts, stripes, sizes, layout, steps)
         try:
@@ -230,7 +230,7 @@ class RunFiles:
             raise StorageError(error.errno or errno.EIO, why, str(self.record_path), 0) from error
 
     def _replace(self, content: bytes) -> None:
-        """One rename, of a file that is on the drive; raises OSError."""
+        """Write and flush a new file, and rename it to the record; raises OSError."""
         if self._descriptor is None:
             self._descriptor = open_swap_directory(self._directory, lasting=True)
         name, new = self.record_path.name, self.record_path.name + ".new"
@@ -247,12 +247,12 @@ class RunFiles:
         os.fsync(self._descriptor)
 
     def end(self) -> None:
-        """There is nothing to go on from any more, whatever is still there; raises as `write`."""
+        """Replace the record by an empty one, so that no process continues from the run; raises like `write`."""
         self.write((), (), "", ())
         self._ended = True
 
     def close(self) -> None:
-        """Nothing is written any more; of a run that has ended, the states are gone by now."""
+        """Close the directory. If the run has ended, remove the record; its states are removed already."""
         if self._ended:
             self.record_path.unlink(missing_ok=True)
         if self._descriptor is not None:
@@ -261,22 +261,22 @@ class RunFiles:
 
 
 def is_held(path: Path) -> bool:
-    """A living process has this file.
+    """Whether a living process has this file.
 
     Raises:
-        CheckpointError: nobody can tell.
+        CheckpointError: this cannot be determined.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            check_private(descriptor)  # somebody else could hold a lock for ever
+            check_private(descriptor)  # another user could hold a lock for ever
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:
             os.close(descriptor)
     except BlockingIOError:
         return True
     except FileNotFoundError:
-        return False  # removed just now
+        return False  # just removed
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be locked ({error.strerror}), so nobody can tell whether a living process has it; "

@@ -1,7 +1,7 @@
-"""Which slice of a flat tensor is this rank's. Pure arithmetic.
+"""This rank's slice of a flat tensor. Pure arithmetic.
 
-A flat tensor holds what is trained first, then what is frozen. Each of the two is cut into one slice for every rank,
-and a shard is the rank's two slices back to back.
+A flat tensor holds the trainable elements first, then the frozen ones. Each of the two parts is cut into one slice for
+every rank; a shard is the rank's two slices back to back.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring elements that a shard and the whole have in common.
+    """Consecutive elements that a shard and the flat tensor have in common.
 
     Attributes:
-        shard: where they begin in the shard.
-        whole: where they begin in the flat tensor.
+        shard: their start in the shard.
+        whole: their start in the flat tensor.
     """
 
     shard: int
@@ -25,20 +25,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The place of one rank among `count` that share a flat tensor."""
+    """The position of one rank among `count` that share a flat tensor."""
 
     rank: int = 0
     count: int = 1
 
     @property
     def label(self) -> str:
-        """Of a file that holds this slice; nothing where it is all."""
+        """Part of the name of a file that holds this slice; empty if the slice is the whole tensor."""
         return f"-rank-{self.rank:05d}" if self.count > 1 else ""
 
     def pieces(self, trainable_numel: int, numel: int) -> tuple[Piece, ...]:
-        """This rank's slices of what is trained, `[0, trainable_numel)`, and of what is frozen, up to `numel`.
+        """Return this rank's slices of the trainable elements, `[0, trainable_numel)`, and of the frozen rest.
 
-        Both lengths are multiples of `count`; a slice without elements is left out.
+        Both lengths are multiples of `count`. Empty slices are omitted.
         """
         trained = trainable_numel // self.count
         frozen = (numel - trainable_numel) // self.count
@@ -53,6 +53,6 @@ WHOLE = Sharding()
 
 
 def overlap(piece: Piece, start: int, stop: int) -> Piece | None:
-    """The part of a piece that lies in `[start, stop)` of the whole."""
+    """Return the part of a piece that lies in `[start, stop)` of the flat tensor, or None."""
     low, high = max(start, piece.whole), min(stop, piece.whole + piece.numel)
     return Piece(piece.shard + low - piece.whole, low, high - low) if low < high else None

@@ -1,18 +1,18 @@
-"""Extents with two slots: the next version of what a step has finished is written beside it, never over it.
+"""Double-buffered extents: a step writes its next version into the other slot, never over the last finished step.
 
 [Note: slots]
-A slotted extent is cut into *ranges*, each of which is always written whole: a tile of optimizer states is one, and so
-is the part of a unit's parameters that a tile's update changes. Of each range one slot holds the newest version. What
-lies between two commits is an *epoch*: the first write of a range in an epoch goes to the other slot, later ones to the
-same again. So the bits that say which slot is the newest, as they are when an epoch is closed, describe states that
-stay on the drive until that epoch is committed and the next one is closed.
+A double-buffered extent is cut into *ranges*, each of which is always written whole: a tile of optimizer states, or the
+part of a unit's parameters that a tile's update changes. One slot of each range holds the newest version. The time
+between two commits is an *epoch*. The first write of a range in an epoch goes to the other slot, later writes in the
+epoch go to the same slot. So the bits that name the newest slots when an epoch is closed describe states that stay on
+the drive until that epoch is committed and the next one is closed.
 
-Until then only one slot of a range may be written, so a write in a new epoch waits for the commit of the one before
-(the *gate*). It waits here, where nobody can forget it. Slots are below the coherence protocol: to that, both are one
-NVME copy, which nobody reads while it is written.
+Until that commit only one slot of a range may be written, so a write in a new epoch waits for the commit of the
+previous epoch (the *gate*). `to_write` waits, so that no caller can forget it. The coherence protocol does not know
+slots: it sees both as one NVME copy, which is not read while it is written.
 
-What was written in this epoch can also be undone: the other slot is the newest again. So updates may run ahead of what
-decides on them, whether or not anything is committed.
+Writes of the present epoch can be rolled back: the other slot is the newest again. So updates may be speculative,
+with or without commits.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from infinity.errors import InfinityError
 from infinity.io import IoFuture, Span
 from infinity.tiers.striping import Piece
 
-_MOST_OPEN = 64  # writes that are remembered before those that are over are looked for
+_MOST_OPEN = 64  # open writes before completed ones are removed from the list
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Space for `nbytes` that lies in one piece on each of some drives.
+    """Space for `nbytes`, with at most one piece on each drive.
 
     Attributes:
         pieces: in the order of the content.
@@ -47,7 +47,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Part:
-    """What of an extent holds a range of memory.
+    """The part of an extent that holds a range of memory.
 
     Attributes:
         offset: where it begins within the extent.
@@ -65,8 +65,8 @@ class SlotExtent:
     Attributes:
         slots: the space of each.
         bounds: first byte of each range, then the end of the last.
-        newest: which slot has the newest version, by range.
-        epochs: in which that was written, by range.
+        newest: the slot with the newest version, by range.
+        epochs: the epoch in which that slot was written, by range.
     """
 
     slots: tuple[Extent, Extent]
@@ -90,7 +90,7 @@ class SlotExtent:
         return range(touched[0], touched[-1] + 1) if touched else range(0)
 
     def parts(self, which: Sequence[int], span: Span, offset: int) -> list[Part]:
-        """Where `span` is, from `offset` within the content, if `which` slot counts for each range."""
+        """Return the places of `span`, from `offset` within the content, with `which` slot to use for each range."""
         found = []
         for slot, group in itertools.groupby(self.ranges(offset, span.nbytes), key=which.__getitem__):
             indices = list(group)
@@ -102,9 +102,9 @@ class SlotExtent:
 
 
 class Slots:
-    """All slotted extents of one rank: which slots are the newest, and what may be written.
+    """All double-buffered extents of one rank: their newest slots, and the slots that may be written.
 
-    The compute thread closes epochs; it and the optimizer's worker write.
+    The compute thread closes epochs; the compute thread and the optimizer's worker write.
     """
 
     def __init__(self) -> None:
@@ -112,11 +112,11 @@ class Slots:
         self._epoch = 1
         self._gate: Future[None] | None = None  # of the epoch that was closed last
         self._open: deque[IoFuture] = deque()  # writes of this epoch
-        self._failed: Exception | None = None  # of one that is over
+        self._failed: Exception | None = None  # error of a write of this epoch that has ended
         self._found: bytes | None = None
 
     def add(self, extent: SlotExtent) -> None:
-        """Keep track of one more extent; always in the same order."""
+        """Add an extent; every process must add them in the same order."""
         self._extents.append(extent)
 
     @property
@@ -125,7 +125,7 @@ class Slots:
         return 2 * sum(extent.nbytes for extent in self._extents)
 
     def layout(self) -> str:
-        """Digest of what lies where."""
+        """Return a digest of the places of all extents."""
         places = [
             [extent.bounds, [[astuple(piece) for piece in slot.pieces] for slot in extent.slots]]
             for extent in self._extents
@@ -135,10 +135,10 @@ class Slots:
     # Writes #
 
     def to_write(self, extent: SlotExtent, span: Span, offset: int) -> list[Part]:
-        """Where whole ranges are to be written now; from now on that is their newest version.
+        """Return the places to write whole ranges to now, and make these the newest version. Blocks for the gate.
 
         Raises:
-            InfinityError: the epoch before could not be committed; nothing may be written any more.
+            InfinityError: the previous epoch could not be committed; nothing can be written any more.
             RuntimeError: a range would be written in part.
         """
         ranges = extent.ranges(offset, span.nbytes)
@@ -152,11 +152,11 @@ class Slots:
         return extent.parts(extent.newest, span, offset)
 
     def keeps(self, extent: SlotExtent) -> bool:
-        """What is written now leaves what is there in the other slot."""
+        """Whether writes will keep the present content in the other slot: it was not written in this epoch."""
         return self._epoch not in extent.epochs
 
     def undo(self, extent: SlotExtent) -> bool:
-        """What was there before this epoch is the newest again; False if nothing was written in it."""
+        """Roll back the writes of this epoch. Return False if there are none."""
         written = [index for index, epoch in enumerate(extent.epochs) if epoch == self._epoch]
         for index in written:
             extent.epochs[index] = 0
@@ -164,21 +164,21 @@ class Slots:
         return bool(written)
 
     def before(self, extent: SlotExtent, span: Span) -> list[Part]:
-        """Where that is which what was written in this epoch has replaced, for all of an extent."""
+        """Return the places of the content before this epoch, for a whole extent."""
         pairs = zip(extent.newest, extent.epochs, strict=True)
         return extent.parts([slot ^ (epoch == self._epoch) for slot, epoch in pairs], span, 0)
 
     def next_epoch(self) -> None:
-        """What is written from now on leaves what is there in the other slot, where nothing is committed."""
+        """Begin an epoch without a commit: later writes keep the present content in the other slot."""
         self._epoch += 1
 
     def wait_committed(self) -> None:
-        """Wait until the epoch that was closed last is committed, on all ranks."""
+        """Block until the epoch that was closed last is committed on all ranks."""
         if self._gate is not None:
             self._gate.result()
 
     def opened(self, write: IoFuture) -> None:
-        """A write of this epoch is under way."""
+        """Record a write of this epoch that was started."""
         if len(self._open) >= _MOST_OPEN:
             while self._open and self._open[0].done():
                 try:
@@ -188,20 +188,20 @@ class Slots:
         self._open.append(write)
 
     def give_up(self, error: Exception) -> None:
-        """Nothing is committed any more: whoever waits for it gets the error."""
+        """Fail the gate with this error, because no epoch will be committed any more."""
         if self._gate is not None and not self._gate.done():
             self._gate.set_exception(error)
 
     # Epochs #
 
     def close_epoch(self, gate: Future[None]) -> tuple[bytes, list[IoFuture]]:
-        """What is written from now on belongs to the next epoch, and waits for the gate of this one.
+        """Begin the next epoch, whose writes wait for `gate`.
 
         Returns:
-            What `adopt` takes to go on from this one, and its writes that may still be under way.
+            The bits that `adopt` takes to continue from the closed epoch, and its writes that may still be in flight.
 
         Raises:
-            Exception: a write of this epoch has failed.
+            Exception: a write of the closed epoch has failed.
         """
         if self._failed is not None:
             raise self._failed
@@ -211,13 +211,13 @@ class Slots:
         self._found = None
         return b"".join(bytes(extent.newest) for extent in self._extents), writes
 
-    # What an earlier process has left #
+    # The state that an earlier process left #
 
     def adopt(self, newest: bytes) -> None:
-        """The slots hold what another process has committed, and are not written before the next commit.
+        """Take over the slots that another process committed; they are not written before the next commit.
 
         Raises:
-            InfinityError: it is not of as many ranges.
+            InfinityError: the number of ranges differs.
         """
         count = sum(len(extent.newest) for extent in self._extents)
         if len(newest) != count or not set(newest) <= {0, 1}:
@@ -229,15 +229,15 @@ class Slots:
 
     @property
     def has_found(self) -> bool:
-        """What was adopted is still there."""
+        """Whether the adopted slots are not forgotten yet."""
         return self._found is not None
 
     def forget_found(self) -> None:
-        """What was adopted has been taken over."""
+        """Forget the adopted slots, after their content was taken over."""
         self._found = None
 
     def found(self) -> Iterator[tuple[SlotExtent, bytes]]:
-        """Every extent, and which of its slots have what was adopted."""
+        """Return every extent, with its slots that were adopted."""
         if self._found is None:
             raise RuntimeError("nothing was adopted, or it is no more")
         return self._each(self._found)
@@ -250,6 +250,6 @@ class Slots:
             start = stop
 
     def give_back(self, extent: SlotExtent, bits: bytes) -> None:
-        """What was adopted is the extent's newest version again."""
+        """Make the adopted version the extent's newest again."""
         extent.newest[:] = bits
         extent.epochs = [0] * len(extent.epochs)

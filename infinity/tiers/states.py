@@ -1,4 +1,4 @@
-"""Optimizer states of every unit, as tiles that live in host memory, in the NVMe tier, or where the model computes."""
+"""Optimizer states of every unit, as tiles whose home is host memory, NVMe, or the compute device."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Tile(Field):
         index: position of the tile within the unit.
         start, numel: range of elements within the shard.
         nbytes: bytes of the optimizer's fields for that range.
-        home: the memory in which it lives; home_copy: its copy there.
-        extent: where it lives on NVMe, or is written through to; None for others.
+        home: the memory in which it lives; home_copy: its copy in that memory.
+        extent: its place on NVMe, as home or for write-through; None if it has none.
         lease: the memory of its host copy: its home, or a slot of the ring; None while it has none.
-        own: while it lives on the device, the memory in which it will live on the host again; None for others.
+        own: while its home is the device, the host memory that it returns to; None otherwise.
     """
 
     __slots__ = ("extent", "home", "home_copy", "index", "lease", "nbytes", "numel", "own", "start", "unit")
@@ -60,18 +60,18 @@ class Tile(Field):
         self.nbytes = nbytes
 
     def settle_in(self, home: Memory) -> None:
-        """It lives here from now on, where it has a copy or is about to."""
+        """Change the home to a memory in which it has a copy, or is about to have one."""
         self.home = home
         self.home_copy = self.copies.setdefault(home, Copy(home))
 
     @property
     def is_written_through(self) -> bool:
-        """It lives in host memory, and what changes goes to the drive too."""
+        """Whether its home is host memory and changes are also written to NVMe."""
         return self.extent is not None and self.home is Memory.HOST
 
     @property
     def is_in_memory_alone(self) -> bool:
-        """It lives in host memory and nowhere else, so that any other place there would do."""
+        """Whether its home is host memory and it has no place on NVMe, so that it may move within host memory."""
         return self.extent is None and self.home is Memory.HOST
 
 
@@ -81,11 +81,11 @@ class StateStore:
     Args:
         shard_numels: trainable elements of each unit, padded.
         tile_numel: elements of a full tile.
-        tile_bytes: bytes of a tile of so many elements.
-        homes: where each tile lives, in the order of the units.
-        device: those that live there; None where none can.
-        written_through: every tile has a place on the drives, of two slots, also those that live in memory.
-        slotted: those that live on the drives have two slots.
+        tile_bytes: bytes of a tile, by its number of elements.
+        homes: home of each tile, in the order of the units.
+        device: memory of tiles on the device; None if no tile can be on it.
+        written_through: whether every tile, also one in memory, is double-buffered on NVMe.
+        slotted: whether tiles whose home is NVMe are double-buffered.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class StateStore:
             self.note_homes(unit)
 
     def note_homes(self, unit: int) -> None:
-        """The unit's tiles live where they do now."""
+        """Process changed homes of the unit's tiles, and free its device memory if it is unused."""
         self._stored_tiles[unit] = [tile for tile in self._tiles[unit] if tile.home is Memory.NVME]
         if self._device is not None and not self.is_there(unit):
             self._device.give_back(unit)
@@ -140,20 +140,20 @@ class StateStore:
         return self._tiles[unit]
 
     def nbytes(self, unit: int) -> int:
-        """Of the unit's states."""
+        """Return the bytes of the unit's states."""
         return sum(tile.nbytes for tile in self._tiles[unit])
 
     def is_there(self, unit: int) -> bool:
-        """The unit's states live on the device, all of them, and it is updated there."""
+        """Whether all of the unit's states are on the device, so that it is updated by the device."""
         return any(tile.home is Memory.DEVICE for tile in self._tiles[unit][:1])
 
     @property
     def some_are_there(self) -> bool:
-        """Some units are updated on the device."""
+        """Whether any unit is updated on the device."""
         return any(map(self.is_there, range(len(self._tiles))))
 
     def stored(self, unit: int, first: int = 0) -> Iterator[Tile]:
-        """The unit's tiles on NVMe, from the tile `first` on."""
+        """Return the unit's tiles whose home is NVMe, from the tile `first` on."""
         tiles = self._stored_tiles[unit]
         return itertools.islice(tiles, bisect_left(tiles, first, key=attrgetter("index")), None)
 
@@ -163,7 +163,7 @@ class StateStore:
         Raises:
             InfinityError: its values are lost.
         """
-        if tile.state(tile.home) is not State.VALID:  # or being written: the ring waits for that
+        if tile.state(tile.home) is not State.VALID:  # or being written, for which the ring waits before
             raise InfinityError(f"{tile.name} is lost: an update or a write of it has failed")
         if tile.home is Memory.DEVICE:
             self._download(tile, slot)
@@ -175,7 +175,7 @@ class StateStore:
         self._counters.moved("nvme_read", tile.nbytes, read, tile.unit, "states")
 
     def write(self, tile: Tile) -> Transfer:
-        """Start writing a tile from the slot where it is, or from where it lives."""
+        """Start writing a tile from its host memory, a slot or its home."""
         assert tile.lease is not None
         if tile.home is Memory.DEVICE:
             return self._upload(tile, tile.lease)
@@ -186,7 +186,7 @@ class StateStore:
         return write
 
     def take_over(self) -> None:
-        """Every tile has the value that an earlier process has left on the drive; nothing is on its way.
+        """Give every tile the value that an earlier process left on NVMe; no transfer may be in flight.
 
         Raises:
             StorageError: it cannot be read.
@@ -198,17 +198,17 @@ class StateStore:
                 move.transfer.result()
             tile.consume()
             self._swap.slots.give_back(tile.extent, found[id(tile.extent)])
-            tile.begin_write(Memory.NVME)  # by that process
+            tile.begin_write(Memory.NVME)  # that process was the writer
             tile.end_write(Memory.NVME)
             if tile.home is Memory.HOST:
                 self._read_home(tile)
 
     def can_undo(self, tile: Tile) -> bool:
-        """An update of the tile would leave its states as they are now in the other slot."""
+        """Whether an update of the tile would keep its present states in the other slot."""
         return isinstance(tile.extent, SlotExtent) and self._swap.slots.keeps(tile.extent)
 
     def read_before(self, tile: Tile, slot: Lease) -> Transfer:
-        """Start reading what the tile was before an update of this epoch, in which it `can_undo`."""
+        """Start reading the tile's values before its update in this epoch; requires `can_undo`."""
         assert isinstance(tile.extent, SlotExtent)
         parts = self._swap.slots.before(tile.extent, slot.span(0, tile.nbytes))
         read = self._swap.read_parts(parts, Priority.DEMAND)
@@ -216,10 +216,10 @@ class StateStore:
         return read
 
     def undo(self, tile: Tile) -> None:
-        """The tile is what it was before an update of this epoch, if it has had one; nothing of it is on its way.
+        """Roll back the tile's update of this epoch, if there was one; no transfer of the tile may be in flight.
 
         Raises:
-            StorageError: it lives in memory, and cannot be read again.
+            StorageError: its home is host memory, and the old values cannot be read.
         """
         assert isinstance(tile.extent, SlotExtent)
         if self._swap.slots.undo(tile.extent):
@@ -252,7 +252,7 @@ class StateStore:
 
     @contextmanager
     def changing_there(self, unit: int) -> Iterator[Fields]:
-        """The fields of a unit that lives on the device, which the context changes."""
+        """Change the fields of a unit on the device inside of this context, in compute-stream order."""
         assert self._device is not None
         for tile in self._tiles[unit]:
             tile.begin_write(Memory.DEVICE)
@@ -261,7 +261,7 @@ class StateStore:
             tile.end_write(Memory.DEVICE, in_order=True)
 
     def make_room_there(self, unit: int) -> None:
-        """Have memory on the device for the unit's tiles.
+        """Allocate memory on the device for the unit's tiles.
 
         Raises:
             torch.OutOfMemoryError: there is none.
@@ -270,7 +270,7 @@ class StateStore:
         self._device.make_room(unit, sum(tile.numel for tile in self._tiles[unit]))
 
     def move_there(self, tile: Tile) -> None:
-        """A tile that is held lives on the device from now on, in the room that was made for its unit."""
+        """Make the device the home of a held tile, whose unit has device memory. Blocks for the copy."""
         assert tile.lease is not None
         tile.own = tile.lease if tile.home is Memory.HOST else None
         tile.settle_in(Memory.DEVICE)
@@ -280,12 +280,12 @@ class StateStore:
         tile.finish_move(move)
 
     def move_back(self, tile: Tile) -> None:
-        """A tile of the device that is held lives below again, where it may have an older value still."""
+        """Make the host or NVMe the home of a held tile again, where it may still have an older value."""
         tile.settle_in(Memory.NVME if tile.own is None else Memory.HOST)
         tile.drop(Memory.DEVICE)
         tile.own = None
 
     def close(self) -> None:
-        """Give the device's memory back; nothing may be on its way."""
+        """Free the device's memory; no transfer may be in flight."""
         if self._device is not None:
             self._device.close()

@@ -1,4 +1,4 @@
-"""Lays extents over several drives, so that each is busy for as long as the others."""
+"""Distributes extents over several drives, so that all of them are busy for the same time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from infinity.config import format_size
 from infinity.errors import StorageError
 
-_GRAIN_BYTES = 1 << 20  # smaller pieces would cost a drive more in requests than they give in bandwidth
+_GRAIN_BYTES = 1 << 20  # requests for smaller pieces would cost a drive more than they add in bandwidth
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Stripe:
 
     Attributes:
         path: the directory.
-        weight: its bandwidth, in any unit that is the same for all.
-        capacity_bytes: most that may be laid there.
+        weight: its bandwidth, in a unit that is the same for all.
+        capacity_bytes: the most that may be reserved in it.
     """
 
     path: Path
@@ -43,10 +43,10 @@ class Piece:
 
 
 class Striping:
-    """Gives out space on several directories in proportion to their weights, without going over a capacity.
+    """Reserves space on several directories in proportion to their weights, within their capacities.
 
-    Every extent is split in that proportion, so that one large read already uses all drives; an extent smaller than
-    a grain goes whole to whichever is behind.
+    Every extent is split in that proportion, so that one large read uses all drives. An extent smaller than a grain
+    goes to the least filled directory.
     """
 
     def __init__(self, stripes: Sequence[Stripe]) -> None:
@@ -54,10 +54,10 @@ class Striping:
         self.sizes = [0] * len(self._stripes)
 
     def reserve(self, nbytes: int) -> tuple[Piece, ...]:
-        """Reserve `nbytes`, at most one piece a directory.
+        """Reserve `nbytes`, with at most one piece in each directory.
 
         Raises:
-            StorageError: ENOSPC, naming every directory with what it holds and may hold; nothing is reserved.
+            StorageError: ENOSPC, with the used and the total space of every directory; nothing is reserved.
         """
         parts = [0] * len(self._stripes)
         for begin in range(0, nbytes, _GRAIN_BYTES):

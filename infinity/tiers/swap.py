@@ -1,4 +1,4 @@
-"""The NVMe tier's space: extents striped over one swap file per directory."""
+"""Space of the NVMe tier: extents striped over one swap file per directory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from infinity.tiers.swap_file import OwnedFile, adopt_owned, create_owned, remov
 _log = logging.getLogger(__name__)
 ALIGN_BYTES = 4096
 _PROBE_BLOCK_BYTES, _PROBE_DEPTH = 4 << 20, 64
-_PROBE_BYTES = 128 << 20  # a tenth of a second on a drive worth its slot
+_PROBE_BYTES = 128 << 20  # takes a tenth of a second on a fast drive
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class SwapPath:
     """A directory on a drive.
 
     Attributes:
-        capacity_bytes: how much of it may be used; None for what is free.
-        bytes_per_s: its bandwidth, by which work is shared out; None to measure it where it matters.
+        capacity_bytes: how much of it may be used; None for all free space.
+        bytes_per_s: its bandwidth, which decides its share of the work; None to measure it if needed.
     """
 
     path: Path
@@ -56,21 +56,21 @@ def open_swap(
     rank: int = 0,
     run: RunFiles | None = None,
 ) -> SwapSpace:
-    """Swap space on these directories, with an engine, and so a queue of `options.queue_depth`, for each drive.
+    """Open swap space on these directories, with an engine, and so a queue of `options.queue_depth`, for each drive.
 
     Args:
-        run: whose files they are, if they are to outlive the process.
+        run: the run that owns the files, if they must outlive the process.
 
     Raises:
-        ConfigError: the backend does not work here, or checksums are asked for without the xxhash package.
+        ConfigError: the backend does not work on this machine, or the xxhash package for checksums is missing.
         StorageError: a directory cannot be used.
     """
     if checksum:
         check_available()
     for path in paths:
-        remove_stale(path.path)  # what dead runs hold is free
+        remove_stale(path.path)  # free the space of dead runs
     drives = [path.path.stat().st_dev for path in paths]
-    stripes = [] if run is None else list(run.stripes)  # where what is adopted lies follows from these
+    stripes = [] if run is None else list(run.stripes)  # the layout of adopted files follows from these
     if not stripes:
         weights = _weights(paths, drives, options, backend)
         stripes = [
@@ -91,18 +91,18 @@ def open_swap(
 class SwapSpace:
     """Extents over one swap file per directory.
 
-    Reserve every extent, then `create`: the files are allocated whole, so that a full disk is an error at
-    the start and not in the middle of a run. Without directories it is empty, and nothing may be reserved.
+    Reserve every extent, then `create`: files are allocated at full size, so that a full disk is an error at the start
+    and not during a run. Without directories the space is empty, and nothing can be reserved.
 
     Args:
-        engines: of each directory; one engine may serve several. Closed with the space.
-        checksum: verify on every read what was written.
-        run: whose files they are, if they are to outlive the process.
+        engines: one for each directory; directories may share an engine. Closed with the space.
+        checksum: verify every read against the checksums of the writes.
+        run: the run that owns the files, if they must outlive the process.
 
     Attributes:
-        slots: what of the space has two slots.
-        run: as it was given.
-        flush: has a file's bytes on its drive when it returns; given a descriptor.
+        slots: the double-buffered extents.
+        run: the argument `run`.
+        flush: flushes a file to its drive; takes a descriptor.
     """
 
     def __init__(
@@ -131,21 +131,21 @@ class SwapSpace:
 
     @property
     def verifies(self) -> bool:
-        """What is read is compared with what was written, in the ranges that it was written in."""
+        """Whether reads are verified, by the ranges in which they were written."""
         return self._checksums is not None
 
     @property
     def capacity_bytes(self) -> int:
-        """The most that may be laid on the drives, by what is free there now."""
+        """The most that can be reserved on the drives, given their free space now."""
         free_bytes: dict[int, int] = {}
         for stripe in self._stripes:
-            with suppress(OSError):  # a directory that has gone has nothing free
+            with suppress(OSError):  # a missing directory has no free space
                 free_bytes[stripe.path.stat().st_dev] = _free_bytes(stripe.path)
         limits = sum(stripe.capacity_bytes for stripe in self._stripes)
         return min(limits, self.size_bytes + sum(free_bytes.values()))
 
     def io_stats(self) -> list[tuple[list[Path], IoStats]]:
-        """What each drive was asked for and has moved, with its directories; any thread may ask."""
+        """Return each drive's directories and I/O counters. Thread-safe."""
         return [
             (
                 [stripe.path for stripe, other in zip(self._stripes, self._engines, strict=True) if other is engine],
@@ -167,7 +167,7 @@ class SwapSpace:
         return extent
 
     def reserve_slots(self, nbytes: int, bounds: Sequence[int]) -> SlotExtent:
-        """Reserve an aligned extent of two slots.
+        """Reserve a double-buffered, aligned extent.
 
         Args:
             bounds: first byte of each range that is written whole, then the end of the last.
@@ -184,10 +184,10 @@ class SwapSpace:
         return extent
 
     def create(self) -> None:
-        """Create the files at full size, or take over those that are there.
+        """Create the files at full size, or adopt the files of an earlier process.
 
         Raises:
-            StorageError: a path is missing, read-only or too full; nothing is left behind.
+            StorageError: a path is missing, read-only or too full; new files are removed again.
         """
         try:
             for index, (stripe, size) in enumerate(zip(self._stripes, self._striping.sizes, strict=True)):
@@ -217,7 +217,7 @@ class SwapSpace:
         return speculative if self.run is None else "tiering.crash_consistent"
 
     def _two_slots(self, error: StorageError) -> StorageError:
-        """The error, with a reason that users may not think of."""
+        """Return the error with a cause that users may not expect."""
         return StorageError(
             error.errno or errno.ENOSPC,
             f"{error.strerror}; {self._slotted_by} keeps two slots of what a step writes "
@@ -227,12 +227,12 @@ class SwapSpace:
         )
 
     def register(self, span: Span) -> None:
-        """Have the kernel keep memory pinned that many requests will use."""
+        """Register memory that many requests will use, so that the kernel keeps it pinned."""
         for engine in dict.fromkeys(self._engines):
             engine.register(span)
 
     def read(self, extent: Extent | SlotExtent, span: Span, offset: int = 0, *, priority: Priority) -> IoFuture:
-        """Start reading `span.nbytes` from `offset` within the extent; of two slots, the newest version."""
+        """Start reading `span.nbytes` from `offset` within the extent; the newest version, if it is double-buffered."""
         if isinstance(extent, SlotExtent):
             return self.read_parts(extent.parts(extent.newest, span, offset), priority)
         read = together(
@@ -246,11 +246,11 @@ class SwapSpace:
         return self._checksums[extent].verified(read, offset, span, partial(_locate, self.files(), extent))
 
     def read_parts(self, parts: Sequence[Part], priority: Priority) -> IoFuture:
-        """Start reading what lies in these parts."""
+        """Start reading these parts, as one request."""
         return together([self.read(part.extent, part.span, part.offset, priority=priority) for part in parts])
 
     def locate(self, extent: Extent | SlotExtent, nbytes: int) -> list[tuple[Path, int, int]]:
-        """Where the first bytes of an extent are: (file, offset, bytes) of each piece."""
+        """Return (file, offset, bytes) of each piece of the first `nbytes` of an extent."""
         if isinstance(extent, SlotExtent):
             parts = extent.parts(extent.newest, Span(0, nbytes, None), 0)
             return [
@@ -259,10 +259,10 @@ class SwapSpace:
         return _locate(self.files(), extent, 0, nbytes)
 
     def write(self, extent: Extent | SlotExtent, span: Span, offset: int = 0) -> IoFuture:
-        """Start writing `span` at `offset` within the extent; of two slots, into the one that may be written.
+        """Start writing `span` at `offset` within the extent. A double-buffered extent blocks until it may be written.
 
         Raises:
-            Exception: why the step before cannot be committed, where there are two slots.
+            Exception: the error that prevented the commit of the previous step, if the extent is double-buffered.
         """
         if isinstance(extent, SlotExtent):
             parts = self.slots.to_write(extent, span, offset)
@@ -279,7 +279,7 @@ class SwapSpace:
         )
 
     def sync(self) -> None:
-        """Have on the drives what was written; the writes are over.
+        """Flush all completed writes to the drives.
 
         Raises:
             StorageError: a drive has failed.
@@ -295,7 +295,7 @@ class SwapSpace:
     # A run that outlives the process #
 
     def adopt(self) -> None:
-        """Go on from what an earlier process has committed, if there is that; other steps that it had are no more.
+        """Continue from the step that an earlier process committed, if there is one, and discard its other steps.
 
         Raises:
             CheckpointError: it has another layout.
@@ -316,11 +316,11 @@ class SwapSpace:
                 f"{self.run.record_path} is damaged: of the slots of its step, {error}; go on from a checkpoint, and "
                 "remove these states (infinity states remove)"
             ) from error
-        # Before any slot is written: another rank may have the other step still, and find that both have it.
+        # Before any slot is written: else, after a crash, ranks could agree on the other step, whose slots are reused.
         self.run.write(found.stripes, found.sizes, found.layout, found.generations)
 
     def record(self, steps: Sequence[Generation]) -> None:
-        """Commit: what was written is on the drives, and these steps can be gone on from, the newest first.
+        """Commit: flush all writes, and record these steps, the newest first, as the ones to continue from.
 
         Raises:
             StorageError: a drive has failed, or has no room for the record.
@@ -334,7 +334,7 @@ class SwapSpace:
             self.run.kept = True
 
     def discard_files(self) -> None:
-        """The run is over: its files go when they are closed."""
+        """End the run: its files are removed when they are closed."""
         if self.run is not None and self.run.kept:
             self.run.end()
             self.run.kept = False
@@ -345,7 +345,7 @@ class SwapSpace:
         return tuple(owned.path for owned in self._owned)
 
     def close(self) -> None:
-        """Finish what is in flight, then close the files, and remove those that are not kept."""
+        """Finish requests in flight, close the files, and remove the ones that are not kept."""
         for engine in self._engines:
             engine.close()
         for file in self._files:
@@ -362,7 +362,7 @@ class SwapSpace:
 
 
 def overlapping(extent: Extent, span: Span, offset: int) -> list[tuple[Piece, Span]]:
-    """What of each piece holds [offset, offset + span.nbytes), and the part of `span` that goes there."""
+    """Return the ranges of the pieces that hold [offset, offset + span.nbytes), each with its part of `span`."""
     parts = []
     starts = itertools.accumulate((piece.nbytes for piece in extent.pieces), initial=0)
     for piece, start in zip(extent.pieces, starts, strict=False):
@@ -374,13 +374,13 @@ def overlapping(extent: Extent, span: Span, offset: int) -> list[tuple[Piece, Sp
 
 
 def _locate(files: Sequence[Path], extent: Extent, offset: int, nbytes: int) -> list[tuple[Path, int, int]]:
-    """Where bytes of an extent are: (file, offset, bytes) of each piece."""
+    """Return (file, offset, bytes) of each piece of a range of an extent."""
     parts = overlapping(extent, Span(0, nbytes, None), offset)
     return [(files[piece.file], piece.offset, part.nbytes) for piece, part in parts]
 
 
 def together(requests: Sequence[IoFuture]) -> IoFuture:
-    """All of these, as one request."""
+    """Return these requests as one request."""
     return requests[0] if len(requests) == 1 else _AllOf(requests)
 
 
@@ -399,7 +399,7 @@ class _AllOf(IoFuture):
         return Times(min(submitted_s), min(started_s), max(finished_s))
 
     def result(self, timeout: float | None = None) -> int:
-        """Waits for all of them, also if one fails: until then the memory is in use."""
+        """Wait for all of them, also if one fails: until then the memory is in use."""
         nbytes, failed = 0, None
         for request in self._requests:
             try:
@@ -419,7 +419,7 @@ class _AllOf(IoFuture):
 def _capacity(path: SwapPath, alternatives: int) -> int:
     if path.capacity_bytes is not None:
         return path.capacity_bytes
-    # With nowhere else to go, `create` is the better place to fail: it knows how much is needed in all.
+    # With one directory, let `create` fail: it knows the total size.
     return _free_bytes(path.path) if alternatives > 1 else sys.maxsize
 
 
@@ -429,7 +429,7 @@ def _free_bytes(directory: Path) -> int:
 
 
 def _weights(paths: Sequence[SwapPath], drives: Sequence[int], options: IoOptions, backend: str) -> list[float]:
-    """Bandwidth of every directory: what is given, or measured if there is more than one drive to choose from."""
+    """Return the bandwidth of every directory: as given, or measured if there is more than one drive."""
     if len(set(drives)) == 1 and all(path.bytes_per_s is None for path in paths):
         return [1.0] * len(paths)
     measured: dict[int, float] = {}
@@ -444,7 +444,7 @@ def _weights(paths: Sequence[SwapPath], drives: Sequence[int], options: IoOption
 
 
 def _measure(directory: Path, options: IoOptions, backend: str) -> float:
-    options = replace(  # more tells nothing, and takes memory that is the model's
+    options = replace(  # larger values add no accuracy, and take memory from the model
         options,
         block_size_bytes=min(options.block_size_bytes, _PROBE_BLOCK_BYTES),
         queue_depth=min(options.queue_depth, _PROBE_DEPTH),

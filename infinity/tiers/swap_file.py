@@ -1,12 +1,12 @@
-"""Swap files: reserved up front, and never left behind, but for those that a later process is to go on from.
+"""Swap files: allocated at the start, and removed at the end, except files that a later process continues from.
 
 [Note: who owns a swap file]
-A swap file belongs to one process, which holds an exclusive `flock` on it for as long as it lives. The kernel
-drops the lock when the process dies, however it dies, so a file whose lock can be taken is a dead run's and is
-removed at the next start. A new file is locked under a name of its own before it gets that of a swap file, so that
-no starting run sees one that is not locked yet. Nobody ever waits for a lock: others may hold one on anything here.
-Process ids would not do: they are reused, and mean nothing across containers that share a drive.
-A file that is kept (see run_files.py) gets a name that `remove_stale` leaves alone.
+A swap file belongs to one process, which holds an exclusive `flock` on it while it lives. The kernel drops the lock
+when the process dies, in any way. So a file whose lock can be taken belongs to a dead run, and the next start removes
+it. A new file is locked under a temporary name before it is renamed to a swap file, so that another starting run never
+sees it without its lock. No process waits for a lock, since any other process may hold one on these files. Process ids
+do not work here: they are reused, and mean nothing across containers that share a drive.
+A file that is kept (see run_files.py) gets a name that `remove_stale` ignores.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from infinity.io.directory import check_private, create_private, open_directory
 
 _log = logging.getLogger(__name__)
 _PREFIX, _SUFFIX, _NEW = "infinity-", ".swap", ".new"
-_NEW_FOR_S = 60.0  # far longer than a file has the name that it is locked under
+_NEW_FOR_S = 60.0  # far longer than a file keeps its temporary name
 
 
 def open_swap_directory(directory: Path, *, lasting: bool = False) -> int:
-    """A descriptor of a directory for swap files, which is made if it is missing.
+    """Open a directory for swap files, and create it if it is missing. Return a descriptor.
 
     Args:
         lasting: see `open_directory`.
 
     Raises:
-        StorageError: it cannot be made or used.
+        StorageError: it cannot be created or used.
     """
     return open_directory(directory, "nvme path", make=True, lasting=lasting)
 
 
 def remove_stale(directory: Path) -> list[Path]:
-    """Remove the swap files of dead runs in `directory`, which is made if it is missing; returns what was removed.
+    """Remove the swap files of dead runs in `directory` and return them. Create the directory if it is missing.
 
     Raises:
         StorageError: the directory cannot be used.
@@ -61,14 +61,14 @@ def remove_stale(directory: Path) -> list[Path]:
 
 @contextmanager
 def swap_directory(directory: Path, wanted: str, *, lasting: bool = False) -> Iterator[tuple[int, list[str]]]:
-    """A descriptor of a directory for swap files, which is made if it is missing, and the names in it.
+    """Open a directory for swap files, and create it if it is missing. Yield a descriptor and the names in it.
 
     Args:
-        wanted: what is looked for, for the error.
+        wanted: the kind of files that the caller looks for, for the error.
         lasting: see `open_directory`.
 
     Raises:
-        StorageError: it cannot be made or used.
+        StorageError: it cannot be created or used.
     """
     descriptor = open_swap_directory(directory, lasting=lasting)
     try:
@@ -82,7 +82,7 @@ def swap_directory(directory: Path, wanted: str, *, lasting: bool = False) -> It
 
 
 def _removed(directory: int, name: str) -> bool:
-    """Remove a swap file of this user if its owner is dead; links, pipes and the like are none."""
+    """Remove a regular swap file of this user if its owner is dead. Return whether it was removed."""
     if not name.startswith(_PREFIX) or not name.endswith((_SUFFIX, _SUFFIX + _NEW)):
         return False
     try:
@@ -94,11 +94,11 @@ def _removed(directory: int, name: str) -> bool:
         return False  # another user's, or just removed
     try:
         if os.fstat(file).st_uid != os.geteuid():
-            return False  # root could, and would remove what somebody else may need
+            return False  # root may unlink it, but another user may need it
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(name, dir_fd=directory)
     except OSError:
-        return False  # its owner lives, or there are no locks here
+        return False  # its owner lives, or the filesystem has no locks
     finally:
         os.close(file)
     return True
@@ -106,10 +106,10 @@ def _removed(directory: int, name: str) -> bool:
 
 @dataclass(eq=False)
 class _Place:
-    """A name in a directory that is open, and the process that may remove it: not its forked children.
+    """A name in an open directory, and the process that may remove it; its forked children may not.
 
     Attributes:
-        kept: the file stays when its owner goes.
+        kept: the file stays when its owner exits.
     """
 
     path: Path
@@ -118,18 +118,18 @@ class _Place:
     kept: bool = False
 
     def unlink(self) -> None:
-        """Remove the file under either of its names, unless somebody has; raises OSError."""
+        """Remove the file under both of its names, if it exists; raises OSError."""
         for name in (self.path.name + _NEW, self.path.name):
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self.directory)
 
 
 class OwnedFile:
-    """A locked swap file that goes when its owner closes it, is collected, or exits, unless it is kept.
+    """A locked swap file. It is removed when its owner closes it, is collected, or exits, unless it is kept.
 
     Attributes:
-        descriptor: the file, by which alone it is opened (see infinity.io.directory).
-        remove: close it, and remove it if it is not kept.
+        descriptor: the file; it is only opened through this (see infinity.io.directory).
+        remove: closes the file, and removes it if it is not kept.
     """
 
     def __init__(self, place: _Place, descriptor: int) -> None:
@@ -143,7 +143,7 @@ class OwnedFile:
         return self._place.path
 
     def keep(self, name: str) -> None:
-        """Have the file outlive this process, under another name; it is flushed already.
+        """Make the file outlive this process, under another name; it must be flushed already.
 
         Raises:
             StorageError: it cannot be renamed.
@@ -159,7 +159,7 @@ class OwnedFile:
         _live.discard(place)
 
     def lose(self) -> None:
-        """The file goes when it is closed, after all."""
+        """Undo `keep`: the file is removed when it is closed."""
         self._place.kept = False
 
 
@@ -167,7 +167,7 @@ def _remove_own(place: _Place, descriptor: int) -> None:
     if os.getpid() != place.pid:
         return  # a forked child must not remove its parent's file
     _live.discard(place)
-    # All of it whatever fails, and no error: a drive that has died is reported by what was read or written.
+    # Every action runs even if one fails, and no error is raised: reads and writes report a drive that has died.
     if not place.kept:
         _attempt(place.unlink, place.path)
     _attempt(lambda: os.close(descriptor), place.path)
@@ -182,13 +182,13 @@ def _attempt(action: Callable[[], None], path: Path) -> None:
 
 
 def create_owned(directory: Path, rank: int, nbytes: int, name: str | None = None) -> OwnedFile:
-    """A new, locked swap file of reserved space.
+    """Create a locked swap file with reserved space.
 
     Args:
-        name: of a swap file; one that nobody has by default.
+        name: of the file; unique by default.
 
     Raises:
-        StorageError: the directory cannot be used or has too little space; nothing is left behind.
+        StorageError: the directory cannot be used or has too little space; no file is left behind.
     """
     remove_stale(directory)
     name = name or f"{_PREFIX}r{rank}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
@@ -196,7 +196,7 @@ def create_owned(directory: Path, rank: int, nbytes: int, name: str | None = Non
     try:
         _remove_at_the_end(place)
         owned = OwnedFile(place, _create_locked(place))
-    except BaseException as error:  # Ctrl-C may come right behind a system call
+    except BaseException as error:  # KeyboardInterrupt may come right after a system call
         _live.discard(place)
         _attempt(place.unlink, place.path)
         os.close(place.directory)
@@ -208,13 +208,13 @@ def create_owned(directory: Path, rank: int, nbytes: int, name: str | None = Non
 
 
 def adopt_owned(directory: Path, name: str, nbytes: int, kept_bytes: int) -> OwnedFile:
-    """A file that another process has kept, locked and of at least `nbytes`; it goes on being kept.
+    """Open and lock a file that another process has kept, and extend it to `nbytes` if it is shorter; it stays kept.
 
     Args:
-        kept_bytes: what it had.
+        kept_bytes: its size when it was kept.
 
     Raises:
-        StorageError: it is not there, a living process has it, or there is too little space.
+        StorageError: it is missing, a living process has it, or there is too little space.
     """
     place = _Place(directory / name, open_swap_directory(directory), os.getpid(), kept=True)
     descriptor = -1
@@ -241,7 +241,7 @@ def adopt_owned(directory: Path, name: str, nbytes: int, kept_bytes: int) -> Own
 
 
 def _reserve(owned: OwnedFile, directory: Path, nbytes: int) -> None:
-    """Have a file's space; where there is too little, it is closed."""
+    """Reserve a file's space. If there is too little, close the file."""
     try:
         if nbytes:
             os.posix_fallocate(owned.descriptor, 0, nbytes)
@@ -257,7 +257,7 @@ def _reserve(owned: OwnedFile, directory: Path, nbytes: int) -> None:
 
 
 def _create_locked(place: _Place) -> int:
-    """The new file's descriptor; raises OSError."""
+    """Create and lock the file; return its descriptor. Raises OSError."""
     name, new = place.path.name, place.path.name + _NEW
     descriptor = create_private(new, place.directory)
     try:
@@ -270,7 +270,7 @@ def _create_locked(place: _Place) -> int:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    """Lock a new file; where the filesystem has no locks, say what that means, once for a directory."""
+    """Lock a new file. If the filesystem has no locks, log the consequence, once per directory."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -295,8 +295,8 @@ def _free(directory: Path) -> int | str:
     return space.f_bavail * space.f_frsize
 
 
-# SIGTERM ends a Python process without running its exit handlers, which would leave the swap files. Where the
-# application has not chosen a handler of its own, ours removes them and dies of the same signal.
+# SIGTERM ends a Python process without its exit handlers, so the swap files would stay. If the application has not
+# set a handler, ours removes the files and ends the process by the same signal.
 _live: set[_Place] = set()
 
 
@@ -309,8 +309,10 @@ def _remove_at_the_end(place: _Place) -> None:
 
 @cache
 def _remove_at_exit() -> None:
-    """What `weakref` removes at exit may come too late: where somebody has used it before infinity was imported, that
-    is behind whoever ends the process on the spot, as a rank does whose collective nobody answers."""
+    """Register the removal with `atexit`: the handler of `weakref` may be older than the import of infinity.
+
+    It then runs after handlers that end the process at once, as on a rank that gave up a collective.
+    """
     atexit.register(_remove_live)
 
 

@@ -1,20 +1,20 @@
-"""The parameters of one unit: a field, the memory of its copies, and what carries bytes from one to another.
+"""The parameters of one unit: a field, the memory of its copies, and the transfers between them.
 
 [Note: uploads]
-An upload waits for what still uses the memory that it fills, and not for all that was queued until it begins, since the
-host runs ahead of the device: a next forward pass may be queued while an update is computed. Memory that was taken anew
-may have been others' until then. What an update changes is used until the update begins: from then on nobody sees the
-old values (`UnitViews.outdate`). Each of these moments is marked in the compute stream.
+An upload waits only for work that still uses its target memory, not for all queued work: the host runs ahead of the
+device, and the next forward pass may be queued during an update. Newly allocated memory may have had another use until
+the allocation. A unit under update is in use until the update begins; after that the model does not see its old values
+(`UnitViews.outdate`). Each of these moments is marked in the compute stream.
 
 [Note: downloads]
-Nor does a download for an update wait for all that was queued until it begins: by then several more units may be. In a
-backward pass nothing but updates changes a unit once its gradients are computed, so that it waits for these.
+For the same reason a download for an update does not wait for all queued work. In a backward pass only updates change a
+unit after its gradients are computed, so the download waits for the gradients.
 
 [Note: stable storage]
-Autograd saves views of the weights (`weight.t()` for a linear layer) and uses them in backward, after the unit
-may have been evicted and fetched again. So a unit's flat tensor keeps one storage for the whole run, and only
-the memory behind it comes and goes: pages of a reserved address range on the CPU, a resized storage on a device (as
-FSDP2 does). A touch while the unit is away faults; it never reads another unit's bytes.
+Autograd saves views of the weights (`weight.t()` for a linear layer) and uses them in backward, when the unit may have
+been evicted and fetched again. So a unit's flat tensor keeps one storage for the whole run, and only the memory behind
+it is freed and allocated: pages of a reserved address range on the CPU, a resized storage on a device (as in FSDP2). An
+access while the unit is evicted faults; it never reads another unit's bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from infinity.tiers.weight_files import FileRun, WeightFiles
 FrozenReader = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 _CPU = torch.device("cpu")
-_PART_BYTES = 8 << 20  # a copy of less takes a link hardly longer than being started takes the host
+_PART_BYTES = 8 << 20  # a smaller copy takes the link hardly longer than its launch takes the host
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class FlatSpec:
         name: the unit's name, for messages.
         numel: elements, padded; the first `trainable_numel` of them are trainable.
         dtype: compute dtype.
-        offloaded: it comes from its home and goes again; otherwise it is always resident.
-        sharding: which slice of it is this rank's; the home and the host have this slice alone.
-        runs: the files' blocks that it is an image of; none for a unit of our own.
-        beside: its home is on the device, beside what is computed on.
+        offloaded: the unit is fetched from its home and evicted; if False it is always resident.
+        sharding: this rank's slice of the tensor; the home and the host hold this slice alone.
+        runs: blocks of files that the tensor is an image of; empty for a unit that is not in files.
+        beside: the home is on the device, beside the unsharded tensor.
     """
 
     name: str
@@ -67,8 +67,8 @@ class FlatSpec:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Paths of the modules that the unit lies in, the outermost first, the one that it is of last."""
-        path = self.name.partition(" ")[0]  # what stays in files has more words behind it
+        """Paths of the modules that contain the unit, the outermost first, its own module last."""
+        path = self.name.partition(" ")[0]  # a unit in files has more words after its path
         ends = (at for at, letter in enumerate(path) if letter == ".")
         return ("", *(path[:end] for end in ends), path)
 
@@ -86,12 +86,11 @@ class FlatSpec:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """Where the shard's elements lie in the flat tensor."""
+        """The shard's ranges in the flat tensor."""
         return self.sharding.pieces(self.trainable_numel, self.numel)
 
     def bounds(self, tile_numel: int) -> list[int]:
-        """First byte of each range of a shard that is always written whole: what an update changes, and what is frozen;
-        then the end of the last."""
+        """Return the first byte of each range that is always written whole (tiles, frozen part), then the end."""
         trained = self.trainable_numel // self.sharding.count
         frozen = [trained] if trained < self.shard_numel else []
         starts = [*range(0, trained, tile_numel), *frozen, self.shard_numel]
@@ -100,11 +99,11 @@ class FlatSpec:
 
 @dataclass(frozen=True)
 class Device:
-    """A compute device with memory of its own.
+    """A compute device with its own memory.
 
     Attributes:
-        staging: host memory for copies of units whose home is not there; pinned, for a GPU.
-        direct: reads from the swap files into device memory, past the host's; None where there is no such way.
+        staging: host memory for copies of units whose home is another memory; pinned, for a GPU.
+        direct: reads from the swap files straight into device memory; None if this is not possible.
     """
 
     link: Link
@@ -114,13 +113,13 @@ class Device:
 
 @dataclass(frozen=True)
 class Carriers:
-    """What parameters move by.
+    """The objects that transfer parameters.
 
     Attributes:
-        swap: where homes on the drives are.
-        files: where those are that somebody else wrote.
+        swap: space of homes on NVMe.
+        files: existing files that homes lie in.
         device: None if the compute device is the CPU.
-        spare: pages of units that have gone, where that is the CPU.
+        spare: pages of evicted units, if the compute device is the CPU.
     """
 
     swap: SwapSpace
@@ -131,11 +130,11 @@ class Carriers:
 
 
 class Residency(Enum):
-    """What compute has of a unit."""
+    """Whether a unit's parameters are in the memory that the model computes in."""
 
-    STORED = auto()
-    FETCHING = auto()
-    RESIDENT = auto()
+    STORED = auto()  # no
+    FETCHING = auto()  # memory is allocated, the values are on their way
+    RESIDENT = auto()  # yes; an update may be changing or uploading them
 
 
 _RESIDENCY = {
@@ -154,20 +153,19 @@ class UnitParams:
         extent: of the NVME or the FILE copy.
 
     Attributes:
-        home: where the newest value is whenever the unit is not on the device; DEVICE if it always is.
-        site: where it is changed, but for updates on a device.
+        home: the memory with the newest value while the unit is not on the device; DEVICE if it always is.
+        site: the memory in which the unit is changed, except by updates on a device.
         there: the copy on the device that such an update changes, and that host memory exchanges values with.
-        written: it has an NVME copy, which is written whenever the unit changes.
+        written: there is an NVME copy, which is written whenever the unit changes.
         lease: of the HOST copy.
         tensor: flat, on the compute device, see [Note: stable storage].
-        beside: this rank's shard, if its home is there.
+        beside: this rank's shard, if the home is SHARD.
         computed_on: the copy on the compute device.
-        coming: the upload of updated values that nothing on the device waits for yet.
-        since: what the device was given from this moment on does not touch the memory that the next upload fills, see
-            [Note: uploads]; None where nobody knows.
-        sent: elements of the shard that are on the device, or on their way there, while the others are being changed.
-        final: once this is over the device has the values that a download is to have, see [Note: downloads]; None where
-            nobody knows.
+        coming: upload of updated values that the compute stream does not wait for yet.
+        since: a mark in the compute stream: work queued after it does not touch the memory that the next upload fills,
+            see [Note: uploads]. None if unknown.
+        sent: elements of the shard that are uploaded or on their way, while later elements are still being changed.
+        final: the device has the values for a download once this has ended, see [Note: downloads]. None if unknown.
     """
 
     def __init__(
@@ -201,38 +199,38 @@ class UnitParams:
         self.buffer.allocate()
         self.tensor = self.buffer.tensor(spec.dtype, spec.numel)
         if spec.offloaded or carriers.device is None:
-            self.buffer.free()  # at once, so that the whole model is never there together
+            self.buffer.free()  # at once, so that the whole model is never in memory
         self.beside = self.tensor.new_empty(spec.shard_numel if home is Memory.SHARD else 0)
         if home is Memory.FILE:
-            self.field.begin_write(home)  # by whoever wrote the file
+            self.field.begin_write(home)  # the writer was the author of the file
             self.field.end_write(home)
 
     @property
     def device(self) -> Device:
-        """Of a unit that has one."""
+        """The compute device; it must have its own memory."""
         assert self._by.device is not None
         return self._by.device
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's shard where it is changed."""
+        """This rank's shard, in the memory in which it is changed."""
         return self.tensor if self.lease is None else self.lease.tensor(self.spec.dtype)
 
     @property
     def residency(self) -> Residency:
-        """What compute has of the unit."""
+        """Whether the unit is in the memory that the model computes in."""
         return Residency.RESIDENT if self.coming is not None else _RESIDENCY[self.computed_on.state]
 
     def is_dirty(self) -> bool:
-        """The newest values are not at home."""
+        """Whether the newest values are not at home."""
         return not self.field.is_newest(self.home)
 
     def is_stored(self) -> bool:
-        """There is a value, and home has the newest."""
+        """Whether the unit has a value and its home has the newest."""
         return self.field.version > 0 and not self.is_dirty()
 
     def wait(self, move: Move) -> None:
-        """Wait until a move is over.
+        """Block until a move ends.
 
         Raises:
             StorageError: it failed.
@@ -240,10 +238,10 @@ class UnitParams:
         with self._counters.stalled(move.cause):
             self.field.finish_move(move)
 
-    # Drives #
+    # NVMe and files #
 
     def span(self, memory: Memory, start: int = 0, numel: int | None = None) -> Span:
-        """A range of elements of the shard in host memory, for I/O; by default all of them."""
+        """Return a range of elements of the shard in host memory, for I/O; by default all of them."""
         source = self.buffer if memory is Memory.DEVICE else self.lease
         assert isinstance(source, (StableBuffer, Lease))
         size = self.spec.dtype.itemsize
@@ -254,7 +252,7 @@ class UnitParams:
         return read
 
     def _read_at(self, span: Span, offset: int, priority: Priority) -> IoFuture:
-        """Start reading from this byte of the shard on."""
+        """Start reading, from this byte of the shard on."""
         assert self._extent is not None
         if self.home is Memory.FILE:
             assert isinstance(self._extent, Extent)
@@ -262,13 +260,13 @@ class UnitParams:
         return self._counted(self._by.swap.read(self._extent, span, offset, priority=priority), span.nbytes)
 
     def read(self, target: Memory, priority: Priority) -> Move:
-        """Start reading the shard from the drives."""
+        """Start reading the shard from its NVME or FILE copy."""
         read = self._read_at(self.span(target), 0, priority)
         source = Memory.NVME if self.written else Memory.FILE
         return self.field.begin_move(source, target, read, StallCause.DISK_READ)
 
     def read_past_host(self, direct: DeviceReads) -> None:
-        """Start reading the shard, one piece, to its place in the tensor on the device."""
+        """Start reading the shard, which is one piece, straight to its place in the tensor on the device."""
         assert self._extent is not None
         (own,) = self.spec.pieces
         target = self.tensor.narrow(0, own.whole, own.numel).view(torch.uint8)
@@ -277,13 +275,13 @@ class UnitParams:
         self.field.begin_move(Memory.NVME, Memory.DEVICE, read, StallCause.DISK_READ)
 
     def copy_in(self) -> None:
-        """Fill `shard`, of a unit with its home elsewhere, from the files that it is an image of."""
+        """Fill `shard` from the files that it is an image of; the unit has its home in another memory."""
         spec = self.spec
         part = self._by.files.add(spec.runs, spec.sharding.rank * spec.shard_nbytes, spec.shard_nbytes)
         self._counted(self._by.files.read(part, self.span(self.site), priority=Priority.DEMAND), part.nbytes).result()
 
     def write(self, start: int, numel: int) -> IoFuture | None:
-        """Start writing a range of `shard` to the drive; None where there is nothing to write to."""
+        """Start writing a range of `shard` to the NVME copy. Return None if the unit has none."""
         if not self.written:
             return None
         assert self._extent is not None
@@ -293,25 +291,25 @@ class UnitParams:
         return write
 
     def write_through(self, writes: Transfer) -> Move | None:
-        """The change that is under way is written home piece by piece; None where there is nothing to write to."""
+        """Start the move of a change in progress that is written home by tile; None without a place on NVMe."""
         if not self.written:
             return None
         return self.field.begin_move(self.site, Memory.NVME, writes, StallCause.DISK_WRITE, at=self.field.version + 1)
 
     def write_home(self) -> None:
-        """Write the newest values to the drive, if they have a place there, and wait."""
+        """Write the newest values to the NVME copy, if the unit has one, and block until they are written."""
         write = self.write(0, self.spec.shard_numel)
         if write is not None:
             self.wait(self.field.begin_move(self.site, Memory.NVME, write, StallCause.DISK_WRITE))
 
     def frozen_reader(self) -> FrozenReader | None:
-        """How any thread reads the unit's frozen values where they lie, while training goes on; None if none can.
+        """Return a function with which any thread can read frozen values during training; None if this is not possible.
 
-        Nothing of the unit is brought or kept for it, so whoever changes frozen values lets it come to its end before.
+        The function neither fetches nor pins the unit: end its use before frozen values change.
 
         Returns:
-            A function of the shard's first element, of the number of elements, and of memory to read into, which has
-            room for them and three blocks more. It returns the values.
+            A function of the shard's first element, the number of elements, and memory to read into, with room for
+            these elements and three blocks more. It returns the values.
         """
         if self.home is Memory.HOST or (self.home is Memory.DEVICE and self.site is Memory.DEVICE):
             return lambda start, numel, _: self.shard[start : start + numel]
@@ -330,24 +328,24 @@ class UnitParams:
         begin += start * size - first
         return into[begin : begin + numel * size].view(self.spec.dtype)
 
-    # Two slots #
+    # Double-buffered units #
 
     @property
     def has_slots(self) -> bool:
-        """A change of the unit may be undone."""
+        """Whether the unit is double-buffered, so that a change can be rolled back."""
         return isinstance(self._extent, SlotExtent)
 
     def can_undo(self) -> bool:
-        """A change of the unit that is written home would leave its values as they are now in the other slot."""
+        """Whether a change that is written to NVMe would keep the present values in the other slot."""
         slotted = isinstance(self._extent, SlotExtent) and self._by.swap.slots.keeps(self._extent)
         return slotted and self.home is not Memory.DEVICE and self.field.is_newest(Memory.NVME)
 
     def can_put_back(self) -> bool:
-        """The values may be changed at any time, with nothing to be read or written for it."""
+        """Whether the values can be changed at any time without reading or writing a file."""
         return self._extent is None and self.home in (Memory.HOST, Memory.DEVICE)
 
     def undo(self) -> None:
-        """The drive has what was there before the last change, and nobody has anything newer; nothing moves."""
+        """Make the version before the last change the newest, in its slot on NVMe; no bytes move."""
         assert isinstance(self._extent, SlotExtent)
         for move in self.field.moves():
             self.wait(move)
@@ -355,53 +353,53 @@ class UnitParams:
         self.field.take_back(Memory.NVME)
 
     def read_found(self) -> None:
-        """Fill `shard`, which is held to be changed, with what an earlier process has left on the drive.
+        """Fill `shard`, which is held for a change, with the values that an earlier process left on NVMe.
 
         Raises:
-            StorageError: it cannot be read.
+            StorageError: they cannot be read.
         """
         assert isinstance(self._extent, SlotExtent)
         bits = next(bits for extent, bits in self._by.swap.slots.found() if extent is self._extent)
         parts = self._extent.parts(bits, self.span(self.site), 0)
         self._counted(self._by.swap.read_parts(parts, Priority.DEMAND), self.spec.shard_nbytes).result()
 
-    # A device with memory of its own #
+    # A device with its own memory #
 
     def _flat_there(self) -> tuple[torch.Tensor, tuple[Piece, ...]]:
-        """The memory of the copy `there`, and where the shard's elements lie in it."""
+        """Return the memory of the copy `there`, and the shard's ranges in it."""
         if self.there is Memory.SHARD:
             return self.beside, (Piece(0, 0, self.spec.shard_numel),)
         return self.tensor, self.spec.pieces
 
     def trained_there(self) -> torch.Tensor:
-        """What is trained of the shard, in the copy `there`."""
+        """Return the trainable part of the shard, in the copy `there`."""
         flat, pieces = self._flat_there()
         trained = self.spec.trainable_numel // self.spec.sharding.count
         return flat.narrow(0, pieces[0].whole, trained)
 
     def put_in_place(self) -> None:
-        """SHARD to its place in the tensor, by what the device is given now."""
+        """Copy the SHARD to its place in the tensor, in compute-stream order."""
         self.final = None
         for here, there in _runs(self.beside, self.tensor, self.spec.pieces):
             there.copy_(here)
         self.field.begin_move(Memory.SHARD, Memory.DEVICE, self.device.link.mark(), StallCause.HOST_LINK)
 
     def await_put(self) -> None:
-        """What the device is given from now on sees in the tensor what was put in its place, if anything was."""
+        """Order all later work of the compute stream behind `put_in_place`, if it was called."""
         put = self.field.arriving(Memory.DEVICE)
         if put is not None:
             self.order_behind(put)
 
     def start_upload(self) -> Move:
-        """HOST to the device, but for what is there already."""
+        """Start uploading the parts of the HOST copy that were not sent yet."""
         token = self.upload(self.spec.shard_numel)
         self.since, self.sent = None, 0
         return self.field.begin_move(Memory.HOST, self.there, token, StallCause.HOST_LINK)
 
     def upload(self, stop: int) -> Transfer:
-        """Start copying what is left of the shard before `stop`."""
-        since = None if self.there is Memory.SHARD else self.since  # which is of the tensor
-        # On one stream: the last copy's token is good for all.
+        """Start copying the elements of the shard before `stop` that were not sent yet."""
+        since = None if self.there is Memory.SHARD else self.since  # the mark refers to the tensor
+        # All copies are on one stream: the last token covers all of them.
         for here, there in _runs(self.shard, *self._flat_there(), self.sent, stop):
             with self._counters.stalled(StallCause.HOST_LINK):
                 token = self.device.link.upload(there, here, since)
@@ -411,19 +409,18 @@ class UnitParams:
         return token
 
     def can_send_parts(self) -> bool:
-        """What is being changed of the unit in host memory can go up piece by piece, see `send_part`."""
+        """Whether changed elements can be uploaded while the HOST copy is still being changed, see `send_part`."""
         changing = self._by.device is not None and self.field.state(Memory.HOST) is State.WRITING
-        # What is on the device is old since the update began, so that nobody minds a mixture there.
+        # The copy on the device is old since the update began, so a mixture of old and new values does no harm.
         return changing and self.field.state(Memory.DEVICE) is State.VALID
 
     def send_part(self, stop: int) -> None:
-        """The elements of the shard before `stop` are changed: send them up if that is worth a copy; `end_change` sends
-        the others."""
+        """Upload changed elements before `stop` if they are worth a copy; `end_change` sends the others."""
         if (stop - self.sent) * self.spec.dtype.itemsize >= _PART_BYTES:
             self.upload(stop)
 
     def download(self) -> None:
-        """The shard's values on the device to HOST."""
+        """Start copying the shard from the device to the HOST copy."""
         for here, there in _runs(self.shard, *self._flat_there()):
             with self._counters.stalled(StallCause.HOST_LINK):
                 token = self.device.link.download(here, there, self.final)
@@ -431,21 +428,21 @@ class UnitParams:
         self.field.begin_move(self.there, Memory.HOST, token, StallCause.HOST_LINK)
 
     def order_behind(self, upload: Move) -> None:
-        """What the device is given from now on runs behind the upload."""
+        """Order all later work of the compute stream behind the upload."""
         with self._counters.stalled(StallCause.HOST_LINK):
             self.device.link.compute_waits(upload.transfer)
         self.field.order_behind(upload)
 
     def close(self) -> None:
-        """Give the memory back, once no copy over the link touches it."""
+        """Free the memory, once no copy over the link touches it."""
         for copy in self.field.copies.values():
             for move in copy.moves:
                 if move.cause is StallCause.HOST_LINK:
                     move.transfer.result()
-            copy.moves.clear()  # they lead back to the copy
+            copy.moves.clear()  # they refer to the copy: a cycle
         if self.spec.offloaded and self.tensor.numel():
             self.buffer.free()
-        # What stays may be read as any tensor, also by whoever keeps a state dict: it goes with the last reference.
+        # A resident tensor can still be in use, such as in a state dict: the last reference frees it.
         self.tensor = self.beside = self.tensor.new_empty(0)
         self.buffer = stable_memory(0, _CPU)
         self.lease = None
@@ -454,7 +451,7 @@ class UnitParams:
 def _runs(
     shard: torch.Tensor, flat: torch.Tensor, pieces: Sequence[Piece], start: int = 0, stop: int | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Elements [start, stop) of a shard, run by run, and the same ones in a tensor where they lie in these pieces."""
+    """Yield elements [start, stop) of a shard, run by run, each with its place in a tensor with these pieces."""
     for piece in pieces:
         first, end = max(start, piece.shard), piece.shard + piece.numel
         end = end if stop is None else min(stop, end)

@@ -1,14 +1,14 @@
-"""Parameters that stay in somebody's safetensors: read where they lie, and never written.
+"""Parameters in existing safetensors files: read in place, and never written.
 
 [Note: a unit in files]
-Tensors lie in their files at any offset, and direct I/O moves whole blocks of 4 KiB. So the flat tensor of such a unit
-is an *image*: the blocks of the files that hold its parameters, one run of them behind the other. A parameter lies in
-the image where it lies in its block, with whatever else of the file is in the first and the last block around it. What
-the drive sends is in place, with no copy in between, and a rank's shard of the image is a row of whole blocks, too.
+Tensors begin at any offset of their files, and direct I/O reads whole blocks of 4 KiB. So the flat tensor of such a
+unit is an *image*: the runs of file blocks that hold its parameters, one after another. A parameter keeps its offset
+within its block; its first and last block may hold other bytes of the file. So reads put parameters in place without a
+further copy, and a rank's shard of the image is a sequence of whole blocks, too.
 
-A file is known by its descriptor: whoever puts another one under its name changes nothing here. Who writes into it is
-found out: size and times of the last change are looked at after every read. The time of the content's change can be put
-back; that of the inode's (`ctime`) cannot. It also changes when the file gets or loses a name, which is no write.
+A file is identified by its descriptor, so replacing the file under its name has no effect. Writes into it are detected:
+size and times of the last change are checked after every read. A writer can reset the time of the content (`mtime`),
+but not the time of the inode (`ctime`). `ctime` also changes when the file gets or loses a name, which is not a write.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from infinity.tiers.swap import ALIGN_BYTES, overlapping, together
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file as it was when its header was read."""
+    """The identity of a file when its header was read."""
 
     path: Path
     device: int
@@ -45,10 +45,10 @@ class WeightFile:
 
     @staticmethod
     def of(path: Path) -> WeightFile:
-        """The file as it is now.
+        """Return the file's present identity.
 
         Raises:
-            StorageError: it is not there.
+            StorageError: it is missing.
         """
         try:
             return WeightFile.seen(path, path.stat())
@@ -61,10 +61,10 @@ class WeightFile:
         return WeightFile(path, found.st_dev, found.st_ino, found.st_size, *times, found.st_nlink)
 
     def check(self, found: os.stat_result) -> None:
-        """It is this file still, and nobody has written to it.
+        """Check that the file is the same, and was not written.
 
         Raises:
-            StorageError: it is not, or somebody has.
+            StorageError: the check failed.
         """
         now = WeightFile.seen(self.path, found)
         if now.names != self.names:
@@ -95,7 +95,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class FileRun:
-    """Neighbouring blocks of a file; the last of them may reach past its end."""
+    """Consecutive blocks of a file; the last of them may extend past its end."""
 
     file: WeightFile
     start: int
@@ -103,10 +103,10 @@ class FileRun:
 
 
 def lay_out_image(tensors: Sequence[StoredTensor]) -> tuple[list[int], tuple[FileRun, ...]]:
-    """The image of these tensors, see [Note: a unit in files].
+    """Lay out the image of these tensors, see [Note: a unit in files].
 
     Returns:
-        Where in the image each tensor begins, in bytes, and the runs that it is made of.
+        The first byte of each tensor in the image, and the runs of the image.
     """
     starts = [0] * len(tensors)
     runs: list[FileRun] = []
@@ -129,7 +129,7 @@ class WeightFiles:
     """Files of weights, open for reading, and the extents of units in them.
 
     Args:
-        engine: reads them, and is closed with this object; None where there is nothing to read.
+        engine: reads the files, and is closed with this object; None if there are no files.
     """
 
     def __init__(self, engine: IoEngine | None = None) -> None:
@@ -138,14 +138,14 @@ class WeightFiles:
         self._files: list[_Opened] = []
 
     def add(self, runs: Sequence[FileRun], start: int, nbytes: int) -> Extent:
-        """The part `[start, start + nbytes)` of an image.
+        """Return the extent of the part `[start, start + nbytes)` of an image, and open its files.
 
         Raises:
-            StorageError: a file is not there any more, is another one, or cannot be read in blocks.
+            StorageError: a file is missing, was replaced, or cannot be read in blocks.
         """
         pieces = tuple(Piece(self._open(run.file), run.start, run.nbytes) for run in runs)
         whole = Extent(pieces, sum(piece.nbytes for piece in pieces))
-        part = Span(0, max(0, min(nbytes, whole.nbytes - start)), None)  # a unit's length is padded beyond its image
+        part = Span(0, max(0, min(nbytes, whole.nbytes - start)), None)  # a unit may be padded beyond its image
         return Extent(tuple(piece for piece, _ in overlapping(whole, part, start)), part.nbytes)
 
     def _open(self, file: WeightFile) -> int:
@@ -156,7 +156,7 @@ class WeightFiles:
         return self._index[file]
 
     def read(self, extent: Extent, span: Span, offset: int = 0, *, priority: Priority) -> IoFuture:
-        """Start filling the beginning of `span` with what there is of an extent from `offset`, a whole block, on."""
+        """Start reading an extent from `offset`, a block boundary, into `span`, which may extend past the extent."""
         reads: list[IoFuture] = []
         files: dict[int, _Opened] = {}
         nbytes = min(span.nbytes, extent.nbytes - offset)
@@ -166,7 +166,7 @@ class WeightFiles:
         return _Checked(reads, tuple(files.values()))
 
     def io_stats(self) -> IoStats | None:
-        """What was asked for and has moved; None where there is nothing to read."""
+        """Return the I/O counters; None without files."""
         return None if self._engine is None else self._engine.stats()
 
     def close(self) -> None:
@@ -180,10 +180,10 @@ class WeightFiles:
 
 
 class _Opened:
-    """One file that is open.
+    """One open file.
 
     Attributes:
-        tail: what lies behind its last whole block, which direct I/O does not read.
+        tail: the bytes after its last whole block, which direct I/O does not read.
     """
 
     def __init__(self, engine: IoEngine, file: WeightFile) -> None:
@@ -215,7 +215,7 @@ class _Opened:
             raise
 
     def read(self, piece: Piece, span: Span, priority: Priority) -> list[IoFuture]:
-        """Start reading whole blocks, and have what is behind them in place already."""
+        """Start reading whole blocks; copy the bytes after the last whole block at once."""
         assert self._io is not None
         blocks = max(0, min(span.nbytes, self._blocks_end - piece.offset))
         if blocks < span.nbytes:
@@ -225,8 +225,8 @@ class _Opened:
         return [self._engine.read(self._io, piece.offset, Span(span.address, blocks, span.owner), priority)]
 
     def check(self) -> None:
-        """Nobody has written to the file; raises StorageError."""
-        if self._descriptor >= 0:  # else all is over, and nobody uses what was read
+        """Check that the file was not written; raises StorageError."""
+        if self._descriptor >= 0:  # else it is closed, and the bytes are no longer used
             self._file.check(os.fstat(self._descriptor))
 
     def close(self) -> None:
@@ -239,7 +239,7 @@ class _Opened:
 
 
 class _Checked(IoFuture):
-    """Reads whose files are looked at when they are over."""
+    """Reads that check their files when they have ended."""
 
     def __init__(self, reads: Sequence[IoFuture], files: Sequence[_Opened]) -> None:
         self._read = together(reads)
