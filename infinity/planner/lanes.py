@@ -44,8 +44,6 @@ Speeds = Callable[[frozenset[str]], Mapping[str, float]]  # of the busy lanes, a
 
 @dataclass
 class _Lane:
-    """The queue of a lane."""
-
     urgent: deque[Task] = field(default_factory=deque)
     others: deque[Task] = field(default_factory=deque)
 
@@ -91,7 +89,6 @@ class Machine:
         return task
 
     def hurry(self, lane: str, task: Task) -> None:
-        """Make the task urgent."""
         each = self._lanes[lane]
         if task in each.others:
             each.others.remove(task)

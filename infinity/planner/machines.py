@@ -62,7 +62,7 @@ def known_machine(name: str, *, profiled: bool = False) -> KnownMachine:
     """Return one of `MACHINES`, or the machine in a JSON file whose keys are the fields of `KnownMachine`.
 
     Args:
-        profiled: a profile replaces the assumed rates of the drives and the optimizer, but not those of a file.
+        profiled: a profile replaces the assumed rates of the drives and the optimizer, but not a file's.
 
     Raises:
         ConfigError: the name is unknown, or the file lacks a number.

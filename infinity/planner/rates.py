@@ -150,7 +150,6 @@ def _contention(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str, frozens
 
 
 def _drives(profile: dict[str, Any]) -> Duplex | None:
-    """Return the rates of all drives together."""
     if not profile["drives"]:
         return None
     rates = profile["drives_together"] or profile["drives"][0]

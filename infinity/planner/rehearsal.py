@@ -82,7 +82,6 @@ class Rehearsal:
 
 
 def rehearse(work: StepWork, speeds: Speeds) -> Rehearsal:
-    """Simulate a few steps."""
     stage = Stage(work, Machine(PARTS, speeds))
     stage.machine.run(stage.compute_thread(), stage.worker.run())
     return stage.measured()
@@ -376,7 +375,6 @@ class Stage:
         return action is not None
 
     def perform(self, action: Action) -> Process:
-        """Perform an action, or start it."""
         if isinstance(action, AwaitAnyUpdate):
             yield from self._finish_one()
             return
@@ -509,7 +507,6 @@ class Stage:
             yield from self._do(GradientsRest())
 
     def _grads_used(self, row: _Unit) -> None:
-        """Free the unit's gradients."""
         if row.gradients is not State.ABSENT:
             if row.spills:
                 del self._gradients.in_slots[row.index]

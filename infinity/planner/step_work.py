@@ -292,7 +292,6 @@ class _Seconds:
 
 
 def _ways(duplex: Duplex | None) -> tuple[float | None, float | None]:
-    """Return the rates in and out."""
     return (None, None) if duplex is None else (duplex.inward, duplex.outward)
 
 
@@ -338,7 +337,7 @@ def _uses(plan: TrainingPlan, config: Config, work: Work, rates: Rates, together
 
 
 def _activations(plan: TrainingPlan, config: Config, work: Work) -> tuple[float, float]:
-    """Return a micro-batch's activation bytes that leave the device, and those that leave the host for the drives."""
+    """Return a micro-batch's activation bytes that leave the device, and the part that leaves the host, too."""
     held = plan.sizing.rules.activations_bytes
     if not held:
         return 0.0, 0.0

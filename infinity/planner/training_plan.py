@@ -234,7 +234,6 @@ def _sizing(model: nn.Module, config: Config, machine: Machine) -> Sizing:
 
 
 def _host_capacity(config: Config, needs: MemoryNeeds, machine: Machine) -> int:
-    """Return the budget of one rank."""
     if machine.host_bytes is None or config.tiering.host_memory_bytes is not None:
         return host_capacity(config, needs, Ranks(neighbours=machine.neighbours))
     return min(needs.most_bytes, auto_bytes(machine.host_bytes, machine.neighbours))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from infinity.config import format_size, size_to_set
 from infinity.errors import CapacityError
 
-_RING_SHARE = 16  # tiles beyond the fewest take at most 1/16 of the capacity
+_RING_SHARE = 16  # tiles in flight take at most 1/16 of the capacity, unless the minimum is more
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,6 @@ class MemorySplit:
 
     @property
     def granted_bytes(self) -> int:
-        """The sum of all parts."""
         states_bytes = self.states_bytes + self.ring_bytes + self.images_bytes + self.sums_bytes
         return self.params_bytes + self.homes_bytes + self.grads_bytes + states_bytes
 

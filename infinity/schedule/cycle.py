@@ -14,7 +14,7 @@ from infinity.schedule.plan import Plan, PlanStep, make_plan
 
 
 class Cycle:
-    """Record uses, and predict from those of the last cycle.
+    """Record uses, and predict from the last cycle's uses.
 
     Args:
         sizes: bytes of each unit.
@@ -35,7 +35,7 @@ class Cycle:
         self._moving = tuple(moving)
         self.recorded: list[int] | None = None
         self._last = NextUse()  # of all units
-        self._course = NextUse()  # of those that move, as in the plan
+        self._course = NextUse()  # only of units that move, as in the plan
 
     def expect(self, uses: Sequence[int], plan: Plan) -> None:
         """Expect cycles with these uses, and follow this plan, as after such a training step."""
@@ -44,7 +44,6 @@ class Cycle:
         self._course = NextUse([unit for unit in uses if self._moving[unit]])
 
     def begin(self) -> None:
-        """Begin a forward pass."""
         self.recorded = []
         self._last.begin()
         if self.plan is not None:

@@ -62,7 +62,6 @@ class NextUse:
     # The cursor #
 
     def begin(self) -> None:
-        """Begin a cycle."""
         self._move_to(0)
 
     def end(self) -> None:

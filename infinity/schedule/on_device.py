@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from infinity.config import Config
 from infinity.errors import ConfigError
 
-_EARLY = 2  # of the units taken evenly, those whose gradients come last: they go before the others
+_EARLY = 2  # units taken evenly whose gradients come last: they go before the others
 _WORTH_NUMEL = 1 << 24  # the host's cores update fewer elements in 2 to 5 ms
 
 _log = logging.getLogger(__name__)
@@ -134,8 +134,7 @@ def _can_be_there(key: str, name: str, config: Config, *, discrete: bool, exact:
 
 
 def addresses_stay(config: Config, *, discrete: bool) -> bool:
-    """Whether the tensors that kernels use keep their addresses for the whole run; True on the CPU, where they may
-    change."""
+    """Whether tensors keep their device addresses for the whole run. True on the CPU, where it does not matter."""
     zero = config.zero
     offloads = zero.offload_param.device != "none" or zero.offload_optimizer.device != "none"
     return not discrete or (zero.stage < 3 and not offloads)

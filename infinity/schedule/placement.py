@@ -6,8 +6,8 @@ Three facts of a run decide the placement: its stage, its offload sections, and 
 - If the compute device is the CPU, device and host are one memory, and `none` and `cpu` mean the same.
 - A shard lies *apart* from the tensor that is computed on if the device has memory of its own, or if several ranks
   share the tensor. The optimizer then updates the shard, in host memory; otherwise it updates the tensor itself.
-- States on a device update a copy on the device: the shard's place in a tensor that stays, or, at stage 3, where
-  unsharded tensors are freed, a SHARD copy beside it.
+- If states are on the device, it also updates parameters: the shard's place in a tensor that stays, or, at stage 3,
+  where unsharded tensors are freed, a SHARD copy beside it.
 - Fields that the ranks share (at every stage but 0) have their home in shards. At stages 1 and 2, unsharded parameters
   stay; at stage 3 they are gathered from shards. With `communication.shard_size`, ranks share in groups, each of which
   has all states.
@@ -363,8 +363,7 @@ class Shards:
 
     Attributes:
         numels: elements of each unit in this rank's optimizer.
-        tile_numel, tile_bytes: elements of a full tile of optimizer states; returns the bytes of a tile from its
-            elements.
+        tile_numel, tile_bytes: elements of a full tile of optimizer states; function from elements to a tile's bytes.
         standing: units whose gradients stay open while those of other units are made and used.
         there: units whose states and gradients are on the device; all others are `below`.
         blocks: the block that contains each unit; by default each unit is one.
@@ -458,11 +457,10 @@ class ParamBytes:
 
 
 def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
-    """Return the bytes of these units under the rules."""
     moving = sorted((spec for spec in specs if spec.offloaded), key=_nbytes, reverse=True)
     staying = sum(spec.nbytes for spec in specs if not spec.offloaded)
     beside = sum(spec.shard_nbytes for spec in specs if spec.beside)
-    # Units gathered beside their shards: beyond a few, both copies would be in the same memory.
+    # These units are in memory twice, as a shard and unsharded: beyond three, count only early gathers.
     twice = [spec.nbytes for spec in moving if spec.beside or (rules.one_memory and rules.params.gathers)]
     most = sum(map(_nbytes, moving)) - sum(twice[3:])
     most += min(sum(twice[3:]), rules.params.ahead_numel * specs[0].dtype.itemsize)
@@ -585,7 +583,6 @@ class DeviceShare(NamedTuple):
 
 
 def device_share(rules: Rules, shards: Shards) -> DeviceShare:
-    """Return the bytes on the device beside parameters."""
     grads = grad_share(rules, shards, shards.grad_sizes_there, there=True)
     return DeviceShare(shards.states_there_bytes, grads.flowing, grads.most, sum(_sum_sizes(rules, shards)))
 
@@ -871,7 +868,7 @@ def place_gradients(
 
     Args:
         standing: units whose gradients stay open while those of other units are made and used.
-        spills: all gradients are held, and those that do not fit go to NVMe.
+        spills: all gradients are held, on NVMe if they do not fit.
         blocks: the block that contains each unit: all of its units may be open at once.
     """
     if sum(sizes) <= capacity_bytes:

@@ -68,7 +68,7 @@ _NOW = -1  # next use of a unit that leaves memory after its update
 def spilled_ahead(slots: int) -> int:
     """Return how many of these slots should be free or being written once a unit's gradients are complete.
 
-    Two, so that a write may take as long as the next unit computes; but at least one of the other slots stays in use.
+    Two, so that a write may take as long as the next unit computes; with fewer than three slots, one.
     """
     return max(1, min(2, slots - 1))
 
@@ -84,7 +84,7 @@ class Scheduler:
         gradient_slots: how many units that may spill have memory for gradients at once.
         in_slots: units whose gradients have such memory, the longest first; the executor updates it.
         writes_all: write each update to NVMe.
-        writes_unreconstructable: write those of units whose old parameters the optimizer states cannot reconstruct.
+        writes_unreconstructable: write each update whose old parameters the optimizer states cannot reconstruct.
 
     Attributes:
         staying: units that never leave memory.
@@ -357,7 +357,7 @@ class Scheduler:
             yield Spill(oldest.index)
 
     def _first_in_slot(self, state: State) -> UnitState | None:
-        """Return the unit that has been in a slot longest, among those in this state that no update reads."""
+        """Return the unit in this state that has been in a slot longest, unless an update reads its gradients."""
         rows = (self.rows[unit] for unit in self._in_slots)
         return next((row for row in rows if row.gradients is state and not row.gradients_are_used), None)
 

@@ -14,7 +14,7 @@ class UnitState(ABC):
     Args:
         nbytes: of the parameters in memory.
         moves: the parameters are fetched and evicted; if False, they stay in memory.
-        spills: the gradients may be written to NVMe, and share memory with those of other units that may.
+        spills: the gradients may be written to NVMe, and share memory with other units' gradients.
     """
 
     __slots__ = ("index", "moves", "name", "nbytes", "spills")

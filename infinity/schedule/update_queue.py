@@ -70,7 +70,6 @@ class UpdateQueue(Generic[UpdateT]):
         self._sort()
 
     def begin(self, update: UpdateT) -> None:
-        """Note that a tile of the update has been updated."""
         self.updates.remove(update)
         update.begun = True
         insort(self.updates, update, key=self._rank)
@@ -88,7 +87,7 @@ class UpdateQueue(Generic[UpdateT]):
         """Return the update to continue with: the nearest to being computed; among equals, the first in its turn.
 
         Args:
-            distance: what delays an update's next tile: 0 for nothing, higher for longer delays.
+            distance: the delay of an update's next tile: 0 for none, higher for longer delays.
         """
         nearest: tuple[int, UpdateT] | None = None
         for update in self.updates:

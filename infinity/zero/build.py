@@ -204,7 +204,7 @@ def build_runtime(
     plan = _lay_out(model, groups, config, optimizer, link, ranks, parts, made, in_files or {})
     facts = {**(facts or {}), "configuration": configuration_facts(plan.config)}
     share_threads(ranks_on_this_machine(ranks), launches=link.discrete, near=cpus_near(link.device))
-    with ExitStack() as undo:  # if a later step fails, free what was acquired
+    with ExitStack() as undo:  # if a later step fails, free everything acquired so far
         run = _open_run(plan, facts)
         memory = _open_memory(plan, undo, run)
         once = _share_sums(plan, memory)
@@ -342,8 +342,6 @@ class _Memory:
 
 @dataclass(frozen=True)
 class _Held:
-    """The holders of units' parameters and gradients."""
-
     params: Params
     grads: GradStores
     sums: DeviceSums
@@ -376,7 +374,6 @@ def _share_sums(plan: _Plan, memory: _Memory) -> frozenset[int]:
 
 
 def _hold_states(plan: _Plan, memory: _Memory) -> StateStore:
-    """Make the store of optimizer states."""
     sizing = plan.sizing
     return StateStore(
         sizing.shards.numels,
@@ -393,7 +390,6 @@ def _hold_states(plan: _Plan, memory: _Memory) -> StateStore:
 
 
 def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStack) -> _Held:
-    """Make the stores of parameters and gradients."""
     sizing, split, host, link = plan.sizing, plan.split, plan.host, plan.link
     sums = DeviceSums(
         sizing.shards.numels,
@@ -421,7 +417,8 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
     )
     undo.callback(params.close)
     images = _room_for_images(plan, undo)
-    # After the files of a later process are laid out: the number of gradients on NVMe depends on free memory.
+    # Last, so that a later process finds all other extents in the same place: the gradients' space varies with free
+    # memory.
     grads = _hold_gradients(plan, memory, states)
     undo.callback(grads.close)
     return _Held(params, grads, sums, files, images)
@@ -490,7 +487,6 @@ def make_gradients(runtime: Runtime) -> Gradients:
 
 
 def _hold_gradients(plan: _Plan, memory: _Memory, states: StateStore) -> GradStores:
-    """Make the stores of gradients."""
     sizing, link = plan.sizing, plan.link
     shards, dtype = sizing.shards, sizing.grad_dtype
     norms = Norms(

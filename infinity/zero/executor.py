@@ -273,7 +273,6 @@ class Executor:
             self.units[row.index].views.hide()
 
     def _rest(self, row: Unit) -> None:
-        """Hide the unit if it rests, after a read access."""
         if self._rests(row):
             row.views.hide()
 
@@ -390,8 +389,8 @@ class Executor:
     def gradient_comes(self, unit: int) -> None:
         """Prepare for new gradients of the unit: its speculative update, if any, will be rolled back.
 
-        Block until that update is finished, and restore its gradients. Also retry what waits for memory if an update
-        has ended.
+        Block until that update is finished, and restore its gradients. If another update has
+        ended, also retry actions that wait for memory.
         """
         row = self.units[unit]
         if row.ahead is not None:
@@ -416,12 +415,12 @@ class Executor:
         return freed
 
     def gradients_rest(self, unit: int) -> None:
-        """Spill gradients early if this unit's may spill: its own, or those that have been in memory longest."""
+        """If this unit's gradients may spill, spill the oldest ones early: they do not change for a while."""
         if self.units[unit].spills:
             self._do(GradientsRest())
 
     def _spill_ahead(self) -> None:
-        """Call for gradients that updates have given back, see `gradients_rest`."""
+        """As `gradients_rest`, if updates have given back gradients."""
         if self._in_flight.some_rest:
             self._in_flight.some_rest = False
             self._do(GradientsRest())
@@ -440,7 +439,7 @@ class Executor:
                 self._params.advance(unit)
 
     def begin_step(self) -> None:
-        """Hide updated units until `end_step`."""
+        """Keep updated units hidden until `end_step`."""
         self._step_is_over = False
 
     def end_step(self) -> None:
@@ -461,7 +460,6 @@ class Executor:
 
     @property
     def all_computed(self) -> bool:
-        """Whether no update is still to be computed."""
         return self._in_flight.all_computed
 
     def _start_pending(self) -> None:

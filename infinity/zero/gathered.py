@@ -216,7 +216,6 @@ class Loan:
             raise
 
     def agrees(self, *, failed: bool) -> bool:
-        """Whether no rank has failed."""
         return not self.runtime.ranks.any(failed)
 
     def store(self, source: int = 0) -> None:
@@ -270,7 +269,6 @@ class Loan:
 
 
 def by_unit(places: Iterable[Place]) -> dict[int, list[Place]]:
-    """Group the places by unit."""
     grouped: dict[int, list[Place]] = {}
     for place in places:
         grouped.setdefault(place.unit.index, []).append(place)

@@ -67,7 +67,7 @@ class _Shared:
 
 
 class Gathering:
-    """The units that are unsharded, and those that will be. A unit of one rank alone always is.
+    """The units that are unsharded now or will be. A unit of one rank alone always is.
 
     Args:
         capacity_bytes: memory for units that are evicted and fetched; the same on all ranks.
@@ -145,7 +145,6 @@ class Gathering:
             self._let_go(each)
 
     def begin_cycle(self) -> None:
-        """Begin a forward pass."""
         self._in_forward = bool(self._order)
 
     def end_cycle(self) -> None:
@@ -259,7 +258,6 @@ class Gathering:
             self._order = others + [each for each in shared if each is not None]
 
     def drop_ahead(self) -> None:
-        """Drop all units that were gathered early."""
         while self.ahead:
             self._drop(next(iter(self.ahead)))
 

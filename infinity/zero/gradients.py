@@ -407,7 +407,6 @@ class Gradients:
                 self._drop(row)
 
     def drop_all(self) -> None:
-        """Drop all gradients of the step."""
         self._source.clear()
         self._sums.clear()
         for row in self._rows:

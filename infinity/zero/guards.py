@@ -64,7 +64,6 @@ class Guards:
 
     @property
     def owner(self) -> Owner | None:
-        """The engine, while it exists."""
         return self._owner()
 
     def remove(self) -> None:
@@ -253,7 +252,6 @@ class Guards:
         )
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether this is a parameter of the engine."""
         return id(tensor) in self._places
 
 
@@ -398,7 +396,7 @@ class _Seam:
             return self._of_torch(module, "state_dict", *args, **kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Drop gradients, also those that a failed pass has left."""
+        """Drop gradients, also leftovers of a failed pass."""
         module, guards = self._both()
         self._of_torch(module, "zero_grad", *args, **kwargs)
         owner = None if guards is None else guards.owner

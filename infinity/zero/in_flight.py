@@ -81,7 +81,6 @@ class InFlight:
         return list(self._submitted)
 
     def ask(self, each: Unit, segments: tuple[Segment, ...]) -> None:
-        """Set this step's update of the unit."""
         self._due[each] = None
         each.ask(segments)
 

@@ -31,7 +31,6 @@ class Coming:
     copy: Transfer
 
     def stats(self, counters: Counters) -> GradStats:
-        """Wait for the measurement."""
         with counters.stalled(StallCause.HOST_LINK):
             self.copy.result()
         norm = self.norm.item()
@@ -66,7 +65,7 @@ class Places:
             self.count += 1 if whole else len(unit.slots)
 
     def index(self, unit: int, part: int) -> int:
-        """Return the number of a part among those of all units."""
+        """Return the number of a part among all units' parts."""
         return self._units[unit].first + (0 if part == WHOLE else part)
 
     def of(self, flat: torch.Tensor, unit: int, part: int) -> torch.Tensor:
@@ -219,7 +218,7 @@ def landing_of(
     streams: bool,
     note: Callable[[int, Transfer], None],
 ) -> Landing | Parted:
-    """Return the way of gradients into these stores."""
+    """Return the landing for these stores."""
     to_host = ToHost(stores.host, source, places, counters, streams=streams, note=note)
     if stores.device is None:
         return to_host

@@ -7,7 +7,7 @@ its last piece runs at once, so that only one micro-batch's logits are in memory
 
 At a block's entry the autograd graph is cut (see [Note: what a cut holds]): the block gets aliases of its inputs. So a
 micro-batch's graph is in pieces, one a round, and backward runs them round by round, last round first: from an alias's
-gradient it continues in the piece before. A tensor that passes from one piece to another beside the entry of a block
+gradient it continues in the piece before. A tensor that reaches a later piece without going through a block's entry
 would join their graphs; such a model is refused.
 
 [Note: random numbers of a coroutine]
@@ -101,7 +101,6 @@ class LayerMajor:
 
     @property
     def running(self) -> bool:
-        """Whether micro-batches are running."""
         return self._pass is not None
 
     def _entry(

@@ -48,7 +48,6 @@ class PartialSum:
         self.slots.update(slots)
 
     def add(self, shard: torch.Tensor) -> None:
-        """Add one more micro-batch's shard."""
         if self._begun:
             self.values.add_(shard)
         else:

@@ -160,7 +160,6 @@ class Partition:
 
     @property
     def shared(self) -> frozenset[int]:
-        """Units that several modules use."""
         users = Counter(unit for point in self.hook_points for unit in point.units)
         return frozenset(unit for unit, count in users.items() if count > 1)
 

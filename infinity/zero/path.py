@@ -122,8 +122,8 @@ class Path:
             raise DivergedError(self._diverged) from None
 
     def flags(self) -> torch.Tensor:
-        """Return bytes whose maximum over the ranks (`Ranks.any_of`) equals them on all ranks only if all paths are
-        equal."""
+        """Return bytes that equal their maximum over the ranks (`Ranks.any_of`) if all paths are equal, and on no rank
+        otherwise."""
         number = self._number.to_bytes(4, "big")
         return torch.tensor([*number, *(255 - byte for byte in number)], dtype=torch.uint8, device="cpu")
 

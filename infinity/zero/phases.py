@@ -51,7 +51,6 @@ class Phases:
         self.failure = ""
 
     def go(self, phase: Phase) -> None:
-        """Change to the phase."""
         if phase not in FOLLOWS[self.now]:
             raise RuntimeError(f"a step that is {self.now.value} cannot become {phase.value}")
         self.now = phase

@@ -82,7 +82,6 @@ class Vote:
         self._pending = pending
 
     def result(self) -> bool:
-        """Wait for the result."""
         if self._pending is not None:
             self._pending.wait()
         return bool(self._flags.item())
@@ -114,7 +113,6 @@ class Ranks:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether all ranks are on this machine."""
         return self.neighbours == self.size
 
     @staticmethod
@@ -224,7 +222,6 @@ class Ranks:
         return self._combine(flags, dist.ReduceOp.MAX, "an agreement")
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on some rank."""
         return self.ask(flag).result()
 
     def ask(self, flag: bool) -> Vote:
@@ -365,7 +362,6 @@ class Ranks:
 
     @property
     def processes(self) -> list[Process]:
-        """The processes of the ranks."""
         return [] if self.meeting is None else self.meeting.processes
 
     def progress(self) -> None:

@@ -274,7 +274,7 @@ class Reduction:
         return any(each.collected is not None or each.held is not None for each in self._units)
 
     def slots_that_wait(self) -> Iterator[tuple[int, set[int]]]:
-        """Yield these gradients' slots, by unit."""
+        """Yield the slots with gradients that are not reduced yet, by unit."""
         for unit, each in enumerate(self._units):
             if each.slots:
                 yield unit, each.slots

@@ -76,7 +76,6 @@ class Sizing:
 
     @cached_property
     def shards(self) -> Shards:
-        """This rank's shards."""
         count = self.rules.sharding.count
         return Shards(
             numels=[unit.trainable_numel // count for unit in self.partition.units],
@@ -89,7 +88,7 @@ class Sizing:
         )
 
     def _standing(self) -> list[int]:
-        """Return units whose gradients arrive over the whole backward pass, or together with those of other units."""
+        """Return units whose gradients arrive over the whole backward pass, or together with other units' gradients."""
         if not self.layer_major:
             return [unit.index for unit in self.partition.units if unit.name == PERSISTENT]
         points = self.partition.hook_points
@@ -146,7 +145,6 @@ class Sizing:
 
     @property
     def keeps_steps(self) -> bool:
-        """Whether the drives keep each finished step."""
         return self.rules.states.keeps_steps
 
     @property
@@ -184,7 +182,6 @@ class Sizing:
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    """Return the dtype in which the model computes."""
     return _DTYPES[config.precision]
 
 

@@ -261,7 +261,7 @@ class Step:
         """Check that parameters have the values of the last step.
 
         Raises:
-            InfinityError: some have those of the next step already.
+            InfinityError: some have the next step's values already.
         """
         self.check()
         if self.updates.under_way:
@@ -298,7 +298,7 @@ class Step:
     # Forward #
 
     def make_room(self, *inputs: Any) -> None:
-        """Before a training forward of these inputs: free device memory for a longer batch, if states fill it."""
+        """Free device memory filled with states, if the coming training forward of these inputs is a longer batch."""
         if self._filling is None:
             return
         elements = sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
@@ -312,7 +312,6 @@ class Step:
         return self.gradients.alone and not self.gradients.held()
 
     def begin(self) -> None:
-        """Begin a micro-batch."""
         self.check()
         if self.phase is not Phase.FORWARD:
             self._begin_cycle("the last training pass" if self.counter.ends_step else "a training pass")
@@ -378,7 +377,7 @@ class Step:
         """Run autograd's backward inside.
 
         Args:
-            in_parts: units whose gradients come in several parts; by default those that the forward pass has shown.
+            in_parts: units whose gradients come in several parts; by default the ones that the forward pass has shown.
         """
         self.check()
         with self.stopped_by_failures(), self.running(Phase.BACKWARD):
@@ -403,7 +402,6 @@ class Step:
             raise
 
     def open_backward(self, in_parts: frozenset[int] | None = None, direct: _Direct | None = None) -> None:
-        """Begin a backward pass."""
         if self.updates.under_way:
             raise InfinityError(
                 'a second backward pass before step(): under tiering.update_schedule "backward" the first has updated '
@@ -434,7 +432,6 @@ class Step:
         self.gradients.begin_backward(last=last, uses=uses)
 
     def close_backward(self) -> None:
-        """End the backward pass."""
         self._end_cycle(learn=True)
         self._add(self.gradients.left_over())
         for addend in self.gradients.end_backward():
@@ -707,7 +704,6 @@ class Step:
 
     @property
     def in_worker(self) -> bool:
-        """Whether this thread is the one that runs the updates."""
         return self._runtime.pipeline.is_worker()
 
     def close(self) -> None:

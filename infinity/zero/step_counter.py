@@ -59,7 +59,6 @@ class StepCounter:
 
     @property
     def _position(self) -> int:
-        """Counted micro-batches of the running step."""
         return self.counts.micro_steps % self._per_step
 
     def skip_to_last(self) -> None:

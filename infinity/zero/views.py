@@ -76,7 +76,6 @@ class ModelViews:
 
     @property
     def lends(self) -> bool:
-        """Whether any parameter is lent."""
         return bool(self.lent_params)
 
 
@@ -171,7 +170,7 @@ class UnitViews:
         )
 
     def outdate(self, slots: Collection[int] | None = None) -> None:
-        """Hide the unit's values, or those of these slots, because they are stale.
+        """Hide the unit's values, or only these slots, because they are stale.
 
         The backward pass may still need the others.
         """
@@ -191,7 +190,6 @@ class UnitViews:
             self._shown = None
 
     def values(self, slot: int) -> torch.Tensor:
-        """Return the tensor that the parameter lies in."""
         return local_part(self._parameters[slot]).detach()
 
     @_plainly()
