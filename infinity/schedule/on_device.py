@@ -18,7 +18,7 @@ from infinity.config import Config
 from infinity.errors import ConfigError
 
 _EARLY = 2  # units taken evenly whose gradients come last: they go before the others
-_WORTH_NUMEL = 1 << 24  # the host's cores update fewer elements in 2 to 5 ms
+_WORTH_NUMEL = 1 << 24  # the host's cores update so many elements in 2 to 5 ms
 
 _log = logging.getLogger(__name__)
 
@@ -89,8 +89,7 @@ def why_not_filled(config: Config, ranks: int, *, discrete: bool, exact: bool) -
     if tiering.update_schedule == "speculative":
         return 'tiering.update_schedule is speculative ("auto" may pick it, and fills the device)'
     if ranks > 1:
-        # After an out-of-memory error one rank can repeat the batch. Several ranks would end, but go on without
-        # filling.
+        # If filling leaves a batch too little memory, one rank can repeat it; several ranks would end.
         return f"{ranks} ranks train together: set tiering.fill_device to true at stages 1 and 2"
     return ""
 

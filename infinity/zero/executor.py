@@ -112,8 +112,7 @@ class Executor:
             writes_all=params.keeps_steps,
             writes_unreconstructable=params.has_slots,
         )
-        # if False, updated units stay hidden: before `step()`, torch does not show new values
-        self._step_is_over = True
+        self._step_is_over = True  # until then updated units stay hidden: torch shows no new values before `step()`
 
     # Uses #
 

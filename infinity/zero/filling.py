@@ -58,8 +58,7 @@ class Filling:
         self._most_bytes = 0  # peak of allocated bytes
         self._extra_bytes = 0  # need of a step, see [Note: what is left]
         self._longest = 0  # elements of the largest batch so far
-        # need of a batch, measured before states came: their gradients and updates need memory, too
-        self._bytes_per_element = 0.0
+        self._bytes_per_element = 0.0  # need of a batch before states came, which need memory for gradients, too
         runtime.link.forget_peak()  # earlier peaks, of loading a model for example, belong to no step
 
     def before_forward(self, elements: int, *, at_rest: bool) -> None:

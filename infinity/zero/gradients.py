@@ -133,8 +133,7 @@ class Gradients:
     def _sum_of(self, unit: int, part: int) -> Addend:
         """Return the device's sum of a part, to be added on the host."""
         values, start = self._sums.of(unit, part), 0 if part == WHOLE else self._rows[unit].unit.slots[part].offset
-        # the present slots are recorded already
-        return Addend(unit, part, start, start + values.numel(), values, (), ())
+        return Addend(unit, part, start, start + values.numel(), values, (), ())  # the slots are recorded already
 
     def all_come(self, unit: int) -> bool:
         """Whether all gradients of the unit have come in this backward pass, or need not be waited for."""

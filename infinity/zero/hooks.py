@@ -482,7 +482,6 @@ def _recorded_with_bases(result: Any, given: Any) -> Iterator[torch.Tensor]:
     yield from _recorded(result)
     bases = [tensor._base for tensor in _tensors(result) if tensor._base is not None]
     if bases:
-        # referenced, so that no id is reused
-        known = {id(own): own for tensor in _tensors(given) for own in (tensor, tensor._base)}
+        known = {id(own): own for tensor in _tensors(given) for own in (tensor, tensor._base)}  # held: no id is reused
         made = {id(base): base for base in bases if id(base) not in known}
         yield from _recorded(list(made.values()))

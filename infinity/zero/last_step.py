@@ -22,7 +22,7 @@ class LastStep:
     Attributes:
         outcome: None before the first step.
         stats: the costs.
-        loss: mean of this rank's losses, if it is wanted or costs nothing to know.
+        loss: mean of this rank's losses, if a monitor reads it or it costs nothing to know.
         told: values that the training loop has reported, for monitors.
     """
 

@@ -136,7 +136,7 @@ class Meeting:
         return None
 
     def _wait(self, door: int, ranks: list[int], timeout_s: float) -> list[int]:
-        """Wait for the ranks to come to the door. Return those that did not come in time."""
+        """Wait for the ranks to come to the door. Return the ranks that did not come in time."""
         now_s = time.monotonic()
         heard = {rank: (self._progress(rank), now_s) for rank in ranks}  # latest report, and when it was seen
         looked_s = now_s

@@ -102,8 +102,7 @@ def _is_held_alike(param: Any) -> bool:
 
 def is_distributed(param: torch.Tensor) -> bool:
     """Whether the parameter is a DTensor."""
-    # without this module no DTensors exist, and its import takes a second
-    module = sys.modules.get("torch.distributed.tensor")
+    module = sys.modules.get("torch.distributed.tensor")  # else no DTensors exist, and its import takes a second
     return module is not None and isinstance(param, module.DTensor)
 
 
@@ -133,7 +132,6 @@ def _from_local(param: Any, values: torch.Tensor) -> torch.Tensor:
 def local_gradient(param: Any) -> torch.Tensor | None:
     """Return this process's part of `param.grad`. The processes of the model call this together."""
     grad = param.grad
-    # fast path: nearly all are plain tensors
-    if grad is None or type(grad) is torch.Tensor or not is_distributed(grad):
+    if grad is None or type(grad) is torch.Tensor or not is_distributed(grad):  # nearly all are plain tensors
         return grad  # type: ignore[no-any-return]
     return grad.redistribute(placements=param.placements).to_local()  # type: ignore[no-any-return]

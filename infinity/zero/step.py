@@ -427,8 +427,7 @@ class Step:
             in_parts = self.hooks.in_parts() if before is Phase.FORWARD else self.all_units
         self._began_with = self._optimizer.rules()
         self.updates.begin_backward(last=last, in_parts=in_parts, early=self.counter.is_whole_step)
-        # unknown if forward passes may run within this backward
-        uses = None if in_parts == self.all_units else self._executor.uses
+        uses = None if in_parts == self.all_units else self._executor.uses  # forward passes may run within backward
         self.gradients.begin_backward(last=last, uses=uses)
 
     def close_backward(self) -> None:
@@ -641,8 +640,7 @@ class Step:
             self.keeper.look()
 
     def backward_enter(self, units: tuple[int, ...]) -> None:
-        # in the forward, autograd.grad may be part of the model
-        if not self._in_backward and not self.hooks.in_forward:
+        if not self._in_backward and not self.hooks.in_forward:  # the model may call autograd.grad in its forward
             self._open_direct()
         self._executor.enter(units)
 

@@ -86,14 +86,13 @@ class Updates:
         self._losses = losses
         self._sums_sq: list[float] = []  # of the units updated so far in this step, under `backward`
         self._due: dict[int, None] = {}  # units whose gradients are final, but perhaps still on their way to the host
-        # units whose gradients have arrived, while the ranks vote on whether they are finite
-        self._asked: dict[int, Vote] = {}
+        self._asked: dict[int, Vote] = {}  # units whose gradients have arrived, while the ranks vote on them
         self._finals: list[int] = []
         self._last_pass = False  # whether the running or latest backward pass is the step's last one
         self._in_parts: frozenset[int] = frozenset()
         self._early = True
         self._foresight = Foresight()
-        self.under_way = False  # some units have this step's update and others do not
+        self.under_way = False  # the step's updates have begun and have not ended
         self.steps: dict[str, int] = {}  # number of updates of each parameter, by name
         self.outcome = StepOutcome(0.0, skipped=False)  # of the last step
 
