@@ -2,8 +2,8 @@
 
 [Note: two layers stand for all]
 Equal blocks do equal work. So a model of a hundred blocks is run with one and with two: the difference is the work of a
-block, and the remainder is the work outside of blocks. The counts are of the CPU's kernels, whose
-attention keeps no matrix of all pairs, like a GPU's.
+block, and the remainder is the work outside of blocks. The counts are of the CPU's kernels, whose attention keeps
+no matrix of all pairs, like a GPU's.
 """
 
 from __future__ import annotations

@@ -388,8 +388,8 @@ class Executor:
     def gradient_comes(self, unit: int) -> None:
         """Prepare for new gradients of the unit: its speculative update, if any, will be rolled back.
 
-        Block until that update is finished, and restore its gradients. If another update has
-        ended, also retry actions that wait for memory.
+        Block until that update is finished, and restore its gradients. If another update has ended, also retry
+        actions that wait for memory.
         """
         row = self.units[unit]
         if row.ahead is not None:

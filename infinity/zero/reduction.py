@@ -12,8 +12,8 @@ one's. Gradients of layer-major micro-batches are summed first at every stage, a
 left the module.
 
 If ranks share states in groups, a reduction has two steps: the ranks of a group scatter the unit's sum. Then, during
-the scatter of the next unit, each adds its slice to those of its replicas. See groups.py, and [Note: replicas add up
-once a step].
+the scatter of the next unit, each adds its slice to those of its replicas. See groups.py, and
+[Note: replicas add up once a step].
 """
 
 from __future__ import annotations
