@@ -4,7 +4,7 @@
 The compute thread performs the actions of the engine's own scheduler in virtual time. The optimizer's worker
 (rehearsed_worker.py) takes updates in the order of the engine's own queue. Reads, writes, copies, collectives, updates
 and computation are queued in lanes. So the cost of a small budget (a unit whose update must wait for the one in use, a
-drive that idles while the optimizer has all tiles in flight) follows without a model of its own. Small costs are left
+drive that idles while the optimizer has all tiles in flight) results from the simulation itself. Small costs are left
 out: Python, launches, latencies.
 """
 

@@ -113,8 +113,8 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
 
 
 def written(sizing: Sizing, steps: Plan) -> Collection[int]:
-    """Return units whose updated parameters are written to their home. If the tensor that is computed on is updated,
-    only units that are evicted need it."""
+    """Return units whose updated parameters are written home. If updates change the tensor that is computed on, only
+    units that are evicted need it."""
     changed_there = sizing.rules.one_memory and not sizing.rules.params.gathers
     return steps.evicted if changed_there and not sizing.writes_updates else range(len(sizing.specs))
 
