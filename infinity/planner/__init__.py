@@ -1,4 +1,4 @@
-"""What a training will need, do and cost, before anything is allocated."""
+"""Predict the needs, actions and costs of a training, before anything is allocated."""
 
 from infinity.planner.filled import filled_later, once_filled, states_on_device
 from infinity.planner.memory import Estimate, estimate, largest_model, problems

@@ -1,6 +1,6 @@
-"""What a step takes of the device beside what stays there, and the optimizer states that fill the rest.
+"""Predict device memory during a step, and the optimizer states that fill the spare part.
 
-The engine measures the first step and fills what is left (infinity/zero/filling.py); here both are computed.
+The engine measures the first step and then fills device memory (infinity/zero/filling.py); here both are computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infinity.zero.sizing import is_exact
 
 
 def activation_bytes(plan: TrainingPlan, work: Work | None) -> int:
-    """What autograd holds at most where the model computes; what it saves may move, into a part of the host's budget.
+    """Return the peak of activations where the model computes. Offloaded ones count for the host's budget instead.
 
     Args:
         work: of a micro-batch; None leaves activations out.
@@ -32,11 +32,11 @@ def activation_bytes(plan: TrainingPlan, work: Work | None) -> int:
 
 
 def gradient_bytes(plan: TrainingPlan) -> tuple[int, int]:
-    """Gradients that backward has made and nobody has taken yet, at most: while it goes through the model, and at its
+    """Return the peak of gradients that backward has made and the engine has not taken: during backward, and at its
     end.
 
-    torch keeps the gradient of a parameter that several modules have (a tied head) from the first of them to the last,
-    and adds another up in new memory.
+    torch keeps the gradient of a parameter that several modules use (a tied head) from the first to the last of them,
+    and adds another one in new memory.
     """
     partition = plan.sizing.partition
     shared = partition.shared
@@ -52,13 +52,13 @@ def gradient_bytes(plan: TrainingPlan) -> tuple[int, int]:
 
 
 def computing_bytes(plan: TrainingPlan, work: Work | None) -> int:
-    """Activations and gradients that are there at once, where the model computes."""
+    """Return the peak of activations and gradients where the model computes."""
     grads, added_up = gradient_bytes(plan)
     return max(activation_bytes(plan, work) + grads, added_up)
 
 
 def filled_later(plan: TrainingPlan, config: Config, work: Work | None) -> list[int]:
-    """Units whose optimizer states come to the device after the first step, in order."""
+    """Return the units whose optimizer states move to the device after the first step, in order."""
     tiering = config.tiering
     free_share = 1 - tiering.device_headroom
     used_bytes = plan.device_used_bytes
@@ -69,7 +69,7 @@ def filled_later(plan: TrainingPlan, config: Config, work: Work | None) -> list[
 
 
 def once_filled(plan: TrainingPlan, config: Config, later: Collection[int]) -> TrainingPlan:
-    """The plan of the steps after these units' states have come to the device; host memory stays divided as it was."""
+    """Return the plan after these units' states have moved to the device. The division of host memory stays."""
     if not later:
         return plan
     sizing = replace(plan.sizing, there=plan.sizing.there.union(later))
@@ -80,7 +80,7 @@ def once_filled(plan: TrainingPlan, config: Config, later: Collection[int]) -> T
 
 
 def _moved(plan: TrainingPlan, later: Collection[int]) -> Placement:
-    """Where everything lives once the states and gradients of these units are on the device."""
+    """Return the placement after the states and gradients of these units have moved to the device."""
     placement, shards = plan.placement, plan.sizing.shards
 
     def there(home: Home) -> Home:
@@ -103,7 +103,7 @@ def _moved(plan: TrainingPlan, later: Collection[int]) -> Placement:
 
 
 def states_on_device(plan: TrainingPlan, config: Config, work: Work | None) -> str:
-    """How much of the optimizer states stays on the device, and why, in words; empty where there is no device."""
+    """Describe how much of the optimizer states stays on the device, and why; empty without a device."""
     sizing, machine = plan.sizing, plan.machine
     if not machine.discrete:
         return ""
@@ -118,13 +118,13 @@ def states_on_device(plan: TrainingPlan, config: Config, work: Work | None) -> s
 
 
 def _share(plan: TrainingPlan, units: Collection[int]) -> float:
-    """Of all optimizer states, in elements."""
+    """Return the units' share of all optimizer states, in elements."""
     numels = plan.sizing.shards.numels
     return sum(numels[unit] for unit in units) / max(1, sum(numels))
 
 
 def _asked(config: Config) -> str:
-    """Which key has states on the device from the start."""
+    """Name the key that puts states on the device from the start."""
     offload = config.zero.offload_optimizer
     if offload.device == "none":
         return "zero_optimization.offload_optimizer.device is none"

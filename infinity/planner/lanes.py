@@ -1,8 +1,8 @@
-"""Time on a machine that is only thought of: lanes that do one thing after the other and slow one another down, and
-processes that wait for them.
+"""Virtual time on a simulated machine: lanes that run one task after the other and slow each other down, and processes
+that wait for them.
 
-Between two events every lane that has work does it at a speed that depends on which others have work, too; so an event
-costs a handful of operations, however much was moved in between.
+Between two events, every busy lane works at a speed that depends on which other lanes are busy. So an event costs a few
+operations, however many bytes are moved in between.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Task:
     """Work of one lane.
 
     Attributes:
-        left_s: what it would take alone.
+        left_s: its remaining time if no other lane were busy.
         after: called when it is done.
     """
 
@@ -28,10 +28,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Until:
-    """A process waits until something is so.
+    """A process waits until a condition holds.
 
     Attributes:
-        cause: what the wait is booked under.
+        cause: the name under which the wait is counted.
     """
 
     holds: Callable[[], bool]
@@ -39,15 +39,11 @@ class Until:
 
 
 Process = Generator[Until, None, None]
-Speeds = Callable[
-    [frozenset[str]], Mapping[str, float]
-]  # of the lanes that have work, as shares of what each has alone
+Speeds = Callable[[frozenset[str]], Mapping[str, float]]  # of the busy lanes, as shares of each one's speed alone
 
 
 @dataclass
 class _Lane:
-    """Tasks in the order in which they are done."""
-
     urgent: deque[Task] = field(default_factory=deque)
     others: deque[Task] = field(default_factory=deque)
 
@@ -62,15 +58,15 @@ class _Lane:
 
 
 class Machine:
-    """Lanes, each of a part of the machine, and a clock.
+    """The lanes of a machine, and a clock.
 
     Attributes:
-        now_s: since the beginning.
+        now_s: time since the start.
         waited_s: of the first process, by cause.
-        busy_s: how long each part has had work.
+        busy_s: time in which each part was busy.
 
     Args:
-        parts: of the machine, by lane.
+        parts: the part of the machine for each lane.
     """
 
     def __init__(self, parts: Mapping[str, str], speeds: Speeds) -> None:
@@ -83,7 +79,7 @@ class Machine:
         self._known: dict[frozenset[str], Mapping[str, float]] = {}
 
     def put(self, lane: str, seconds: float, after: Callable[[], None] | None = None, *, urgent: bool = False) -> Task:
-        """Have a lane do so much, behind what it has to do already; what is `urgent` goes first."""
+        """Queue a task behind the others of its lane. An `urgent` task goes before all others that are not."""
         task = Task(seconds, after)
         if seconds <= 0.0:
             self._end(task)
@@ -93,17 +89,16 @@ class Machine:
         return task
 
     def hurry(self, lane: str, task: Task) -> None:
-        """Somebody waits for the task now."""
         each = self._lanes[lane]
         if task in each.others:
             each.others.remove(task)
             each.urgent.append(task)
 
     def run(self, first: Process, *others: Process) -> None:
-        """Until the first process is over.
+        """Run until the first process has ended.
 
         Raises:
-            RuntimeError: nobody has anything to do, and the first process still waits.
+            RuntimeError: a deadlock: no lane is busy, and the first process still waits.
         """
         waiting = {process: next(process, None) for process in (first, *others)}
         while True:
@@ -120,7 +115,7 @@ class Machine:
             self.waited_s[until.cause] += self._advance()
 
     def _advance(self) -> float:
-        """Go on to the end of the next task; returns the seconds until then."""
+        """Advance to the end of the next task. Return the seconds until then."""
         busy = frozenset(name for name, lane in self._lanes.items() if lane)
         if not busy:
             raise RuntimeError("everybody waits, and nothing is under way")

@@ -1,9 +1,10 @@
-"""Machines that are not here: numbers to plan with before there is one to measure.
+"""Known machines: numbers to plan with before there is a machine to measure.
 
 Memory and peak rates are the makers' (NVIDIA's data sheets of the H200, H100 and A100 SXM, L40S, RTX 4090 and 3090:
-dense bf16 products that sum in float32). The rest is assumed: a transformer gets 45% of the peak, pinned copies 55 GB/s
-over PCI Express 5 and 25 over 4, a server's 16 cores update 9e9 parameters a second and a desktop's 3e9, and drives
-move 6 GB/s. Nothing of it was measured here; `infinity profile` measures the machine that it runs on.
+dense bf16 products that sum in float32). All other numbers are assumptions: a transformer reaches 45% of the peak,
+pinned copies 55 GB/s over PCI Express 5 and 25 over 4, a server's 16 cores update 9e9 parameters a second and a
+desktop's 3e9, and drives move 6 GB/s. None was measured by this project; `infinity profile` measures the machine on
+which it runs.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 from infinity.config.read import read_text
 from infinity.errors import ConfigError
 
-_SHARE = 0.45  # of the peak
-_OF_A_PROFILE = ("optimizer_rate", "disk")  # what the processor and the drives of another machine say, too
+_SHARE = 0.45  # of the peak that a transformer reaches
+_OF_A_PROFILE = ("optimizer_rate", "disk")  # a profile of another machine can replace these
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class KnownMachine:
         device_memory, machine_memory: bytes.
         flops: a second, of a transformer's products.
         link: bytes a second each way.
-        optimizer_rate: parameters a second; None if nobody has said.
-        disk: bytes a second; None if nobody has said.
+        optimizer_rate: parameters a second; None if unknown.
+        disk: bytes a second; None if unknown.
     """
 
     device_memory: int
@@ -58,13 +59,13 @@ MACHINES = {
 
 
 def known_machine(name: str, *, profiled: bool = False) -> KnownMachine:
-    """One of `MACHINES`, or what a JSON file says with the names of `KnownMachine` as keys.
+    """Return one of `MACHINES`, or the machine in a JSON file whose keys are the fields of `KnownMachine`.
 
     Args:
-        profiled: the drives and the optimizer's rate that are assumed give way to those of a profile; a file's do not.
+        profiled: a profile replaces the assumed rates of the drives and the optimizer, but not a file's.
 
     Raises:
-        ConfigError: there is none of this name, or the file lacks a number.
+        ConfigError: the name is unknown, or the file lacks a number.
     """
     if name in MACHINES:
         return replace(MACHINES[name], optimizer_rate=None, disk=None) if profiled else MACHINES[name]

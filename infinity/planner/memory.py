@@ -1,4 +1,4 @@
-"""Bytes of every tier and of the process beside them; whether they are there; the largest model for them."""
+"""Bytes of every tier and of the process beside them, whether they are available, and the largest model that fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from infinity.zero.drives import Drive, free_on
 Count = Callable[[nn.Module, TrainingPlan], Work]
 
 _LEAST_PARAMS, _MOST_PARAMS = 5e6, 1e15
-_SURE = 0.98  # of the memory that is free: libraries take a little more or less in another process
+_SURE = 0.98  # of the free memory: libraries take a little more or less in another process
 _NEAR = 1.05
 _LEAST_BYTES = 6  # of a parameter and its states, in any format
 _TRIES = 14  # halvings of a factor of 2e8: within a few percent
@@ -32,14 +32,14 @@ class Estimate:
 
     Attributes:
         device_bytes: on a device with memory of its own: states, `activation_bytes`, and the gradients of one unit.
-        budget_bytes: of `tiering.host_memory`, as far as it is taken; at most `granted_bytes`.
-        libraries_bytes: Python, torch and what else is loaded.
-        activation_bytes: what autograd holds at most, where the model computes.
-        unit_grad_bytes: gradients that nobody has taken yet: of the unit that backward is in, and of one that several
+        budget_bytes: of `tiering.host_memory`, as far as it is used; at most `granted_bytes`.
+        libraries_bytes: Python, torch and other loaded libraries.
+        activation_bytes: peak of activations where the model computes.
+        unit_grad_bytes: gradients that the engine has not taken yet: of the unit in backward, and of one that several
             modules use.
-        process_bytes: what the process holds of host memory at most: budget, libraries, and where the model computes on
-            the CPU activations and gradients.
-        nvme_bytes: of one rank; `machine_nvme_bytes` of all on one machine.
+        process_bytes: peak of the process in host memory: budget, libraries, and, if the model computes on the CPU,
+            activations and gradients.
+        nvme_bytes: of one rank; `machine_nvme_bytes` of all ranks on one machine.
     """
 
     device_bytes: int
@@ -54,13 +54,13 @@ class Estimate:
 
 
 def estimate(plan: TrainingPlan, work: Work | None, libraries_bytes: int, step: StepTime | None = None) -> Estimate:
-    """Add up what a plan takes of each memory.
+    """Add up the bytes of a plan in each memory.
 
     Args:
         work: of a micro-batch; None leaves activations out.
-        libraries_bytes: what a process takes before it trains.
-        step: as predicted, which says how long gradients wait for their updates; they may take all that they are
-            granted if there is none, or something in it is not known.
+        libraries_bytes: of a process before it trains.
+        step: the predicted step, which shows how long gradients wait for their updates. Without it, or if some of its
+            rates are unknown, gradients count with all that they are granted.
     """
     grads, added_up = gradient_bytes(plan)
     computing = computing_bytes(plan, work)
@@ -80,9 +80,9 @@ def estimate(plan: TrainingPlan, work: Work | None, libraries_bytes: int, step: 
 
 
 def _never_taken_bytes(plan: TrainingPlan, step: StepTime | None) -> int:
-    """What the budget grants to parameters of whole units, and to gradients that wait, and they do not take.
+    """Return the bytes that the budget grants to parameters and waiting gradients but that they never use.
 
-    Units that are gathered from several ranks' shards are so ahead of the plan, in all that there is.
+    Units that are gathered from several ranks' shards come earlier than the plan says, and use all of it.
     """
     gathered = any(spec.sharding.count > 1 for spec in plan.sizing.specs)
     params = 0 if plan.machine.discrete or gathered else max(0, plan.params_bytes - plan.steps.most_bytes)
@@ -96,11 +96,11 @@ def _never_taken_bytes(plan: TrainingPlan, step: StepTime | None) -> int:
 
 
 def problems(plan: TrainingPlan, needs: Estimate, drives: list[Drive], host_bytes: int) -> Iterator[str]:
-    """Why this cannot train here, in words.
+    """Yield the reasons why this cannot train on these machines.
 
     Args:
         drives: of one machine.
-        host_bytes: memory of one machine that is free, or that it has.
+        host_bytes: free or total memory of one machine.
     """
     free = free_on(drives)
     if needs.machine_nvme_bytes > free:
@@ -129,10 +129,10 @@ def problems(plan: TrainingPlan, needs: Estimate, drives: list[Drive], host_byte
 def largest_model(
     config: Config, machine: Machine, drives: list[Drive], host_bytes: int, count: Count, libraries_bytes: int
 ) -> Shape | None:
-    """The largest decoder that trains there as `estimate` and `problems` have it; None if none does.
+    """Return the largest decoder that trains on these machines, according to `problems`; None if none does.
 
     Args:
-        drives, host_bytes: as for `problems`.
+        drives, host_bytes: see `problems`.
         count: counts the work of a micro-batch of a model.
     """
 
@@ -142,7 +142,7 @@ def largest_model(
     every_byte += machine.ranks * (machine.device_bytes or 0)
 
     def fits(params: float) -> bool:
-        if params * _LEAST_BYTES > every_byte:  # planning what is much too large would take minutes
+        if params * _LEAST_BYTES > every_byte:  # planning a model that is far too large would take minutes
             return False
         model = stand_in(shape_of(params))
         free_bytes = host_bytes - libraries_bytes * machine.neighbours

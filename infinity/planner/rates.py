@@ -1,4 +1,4 @@
-"""How fast the parts of a machine are: from its profile, or as numbers."""
+"""The speeds of a machine's parts: from its profile, or as numbers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from infinity.errors import ConfigError
 from infinity.planner.work import Pass, Product
 
-Points = tuple[tuple[int, float], ...]  # what something is with so many rows, by their number
-_SHARE_MIXED = 2.0  # a byte read with a byte written, at a rate that counts both
+Points = tuple[tuple[int, float], ...]  # a rate or share by number of rows
+_SHARE_MIXED = 2.0  # a byte read and a byte written, at a rate that counts both
 
 
 @dataclass(frozen=True)
 class Duplex:
-    """Bytes a second each way alone, and both at once together."""
+    """Bytes a second each way alone, and both ways at once together."""
 
     inward: float
     outward: float
     both: float
 
     def seconds(self, inward_bytes: float, outward_bytes: float) -> float:
-        """As much as there is for both ways moves at once, the rest alone."""
+        """Return the time to move these bytes: both ways at once as long as both have bytes, then one way alone."""
         paired = min(inward_bytes, outward_bytes)
         rest = (inward_bytes - paired) / self.inward + (outward_bytes - paired) / self.outward
         return _SHARE_MIXED * paired / self.both + rest
@@ -31,20 +31,20 @@ class Duplex:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one machine; what is None is not known.
+    """The rates of one machine; None if unknown.
 
     Attributes:
         products: (rows, flop a second) by layout of the operands, of one device.
-        memory_bytes_per_s: read and written by what is no product, of one device.
-        fresh_bytes_per_s: that the system makes ready of memory that was not there, beside what fills it.
+        memory_bytes_per_s: of operations that are no products, reads and writes, of one device.
+        fresh_bytes_per_s: at which the system provides new memory, in addition to filling it.
         optimizer_params_per_s: updates of all processes of the machine together.
-        disk: all drives of the machine together, inward is read.
-        link: of one device, inward is to the device.
-        gather_bytes_per_s, reduce_bytes_per_s: that one rank receives, or sends.
-        operation_s: that an operation costs beside what it computes, in Python and in torch.
-        launches_ahead: it costs that before it is computed, while the device computes others.
-        beside: what is left of one part of the machine while others work, as a share of its speed alone: of "compute",
-            "optimizer" and "disk"; (rows of the products, share) by the part and those others.
+        disk: all drives of the machine together; inward is read.
+        link: of one device; inward is to the device.
+        gather_bytes_per_s, reduce_bytes_per_s: received or sent by one rank.
+        operation_s: overhead of an operation in Python and in torch.
+        launches_ahead: this overhead overlaps with computation on the device.
+        beside: the share of its speed that one part of the machine keeps while others work, for "compute", "optimizer"
+            and "disk"; (rows of the products, share) by the part and those others.
     """
 
     products: dict[str, Points] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Rates:
     beside: Mapping[tuple[str, frozenset[str]], Points] = field(default_factory=dict)
 
     def compute_s(self, work: Pass) -> float | None:
-        """Of one pass on one device that has nothing else to do; None if the rates are not known."""
+        """Return the time of one pass on an otherwise idle device; None if the rates are unknown."""
         if not self.products:
             return None
         computed = sum(flops / self._product_rate(kind) for kind, flops in work.flops.items())
@@ -73,9 +73,9 @@ class Rates:
         return _at(self.products.get(kind.layout) or next(iter(self.products.values())), kind.rows)
 
     def left(self, part: str, others: frozenset[str], rows: int) -> float | None:
-        """What is left of a part while all these others work; None if that is not known of one of them.
+        """Return the share of its speed that a part keeps while all these others work; None if unknown for one of them.
 
-        Where it was measured two by two only, each takes its share of what the ones before it leave.
+        If it was measured only in pairs, the shares are multiplied.
 
         Args:
             rows: of most products.
@@ -89,15 +89,15 @@ class Rates:
 
     @property
     def peak_flop_per_s(self) -> float | None:
-        """Of the fastest product."""
+        """The rate of the fastest product."""
         return max((rate for known in self.products.values() for _, rate in known), default=None)
 
 
 def rates_of(profile: dict[str, Any], *, dtype: str, state_format: str, device: str = "cpu") -> Rates:
-    """From a profile that `infinity profile` took.
+    """Take the rates from a profile made by `infinity profile`.
 
     Args:
-        dtype: that the model computes in, by torch's name.
+        dtype: in which the model computes, by torch's name.
         device: type of the compute device.
 
     Raises:
@@ -130,13 +130,13 @@ def rates_of(profile: dict[str, Any], *, dtype: str, state_format: str, device: 
 
 
 def _at(points: Points, rows: int) -> float:
-    """Between the two nearest numbers of rows on logarithmic scales; beyond them, the nearest."""
+    """Interpolate between the two nearest numbers of rows on logarithmic scales; beyond them, return the nearest."""
     below = [point for point in points if point[0] <= rows]
     above = [point for point in points if point[0] > rows]
     if not below or not above:
         return (below[-1] if below else above[0])[1]
     (low, slow), (high, fast) = below[-1], above[0]
-    low = max(low, 1)  # a product without rows is one whose rate is the same for all
+    low = max(low, 1)  # a product without rows has one rate for all
     share = math.log(rows / low) / math.log(high / low)
     return float(slow ** (1 - share) * fast**share)
 
@@ -150,7 +150,6 @@ def _contention(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str, frozens
 
 
 def _drives(profile: dict[str, Any]) -> Duplex | None:
-    """All drives at once."""
     if not profile["drives"]:
         return None
     rates = profile["drives_together"] or profile["drives"][0]
@@ -172,10 +171,10 @@ def with_numbers(
     collective_bytes_per_s: float | None = None,
     drives: int = 1,
 ) -> Rates:
-    """Numbers in place of what was measured: a drive moves so much in all, a link so much each way.
+    """Replace measured rates by numbers: a drive's rate is the sum of both directions, a link's is for each way.
 
     Args:
-        drives: how many there are for each that the rate is of.
+        drives: factor on the number of drives.
     """
     if flop_per_s is not None:
         rates = replace(rates, products={"nt": ((1, flop_per_s),)}, memory_bytes_per_s=None, fresh_bytes_per_s=None)
@@ -194,5 +193,5 @@ def with_numbers(
 
 
 def known(values: Sequence[float | None]) -> bool:
-    """None of them is missing."""
+    """Whether none of them is missing."""
     return all(value is not None for value in values)

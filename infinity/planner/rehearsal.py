@@ -1,11 +1,11 @@
-"""A step as the engine would do it, unit by unit and tile by tile, on a machine that is only thought of.
+"""Simulate a step unit by unit and tile by tile, as the engine would run it on a given machine.
 
 [Note: what is rehearsed]
-The compute thread performs the actions of the engine's own scheduler in virtual time; the optimizer's worker
-(rehearsed_worker.py) takes updates in the order of the engine's own queue. Reads, writes, copies, exchanges, updates
-and computing take their turns in lanes. So what a budget costs (a unit that cannot be updated ahead of the one in use,
-a drive that idles while all tiles in flight are with the optimizer) comes of itself. Left out is what takes little time
-beside these: Python, launches, latencies.
+The compute thread performs the actions of the engine's own scheduler in virtual time. The optimizer's worker
+(rehearsed_worker.py) takes updates in the order of the engine's own queue. Reads, writes, copies, collectives, updates
+and computation are queued in lanes. So the cost of a small budget (a unit whose update must wait for the one in use, a
+drive that idles while the optimizer has all tiles in flight) results from the simulation itself. Small costs are left
+out: Python, launches, latencies.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ PARTS = {
     EXCHANGE: "collectives",
 }
 _WARM_UP, _MEASURED = 2, 2  # steps
-_FIRST_GRAD = 0.15  # of a block's backward, until gradients of one of its parameters have come
-_ARRIVALS = 6  # of gradients, in the rest of it
+_FIRST_GRAD = 0.15  # of a block's backward, until one of its parameters has its gradient
+_ARRIVALS = 6  # of gradients, in the remaining backward of a block
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a step took, once the first ones were over.
+    """The costs of a step in steady state.
 
     Attributes:
-        phases_s: forward, backward, and what follows where a step waits for its updates.
+        phases_s: forward, backward, and time spent waiting for updates at the end of the step.
         waits_s: of the compute thread, by the part of the machine that it waited for.
-        busy_s: for which each part had something to do.
-        leased_bytes: most that gradients had beside memory of units' own, and slots.
+        busy_s: time in which each part was busy.
+        leased_bytes: peak of gradients outside of units' own memory and of slots.
     """
 
     seconds: float
@@ -82,7 +82,6 @@ class Rehearsal:
 
 
 def rehearse(work: StepWork, speeds: Speeds) -> Rehearsal:
-    """Go through a few steps."""
     stage = Stage(work, Machine(PARTS, speeds))
     stage.machine.run(stage.compute_thread(), stage.worker.run())
     return stage.measured()
@@ -93,7 +92,7 @@ class _Gradients:
 
     Attributes:
         in_slots: units whose gradients have a slot, the longest first.
-        leased_bytes: beside memory of units' own, and slots.
+        leased_bytes: outside of units' own memory and of slots.
     """
 
     def __init__(self, work: StepWork) -> None:
@@ -116,21 +115,21 @@ class _Unit(UnitState):
     """A row.
 
     Attributes:
-        uses: modules that compute on it.
-        reading: the parameters, on their way from the drive.
-        unsent_s: what they take to go up, once they are here and updated.
-        sending: them on their way up, or to all ranks.
-        gathered: them on their way from all ranks, ahead of a use.
-        spilling: the gradients, on their way to the drive.
+        uses: number of modules that compute on it.
+        reading: the read of the parameters from the drive.
+        unsent_s: duration of their upload, which starts once they are in memory and updated.
+        sending: their upload, or their gather by all ranks.
+        gathered: their early gather for the next use.
+        spilling: the write of the gradients to the drive.
         has_spilled: the drive has gradients.
-        coming: the gradients on their way to where they wait.
+        coming: transfers of the gradients to the memory where they wait.
         due: tiles of the update that is due; None if none is.
-        ticket: the update that the worker has.
-        ahead: tiles that have been updated ahead of the norm, which is not known yet.
+        ticket: the update in the worker's queue.
+        ahead: number of tiles updated speculatively, until the norm is known.
     """
 
-    is_reconstructable = False  # whether an update is written is known before
-    is_updated_on_device = False  # it takes no time beside what the device computes
+    is_reconstructable = False  # whether an update is written is decided beforehand
+    is_updated_on_device = False  # its time is part of the device's computation
     residency = Residency.RESIDENT
     gradients = State.ABSENT
 
@@ -184,13 +183,13 @@ class _Unit(UnitState):
         return self.due is not None or self.ticket is not None or self.ahead > 0
 
     def written(self) -> _Unit | None:
-        """Whose gradients are on the drive, and have a slot still."""
+        """Return a unit whose gradients are on the drive and still have a slot."""
         rows = (self._others[unit] for unit in self._memory.in_slots)
         return next((row for row in rows if row.spilling is not None and row.spilling.done), None)
 
 
 class Stage:
-    """The compute thread, and what it knows.
+    """The compute thread and its state.
 
     Attributes:
         scheduler: the engine's.
@@ -205,12 +204,12 @@ class Stage:
         self._rows: list[_Unit] = []
         self._rows += [_Unit(unit, each, self._gradients, self._rows) for unit, each in enumerate(work.units)]
         self._budget = Budget("memory for parameters", work.params_bytes)
-        self._due: dict[_Unit, None] = {}  # in the order in which updates were asked for
+        self._due: dict[_Unit, None] = {}  # in the order in which they became due
         self._submitted: dict[_Unit, None] = {}
         self._finals: list[int] = []
-        self._some_rest = False  # updates that ran ahead have given gradients back
+        self._some_rest = False  # speculative updates have given gradients back
         self.scheduler = self._scheduled()
-        # What is measured
+        # measurements
         self._phases_s: defaultdict[str, float] = defaultdict(float)
         self._begun_s = 0.0
         self._before: tuple[Mapping[str, float], Mapping[str, float]] = {}, {}
@@ -234,11 +233,11 @@ class Stage:
                 row.residency = Residency.STORED
             elif row.moves:
                 self._budget.used_bytes += row.nbytes
-                list(scheduler.on(ParametersMade(row.index)))  # which asks for nothing
+                list(scheduler.on(ParametersMade(row.index)))  # yields no action
         return scheduler
 
     def measured(self) -> Rehearsal:
-        """Of one of the steps that were measured."""
+        """Return the mean of the measured steps."""
 
         def mean(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
             return {name: (value - before.get(name, 0.0)) / _MEASURED for name, value in now.items()}
@@ -246,7 +245,7 @@ class Stage:
         machine, waits_s = self.machine, defaultdict[str, float](float)
         for lane, seconds in mean(self.machine.waited_s, self._before[0]).items():
             waits_s[PARTS[lane]] += seconds
-        waits_s.pop(PARTS[COMPUTE], None)  # that is computing
+        waits_s.pop(PARTS[COMPUTE], None)  # this is computation, no wait
         return Rehearsal(
             (machine.now_s - self._begun_s) / _MEASURED,
             {name: seconds / _MEASURED for name, seconds in self._phases_s.items()},
@@ -256,7 +255,7 @@ class Stage:
         )
 
     def compute_thread(self) -> Process:
-        """Steps, as the training loop asks for them."""
+        """Run steps like a training loop."""
         for step in range(_WARM_UP + _MEASURED):
             if step == _WARM_UP:
                 self._begun_s = self.machine.now_s
@@ -290,7 +289,7 @@ class Stage:
             self.worker.queue.expect(list(dict.fromkeys(self._finals)))
             self._finals = []
         left = Counter(self._forward_uses)
-        saved: dict[int, list[Task]] = {}  # by position: what autograd saved, on its way back
+        saved: dict[int, list[Task]] = {}  # by position: activations on their way back
         uses = self._work.uses[::-1]
         for position, use in enumerate(uses):
             row = self._rows[use.unit]
@@ -303,7 +302,7 @@ class Stage:
             left[use.unit] -= 1
             backward_s = use.backward_s + (0.0 if left[use.unit] else row.work.take_s)
             yield from self._wait([self.machine.put(COMPUTE, _FIRST_GRAD * backward_s)], COMPUTE)
-            if not left[use.unit]:  # those of all its uses come together
+            if not left[use.unit]:  # the gradients of all its uses come together
                 yield from self._have_room_for_grads(row)
             for _ in range(_ARRIVALS):
                 yield from self._wait([self.machine.put(COMPUTE, (1 - _FIRST_GRAD) / _ARRIVALS * backward_s)], COMPUTE)
@@ -345,7 +344,7 @@ class Stage:
         yield from self._settle()
 
     def _gather(self, row: _Unit) -> Process:
-        """Have the unit whole, and the next one on its way."""
+        """Gather the unit, and start to gather the next one."""
         gathered, row.gathered = row.gathered or self.machine.put(EXCHANGE, row.work.gather_s), None
         yield from self._wait([gathered], EXCHANGE)
         for unit in self.scheduler.cycle.upcoming:
@@ -369,14 +368,13 @@ class Stage:
     # Actions #
 
     def _do(self, event: Event) -> Generator[Until, None, bool]:
-        """Perform what the scheduler asks for because of an event; False if that is nothing."""
+        """Perform the scheduler's actions for an event. Return whether there were any."""
         action = None
         for action in self.scheduler.on(event):
             yield from self.perform(action)
         return action is not None
 
     def perform(self, action: Action) -> Process:
-        """Do what the scheduler asks for, or begin it."""
         if isinstance(action, AwaitAnyUpdate):
             yield from self._finish_one()
             return
@@ -448,7 +446,7 @@ class Stage:
         yield from self._wait(sending, UP)
 
     def _send(self, row: _Unit) -> None:
-        """What has been read, and is not to be updated first, goes up."""
+        """Upload parameters that are read and have no pending update."""
         at_rest = row.due is None and (row.ticket is None or row.ticket.computed)
         if at_rest and row.unsent_s is not None and (row.reading is None or row.reading.done):
             row.sending = [self.machine.put(UP, row.unsent_s)]
@@ -459,13 +457,13 @@ class Stage:
     # Gradients #
 
     def _have_room_for_grads(self, row: _Unit) -> Process:
-        while row.ticket is not None or not row.gradients_have_room:  # the last step's may be used still
+        while row.ticket is not None or not row.gradients_have_room:  # the last step's update may still use them
             if not (yield from self._do(GradientsNeedRoom(row.index))):
                 break  # the engine finds a way that takes no longer
         self._open_grads(row)
 
     def _open_grads(self, row: _Unit) -> None:
-        """Have the unit's gradients in memory."""
+        """Allocate memory for the unit's gradients."""
         if row.gradients is State.ABSENT:
             if row.spills:
                 self._take_slot(row)
@@ -483,12 +481,12 @@ class Stage:
             row.coming = [self.machine.put(READ, row.work.spill_s, urgent=True)]
 
     def _free_slot(self, row: _Unit) -> None:
-        """The unit's gradients are on the drive alone."""
+        """Free the slot of a unit whose gradients are written to the drive."""
         del self._gradients.in_slots[row.index]
         row.gradients, row.spilling, row.has_spilled = State.ABSENT, None, True
 
     def _have_grads(self, row: _Unit, *, last: bool) -> Process:
-        """All gradients of the unit have come in this pass."""
+        """Handle the unit's gradients of this pass once all have come."""
         work = row.work
         if not work.tiles:
             return
@@ -509,7 +507,6 @@ class Stage:
             yield from self._do(GradientsRest())
 
     def _grads_used(self, row: _Unit) -> None:
-        """The unit's gradients are nothing any more."""
         if row.gradients is not State.ABSENT:
             if row.spills:
                 del self._gradients.in_slots[row.index]
@@ -540,10 +537,10 @@ class Stage:
             self._note(row)
 
     def _note(self, row: _Unit) -> None:
-        """An update is over: what it held is free."""
+        """Free the resources of a finished update."""
         row.ticket = None
         del self._submitted[row]
-        if row.ahead:  # the norm is not known yet, or the rest of the update is due
+        if row.ahead:  # the norm is unknown, or the other tiles are due
             if row.work.recovers:
                 self._grads_used(row)
             else:
@@ -561,12 +558,13 @@ class Stage:
         self._note(row)
 
     def _finish_one(self) -> Process:
-        """Wait for one update, whichever is the first."""
+        """Wait for one update, the first to end."""
         yield Until(lambda: any(row.ticket and row.ticket.done for row in self._submitted), OPTIMIZER)
         self._note_done()
 
     def _update_all(self) -> Process:
-        """The norm is known: what ran ahead stands, and the rest is updated, in the order of the next forward pass."""
+        """Commit speculative updates, now that the norm is known, and update all other tiles in the order of the next
+        forward pass."""
         rows = sorted(
             (row for row in self._rows if row.work.tiles), key=lambda row: self.scheduler.cycle.first_use(row.index)
         )

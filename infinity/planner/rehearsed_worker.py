@@ -1,4 +1,4 @@
-"""The optimizer's worker in a rehearsal: optim/pipeline.py and tiers/ring.py without the bytes."""
+"""The optimizer's worker in a simulation: optim/pipeline.py and tiers/ring.py without the bytes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Ticket:
     """An update.
 
     Attributes:
-        tiles: those that are left, by index.
-        ready: what it waits for.
-        needed: when the unit is needed next.
+        tiles: the remaining ones, by index.
+        ready: tasks that it waits for.
+        needed: time of the unit's next use.
     """
 
     unit: int
@@ -39,10 +39,10 @@ class Ticket:
 
 
 class Worker:
-    """Updates tile by tile what is in its queue, and reads ahead.
+    """Update the queued units tile by tile, and prefetch.
 
     Attributes:
-        queue: what the compute thread submits.
+        queue: filled by the compute thread.
 
     Args:
         slots: of the ring.
@@ -57,7 +57,7 @@ class Worker:
         self._leaving: deque[tuple[_Key, Task]] = deque()
 
     def run(self) -> Process:
-        """Work until nobody asks any more."""
+        """Run until the simulation ends."""
         while True:
             yield Until(self._has_work, OPTIMIZER)
             self._reap()
@@ -84,7 +84,7 @@ class Worker:
                 yield (unit, index), tile
 
     def _unread(self) -> Iterator[tuple[_Key, TileWork]]:
-        """What is to be read next; nothing behind a tile that is still being written."""
+        """Yield the tiles to read next, up to the first that is still being written."""
         written = {key for key, _ in self._leaving}
         for key, tile in self._upcoming():
             if key in written:
@@ -137,14 +137,14 @@ class Worker:
             ticket.writes.append(self._machine.put(WRITE, tile.params_s))
 
     def _hold(self, key: _Key, tile: TileWork) -> Process:
-        """Wait for a tile, which nobody may have begun to read."""
+        """Wait for a tile. Read it if that has not begun."""
         if key not in self._arriving:
             while any(other == key for other, _ in self._leaving) or not self._free:
                 if self._leaving:
                     oldest = self._leaving[0][1]
                     yield Until(lambda: oldest.done, WRITE)  # noqa: B023  (the wait is over before the next one)
                     self._reap()
-                else:  # all slots have what is needed later
+                else:  # all slots have tiles that are needed later
                     del self._arriving[next(reversed(self._arriving))]
                     self._free += 1
             self._read(key, tile, urgent=True)

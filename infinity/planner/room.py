@@ -1,4 +1,4 @@
-"""Budgets that are "auto", made small enough for what a training takes beside them."""
+"""Reduce "auto" budgets so that they leave room for the other memory of a training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.planner.filled import computing_bytes
 from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
 from infinity.planner.work import Work
 
-# Stacks, the allocator's remainders and libraries that load late: at least so much, or a twentieth of what there is.
+# Stacks, the allocator's fragments and libraries that load late: at least so much, or a twentieth of the memory.
 _SLACK_BYTES = 128 << 20
 _SLACK_SHARE = 20
 
@@ -25,14 +25,15 @@ def plan_with_room(
     count: Callable[[TrainingPlan], Work],
     host_bytes: int,
 ) -> tuple[Config, TrainingPlan, Work]:
-    """The configuration with budgets that leave room for activations and gradients, its plan, and a micro-batch's work.
+    """Return a configuration whose budgets leave room for activations and gradients, its plan, and a micro-batch's
+    work.
 
-    A budget that is given stays as it is. One that would be too small for the model stays as it was chosen:
-    `infinity.planner.problems` says what is missing then.
+    Budgets set by the user stay. If a reduced budget would be too small for the model, the original stays, and
+    `infinity.planner.problems` reports the shortage.
 
     Args:
         count: counts the work of a micro-batch.
-        host_bytes: memory of one machine that its processes may take, libraries excluded.
+        host_bytes: memory of one machine for its processes, without libraries.
 
     Raises:
         CapacityError: a budget is too small for the model.
@@ -49,7 +50,7 @@ def plan_with_room(
 
 
 def _with_room(config: Config, plan: TrainingPlan, beside_bytes: int, host_bytes: int) -> Config:
-    """The configuration with smaller budgets; itself where what is chosen leaves room enough."""
+    """Return the configuration with smaller budgets; itself if they leave enough room."""
     tiering, machine = config.tiering, plan.machine
     slack = min(max(_SLACK_BYTES, host_bytes // _SLACK_SHARE), host_bytes // 8)
     host_limit = host_bytes - slack - (0 if machine.discrete else beside_bytes)

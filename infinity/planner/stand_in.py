@@ -1,4 +1,4 @@
-"""A decoder of a given size, for plans of models that are known by their number of parameters only.
+"""A decoder of a given size, for plans of models of which only the number of parameters is known.
 
 The blocks are GPT's: attention and a four times wider perceptron, so that one of width h has 12 h^2 parameters.
 """
@@ -23,7 +23,7 @@ _WIDTH_PER_LAYER = 100  # GPT-3 has 12288 / 96 = 128, GPT-2 XL 33, ZeRO-Infinity
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder's measures; the embedding is also the head."""
+    """A decoder's dimensions; the embedding is also the head."""
 
     layers: int
     width: int
@@ -31,15 +31,15 @@ class Shape:
 
     @property
     def params(self) -> int:
-        """Weights and biases."""
+        """Number of weights and biases."""
         return self.vocabulary * self.width + self.layers * (12 * self.width**2 + 13 * self.width) + 2 * self.width
 
 
 def shape_of(params: float) -> Shape:
-    """A decoder of about so many parameters, within a hundredth where there is one, and of usual proportions.
+    """Return a decoder of usual proportions with about so many parameters, within one percent if possible.
 
     Raises:
-        ValueError: fewer parameters than the smallest has.
+        ValueError: fewer parameters than the smallest decoder has.
     """
     if not 0 < params < _MOST_PARAMS:
         raise ValueError(f"{params:g} is no number of parameters")
@@ -57,7 +57,7 @@ def shape_of(params: float) -> Shape:
 
 
 def _deep(params: float, width: int) -> Shape:
-    """As many layers of a width as come nearest."""
+    """Return the decoder of this width whose number of layers fits best."""
     layers = (params - VOCABULARY * width) / (12 * width**2 + 13 * width)
     return Shape(max(1, round(layers)), width)
 
@@ -67,8 +67,6 @@ def _linear(inputs: int, outputs: int, tiles: int) -> nn.Module:
 
 
 class Block(nn.Module):
-    """One layer."""
-
     def __init__(self, width: int, tiles: int) -> None:
         super().__init__()
         self.heads = math.ceil(width / _HEAD_WIDTH)
@@ -106,6 +104,6 @@ class Decoder(nn.Module):
 
 
 def stand_in(shape: Shape, tiles: int = 1) -> Decoder:
-    """A decoder of this shape, without memory for its weights; each of its linear layers is cut into so many tiles."""
+    """Return a decoder of this shape on meta. Each of its linear layers is cut into so many tiles."""
     with torch.device("meta"):
         return Decoder(shape, tiles)

@@ -1,7 +1,8 @@
-"""How long a step takes: what every part of the machine has to do, rehearsed as the engine would do it.
+"""Predict the time of a step: simulate the work of every part of the machine as the engine would order it.
 
-The plan says what moves where, the work what is computed, the rates how fast each part of the machine is by itself and
-beside the others. All that becomes seconds of units and tiles here (`StepWork`), which `rehearse` puts in their order.
+The plan gives the bytes that move, the work gives the computation, and the rates give the speed of each part of the
+machine, alone and beside the others. They become seconds of units and tiles (`StepWork`), which `rehearse` puts in
+order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from infinity.planner.training_plan import TrainingPlan
 from infinity.planner.work import Work
 
 _DUPLEX = (("read", "write", "disk"), ("up", "down", "link"))
-_ON_CORES = ("compute", "optimizer", "collectives")  # where the compute device is the CPU
+_ON_CORES = ("compute", "optimizer", "collectives")  # if the compute device is the CPU
 
 
 @dataclass(frozen=True)
@@ -28,17 +29,17 @@ class StepTime:
     """A predicted step.
 
     Attributes:
-        seconds: from one step to the next, once the first ones are over.
+        seconds: of a step in steady state.
         parts: seconds of compute, link, disk, optimizer and collectives, each as if alone.
-        busy: those for which each has something to do; longer where they slow one another down.
-        phases: seconds of forward, backward, and the updates that a step waits for behind them.
-        waits: what computing waits for in these, by part.
-        unknown: parts whose rates are not known; the step takes longer by what they do.
+        busy: seconds in which each part is busy; longer if parts slow each other down.
+        phases: seconds of forward, backward, and time spent waiting for updates at the end of the step.
+        waits: waits of the computation in these, by part.
+        unknown: parts with unknown rates; their time is missing from the step.
         tokens: of all ranks.
         flops: of one rank's device.
-        shared: the compute device's cores are the optimizer's, too.
+        shared: the optimizer runs on the compute device's cores.
         write_bytes: to the drives of one machine.
-        leased_grads_bytes: most that gradients have of memory that units share.
+        leased_grads_bytes: peak of gradients in memory that units share.
     """
 
     seconds: float
@@ -59,22 +60,22 @@ class StepTime:
 
     @property
     def flop_per_s(self) -> float:
-        """Of one device, recomputation included."""
+        """Of one device, including recomputation."""
         return self.flops / self.seconds if self.seconds else 0.0
 
     @property
     def efficiency(self) -> float:
-        """The share of the step in which the compute device computes the model, as fast as it can alone."""
+        """The share of the step in which the compute device would compute the model at full speed."""
         return self.parts["compute"] / self.seconds if self.seconds else 0.0
 
     @property
     def bottleneck(self) -> str:
-        """The part that has the most to do."""
+        """The part that is busy longest."""
         return max(self.busy, key=self.busy.__getitem__) if any(self.busy.values()) else "nothing"
 
     @property
     def break_even_tokens(self) -> float | None:
-        """Tokens a step from which on computing hides the rest, if more of them cost nothing but computing."""
+        """The tokens a step from which on computation hides all else, if more of them cost computation alone."""
         if not self.parts["compute"]:
             return None
         fixed = max(self.parts["disk"], self.parts["link"])
@@ -83,21 +84,21 @@ class StepTime:
         return max(0.0, fixed) * self.tokens / self.parts["compute"]
 
     def wear(self, rated_bytes: float) -> tuple[float, float]:
-        """Bytes a day that are written, and days until as many are written as the drives are rated for."""
+        """Return the bytes written a day, and the days until the drives' rated number of bytes is written."""
         day = self.write_bytes / self.seconds * 86400 if self.seconds else 0.0
         return day, rated_bytes / day if day else float("inf")
 
 
 def predict_step(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> StepTime:
-    """Predict a step of `plan` whose micro-batches are `work`, on machines of these rates: not the first one, after
-    which the device is filled with optimizer states."""
+    """Predict a step of `plan` with micro-batches of `work` on machines of these rates. Not the first step: the device
+    is filled with optimizer states after it."""
     shared = not plan.machine.discrete
     speeds = speeds_of(rates, _most_rows(work), shared=shared)
     before, later = plan, filled_later(plan, config, work)
     plan = once_filled(before, config, later)
     asked = step_work(plan, config, work, rates)
     done = rehearse(asked, speeds)
-    # The first step's gradients need what nothing on the device spares them yet.
+    # In the first step, no states on the device reduce the memory for gradients yet.
     first = rehearse(step_work(before, config, work, rates), speeds) if later else done
     micro = config.gradient_accumulation_steps
     return StepTime(
@@ -135,7 +136,7 @@ def _duplex(rates: Duplex | None, inward: int, outward: int) -> float:
 
 
 def _unknown(plan: TrainingPlan, rates: Rates) -> tuple[str, ...]:
-    """What has to be done at a rate that is not known."""
+    """Return the parts of the machine that have work but no known rate."""
     traffic = plan.traffic
     needed = {
         "compute": not rates.products,
@@ -149,7 +150,7 @@ def _unknown(plan: TrainingPlan, rates: Rates) -> tuple[str, ...]:
 
 
 def _most_rows(work: Work) -> int:
-    """Rows that most of a micro-batch's products have."""
+    """Return the number of rows that most of a micro-batch's products have."""
     flops: defaultdict[int, float] = defaultdict(float)
     for kind, amount in (*work.forward.flops.items(), *work.backward.flops.items()):
         flops[kind.rows] += amount if kind.layout != "attention" else 0.0
@@ -157,11 +158,11 @@ def _most_rows(work: Work) -> int:
 
 
 def speeds_of(rates: Rates, rows: int, *, shared: bool) -> Speeds:
-    """What each lane does of what it can alone, by the lanes that have work.
+    """Return a function of the busy lanes that gives each lane's speed, as a share of its speed alone.
 
     Args:
         rows: of most products.
-        shared: the compute device's cores are the optimizer's and the collectives', too.
+        shared: the optimizer and the collectives run on the compute device's cores.
     """
 
     def speeds(busy: frozenset[str]) -> dict[str, float]:
@@ -179,9 +180,9 @@ def speeds_of(rates: Rates, rows: int, *, shared: bool) -> Speeds:
 
 
 def _beside(part: str, others: frozenset[str], rates: Rates, rows: int, *, shared: bool) -> float:
-    """What is left of a part of the machine while others work, as measured.
+    """Return the measured share of its speed that a part keeps while others work.
 
-    Where that was not measured, those that share cores share them evenly, and others do not know of one another.
+    If it was not measured, parts on the same cores share them evenly, and other parts do not affect each other.
     """
     measured = frozenset(other for other in others if rates.left(part, frozenset({other}), rows) is not None)
     rivals = [other for other in others - measured if shared and part in _ON_CORES and other in _ON_CORES]

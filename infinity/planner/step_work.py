@@ -1,8 +1,8 @@
-"""What a step asks of every part of a machine, in seconds of units and tiles: a plan's bytes over a machine's rates.
+"""The work of a step for every part of a machine, in seconds of units and tiles: a plan's bytes divided by the rates.
 
 [Note: fewer tiles]
-A trillion parameters are a million tiles, all alike. Several are taken for one where there are many, and the ring has
-as many slots fewer, but never fewer than keep reading, updating and writing apart.
+A trillion parameters are a million equal tiles. If there are many, several are merged into one, and the ring has fewer
+slots in proportion, but always enough to overlap reads, updates and writes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from infinity.schedule.placement import Home, cut_into_tiles
 from infinity.tiers import Memory
 from infinity.zero.updates import UpdateSchedule
 
-_MOST_TILES = 400  # that are told apart
+_MOST_TILES = 400  # that are simulated separately
 _LEAST_SLOTS = 4
-_ASIDE_RATE = 0.75  # of the optimizer, against that of updates in place
+_ASIDE_RATE = 0.75  # of an update that fills the undo log, relative to one in place
 _DRIVES = (Memory.NVME, Memory.FILE)
 
 
 @dataclass(frozen=True)
 class TileWork:
-    """Seconds of one tile of optimizer states, each as if alone; 0 to read and write where it stays in memory.
+    """Seconds for one tile of optimizer states, each as if alone; 0 for reads and writes if it stays in memory.
 
     Attributes:
-        params_s: writing the parameters that it has updated.
+        params_s: to write the updated parameters.
     """
 
     update_s: float
@@ -46,20 +46,20 @@ class TileWork:
 
 @dataclass(frozen=True)
 class UnitWork:
-    """What one unit asks for, in seconds as if alone, and the memory that it takes.
+    """The work of one unit, in seconds as if alone, and its memory.
 
     Attributes:
-        nbytes: of its parameters, if they come and go; else 0.
-        read_s, up_s: fetching them from the drives, and to the device.
-        gather_s: making it whole from the shards of several ranks, for a use.
-        grad_bytes: of its gradients in the memory where they wait; 0 where they spill.
+        nbytes: of its parameters; 0 if they are never evicted.
+        read_s, up_s: to fetch them from the drives, and to the device.
+        gather_s: to gather it from the shards of several ranks, for a use.
+        grad_bytes: of its gradients in the memory where they wait; 0 if they spill.
         own_grads: that memory is the unit's own.
-        spill_s: of a unit whose gradients spill: writing them, or reading them.
-        take_s: its gradients of a pass on their way to where they wait, by the compute thread itself.
-        reduce_s, down_s: its gradients of a pass on their way to other ranks, and from the device.
-        publish_s, regather_s: what was updated on its way up again, or to all ranks, where it stays there.
+        spill_s: to write or read the gradients of a unit that spills.
+        take_s: for the compute thread to copy a pass's gradients to where they wait.
+        reduce_s, down_s: to reduce a pass's gradients over the ranks, and to bring them from the device.
+        publish_s, regather_s: to upload updated parameters that stay on the device, or to gather them on all ranks.
         tiles: of its optimizer states.
-        ahead: so many of these can be updated before the norm is known.
+        ahead: number of tiles that can be updated speculatively.
         recovers: its gradients need no memory after that.
     """
 
@@ -82,11 +82,11 @@ class UnitWork:
 
 @dataclass(frozen=True)
 class UseWork:
-    """A module that uses a unit, in each pass: seconds of computing, and of moving what autograd saves in it.
+    """A module that uses a unit, in each pass: seconds to compute, and to move its activations.
 
     Attributes:
-        down_s, up_s: leaving the device, and coming back.
-        write_s, read_s: leaving host memory, and coming back.
+        down_s, up_s: from the device and back.
+        write_s, read_s: from host memory and back.
     """
 
     unit: int
@@ -104,13 +104,13 @@ class StepWork:
 
     Attributes:
         uses: in the order of a forward pass; backward is the reverse.
-        plan: of the units that come and go.
-        params_bytes, grads_bytes: memory for what comes and goes, and for gradients that wait.
+        plan: of the units that are fetched and evicted.
+        params_bytes, grads_bytes: memory for these units, and for gradients that wait.
         slots: of the ring of tiles.
-        spill_slots: units whose gradients may be in memory at once, of those that spill.
+        spill_slots: how many units that may spill have gradients in memory at once.
         passes: forward and backward passes.
         runs_in_backward: units are updated as soon as their gradients are final.
-        settles: a step is over when everything is updated.
+        settles: a step ends when everything is updated.
         writes_all: every update is written home.
     """
 
@@ -128,7 +128,7 @@ class StepWork:
 
 
 def step_work(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> StepWork:
-    """Of a step of `plan` whose micro-batches are `work`, on one of the machines of these rates."""
+    """Return the work of a step of `plan` with micro-batches of `work`, on one of the machines of these rates."""
     sizing, schedule = plan.sizing, UpdateSchedule(plan.update_schedule)
     micro = config.gradient_accumulation_steps
     passes = 1 if sizing.layer_major else micro
@@ -161,8 +161,8 @@ def step_work(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> S
 
 
 def _tiles(plan: TrainingPlan) -> Iterator[list[tuple[int, Home]]]:
-    """Elements and homes of every unit's tiles, but for those on the device: that updates them in less time than a
-    step's launches take."""
+    """Yield elements and homes of every unit's tiles, except tiles on the device: its updates take less time than the
+    launches of a step."""
     homes, shards = iter(plan.placement.tiles), plan.sizing.shards
     for numel in shards.numels:
         tiles = [(elements, next(homes)) for elements in cut_into_tiles([numel], shards.tile_numel)]
@@ -170,7 +170,7 @@ def _tiles(plan: TrainingPlan) -> Iterator[list[tuple[int, Home]]]:
 
 
 def _fewer(tiles: Sequence[TileWork], together: int) -> tuple[TileWork, ...]:
-    """See [Note: fewer tiles]; those that stay in memory and those that do not are not taken for one another."""
+    """Merge tiles, see [Note: fewer tiles]; tiles that stay in memory and tiles on NVMe separately."""
     if together <= 1:
         return tuple(tiles)
     groups: dict[bool, list[TileWork]] = {True: [], False: []}
@@ -194,13 +194,13 @@ def _as_one(tiles: Sequence[TileWork]) -> TileWork:
 
 
 def _aside(tile: TileWork) -> TileWork:
-    """As updated ahead of the norm: one in memory leaves what it replaces."""
+    """Return the tile with the cost of a speculative update: one in memory also fills the undo log."""
     return tile if tile.is_stored else replace(tile, update_s=tile.update_s / _ASIDE_RATE)
 
 
 def _ahead(plan: TrainingPlan, unit: int, tiles: Sequence[TileWork]) -> int:
-    """How many of a unit's tiles can be updated before the norm is known: what has two slots, or room for
-    before-images."""
+    """Return how many of a unit's tiles can be updated speculatively: double-buffered ones, and those with room in the
+    undo log."""
     sizing, needs, split = plan.sizing, plan.needs, plan.split
     if sizing.keeps_steps:
         return len(tiles)
@@ -215,7 +215,7 @@ def _ahead(plan: TrainingPlan, unit: int, tiles: Sequence[TileWork]) -> int:
 
 
 class _Seconds:
-    """What bytes and parameters of one rank take on a machine whose drives and cores its neighbours share."""
+    """Times of one rank's transfers and updates, on a machine whose drives and cores its neighbours share."""
 
     def __init__(self, plan: TrainingPlan, rates: Rates, passes: int) -> None:
         self._plan = plan
@@ -275,7 +275,8 @@ class _Seconds:
         )
 
     def _take(self, numel: int) -> float:
-        """Copied in the first pass of a step, and added up in the others; beside a device, by the link."""
+        """Return the time to copy gradients in the first pass of a step, and to add them in the others; 0 with a
+        device, whose link does it."""
         if self._plan.machine.discrete:
             return 0.0
         sizing = self._plan.sizing
@@ -291,12 +292,11 @@ class _Seconds:
 
 
 def _ways(duplex: Duplex | None) -> tuple[float | None, float | None]:
-    """Rates in and out."""
     return (None, None) if duplex is None else (duplex.inward, duplex.outward)
 
 
 def _over(amount: float, rate: float | None) -> float:
-    """Seconds; 0 if the rate is not known."""
+    """Return seconds; 0 if the rate is unknown."""
     return amount / rate if rate else 0.0
 
 
@@ -304,7 +304,8 @@ def _over(amount: float, rate: float | None) -> float:
 
 
 def _uses(plan: TrainingPlan, config: Config, work: Work, rates: Rates, together: int) -> Iterator[UseWork]:
-    """Blocks compute as their parameters are many; what no block does is the last other module's.
+    """Yield the uses. Blocks share their computation in proportion to their parameters; the last module outside gets
+    the remaining computation.
 
     Args:
         together: micro-batches that go through a module in one pass.
@@ -336,7 +337,7 @@ def _uses(plan: TrainingPlan, config: Config, work: Work, rates: Rates, together
 
 
 def _activations(plan: TrainingPlan, config: Config, work: Work) -> tuple[float, float]:
-    """What autograd saves of a micro-batch, as far as it leaves the device, and the host for the drives."""
+    """Return a micro-batch's activation bytes that leave the device, and the part that leaves the host, too."""
     held = plan.sizing.rules.activations_bytes
     if not held:
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""The same training predicted over a range of tokens, host budgets or drives."""
+"""Predict the same training over a range of tokens, host budgets or drives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DRIVES = (1, 2, 3, 4, 6, 8)
 
 @dataclass(frozen=True)
 class Point:
-    """A step at one value of what is swept."""
+    """A step at one value of the swept quantity."""
 
     value: float
     label: str
@@ -32,7 +32,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What stays the same."""
+    """The fixed part of a sweep."""
 
     model: nn.Module
     config: Config
@@ -42,7 +42,7 @@ class Sweep:
     checkpointing: bool
 
     def over(self, what: str) -> list[Point]:
-        """Points over "tokens" (of a micro-batch), "host-memory" or "drives" (for each that there is)."""
+        """Return points over "tokens" (of a micro-batch), "host-memory" or "drives" (as a factor on their number)."""
         points = {"tokens": self._tokens, "host-memory": self._budgets, "drives": self._drives}[what]
         return list(points())
 

@@ -1,4 +1,4 @@
-"""What moves between the tiers in one step, by the phase in which it has to move."""
+"""Bytes that move between the tiers in one step, by the phase in which they must move."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from infinity.zero.sizing import Sizing
 
 @dataclass(frozen=True)
 class Fetches:
-    """Parameters that come in for all forward, or all backward, passes of a step, in bytes by route.
+    """Bytes of parameters fetched in all forward or all backward passes of a step, by route.
 
     Attributes:
-        gathered: from other ranks, which each use of a unit needs, wherever this rank's shard is.
+        gathered: from other ranks, for each use of a unit, wherever this rank's shard is.
     """
 
     disk: int = 0
@@ -30,15 +30,15 @@ class Traffic:
     """Bytes of one rank in one step.
 
     Attributes:
-        forward, backward: parameters that are fetched in these phases.
-        states: optimizer states on the drives: so much is read, and so much written, by the updates.
-        params_written: updated parameters that go back to the drives.
-        spilled, unspilled: gradients that do not fit: so much is written, and so much read again.
-        link_down: gradients that leave the device; those that are added up on it leave once.
+        forward, backward: parameters fetched in these phases.
+        states: optimizer states on the drives; updates read and write so many bytes each.
+        params_written: updated parameters written back to the drives.
+        spilled, unspilled: gradients written to the drives for lack of memory, and read again.
+        link_down: gradients that leave the device; sums over micro-batches on it leave once.
         link_up: updated parameters that stay on the device, of units whose states do not.
-        reduced: gradients that are sent to the ranks that share the states.
-        averaged: those of this rank's shard that are exchanged with the ranks that have the same one.
-        regathered: updated parameters that every rank keeps whole, received from those that have updated them.
+        reduced: gradients sent to the ranks that share the states.
+        averaged: gradients of this rank's shard exchanged with the replicas.
+        regathered: updated parameters that every rank keeps unsharded, received from the ranks that have updated them.
     """
 
     forward: Fetches
@@ -55,7 +55,7 @@ class Traffic:
 
     @property
     def gathered(self) -> int:
-        """Parameters that come from the ranks that share the states."""
+        """Parameters received from the ranks that share the states."""
         return self.forward.gathered + self.backward.gathered + self.regathered
 
     @property
@@ -68,10 +68,10 @@ class Traffic:
 
 
 def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches: int, sums_bytes: int = 0) -> Traffic:
-    """Of a step of so many micro-batches, each of which repeats the plan's cycle unless they go layer by layer.
+    """Return the traffic of a step of so many micro-batches. Each repeats the plan's cycle unless they are layer-major.
 
     Args:
-        sums_bytes: of the memory that is computed in, where gradients of several micro-batches are added up.
+        sums_bytes: memory for sums of gradients over micro-batches, where they are computed.
     """
     rules, specs = sizing.rules, sizing.specs
     passes = 1 if sizing.layer_major else micro_batches
@@ -81,7 +81,7 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
     forward, backward = (_fetches(sizing, stored, list(units), whole, passes) for units, whole in phases)
     spills = placement.grad_homes
     sizes = [sizing.shards.grad_sizes[unit] for unit in spills.spilled]
-    spilling = [] if rules.grads.recovers else sizes  # while updates run ahead
+    spilling = [] if rules.grads.recovers else sizes  # gradients of speculative updates do not spill
     trained = sum(unit.trainable_numel for unit in sizing.partition.units)
     reduces = micro_batches if rules.grads.reduces_every_pass else 1
     travel = sizing.communication_dtype.itemsize
@@ -99,28 +99,28 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
         backward,
         states=placement.stored_bytes - sum(sizes),
         params_written=sum(specs[unit].shard_nbytes for unit in written(sizing, steps) if stored[unit]),
-        # Backward leaves the first units' gradients in the slots, the last of these written ahead; there the updates,
-        # which begin with the first units, find them.
+        # The first units' gradients, the last of backward, stay in the slots, except slots that were written early. The
+        # updates begin with these units and find them in memory.
         spilled=sum(spilling) * passes - sum(spilling[: spills.slots - spilled_ahead(spills.slots)]),
         unspilled=sum(spilling) * passes - sum(spilling[: spills.slots]),
         link_down=once + (leaving - once) * passes,
         link_up=staying if leaving else 0,
         reduced=_sent(trained * travel * reduces, rules.sharding.count),
-        # An all-reduce is a reduce-scatter and an all-gather.
+        # an all-reduce is a reduce-scatter and an all-gather
         averaged=_sent(2 * sum(numels) * travel // rules.sharding.count, rules.replicas),
         regathered=_sent(kept_whole, rules.sharding.count),
     )
 
 
 def written(sizing: Sizing, steps: Plan) -> Collection[int]:
-    """Units whose updated parameters are written where they live: where they are updated in what is computed on, those
-    that leave it."""
+    """Return units whose updated parameters are written home. If updates change the tensor that is computed on, only
+    units that are evicted need it."""
     changed_there = sizing.rules.one_memory and not sizing.rules.params.gathers
     return steps.evicted if changed_there and not sizing.writes_updates else range(len(sizing.specs))
 
 
 def _fetched(steps: Plan, forward: int) -> Iterator[Iterator[int]]:
-    """Units that are fetched in the forward uses, and in the others."""
+    """Yield the units fetched in the forward uses, then those of all other uses."""
     for part in (steps.steps[:forward], steps.steps[forward:]):
         on_the_spot = (step.unit for step in part if step.before is not None)
         ahead = (unit for step in part for action, unit in step.actions if action == "prefetch")
@@ -128,8 +128,8 @@ def _fetched(steps: Plan, forward: int) -> Iterator[Iterator[int]]:
 
 
 def _gathered(steps: Plan, forward: int) -> Iterator[list[int]]:
-    """Units that are made whole for the forward uses, and for the others, wherever their shards are: a unit stays whole
-    from one use to the next if that follows at once."""
+    """Yield the units gathered for the forward uses, then for all others, wherever their shards are. A unit stays
+    unsharded if its next use follows at once."""
     uses = [step.unit for step in steps.steps]
     due = [(index, unit) for index, unit in enumerate(uses) if uses[index - 1 : index] != [unit]]
     yield [unit for index, unit in due if index < forward]
@@ -148,5 +148,5 @@ def _fetches(sizing: Sizing, stored: list[bool], units: list[int], whole: list[i
 
 
 def _sent(nbytes: int, ranks: int) -> int:
-    """What a rank receives, or sends, of a whole that is divided among them."""
+    """Return the bytes that a rank receives or sends if a whole is divided among the ranks."""
     return nbytes * (ranks - 1) // ranks

@@ -1,4 +1,4 @@
-"""What a model and a configuration will do, before anything is allocated: bytes of every tier, a plan of the step."""
+"""Plan a model's training, before anything is allocated: bytes of every tier, and the actions of a step."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from infinity.zero.sizing import Sizing, size_up
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a model is to train.
+    """The machines for a training.
 
     Attributes:
-        ranks: processes that train it together, one a device; `neighbours` of them share a machine.
-        device_bytes: memory of each compute device; None where that is the CPU.
+        ranks: processes that train together, one a device; `neighbours` of them share a machine.
+        device_bytes: memory of each compute device; None if that is the CPU.
         host_bytes: memory of a machine; None for this one's.
-        drive_bytes: what its drives have free; None where that is not known, and taken to be enough.
+        drive_bytes: free space on its drives; None if unknown, and taken to be enough.
     """
 
     ranks: int = 1
@@ -41,13 +41,13 @@ class Machine:
 
     @property
     def discrete(self) -> bool:
-        """The compute device has memory of its own."""
+        """Whether the compute device has memory of its own."""
         return self.device_bytes is not None
 
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """A unit, in the order of the model: `nbytes` of parameters, which come and go if `offloaded`."""
+    """A unit, in the order of the model: `nbytes` of parameters, which are fetched and evicted if `offloaded`."""
 
     name: str
     params: int
@@ -64,26 +64,26 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """One step of training on one rank, whose budgets and bytes these are.
+    """One step of training on one rank, with the rank's budgets and bytes.
 
     Attributes:
         machine: where it trains.
-        sizing: what follows from model and configuration.
-        units: what is fetched and evicted as a whole.
-        state_format, update_schedule: as "auto" was resolved.
-        needs: the least and the most that host memory can usefully hold.
+        sizing: facts that follow from model and configuration.
+        units: fetched and evicted as a whole.
+        state_format, update_schedule: "auto" resolved.
+        needs: the minimum and the useful maximum of host memory.
         host_bytes: the budget, given or chosen.
-        split: what the budget grants.
-        host_used_bytes: what of the budget may be taken.
+        split: the division of the budget.
+        host_used_bytes: the part of the budget that may be used.
         device_used_bytes: on a device with memory of its own: parameters that are computed on, and gradients between
             ranks; 0 without one.
         nvme_bytes: space that will be reserved on the drives.
-        placement: where everything lives.
-        params_bytes: memory for units that come and go, where they are computed on.
+        placement: the home of every field.
+        params_bytes: memory for units that are fetched and evicted, where they are computed on.
         sums_bytes: memory for sums of gradients over micro-batches, where they are computed.
         uses: units in the order of a forward pass, one entry for each module that uses one; backward is the reverse.
-        steps: of one cycle in steady state, through those of the uses whose units come and go.
-        traffic: what moves in a step.
+        steps: one cycle in steady state, over the uses of units that are fetched and evicted.
+        traffic: bytes that move in a step.
     """
 
     machine: Machine
@@ -115,16 +115,16 @@ class TrainingPlan:
 
     @property
     def read_bytes(self) -> int:
-        """From the drives in one step."""
+        """Bytes read from the drives in one step."""
         return self.traffic.read_bytes
 
     @property
     def write_bytes(self) -> int:
-        """To the drives in one step."""
+        """Bytes written to the drives in one step."""
         return self.traffic.write_bytes
 
     def facts(self) -> dict[str, Any]:
-        """As plain values, for JSON; the plan's steps by unit name."""
+        """Return plain values for JSON; the plan's steps by unit name."""
         names = [unit.name for unit in self.units]
         return {
             "params": self.params,
@@ -159,10 +159,10 @@ class TrainingPlan:
 
 
 def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()) -> TrainingPlan:
-    """Plan a model's training as `infinity.initialize` would lay it out; its parameters may be on meta.
+    """Plan a model's training as `infinity.initialize` would lay it out. Its parameters may be on meta.
 
     Raises:
-        CapacityError: a memory budget is too small; the message has the number that is needed.
+        CapacityError: a memory budget is too small; the message has the required number.
         ConfigError: a combination that cannot work.
     """
 
@@ -207,7 +207,7 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
 
 
 def _uses(partition: Partition) -> tuple[Use, ...]:
-    """A model is taken to run through its modules in their order."""
+    """Return the uses of a model that is assumed to run through its modules in order."""
     starts = tuple(f"{name}." for name in partition.blocks)
     return tuple(
         Use(unit, point.module_name in partition.blocks or point.module_name.startswith(starts))
@@ -234,7 +234,6 @@ def _sizing(model: nn.Module, config: Config, machine: Machine) -> Sizing:
 
 
 def _host_capacity(config: Config, needs: MemoryNeeds, machine: Machine) -> int:
-    """The budget of one rank."""
     if machine.host_bytes is None or config.tiering.host_memory_bytes is not None:
         return host_capacity(config, needs, Ranks(neighbours=machine.neighbours))
     return min(needs.most_bytes, auto_bytes(machine.host_bytes, machine.neighbours))
@@ -246,7 +245,7 @@ def _host_used(needs: MemoryNeeds, split: MemorySplit) -> int:
 
 
 def _nvme_bytes(sizing: Sizing, placement: Placement) -> int:
-    """Whole pages for every parameter that has its home there, beside the states and gradients."""
+    """Return the bytes of states and gradients, plus whole pages for every parameter with its home on the drives."""
     homes = zip(sizing.specs, placement.params, strict=True)
     sizes = [spec.shard_nbytes for spec, home in homes if home.memory is Memory.NVME]
     spilled = sum(sizing.shards.grad_sizes[unit] for unit in placement.grad_homes.spilled)
@@ -255,7 +254,7 @@ def _nvme_bytes(sizing: Sizing, placement: Placement) -> int:
 
 
 def _kept_bytes(sizing: Sizing, placement: Placement) -> int:
-    """Two slots of all states and parameters, wherever they live, beside the gradients."""
+    """Return the bytes of two slots of all states and parameters, wherever their home is, plus the gradients."""
     slots = sum(
         map(_aligned, [*sizing.shards.tile_sizes, *(spec.shard_nbytes for spec in sizing.specs if not spec.runs)])
     )

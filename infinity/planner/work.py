@@ -1,9 +1,9 @@
-"""What one micro-batch asks of the compute device: counted on the model itself, with tensors that have no values.
+"""Count the work of one micro-batch for the compute device, on the model itself with tensors that have no values.
 
 [Note: two layers stand for all]
-Blocks that are alike do alike work, so a model of a hundred of them is run with one, and with two: the difference is a
-block, and the rest of the model is what is left. Operations are those of the CPU's kernels, whose attention keeps no
-matrix of all pairs; a GPU's keeps none either.
+Equal blocks do equal work. So a model of a hundred blocks is run with one and with two: the difference is the work of a
+block, and the remainder is the work outside of blocks. The counts are of the CPU's kernels, whose attention keeps
+no matrix of all pairs, like a GPU's.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from infinity.zero.partition import Partition
 
 
 class Product(NamedTuple):
-    """A kind of matrix product, as far as its speed goes.
+    """A kind of matrix product, as far as its speed depends on it.
 
     Attributes:
-        layout: how the operands lie: "nn", "nt" (the second is transposed), "tn" (the first is), or "attention".
-        rows: the least of its three measures.
+        layout: of the operands: "nn", "nt" (the second is transposed), "tn" (the first is), or "attention".
+        rows: the smallest of its three dimensions.
     """
 
     layout: str
@@ -46,9 +46,9 @@ class Pass:
     Attributes:
         flops: of products, by kind.
         other_bytes: read and written by all other operations.
-        operations: how many there are, products among them.
-        fresh_bytes: of results that are so large that a host's allocator asks the system for each, which gives it page
-            by page: the gradient of a vocabulary.
+        operations: number of operations, including products.
+        fresh_bytes: of results so large that a host's allocator asks the system for each, which provides them page by
+            page: the gradient of a vocabulary.
     """
 
     flops: dict[Product, float] = field(default_factory=dict)
@@ -67,10 +67,10 @@ class Work:
 
     Attributes:
         tokens: of the micro-batch.
-        saved_bytes: activations that autograd holds when the forward pass ends.
-        block_bytes: of these, one block's that are computed again, if blocks are checkpointed; else 0.
-        loss_bytes: what lives beside them at most at the end of the forward pass: logits and what is made of them.
-        outside_forward, outside_backward: what no block does, as far as that is known.
+        saved_bytes: activations that autograd holds at the end of the forward pass.
+        block_bytes: recomputed activations of one block, if blocks are checkpointed; else 0.
+        loss_bytes: peak of logits and the tensors made of them, beside these, at the end of the forward pass.
+        outside_forward, outside_backward: work outside of blocks, as far as known.
     """
 
     tokens: int
@@ -84,19 +84,18 @@ class Work:
 
     @property
     def activation_bytes(self) -> float:
-        """The most that is held at once."""
         return self.saved_bytes + max(self.block_bytes, self.loss_bytes)
 
 
 def count_work(
     model: nn.Module, partition: Partition, dtype: torch.dtype, batch: int, seq: int, *, checkpointing: bool = False
 ) -> Work:
-    """Count what a micro-batch of `batch` samples of `seq` tokens does in `model`, whose weights may be on meta.
+    """Count the work of a micro-batch of `batch` samples of `seq` tokens in `model`, whose weights may be on meta.
 
     Args:
         partition: says which modules are blocks.
-        dtype: that it computes in.
-        checkpointing: only the inputs of blocks are kept, and backward computes the rest again.
+        dtype: in which it computes.
+        checkpointing: keep only the inputs of blocks, and recompute the other activations in backward.
 
     Raises:
         ConfigError: the model does not run on `input_ids` and `labels`.
@@ -109,7 +108,7 @@ def count_work(
 
 
 class _Run(NamedTuple):
-    """How a model is run, see `count_work`."""
+    """How to run a model, see `count_work`."""
 
     dtype: torch.dtype
     batch: int
@@ -135,7 +134,7 @@ def _count(model: nn.Module, partition: Partition, run: _Run) -> Work:
 
 
 def _listed_alike(model: nn.Module, partition: Partition) -> list[nn.Module] | None:
-    """All blocks, if there are more than two, alike, and members of one list."""
+    """Return all blocks, if there are more than two, alike, and members of one list."""
     names = _outermost(partition)
     container = names[0].rpartition(".")[0] if names else ""
     if len(names) < 3 or not container:
@@ -147,7 +146,7 @@ def _listed_alike(model: nn.Module, partition: Partition) -> list[nn.Module] | N
 
 
 def _outermost(partition: Partition) -> list[str]:
-    """Blocks that are not tiles of another."""
+    """Return the blocks that are not tiles of another."""
     names = frozenset(partition.blocks)
 
     def inside(name: str) -> bool:
@@ -157,7 +156,7 @@ def _outermost(partition: Partition) -> list[str]:
 
 
 def _extended(one: Work, two: Work, blocks: int) -> Work:
-    """See [Note: two layers stand for all]."""
+    """Extrapolate, see [Note: two layers stand for all]."""
 
     def line(first: float, second: float, count: int) -> float:
         return first + (count - 1) * (second - first)
@@ -182,8 +181,8 @@ def _extended(one: Work, two: Work, blocks: int) -> Work:
 
 
 def _work(model: nn.Module, blocks: list[nn.Module], run: _Run) -> Work:
-    """Of one forward and backward pass over tensors without values."""
-    saved: dict[int, tuple[torch.Tensor, int]] = {}  # kept alive: an address is of one storage then
+    """Count one forward and backward pass over tensors without values."""
+    saved: dict[int, tuple[torch.Tensor, int]] = {}  # keeps tensors alive, so that no address is reused
     counter = _Counter()
     with _without_values(model, run.dtype) as fake, fake, _checkpointed(blocks, run.checkpointing):
         weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -207,8 +206,8 @@ def _work(model: nn.Module, blocks: list[nn.Module], run: _Run) -> Work:
             (output if isinstance(output, torch.Tensor) else output.loss).backward()
         backward = counter.take()
     sizes = [nbytes for _, nbytes in saved.values()]
-    # What a language model's loss keeps, in float32, is the largest; as much is made of it in backward, and logits and
-    # their gradient in the compute dtype are beside it.
+    # The float32 logits kept by the loss are the largest. Backward makes as much again, beside the logits and their
+    # gradient in the compute dtype.
     loss_bytes = max(sizes, default=0) * (1 + run.dtype.itemsize / torch.float32.itemsize)
     return Work(run.batch * run.seq, forward, backward, float(sum(sizes)), 0.0, loss_bytes)
 
@@ -219,10 +218,10 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def _without_values(model: nn.Module, dtype: torch.dtype) -> Iterator[FakeTensorMode]:
-    """The model's parameters and buffers as tensors of the CPU that have no memory; as before outside."""
+    """Replace the model's parameters and buffers by CPU tensors without memory, while the context lasts."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    stand_ins: dict[int, torch.Tensor] = {}  # tied parameters stay one
+    stand_ins: dict[int, torch.Tensor] = {}  # keeps ties
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         with fake:
@@ -246,7 +245,7 @@ def _without_values(model: nn.Module, dtype: torch.dtype) -> Iterator[FakeTensor
 
 @contextmanager
 def _checkpointed(blocks: list[nn.Module], checkpointing: bool) -> Iterator[None]:
-    """Have backward compute the inside of these blocks again."""
+    """Recompute the inside of these blocks in backward."""
     if not checkpointing:
         yield
         return
@@ -261,7 +260,7 @@ def _checkpointed(blocks: list[nn.Module], checkpointing: bool) -> Iterator[None
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up what every operation does."""
+    """Add up the work of all operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -271,7 +270,7 @@ class _Counter(TorchDispatchMode):
         self._fresh_bytes = 0.0
 
     def take(self) -> Pass:
-        """What was counted since the last call."""
+        """Return the counts since the last call."""
         taken = Pass(dict(self._flops), self._other_bytes, self._operations, self._fresh_bytes)
         self._flops, self._other_bytes, self._operations, self._fresh_bytes = Counter(), 0.0, 0, 0.0
         return taken
@@ -279,7 +278,7 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
-        self._operations += func.namespace != "prim" and not func.is_view  # "prim": what tensors without values ask
+        self._operations += func.namespace != "prim" and not func.is_view  # "prim": queries by tensors without values
         self._fresh_bytes += _fresh_bytes(args, out)
         if "scaled_dot_product" in str(packet):
             self._flops[Product("attention", 0)] += _attention_flops(args, backward="backward" in str(packet))
@@ -291,7 +290,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _attention_flops(args: Any, *, backward: bool) -> int:
-    """Of the whole square: kernels that leave out the masked half only look faster."""
+    """Count the whole square: a kernel that skips the masked half then only seems faster."""
     query, key = args[1:3] if backward else args[:2]
     batch, heads, tokens, width = query.shape
     return int((5 if backward else 2) * 2 * batch * heads * tokens * key.shape[-2] * width)
@@ -305,7 +304,7 @@ def _product_of(args: Any) -> Product:
 
 
 def _fresh_bytes(args: Any, out: Any) -> int:
-    """Of results in memory of their own that no allocator keeps."""
+    """Return the bytes of results in new memory that no allocator keeps."""
     given = {_storage(tensor) for tensor in _tensors(args)}
     made = (tensor for tensor in _tensors(out) if _storage(tensor) not in given)
     return sum(nbytes for tensor in made if (nbytes := _bytes_of(tensor)) >= FRESH_BYTES)

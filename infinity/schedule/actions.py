@@ -1,4 +1,4 @@
-"""What the scheduler is told, and what it asks for."""
+"""Events that the scheduler gets, and actions that it returns."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 # Events #
 #
-# Agreed events happen alike on all ranks; local ones (completions, memory, what a user looks at) follow each rank's own
-# drives and memory. Only an agreed event may lead to something that all ranks must do together.
+# An agreed event happens alike on all ranks. A local event (completions, memory, reads by the user) depends on this
+# rank's own drives and memory. Only an agreed event may lead to an action that all ranks must take together.
 
 
 class AgreedEvent:
-    """Happens alike on all ranks."""
+    """An event that happens alike on all ranks."""
 
     __slots__ = ()
 
 
 class LocalEvent:
-    """Follows this rank's own drives, memory and errors."""
+    """An event that depends on this rank's own drives, memory and errors."""
 
     __slots__ = ()
 
@@ -30,10 +30,10 @@ class PassBegins(AgreedEvent):
 
 @dataclass(frozen=True, slots=True)
 class PassEnds(AgreedEvent):
-    """The backward pass is over, or the forward pass had none.
+    """The backward pass is over, or a forward pass without one.
 
     Attributes:
-        learn: it was a training step; what follows will probably be like it.
+        learn: it was a training step; the next cycles are expected to repeat it.
     """
 
     learn: bool
@@ -41,35 +41,35 @@ class PassEnds(AgreedEvent):
 
 @dataclass(frozen=True, slots=True)
 class UseBegins(AgreedEvent):
-    """A module is about to compute on a unit, which is pinned."""
+    """A module is about to compute on a unit; the unit is pinned."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class ParametersNeeded(LocalEvent):
-    """Somebody wants a unit's newest parameters, and has pinned them: a look-ahead, a user, a save."""
+    """A look-ahead, a user or a save needs a unit's newest parameters, and has pinned the unit."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class OldParametersNeeded(LocalEvent):
-    """A unit's parameters are wanted in memory as they are, without the update that may be due."""
+    """A unit's parameters are needed in memory without the update that may be due."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class ParametersMade(LocalEvent):
-    """A unit that had no values has its first ones, in memory."""
+    """A new unit has its first values, in memory."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class ParametersStale(LocalEvent):
-    """What memory has of a unit is not the newest any more, which is on the drive."""
+    """A unit's parameters in memory are stale: the newest are on NVMe."""
 
     unit: int
 
@@ -83,33 +83,33 @@ class RoomNeeded(LocalEvent):
 
 @dataclass(frozen=True, slots=True)
 class MemoryFreed(LocalEvent):
-    """Operations may have ended, and given memory back."""
+    """Operations may have ended and released memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateDue(LocalEvent):
-    """A unit's update is due, and may be submitted if its parameters are in memory."""
+    """A unit's update is due. It may be submitted if the parameters are in memory."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateForeseen(LocalEvent):
-    """A unit's gradients are complete, and its update will probably be due: it may run ahead of the norm."""
+    """A unit's gradients are complete, and its update is expected: it may be speculative."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class GradientsNeedRoom(LocalEvent):
-    """A unit's gradients need memory that is not free; nothing is done if none can be freed."""
+    """A unit's gradients need memory that is not free. Yields no action if none can be freed."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class GradientsRest(LocalEvent):
-    """Nothing is added for a while to the gradients of a unit that may spill."""
+    """The gradients of a unit that may spill will not change for a while."""
 
 
 Event = AgreedEvent | LocalEvent
@@ -119,10 +119,10 @@ Event = AgreedEvent | LocalEvent
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Start to bring a unit's parameters into memory, of which the ledger has enough.
+    """Start to bring a unit's parameters into memory. The ledger has room for them.
 
     Attributes:
-        urgent: somebody waits for them.
+        urgent: the compute thread waits for them.
     """
 
     unit: int
@@ -131,25 +131,25 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class AwaitFetch:
-    """Wait until a unit's parameters are in memory, old or new."""
+    """Block until a unit's parameters are in memory, stale or not."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Drop a unit's parameters from memory; those that are nowhere else are written home first."""
+    """Drop a unit's parameters from memory. If no other copy is up to date, write them home first."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Submit the update of a unit that is due; its gradients have room.
+    """Submit a unit's due update. Its gradients have room.
 
     Attributes:
-        write: the new parameters are written home, tile by tile as they are updated.
-        needed: when the unit is needed next; of updates that nobody waits for the lowest goes first.
+        write: write the new parameters home, tile by tile as they are updated.
+        needed: time of the unit's next use; among updates that no thread waits for, the lowest goes first.
     """
 
     unit: int
@@ -159,7 +159,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class SubmitAhead:
-    """Submit the update that is foreseen for a unit, as far as it can be undone; see `Submit`."""
+    """Submit a unit's expected update, as far as it can be rolled back; see `Submit`."""
 
     unit: int
     write: bool
@@ -168,47 +168,47 @@ class SubmitAhead:
 
 @dataclass(frozen=True, slots=True)
 class UpdateOnDevice:
-    """Carry out the update of a unit that is due on the device, where its optimizer states are."""
+    """Run a unit's due update on the device, where its optimizer states are."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitUpdate:
-    """Wait until the submitted update of a unit is over: computed, and on the drives."""
+    """Block until a unit's submitted update is computed and written."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitNewest:
-    """Wait until a unit's parameters are in memory, updated, and in the device's queue."""
+    """Block until a unit's parameters are in memory and updated; their upload may still be queued on the device."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitAnyUpdate:
-    """Wait until one of the submitted updates has ended, whichever is the first."""
+    """Block until one of the submitted updates has ended, the first to do so."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitGradients:
-    """Wait until a unit's gradients are in host memory, where they come from a drive or the device."""
+    """Block until a unit's gradients have arrived in host memory, from NVMe or from the device."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """Start to write a unit's gradients to the drive; their memory is free once that is done."""
+    """Start to write a unit's gradients to NVMe. `AwaitSpill` frees their memory."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitSpill:
-    """Wait until a unit's gradients are written, and free their memory."""
+    """Block until a unit's gradients are written, and free their memory."""
 
     unit: int
 

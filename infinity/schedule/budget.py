@@ -1,12 +1,12 @@
-"""How a memory budget is divided: what must fit first, then what saves the most traffic per byte.
+"""Divide a memory budget: first the minimum of each part, then the parts that save the most traffic per byte.
 
-On a machine whose compute device is the CPU one budget pays for everything. With a discrete device the tensors that are
-computed on, and the gradients that are collected beside them, are paid by the device, and all else by the host.
+If the compute device is the CPU, one budget pays for everything. A discrete device pays for the tensors that are
+computed on and the gradients that are collected beside them; the host pays for all else.
 
-Traffic saved by one byte held, per training step (`split` format): a parameter that stays is neither read twice
-nor written back (6 bytes for 2), a tile of optimizer states is neither read nor written (20 bytes for 10).
-Parameters therefore come first, but for gradients that let computing go on while a unit is updated: without them the
-drive idles while the next unit is computed, and computing while that one is updated.
+Traffic saved by one byte held, per training step (`split` format): a parameter that stays is neither read twice nor
+written back (6 bytes for 2), a tile of optimizer states is neither read nor written (20 bytes for 10). So parameters
+come first, except gradients that let the computation continue during an update: without them the drive idles while the
+next unit is computed, and the computation while that unit is updated.
 """
 
 from __future__ import annotations
@@ -16,33 +16,32 @@ from dataclasses import dataclass
 from infinity.config import format_size, size_to_set
 from infinity.errors import CapacityError
 
-_RING_SHARE = 16  # of the capacity: tiles in flight beyond the fewest take no larger a part
+_RING_SHARE = 16  # tiles in flight take at most 1/16 of the capacity, unless the minimum is more
 
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Bytes that could be held, and the least that must be.
+    """The bytes that could be held, and the minimum.
 
     Attributes:
         tile_bytes: of a full tile of optimizer states.
         ring_min_bytes: fewest tiles in flight with which the optimizer pipeline can overlap.
-        ring_bytes: tiles in flight that are of use to it.
-        params_min_bytes: largest set of units that must be resident together, where this memory is computed in.
-        params_bytes: all parameters that come and go for that.
+        ring_bytes: most tiles in flight that are of use to it.
+        params_min_bytes: largest set of units that must be resident together, if this memory is computed in.
+        params_bytes: all parameters that are fetched and evicted for that.
         grads_min_bytes: gradients that must be held before an update can free them.
-        grads_flowing_bytes: gradients of a unit that is updated and of one that is computed meanwhile, where units are
-            updated under backward.
+        grads_flowing_bytes: gradients of one unit in its update and one being computed, if updates run during backward.
         grads_bytes: gradients that may usefully be held.
         states_min_bytes: optimizer states whose home is this tier.
-        states_bytes: all optimizer states, with gradients that stay beside those that stay.
-        always_bytes: parameters that never leave, where this memory is computed in.
-        homes_min_bytes, homes_bytes: shards of parameters that lie apart from what is computed on, at home or on their
-            way; those that must be here, and all.
-        collecting_bytes: whole gradients on their way to the ranks' shards, where this memory has them.
-        activations_bytes: what autograd saves and is moved here.
-        initial_bytes: values on their way to the tiers at `initialize`, before there are gradients and activations.
-        images_bytes: before-images of all that updates may overwrite ahead.
-        sums_bytes: sums of gradients over a step's micro-batches, before all ranks' are added up.
+        states_bytes: all optimizer states, and gradients that stay beside states that stay.
+        always_bytes: parameters that never leave, if this memory is computed in.
+        homes_min_bytes, homes_bytes: shards of parameters in another place than the computation, at home or in transit;
+            the minimum, and all.
+        collecting_bytes: full gradients before their reduction to shards, if they are in this memory.
+        activations_bytes: activations that are offloaded to this memory.
+        initial_bytes: values on their way to the tiers at `initialize`, before gradients and activations exist.
+        images_bytes: the undo log of all updates that may be speculative.
+        sums_bytes: sums of gradients over a step's micro-batches, before their reduction over the ranks.
         largest_unit: name of the largest unit, for the error message, its bytes, and whether it is an embedding.
     """
 
@@ -80,24 +79,24 @@ class MemoryNeeds:
         return params_bytes + states_bytes + self._later(self.grads_bytes)
 
     def _later(self, grads_bytes: int) -> int:
-        """What training takes that `initialize` does not: values on their way to the tiers have this room then."""
+        """Return the larger of two peaks: training, and `initialize`, which uses the same room earlier."""
         return max(grads_bytes + self.collecting_bytes + self.activations_bytes, self.initial_bytes)
 
     @property
     def grads_least_bytes(self) -> int:
-        """Gradients that have room in any case: what values needed on their way to the tiers serves them afterwards."""
+        """Gradients that have room in any case: they inherit the room of the values at `initialize`."""
         initial = self.initial_bytes - self.collecting_bytes - self.activations_bytes
         return min(self.grads_bytes, max(self.grads_min_bytes, initial))
 
     def initial_extra_bytes(self, split: MemorySplit) -> int:
-        """What values on their way need beyond the room that others have later."""
+        """Return the bytes that `initialize` needs beyond the room that training uses later."""
         return max(0, self.initial_bytes - self.collecting_bytes - self.activations_bytes - split.grads_bytes)
 
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """Bytes granted to parameters, gradients, states that stay, tiles in flight, shards that lie apart, before-images,
-    and sums of gradients."""
+    """Bytes granted to parameters, gradients, states that stay, tiles in flight, separate shards, the undo log, and
+    sums of gradients."""
 
     params_bytes: int
     grads_bytes: int
@@ -109,7 +108,6 @@ class MemorySplit:
 
     @property
     def granted_bytes(self) -> int:
-        """All of these."""
         states_bytes = self.states_bytes + self.ring_bytes + self.images_bytes + self.sums_bytes
         return self.params_bytes + self.homes_bytes + self.grads_bytes + states_bytes
 
@@ -118,8 +116,8 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str, cut_bytes: i
     """Divide `capacity_bytes` among the needs.
 
     Args:
-        key: the configuration key that sets the capacity, for the error message.
-        cut_bytes: the least budget with blocks that are cut, for it, too.
+        key: the configuration key of the capacity, for the error message.
+        cut_bytes: the least budget with cut blocks, for the error message.
 
     Raises:
         CapacityError: the capacity is below `needs.least_bytes`; the message says by how much and why.
@@ -168,7 +166,7 @@ def _or_cut(least_bytes: int | None) -> str:
 
 
 def _further(needs: MemoryNeeds) -> str:
-    """What only some placements need, in words."""
+    """Return the needs that only some placements have, in words."""
     parts = {
         "gradients on their way between ranks": needs.collecting_bytes,
         "activations": needs.activations_bytes,
@@ -178,10 +176,10 @@ def _further(needs: MemoryNeeds) -> str:
 
 
 def alone(unit: str, unit_bytes: int, capacity_bytes: int, is_embedding: bool, at_once: int = 1) -> str:
-    """What to do about a unit that no schedule can fit; nothing if it would fit.
+    """Return advice about a unit that no schedule can fit; empty if it would fit.
 
     Args:
-        at_once: units that are whole here at once: the one that is computed on, and the one that comes meanwhile.
+        at_once: how many unsharded units are in memory at once: the one in use, and the one being fetched.
     """
     if at_once * unit_bytes <= capacity_bytes:
         return ""

@@ -1,7 +1,7 @@
-"""The cycle that is running, one forward and backward pass: what it has used, and the plan that it follows.
+"""The running cycle, one forward and backward pass: its uses so far, and the plan that it follows.
 
-The plan is advice. A cycle that does something else than the last one leaves it, is served on demand from there on, and
-is what the next plan is made from.
+The plan is advice. If a cycle differs from the last one, it leaves the plan, and later units are fetched on demand. The
+next plan is made from the new uses.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from infinity.schedule.plan import Plan, PlanStep, make_plan
 
 
 class Cycle:
-    """Records uses, and answers from those of the last cycle.
+    """Record uses, and predict from the last cycle's uses.
 
     Args:
         sizes: bytes of each unit.
-        moving: which of them come and go.
+        moving: which units are fetched and evicted.
         capacity_bytes: memory for these.
-        ahead_bytes: of those that are gathered ahead of their use, beyond the next one.
+        ahead_bytes: memory for units that are gathered early, beyond the next one.
 
     Attributes:
         plan: None before the first training step.
-        recorded: the uses of the cycle that is running; None between two cycles.
+        recorded: the uses of the running cycle; None between two cycles.
     """
 
     def __init__(self, sizes: Sequence[int], moving: Sequence[bool], capacity_bytes: int, ahead_bytes: int = 0) -> None:
@@ -34,27 +34,26 @@ class Cycle:
         self._sizes = tuple(sizes)
         self._moving = tuple(moving)
         self.recorded: list[int] | None = None
-        self._last = NextUse()  # all uses
-        self._course = NextUse()  # those of the plan
+        self._last = NextUse()  # of all units
+        self._course = NextUse()  # only of units that move, as in the plan
 
     def expect(self, uses: Sequence[int], plan: Plan) -> None:
-        """Cycles will have these uses and follow this plan, as after a training step that had them."""
+        """Expect cycles with these uses, and follow this plan, as after such a training step."""
         self.plan = plan
         self._last = NextUse(uses)
         self._course = NextUse([unit for unit in uses if self._moving[unit]])
 
     def begin(self) -> None:
-        """A forward pass begins."""
         self.recorded = []
         self._last.begin()
         if self.plan is not None:
             self._course.begin()
 
     def end(self, *, learn: bool) -> bool:
-        """The backward pass is over, or the forward pass had none.
+        """End the cycle, after its backward pass or after a forward pass without one.
 
         Args:
-            learn: it was a training step; what follows will probably be like it.
+            learn: it was a training step; the next cycles are expected to repeat it.
 
         Returns:
             Whether there is a new plan.
@@ -74,7 +73,7 @@ class Cycle:
         return True
 
     def use(self, unit: int) -> PlanStep | None:
-        """A unit is used: the plan's step for it, or None once the cycle has left the plan."""
+        """Record a use. Return the plan's step for it; None if the unit never moves or the cycle has left the plan."""
         if self.recorded is not None:
             self.recorded.append(unit)
             self._last.advance(unit)
@@ -85,34 +84,34 @@ class Cycle:
 
     @property
     def follows_plan(self) -> bool:
-        """The cycle has done what the last one did, as far as it goes."""
+        """Whether the cycle has repeated the last one so far."""
         return self._course.position is not None
 
     @property
     def expected(self) -> int | None:
-        """The unit that will probably be used next; None where nobody knows."""
+        """The unit that is probably used next; None if unknown."""
         return self._last.expected
 
     @property
     def upcoming(self) -> tuple[int, ...]:
-        """The units that will probably be used next, in their order, a few; none where nobody knows."""
+        """A few units that are probably used next, in order; empty if unknown."""
         return self._last.upcoming(MOST_AHEAD if self.ahead_bytes else 1)
 
     def strangers(self, units: Iterable[int]) -> list[int]:
-        """Those of the units that the plan does not begin with."""
+        """Return the units that are not in memory when the plan begins."""
         return [] if self.plan is None else [unit for unit in units if unit not in self.plan.resident]
 
     def first_use(self, unit: int) -> int:
-        """When the next cycle will probably use the unit first."""
+        """Return the position of the unit's first use in the next cycle; behind all others if none is known."""
         return self._last.first(unit)
 
     def is_leaving(self, unit: int) -> bool:
-        """The plan evicts the unit after a use, and this cycle has had the last one."""
+        """Whether the plan evicts the unit, and this cycle has had its last use."""
         position = self._course.position
         if self.plan is None or position is None or unit not in self.plan.evicted:
             return False
         return self._course.is_last(unit, position - 1)
 
     def leaves_memory(self, unit: int) -> bool:
-        """The unit may leave memory before it is changed again: what changes in it must reach its home."""
+        """Whether the unit may be evicted before its next change, so that this change must reach its home."""
         return self._moving[unit] and (self.plan is None or unit in self.plan.evicted)

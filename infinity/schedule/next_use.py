@@ -1,8 +1,8 @@
-"""The one look-ahead: when each unit is used next, from what the last cycle used.
+"""The one look-ahead: when each unit is used next, predicted from the last cycle.
 
-Training repeats itself, so the order of the last cycle is read as one that repeats endlessly. `time` counts uses in
-that repetition, `position` within one cycle. A cursor follows the cycle that runs; one that does something else leaves
-the trace, and is served on demand from there on.
+Training repeats itself, so the trace of the last cycle is treated as endlessly repeated. `time` counts uses in this
+repetition, `position` counts uses within one cycle. A cursor follows the running cycle, until it differs from the
+trace.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 
 class NextUse:
-    """Answers for one trace, each in the logarithm of a unit's uses at most.
+    """Queries on one trace. Each takes at most the logarithm of the number of a unit's uses.
 
     Args:
         uses: units in the order in which the last cycle used them.
 
     Attributes:
-        position: the cursor: uses of the running cycle so far; None when none runs, or it has left the trace.
-        expected: the unit that the running cycle uses next; None at its end, or if nobody knows.
+        position: the cursor: number of uses in the running cycle; None if none runs or it has left the trace.
+        expected: the unit that the running cycle uses next; None at its end, or if unknown.
     """
 
     def __init__(self, uses: Sequence[int] = ()) -> None:
@@ -33,11 +33,11 @@ class NextUse:
     # The trace #
 
     def at(self, time: int) -> int:
-        """The unit that is used then; the trace has uses."""
+        """Return the unit that is used at this time. The trace must not be empty."""
         return self.uses[time % len(self.uses)]
 
     def after(self, unit: int, time: int) -> int:
-        """First use of `unit` strictly later than `time`.
+        """Return the time of the first use of `unit` after `time`.
 
         Raises:
             KeyError: no cycle uses it.
@@ -50,27 +50,26 @@ class NextUse:
         return (cycle + 1) * length + positions[0]
 
     def first(self, unit: int) -> int:
-        """When the next cycle uses the unit first, as a position; behind all others if it does not."""
+        """Return the position of the unit's first use in a cycle; behind all others if the cycle does not use it."""
         positions = self._positions.get(unit)
         return len(self.uses) if positions is None else positions[0]
 
     def is_last(self, unit: int, position: int) -> bool:
-        """The cycle does not use the unit after this position."""
+        """Whether the cycle does not use the unit after this position."""
         positions = self._positions.get(unit)
         return positions is None or positions[-1] <= position
 
     # The cursor #
 
     def begin(self) -> None:
-        """A cycle begins."""
         self._move_to(0)
 
     def end(self) -> None:
-        """The cycle is over, or is not to be followed any further."""
+        """Stop following the cycle: it is over, or has left the trace."""
         self.position = self.expected = None
 
     def advance(self, unit: int) -> bool:
-        """The running cycle uses a unit; False if it is not the one that was expected: the cycle has left the trace."""
+        """Record a use. Return False, and leave the trace, if another unit was expected."""
         if self.position is None or self.expected != unit:
             self.end()
             return False
@@ -78,7 +77,7 @@ class NextUse:
         return True
 
     def upcoming(self, count: int) -> tuple[int, ...]:
-        """At most so many of the units that the running cycle uses next; none if nobody knows."""
+        """Return at most `count` of the units that the running cycle uses next; none if unknown."""
         return () if self.position is None else self.uses[self.position : self.position + count]
 
     def _move_to(self, position: int) -> None:

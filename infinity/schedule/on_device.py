@@ -1,13 +1,12 @@
-"""Which units are updated on the compute device, with their optimizer states and gradients there.
+"""Choose the units that are updated on the compute device, with their optimizer states and gradients on it.
 
 [Note: which units go to the device first]
-Gradients of a unit that is updated there never cross the link, and its update takes no time of the host's cores. So the
-first to go are those whose update nothing hides: what the next forward pass needs first and backward makes last, which
-is the first unit, and the small parameters that stay, whose gradients are complete only when backward is over. Two more
-follow: between the gradients of the first block and its next use there is nothing but its own forward pass, and of the
-second not much more. The rest is taken evenly from all over the model, so that in every part of backward the link and
-the cores have as much to do beside what is computed. One order serves any amount of memory: the more there is, the
-farther it is followed.
+Gradients of a unit that is updated on the device never cross the link, and its update takes no time of the host's
+cores. So units whose update nothing hides go first: the first unit, which the next forward pass needs first and
+backward makes last, and the small parameters that never leave, whose gradients are complete only after backward. Two
+more units follow: between the gradients of the first block and its next use runs only its own forward pass, and for the
+second not much more. The others are taken evenly from the whole model, so that the link and the cores have equal work
+in every part of backward. The same order serves any amount of memory; more memory takes more of it.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from collections.abc import Collection, Sequence
 from infinity.config import Config
 from infinity.errors import ConfigError
 
-_EARLY = 2  # of the units that are taken evenly, those whose gradients come last: they go before the others
-_WORTH_NUMEL = 1 << 24  # an update of fewer elements takes the host's cores 2 to 5 ms
+_EARLY = 2  # units taken evenly whose gradients come last: they go before the others
+_WORTH_NUMEL = 1 << 24  # the host's cores update so many elements in 2 to 5 ms
 
 _log = logging.getLogger(__name__)
 
 
 def share_there(config: Config, *, discrete: bool, exact: bool) -> float:
-    """The share of optimizer states that `offload_optimizer.ratio` leaves on the device.
+    """Return the share of optimizer states that `offload_optimizer.ratio` leaves on the device.
 
     Args:
         discrete: the compute device has memory of its own.
-        exact: the state format rounds nothing, so that a device can update it too.
+        exact: the state format does not round, so that a device can update it, too.
 
     Raises:
-        ConfigError: they cannot be updated there.
+        ConfigError: the states cannot be updated on the device.
     """
     ratio = config.zero.offload_optimizer.ratio
     if ratio is None or ratio == 1.0:
@@ -42,13 +41,13 @@ def share_there(config: Config, *, discrete: bool, exact: bool) -> float:
 
 
 def may_fill(config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool:
-    """Whether optimizer states may come to the device after the first step, see `tiering.fill_device`.
+    """Whether optimizer states may move to the device after the first step, see `tiering.fill_device`.
 
     Args:
-        ranks: how many train the model together; the others are the arguments of `share_there`.
+        ranks: how many ranks train the model together; for the other arguments see `share_there`.
 
     Raises:
-        ConfigError: `fill_device` is true, and they cannot.
+        ConfigError: `fill_device` is true, but they cannot.
     """
     if config.tiering.fill_device == "auto":
         return not why_not_filled(config, ranks, discrete=discrete, exact=exact)
@@ -72,9 +71,9 @@ def may_fill(config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool
 
 
 def why_not_filled(config: Config, ranks: int, *, discrete: bool, exact: bool) -> str:
-    """Why `tiering.fill_device: auto` leaves optimizer states off the device, in words; empty if it fills the device.
+    """Return why `tiering.fill_device: auto` leaves optimizer states off the device; empty if it fills the device.
 
-    The arguments are those of `may_fill`.
+    For the arguments see `may_fill`.
     """
     offload, tiering = config.zero.offload_optimizer, config.tiering
     if not discrete:
@@ -90,22 +89,22 @@ def why_not_filled(config: Config, ranks: int, *, discrete: bool, exact: bool) -
     if tiering.update_schedule == "speculative":
         return 'tiering.update_schedule is speculative ("auto" may pick it, and fills the device)'
     if ranks > 1:
-        # One rank can try a batch again that found no memory; several would end, where without filling they go on.
+        # If filling leaves a batch too little memory, one rank can repeat it; several ranks would end.
         return f"{ranks} ranks train together: set tiering.fill_device to true at stages 1 and 2"
     return ""
 
 
 def first_to_stay(first: Sequence[int], numels: Sequence[int], bytes_per_param: int, free_bytes: int) -> frozenset[int]:
-    """Units that would come and go, but whose parameters stay on the device so that their states can come to it.
+    """Return units whose parameters stay on the device, instead of being evicted, so that their states can move to it.
 
-    Whether these come is decided beside measured activations. Their parameters take no memory from anything else: there
-    is room for all parameters of the model beside the states and gradients of these units.
+    The states move later, depending on measured activations. The parameters take memory from nothing else: all
+    parameters of the model fit beside the states and gradients of these units.
 
     Args:
         first: units whose updates nothing hides.
         numels: trained elements of each unit.
         bytes_per_param: of states and gradients.
-        free_bytes: what the device has beside all parameters, or has not, below 0.
+        free_bytes: device memory beyond all parameters; negative if they do not fit.
     """
     trained = sum(numels[unit] for unit in first)
     fit = trained >= _WORTH_NUMEL and trained * bytes_per_param <= free_bytes
@@ -113,14 +112,14 @@ def first_to_stay(first: Sequence[int], numels: Sequence[int], bytes_per_param: 
 
 
 def _can_be_there(key: str, name: str, config: Config, *, discrete: bool, exact: bool) -> bool:
-    """Whether states can be updated on the device as a key asks for; False where there is none.
+    """Whether states can be updated on the device as a key asks for. False without a discrete device.
 
     Args:
-        key: what is asked for, in words.
+        key: the key and its value, in words.
         name: last part of the key.
 
     Raises:
-        ConfigError: there is a device, but they cannot be updated on it.
+        ConfigError: there is a device, but it cannot update the states.
     """
     if not discrete:
         _log.info("%s, without effect: the model computes on the CPU, whose memory has all states", key)
@@ -134,17 +133,17 @@ def _can_be_there(key: str, name: str, config: Config, *, discrete: bool, exact:
 
 
 def addresses_stay(config: Config, *, discrete: bool) -> bool:
-    """What kernels work on keeps its addresses on the device for the whole run; on the CPU that does not matter."""
+    """Whether tensors keep their device addresses for the whole run. True on the CPU, where it does not matter."""
     zero = config.zero
     offloads = zero.offload_param.device != "none" or zero.offload_optimizer.device != "none"
     return not discrete or (zero.stage < 3 and not offloads)
 
 
 def promotion_order(numels: Sequence[int], first: Collection[int]) -> list[int]:
-    """Units in the order in which they go to the device, see [Note: which units go to the device first].
+    """Return units in the order in which they move to the device, see [Note: which units go to the device first].
 
     Args:
-        numels: trained elements of each unit; those without any are left out.
+        numels: trained elements of each unit; units without any are left out.
         first: units that come before the others.
     """
     others = [unit for unit, numel in enumerate(numels) if numel and unit not in first]
@@ -154,7 +153,7 @@ def promotion_order(numels: Sequence[int], first: Collection[int]) -> list[int]:
 
 
 def as_far_as_fits(order: Sequence[int], sizes: Sequence[int], capacity: int) -> frozenset[int]:
-    """Those units that are within the capacity together, in this order; one that is too large is passed over."""
+    """Return the units that fit into the capacity together, taken in order; skip any that is too large."""
     taken = []
     for unit in order:
         if sizes[unit] <= capacity:

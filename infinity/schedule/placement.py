@@ -1,19 +1,19 @@
-"""Where every field of every unit lives, and what follows from it: decided once, and data for all others.
+"""The home of every field of every unit, and the rules that follow from it: decided once, plain data for all others.
 
 [Note: placement]
-Three facts of a run (its stage, its offload sections, what computes it) and nothing else decide who has what:
+Three facts of a run decide the placement: its stage, its offload sections, and its compute device.
 
-- `none` and `cpu` are one place where the compute device is the CPU: device and host are one memory.
-- A shard lies *apart* from the tensor that is computed on where the device has memory of its own, or where several
-  ranks share the tensor. The optimizer then updates the shard, in host memory; else the tensor itself.
-- Where states are on a device, it updates what lies there: the shard's place in a tensor that stays, or, at stage 3,
-  where whole tensors come and go, a SHARD of its own beside them.
-- What the ranks share (all but at stage 0) has its home in shards. Whole tensors of parameters stay at stages 1 and 2
-  and are gathered from shards at stage 3. Ranks share in groups, each of which has all, if `communication.shard_size`
-  says so.
+- If the compute device is the CPU, device and host are one memory, and `none` and `cpu` mean the same.
+- A shard lies *apart* from the tensor that is computed on if the device has memory of its own, or if several ranks
+  share the tensor. The optimizer then updates the shard, in host memory; otherwise it updates the tensor itself.
+- If states are on the device, it also updates parameters: the shard's place in a tensor that stays, or, at stage 3,
+  where unsharded tensors are freed, a SHARD copy beside it.
+- Fields that the ranks share (at every stage but 0) have their home in shards. At stages 1 and 2, unsharded parameters
+  stay; at stage 3 they are gathered from shards. With `communication.shard_size`, ranks share in groups, each of which
+  has all states.
 
-`Rules` hold this for all units alike. What a budget is too small for goes to the drive, tile by tile and unit by unit:
-that is `place`, once the budget is divided.
+`Rules` hold these facts for all units alike. `place` then moves fields that exceed the divided budget to NVMe, tile by
+tile and unit by unit.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from infinity.schedule.on_device import as_far_as_fits, first_to_stay, may_fill,
 from infinity.tiers import ARRIVING_UNITS, WHOLE, FlatSpec, GradHomes, Memory, Sharding
 
 _SPILL_SLOTS = 3  # one filled, one written, one read
-_RECOVERED_SLOTS = 16  # of units that wait for their updates, too
+_RECOVERED_SLOTS = 16  # also for units that wait for their updates
 _LARGE_UNITS = 2  # an embedding and a head
-_GRADS_IN_FLIGHT = 3  # units whose gradients may be held at once where they are updated in backward
-# Of all gradients: those whose updates may be left for later. The drive would idle under the next forward pass, and the
-# device in backward, while the optimizer is busy with a large unit.
+_GRADS_IN_FLIGHT = 3  # units whose gradients may be held at once if they are updated in backward
+# At most 1/4 of all gradients may wait for an update after backward. Without them, the drive would idle under the next
+# forward pass, and the device would idle in backward while the optimizer updates a large unit.
 _GRADS_LEFT_SHARE = 4
 _DEVICE_TILE_BYTES = 64 << 20
-_AHEAD_NUMEL = 50_000_000  # gathered ahead, beyond the next unit: DeepSpeed's default
+_AHEAD_NUMEL = 50_000_000  # gathered early, beyond the next unit: DeepSpeed's default
 _DRIVE_COPIES = 3  # two slots, and a checkpoint
-_STAGING_UNITS = 3  # of those that lie apart: one uploaded, one read, one updated
+_STAGING_UNITS = 3  # units whose shards lie apart: one uploaded, one read, one updated
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where one field of a unit is while nobody uses it.
+    """The home of one field of a unit, where it is while it is not in use.
 
     Attributes:
-        sharding: which slice of it is there.
+        sharding: the slice of it that is stored.
         dtype: None for tiles of optimizer states, whose fields have several.
-        moves: it is used elsewhere, and comes and goes for that.
+        moves: it is fetched for each use and evicted afterwards.
     """
 
     memory: Memory
@@ -63,14 +63,14 @@ class Home:
 
 @dataclass(frozen=True)
 class ParamRules:
-    """What follows for parameters.
+    """Rules for parameters.
 
     Attributes:
-        home: of those that may leave what is computed on; DEVICE if none may.
-        home_there: of those whose states are on the device.
-        gathers: units are made whole from the shards of several ranks.
-        ahead_numel: elements of units that are, ahead of their use, beyond the next one.
-        pass_host: they are to be read from the drives straight into the device, if there is a way.
+        home: of parameters that may leave the computing memory; DEVICE if none may.
+        home_there: of parameters whose states are on the device.
+        gathers: units are gathered from the shards of several ranks.
+        ahead_numel: elements of units that are gathered early, beyond the next one.
+        pass_host: read them from the drives straight into the device, if possible.
     """
 
     home: Memory
@@ -82,20 +82,20 @@ class ParamRules:
 
 @dataclass(frozen=True)
 class GradRules:
-    """What follows for gradients.
+    """Rules for gradients.
 
     Attributes:
         reduces: they are sums over several ranks.
-        reduces_every_pass: in every backward pass, else in the last one of a step.
-        collects_all: every rank has whole gradients of all units at once before they are reduced.
-        holds_all: there is room for the gradients of all units at once, as far as they are this rank's.
-        spills: those that are to be held but do not fit go to the drive.
-        recovers: those of units all of whose states have two slots on the drives need no memory once their updates
-            have run ahead of the norm.
-        stream: a unit's gradients leave the device while it computes on, where nothing is added to them below.
-        sums_there: those of several micro-batches are added up on the device, as far as it has room, and leave once.
-        sums_once: those of a group of ranks are added up where they are computed, as far as that has room, and over the
-            replicas once a step.
+        reduces_every_pass: in every backward pass, not only in the last one of a step.
+        collects_all: every rank has the full gradients of all units at once before they are reduced.
+        holds_all: this rank's gradients of all units have room at once.
+        spills: gradients that exceed host memory go to NVMe.
+        recovers: gradients of units whose states are all double-buffered on NVMe need no memory after speculative
+            updates, because they can be reconstructed.
+        stream: a unit's gradients leave the device during the computation, if they are not added to others on the host.
+        sums_there: gradients of several micro-batches are summed on the device, as far as it has room, and leave once.
+        sums_once: gradients of a group of ranks are summed where they are computed, as far as there is room, and over
+            the replicas once a step.
     """
 
     reduces: bool
@@ -111,14 +111,14 @@ class GradRules:
 
 @dataclass(frozen=True)
 class StateRules:
-    """What follows for optimizer states.
+    """Rules for optimizer states.
 
     Attributes:
         home: DEVICE if they, and gradients, never leave it.
-        share_there: so many of them are on the device, unit by unit, whatever the home of the others is.
-        fills: what the device's memory has left after the first step is filled with states of further units.
-        keeps_steps: what a step has finished stays on the drives, where what lives in host memory has its place, too.
-        least_tile_bytes: of a tile: kernels of a device are not worth a launch for less.
+        share_there: share of them that is on the device, by whole units, whatever the home of the others is.
+        fills: device memory that is spare after the first step is filled with states of further units.
+        keeps_steps: each finished step stays on NVMe, where all fields of host memory have a place, too.
+        least_tile_bytes: minimum size of a tile: less is not worth a kernel launch on a device.
     """
 
     home: Memory
@@ -130,17 +130,18 @@ class StateRules:
 
 @dataclass(frozen=True)
 class Rules:
-    """What follows for all units alike, see [Note: placement].
+    """Rules for all units alike, see [Note: placement].
 
     Attributes:
-        sharding: which slice of a unit's states, of its gradients, and of what lies apart, is this rank's.
-        replicas: ranks that have the same slice.
-        site: where the optimizer updates: HOST on a shard that lies apart, DEVICE on what is computed on.
-        one_memory: device and host are one: the host's budget pays for both.
-        stage: of ZeRO, where there are several ranks; else 0.
-        settles: a step is over when all parameters are updated and show it; else updates go on under the next forward.
-        drives: those that are used.
-        activations_bytes: host memory for what autograd saves; 0 where it stays on the device.
+        sharding: this rank's slice of a unit's states, gradients, and parameters that lie apart.
+        replicas: number of ranks with the same slice.
+        site: where the optimizer updates: HOST for a shard that lies apart, DEVICE for the tensor that is computed on.
+        one_memory: device and host are one, and the host's budget pays for both.
+        stage: of ZeRO; 0 with one rank.
+        settles: a step ends when all parameters are updated and shown; if False, updates continue under the next
+            forward.
+        drives: the drives in use.
+        activations_bytes: host memory for activations; 0 if they stay on the device.
     """
 
     params: ParamRules
@@ -157,40 +158,44 @@ class Rules:
 
     @property
     def stay_by_units(self) -> bool:
-        """States stay in memory by whole units, see `place_units`."""
+        """Whether states stay in memory by whole units, see `place_units`."""
         return self.grads.recovers and not self.states.keeps_steps
 
     def with_grads_recovered(self, *, params: bool) -> Rules:
-        """As these, where updates run ahead of the norm and tell the gradients of states that live on the drives.
+        """Return these rules for speculative updates after which gradients of units on NVMe can be reconstructed.
 
         Args:
-            params: they tell parameters, too, which else have to have slots themselves.
+            params: parameters can be reconstructed, too, and need no slots of their own.
         """
         on_drives = self.states.home is Memory.NVME and (params or self.params.home is Memory.NVME)
         return replace(self, grads=replace(self.grads, recovers=self.grads.spills and on_drives))
 
     def param_home(self, *, stays: bool, updated_there: bool) -> Memory:
-        """Of a unit's parameters, which may `stay` by themselves, or because they are updated on the device or will be,
-        before a budget moves it up from the drive."""
+        """Return the home of a unit's parameters before a budget moves it up from NVMe.
+
+        Args:
+            stays: the parameters never leave the device, for their own sake or for states that are updated on it.
+            updated_there: the unit's states are on the device.
+        """
         return Memory.DEVICE if stays else self.params.home_there if updated_there else self.params.home
 
     def stored_param_bytes(self, specs: Sequence[FlatSpec]) -> int:
-        """The most that this rank's parameters take of the drives, those in the files of others aside."""
+        """Return the most bytes that this rank's parameters take on NVMe, without parameters in the user's files."""
         on_drives = self.params.home is Memory.NVME
         return sum(spec.shard_nbytes for spec in specs if on_drives and spec.offloaded and not spec.runs)
 
     def first_to_stay(
         self, first: Sequence[int], numels: Sequence[int], bytes_per_param: int, free_bytes: int
     ) -> frozenset[int]:
-        """Units whose parameters stay on the device for their states, which may come later; see the function."""
+        """Return units whose parameters stay on the device for states that may come later; see the function."""
         return first_to_stay(first, numels, bytes_per_param, free_bytes) if self.states.fills else frozenset()
 
     def measured_there(self, parts: int) -> int:
-        """Of so many parts of units, each measured by itself, those whose gradients' norms are made on the device."""
+        """Return how many of these parts of units have their gradient norms measured on the device."""
         return parts if self.grads.stream or self.states.share_there else 0
 
     def in_place_problem(self) -> str:
-        """Why frozen weights cannot be used where they lie in somebody's files; or nothing."""
+        """Return why frozen weights cannot be used in the user's files; empty if they can."""
         if self.params.home is Memory.NVME:
             return ""
         return (
@@ -199,7 +204,7 @@ class Rules:
         )
 
     def commit_problem(self) -> str:
-        """Why not every step can be kept on the drives; or nothing."""
+        """Return why steps cannot be kept on NVMe; empty if they can."""
         if not (self.states.share_there or self.states.fills):
             return ""
         return (
@@ -209,7 +214,7 @@ class Rules:
         )
 
     def no_sync_problem(self) -> str:
-        """Why a rank cannot keep the gradients of several passes to itself, before they are reduced; or nothing."""
+        """Return why a rank cannot hold the gradients of several passes before they are reduced; empty if it can."""
         if self.stage >= 2:
             return (
                 f"no_sync keeps whole gradients on every rank, which stage {self.stage} is there to avoid: leave it "
@@ -231,7 +236,7 @@ def rules_of(
     Args:
         rank: this one of `ranks` processes that train the model together.
         discrete: the compute device has memory of its own.
-        exact: the state format rounds nothing, so that a device can update it too.
+        exact: the state format does not round, so that a device can update it, too.
         updates_in_backward: a unit is updated as soon as its gradients are final.
 
     Raises:
@@ -292,7 +297,7 @@ def rules_of(
         site=Memory.HOST if apart else Memory.DEVICE,
         one_memory=not discrete,
         stage=stage if ranks > 1 else 0,
-        # Users read and write parameters between steps at these stages, as in torch.
+        # At these stages users read and write parameters between steps, as in torch.
         settles=stage < 3 and config.tiering.update_schedule == "auto",
         drives=config.tiering.nvme if on_drives else (),
         activations_bytes=config.tiering.activation_memory_bytes if activations_move else 0,
@@ -300,22 +305,22 @@ def rules_of(
 
 
 def _least_tile_bytes(states: Memory, *, there: bool) -> int:
-    """Of a tile, some of which are asked to be on the device; tiles of a drive keep the size that is best for it."""
+    """Return the minimum size of a tile. Tiles on NVMe keep the best size for a drive."""
     return _DEVICE_TILE_BYTES if there and states is not Memory.NVME else 0
 
 
 def _ahead_numel(config: Config, *, discrete: bool) -> int:
-    """As it is asked for; else some where the device has memory of its own, and none beside the host's shards."""
+    """Return the configured number; by default some on a device with memory of its own, and none on the host."""
     asked = config.zero.prefetch_numel
     return asked if asked is not None else _AHEAD_NUMEL if discrete else 0
 
 
 def may_run_ahead(config: Config, ranks: int, *, discrete: bool) -> bool:
-    """Updates can run ahead of the norm at no price: all that they change has two slots on the drives anyway, and users
-    look at none of it between the steps; or all is in memory, and the host's cores idle while a device computes.
+    """Whether speculative updates cost nothing: either all fields they change are double-buffered on NVMe anyway and
+    users do not read them between steps, or all is in memory and the host's cores idle while a device computes.
 
     Args:
-        ranks: how many train the model together.
+        ranks: number of ranks that train the model together.
         discrete: the compute device has memory of its own.
     """
     if not config.managed_accumulation:
@@ -329,15 +334,15 @@ def may_run_ahead(config: Config, ranks: int, *, discrete: bool) -> bool:
 def may_run_ahead_on_drives(
     config: Config, rules: Rules, ranks: int, *, slot_bytes: int, drive_bytes: Callable[[], int | None]
 ) -> bool:
-    """Whether "auto" has updates of what lives on the drives run ahead of the norm.
+    """Whether "auto" makes updates of units on NVMe speculative.
 
-    Their gradients need not be kept, and the drives have room for a second slot, and for a checkpoint beside both.
+    True if their gradients need not be kept, and NVMe has room for a second slot and a checkpoint.
 
     Args:
-        rules: of updates that run ahead.
-        ranks: how many train the model together.
-        slot_bytes: of one slot of all that may live on the drives.
-        drive_bytes: returns what the drives have free; None where that is not known, and taken to be enough.
+        rules: with speculative updates.
+        ranks: number of ranks that train the model together.
+        slot_bytes: of one slot of all fields that may live on NVMe.
+        drive_bytes: returns the free space on the drives; None if unknown, and taken to be enough.
     """
     chosen_here = config.tiering.update_schedule == "auto" and config.waits and config.managed_accumulation
     if not chosen_here or not rules.stay_by_units or not _alone_with_device(ranks, discrete=not rules.one_memory):
@@ -347,21 +352,21 @@ def may_run_ahead_on_drives(
 
 
 def _alone_with_device(ranks: int, *, discrete: bool) -> bool:
-    """The host's cores and drives idle while the device computes; several ranks would tell one another about each unit,
-    where they now do so once a step."""
+    """Whether one rank computes on a device: the host's cores and drives then idle meanwhile. Several ranks would have
+    to exchange messages for each unit instead of once a step."""
     return discrete and ranks == 1
 
 
 @dataclass(frozen=True)
 class Shards:
-    """What is placed, beside the parameters.
+    """The placed fields, except parameters.
 
     Attributes:
-        numels: elements of each unit that this rank's optimizer has.
-        tile_numel, tile_bytes: elements of a full tile of optimizer states, bytes of a tile of so many.
-        standing: units whose gradients stay open while those of others come and go.
-        there: units whose states, and gradients, are on the device; those of the others are `below`.
-        blocks: name of the block that each unit is, or is a part of; by default each is one.
+        numels: elements of each unit in this rank's optimizer.
+        tile_numel, tile_bytes: elements of a full tile of optimizer states; function from elements to a tile's bytes.
+        standing: units whose gradients stay open while those of other units are made and used.
+        there: units whose states and gradients are on the device; all others are `below`.
+        blocks: the block that contains each unit; by default each unit is one.
     """
 
     numels: Sequence[int]
@@ -373,35 +378,35 @@ class Shards:
     blocks: Sequence[str] = ()
 
     def by_block(self, sizes: Sequence[int]) -> list[int]:
-        """Bytes of whole blocks, from those of their units."""
+        """Return the bytes of whole blocks from the bytes of their units."""
         return _by_block(sizes, self.blocks)
 
     @cached_property
     def below(self) -> list[int]:
-        """As `numels`, of units whose states are not on the device; 0 of the others."""
+        """As `numels`, but 0 for units whose states are on the device."""
         return [0 if unit in self.there else numel for unit, numel in enumerate(self.numels)]
 
     @cached_property
     def tile_sizes(self) -> list[int]:
-        """Bytes of every tile below."""
+        """Bytes of every tile below the device."""
         return self._tile_sizes(self.below)
 
     def tile_sizes_of(self, unit: int) -> list[int]:
-        """Bytes of the unit's tiles below."""
+        """Return the bytes of the unit's tiles below the device."""
         return self._tile_sizes([self.below[unit]])
 
     @cached_property
     def grad_sizes(self) -> list[int]:
-        """Bytes of each unit's gradients below."""
+        """Bytes of each unit's gradients below the device."""
         return [numel * self.grad_dtype.itemsize for numel in self.below]
 
     @cached_property
     def states_there_bytes(self) -> int:
-        """Optimizer states on the device."""
+        """Bytes of optimizer states on the device."""
         return self.states_bytes(self.there)
 
     def states_bytes(self, units: Collection[int]) -> int:
-        """Optimizer states of these units."""
+        """Return the bytes of these units' optimizer states."""
         return sum(self._tile_sizes([self.numels[unit] for unit in units]))
 
     @cached_property
@@ -414,7 +419,7 @@ class Shards:
 
 
 def may_come(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, first: Collection[int]) -> list[int]:
-    """Units below whose states may come to the device later, in order: those whose parameters stay there.
+    """Return units whose states may move to the device later, in order: units whose parameters stay on it.
 
     Args:
         first: units that come before the others.
@@ -429,7 +434,7 @@ def may_come(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, first: Col
 
 
 class Share(NamedTuple):
-    """Bytes that are always there, and those of what comes and goes: the least, and the most that is of use."""
+    """Bytes that are always in use; the minimum and the useful maximum of units that are fetched and evicted."""
 
     always: int = 0
     least: int = 0
@@ -438,11 +443,12 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamBytes:
-    """What parameters take of the memories.
+    """The bytes of parameters in each memory.
 
     Attributes:
-        computed: what is computed on, and shards beside it; of the device's, or of the host's where they are one.
-        homes: shards that lie apart, in host memory: images on their way, which take `staging` at least, and homes.
+        computed: tensors that are computed on, and SHARD copies beside them; in device memory, or in host memory if
+            they are one.
+        homes: shards that lie apart, in host memory: in transit, which takes at least `staging`, and at home.
     """
 
     computed: Share
@@ -451,11 +457,10 @@ class ParamBytes:
 
 
 def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
-    """What these units take under the rules."""
     moving = sorted((spec for spec in specs if spec.offloaded), key=_nbytes, reverse=True)
     staying = sum(spec.nbytes for spec in specs if not spec.offloaded)
     beside = sum(spec.shard_nbytes for spec in specs if spec.beside)
-    # Gathered beside their shards, more than one to go would be there twice.
+    # These units are in memory twice, as a shard and unsharded: beyond three, count only early gathers.
     twice = [spec.nbytes for spec in moving if spec.beside or (rules.one_memory and rules.params.gathers)]
     most = sum(map(_nbytes, moving)) - sum(twice[3:])
     most += min(sum(twice[3:]), rules.params.ahead_numel * specs[0].dtype.itemsize)
@@ -463,7 +468,7 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     computed = Share(staying + beside, together, max(together, most))
     if rules.site is Memory.DEVICE:
         return ParamBytes(computed, Share(), 0)
-    # What is updated on the device passes through when it is made or looked at.
+    # Units that are updated on the device pass through when they are made or read.
     units = 1 if rules.states.home is Memory.DEVICE else _STAGING_UNITS
     staging = units * max(spec.shard_nbytes for spec in specs)
     homes = sum(spec.shard_nbytes for spec in moving if not spec.beside)
@@ -475,10 +480,11 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
 
 
 def _together_bytes(moving: Sequence[FlatSpec]) -> int:
-    """The most that a use needs at once: units of a module and of those around it, and another to come, or updated.
+    """Return the most bytes that a use needs at once: units of a module and of those around it, and one more that is
+    fetched or updated.
 
     Args:
-        moving: units that come and go, the largest first.
+        moving: units that are fetched and evicted, the largest first.
     """
     nbytes: dict[str, int] = {}
     for spec in moving:
@@ -502,32 +508,32 @@ def collecting_bytes(
     travel: torch.dtype,
     hold: torch.dtype,
 ) -> int:
-    """The most memory in which whole gradients are collected and reduced, and leave a device where they do; torch's
-    backends have copies of their own.
+    """Return the most bytes in which full gradients are collected and reduced, and leave a device; without torch's own
+    copies.
 
-    A model whose modules are left in no order may take more: what is collected has to be somewhere.
+    A model that leaves its modules in no fixed order may take more: gradients must be collected somewhere.
 
     Args:
         numels: trainable elements of each unit.
-        shared: units that several modules use, which are collected until the pass ends.
+        shared: units that several modules use; they are collected until the pass ends.
         collect, travel, hold: dtypes in which gradients are collected, reduced, and held until they are used.
     """
     if not rules.grads.reduces:
         return 0
     kept = [rules.grads.collects_all or unit in shared for unit in range(len(numels))]
     moving = sorted((numel for numel, stays in zip(numels, kept, strict=True) if not stays), reverse=True)
-    converts = collect is not travel  # else a unit is sent from where it was collected, beside the next
+    converts = collect is not travel  # otherwise a unit is sent from where it was collected, beside the next one
     collected = sum(numels) - sum(moving) + sum(moving[: 1 if converts else 2])
     shard = max(numels) // rules.sharding.count if rules.sharding.count > 1 else 0
-    shard *= 2 if rules.replicas > 1 else 1  # one is summed over its replicas beside the next, which is scattered
+    shard *= 2 if rules.replicas > 1 else 1  # one is summed over its replicas while the next is scattered
     leaving = ARRIVING_UNITS * max(numels) // rules.sharding.count if rules.grads.stream else 0
     moving_bytes = ((max(numels) if converts else 0) + shard) * travel.itemsize + leaving * hold.itemsize
     return collected * collect.itemsize + moving_bytes
 
 
 class GradShare(NamedTuple):
-    """Bytes of gradients: the least that must be held, what lets computing go on while a unit is updated, and the most
-    that is of use."""
+    """Bytes of gradients: the minimum, the amount that lets the computation continue during an update, and the useful
+    maximum."""
 
     least: int = 0
     flowing: int = 0
@@ -535,7 +541,7 @@ class GradShare(NamedTuple):
 
 
 def _by_block(sizes: Sequence[int], blocks: Sequence[str]) -> list[int]:
-    """Bytes of whole blocks; without their names, each unit is one."""
+    """Return the bytes of whole blocks; without block names, each unit is one."""
     if not blocks:
         return list(sizes)
     found: dict[str, int] = {}
@@ -545,12 +551,12 @@ def _by_block(sizes: Sequence[int], blocks: Sequence[str]) -> list[int]:
 
 
 def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, there: bool = False) -> GradShare:
-    """What gradients of units take of the memory that holds them.
+    """Return the bytes of gradients in the memory that holds them.
 
     Parts of a block count as one: backward may leave any of them open until it leaves the block.
 
     Args:
-        sizes: bytes of each unit's.
+        sizes: bytes of each unit's gradients.
         there: that memory is the device's, from which none spill, and where no update waits for the drive.
     """
     total = sum(sizes)
@@ -572,8 +578,8 @@ def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, there: boo
 
 
 class DeviceShare(NamedTuple):
-    """Bytes on the device beside parameters: states that stay there, the fewest and most gradients that do, and sums of
-    those that leave, or are sent to the replicas."""
+    """Bytes on the device beside parameters: states, the minimum and maximum of gradients that stay with them, and sums
+    of gradients that leave or go to the replicas."""
 
     states: int = 0
     grads_least: int = 0
@@ -582,22 +588,21 @@ class DeviceShare(NamedTuple):
 
 
 def device_share(rules: Rules, shards: Shards) -> DeviceShare:
-    """What lies on the device beside parameters."""
     grads = grad_share(rules, shards, shards.grad_sizes_there, there=True)
     return DeviceShare(shards.states_there_bytes, grads.flowing, grads.most, sum(_sum_sizes(rules, shards)))
 
 
 def _sum_sizes(rules: Rules, shards: Shards) -> Sequence[int]:
-    """Bytes of each unit's sum over a step's micro-batches."""
+    """Return the bytes of each unit's sum over a step's micro-batches."""
     if rules.grads.sums_once:
         return [numel * shards.grad_dtype.itemsize for numel in shards.numels]
     return shards.grad_sizes if rules.grads.sums_there else ()
 
 
 def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: int) -> list[int]:
-    """Of units that may come to the device, in this order, those for which so much of its memory is room.
+    """Return the units whose states fit into so much device memory, taken in this order.
 
-    Beside their states there is room for their gradients, as far as these are there at once, and for an update.
+    Their gradients need room, too, as far as these are in memory at once, and so does an update.
     """
     states = [shards.states_bytes([unit]) for unit in range(len(shards.numels))]
     scratch = scratch_bytes(max((shards.numels[unit] for unit in order), default=0))
@@ -611,7 +616,7 @@ def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: in
 
 
 def summed_once(rules: Rules, shards: Shards, capacity_bytes: int) -> dict[int, int]:
-    """Units whose replicas add up once a step, as far as their sums have room, and the bytes of each sum."""
+    """Return units whose replicas add up once a step, as far as their sums have room, with the bytes of each sum."""
     taken: dict[int, int] = {}
     for unit, nbytes in enumerate(_sum_sizes(rules, shards) if rules.grads.sums_once else ()):
         if 0 < nbytes <= capacity_bytes:
@@ -621,7 +626,7 @@ def summed_once(rules: Rules, shards: Shards, capacity_bytes: int) -> dict[int, 
 
 
 def grads_there_bytes(rules: Rules, shards: Shards, came: Collection[int]) -> int:
-    """What gradients need on the device once these units have come to it."""
+    """Return the bytes of gradients on the device after these units' states have come to it."""
     there = shards.there.union(came)
     sizes = [numel * shards.grad_dtype.itemsize if unit in there else 0 for unit, numel in enumerate(shards.numels)]
     return grad_share(rules, shards, sizes, there=True).flowing
@@ -638,13 +643,13 @@ def host_needs(
     images_bytes: int,
     embeddings: Collection[str],
 ) -> MemoryNeeds:
-    """What host memory must and may hold.
+    """Return the minimum and the useful maximum of host memory.
 
     Args:
-        slots: tiles in flight, the fewest and the most that are of use.
-        collecting_bytes: for whole gradients on their way between ranks.
+        slots: tiles in flight, the minimum and the useful maximum.
+        collecting_bytes: for full gradients in transit between ranks.
         initial_bytes: values on their way to the tiers at `initialize`.
-        images_bytes: of the before-images of all tiles; 0 where updates leave none.
+        images_bytes: of an undo log for all tiles; 0 if updates need none.
         embeddings: names of modules that are one table.
     """
     params = param_bytes(rules, specs)
@@ -653,7 +658,7 @@ def host_needs(
     grads = grad_share(rules, shards, shards.grad_sizes)
     states_bytes = sum(shards.tile_sizes)
     beside = sum(shards.grad_sizes) if rules.stay_by_units else 0
-    # What lies on the device passes through one slot when it is looked at.
+    # Reads of states on the device pass through one slot.
     passing = int(rules.states.fills or bool(shards.there))
     slots = (max(passing, min(slots[0], len(stored))), max(passing, min(slots[1], len(stored))))
     largest = max(specs, key=lambda spec: spec.nbytes)
@@ -683,7 +688,7 @@ def host_needs(
     )
 
 
-# What a divided budget makes of it #
+# Placement under a divided budget #
 
 
 @dataclass(frozen=True)
@@ -694,7 +699,7 @@ class Placement:
         params, grads: by unit.
         tiles: of optimizer states, in the order of `cut_into_tiles`.
         grad_homes: which units have memory of their own for their gradients, and which share it.
-        stored_bytes: optimizer states and gradients on the drives, which go there and come back in every step.
+        stored_bytes: optimizer states and gradients on NVMe; each step reads and writes them.
     """
 
     params: tuple[Home, ...]
@@ -705,7 +710,7 @@ class Placement:
 
 
 def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: MemorySplit) -> Placement:
-    """Fill the table for host memory that is divided so."""
+    """Fill the table for this division of host memory."""
     if rules.stay_by_units:
         grads, stay = place_units(shards, split)
     else:
@@ -715,7 +720,7 @@ def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: Memory
             grads = place_gradients(
                 shards.grad_sizes, shards.standing, split.grads_bytes, spills=rules.grads.spills, blocks=shards.blocks
             )
-        # Of states at home in host memory, the share is all.
+        # states whose home is host memory are granted in full
         stay = resident_tiles(shards.below, shards.tile_numel, shards.tile_bytes, split.states_bytes)
     homes_bytes = split.homes_bytes - param_bytes(rules, specs).staging
 
@@ -737,7 +742,7 @@ def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: Memory
 
 
 def _tile_homes(shards: Shards, there: Home, below: Sequence[Home]) -> Iterator[Home]:
-    """Of every tile of every unit, given those of the tiles below."""
+    """Yield the home of every tile of every unit, given the homes of tiles below the device."""
     rest = iter(below)
     for unit, numel in enumerate(shards.numels):
         for _ in cut_into_tiles([numel], shards.tile_numel):
@@ -745,7 +750,7 @@ def _tile_homes(shards: Shards, there: Home, below: Sequence[Home]) -> Iterator[
 
 
 def _param_homes(rules: Rules, specs: Sequence[FlatSpec], homes_bytes: int) -> Iterator[Home]:
-    """Units that come and go live in host memory as far as it reaches, in the order of the model."""
+    """Put evictable units into host memory as far as it reaches, in the order of the model."""
     for spec in specs:
         if not spec.offloaded:
             yield Home(Memory.DEVICE, WHOLE, spec.dtype, moves=False)
@@ -760,14 +765,14 @@ def _param_homes(rules: Rules, specs: Sequence[FlatSpec], homes_bytes: int) -> I
 
 
 def cut_into_tiles(shard_numels: Sequence[int], tile_numel: int) -> Iterator[int]:
-    """Elements of every tile of every shard."""
+    """Yield the elements of every tile of every shard."""
     for shard_numel in shard_numels:
         for start in range(0, shard_numel, tile_numel):
             yield min(tile_numel, shard_numel - start)
 
 
 def stay_in_memory(sizes: Sequence[int], resident_bytes: int) -> list[bool]:
-    """Which of these stay in so much memory: spread evenly among the others, which evens the drive's load out."""
+    """Return which of these stay in so much memory, evenly spread among the others to even out the drive's load."""
     share = min(1.0, resident_bytes / max(1, sum(sizes)))
     seen_bytes = held_bytes = 0
     stay = []
@@ -781,11 +786,11 @@ def stay_in_memory(sizes: Sequence[int], resident_bytes: int) -> list[bool]:
 def resident_tiles(
     shard_numels: Sequence[int], tile_numel: int, tile_bytes: Callable[[int], int], resident_bytes: int
 ) -> list[bool]:
-    """Which tiles of optimizer states stay in so much host memory.
+    """Return which tiles of optimizer states stay in so much host memory.
 
-    Every step touches each once, and for a cyclic scan no replacement hits more than a fixed choice. Those of the first
-    unit come first: its gradients are the last of a backward pass and the next forward begins with it, so that nothing
-    would hide its traffic.
+    Every step uses each tile once, and for a cyclic scan no replacement policy hits more than a fixed choice. Tiles of
+    the first unit come first: its gradients are the last of a backward pass, and the next forward begins with it, so
+    nothing would hide its traffic.
     """
     sizes = [tile_bytes(numel) for numel in cut_into_tiles(shard_numels, tile_numel)]
     first = -(-next((numel for numel in shard_numels if numel), 0) // tile_numel)
@@ -794,11 +799,11 @@ def resident_tiles(
 
 
 def place_units(shards: Shards, split: MemorySplit) -> tuple[GradHomes, list[bool]]:
-    """Choose units whose states stay in memory, beside their gradients: what updates of those replace has no other
-    place, so that they wait for the norm. The gradients of others pass through slots.
+    """Choose units whose states stay in memory, together with their gradients. Their updates wait for the norm, because
+    the old values have no second copy. The gradients of all other units pass through slots.
 
     Returns:
-        The homes of gradients, and of every tile below whether it stays.
+        The homes of gradients, and whether each tile below the device stays.
     """
     grads, tiles = shards.grad_sizes, [shards.tile_sizes_of(unit) for unit in range(len(shards.numels))]
     capacity_bytes = split.grads_bytes + split.states_bytes
@@ -808,10 +813,10 @@ def place_units(shards: Shards, split: MemorySplit) -> tuple[GradHomes, list[boo
     own = set(homes.own)
     slot_bytes = max((grads[unit] for unit in homes.spilled), default=0)
     free_bytes = capacity_bytes - sum(grads[unit] for unit in own) - homes.slots * slot_bytes
-    kept = [0] * len(tiles)  # tiles that stay, by unit
+    kept = [0] * len(tiles)  # number of tiles that stay, by unit
 
     def keep(unit: int) -> None:
-        """Have as many of its tiles stay as there is room for."""
+        """Keep as many of the unit's tiles as fit."""
         nonlocal free_bytes
         beside = 0 if unit in own else grads[unit]
         fitting = sum(total <= free_bytes - beside for total in itertools.accumulate(tiles[unit]))
@@ -836,10 +841,10 @@ def place_units(shards: Shards, split: MemorySplit) -> tuple[GradHomes, list[boo
 
 
 def _with_most_slots(sizes: Sequence[int], standing: Collection[int], capacity_bytes: int) -> GradHomes:
-    """Homes of gradients that leave with their updates.
+    """Return the homes of gradients that leave with their updates.
 
-    Slots are as large as the largest unit that shares them, so that a few that are larger than most have memory of
-    their own where that makes more slots.
+    A slot is as large as the largest unit that shares it. So a few large units get memory of their own if this makes
+    more slots.
     """
     if sum(sizes) <= capacity_bytes:
         return GradHomes(tuple(range(len(sizes))))
@@ -847,7 +852,7 @@ def _with_most_slots(sizes: Sequence[int], standing: Collection[int], capacity_b
     by_size = sorted(others, key=sizes.__getitem__, reverse=True)
 
     def slots_beside(alone: int) -> int:
-        """How many there are if so many of the largest have memory of their own."""
+        """Return the number of slots if so many of the largest units have memory of their own."""
         spare = capacity_bytes - sum(sizes[unit] for unit in (*standing, *by_size[:alone]))
         return min(_RECOVERED_SLOTS, spare // sizes[by_size[alone]])
 
@@ -867,15 +872,16 @@ def place_gradients(
     """Divide units with gradients of these sizes among the homes.
 
     Args:
-        standing: units whose gradients stay open while those of others come and go.
-        spills: all gradients are to be held, those that do not fit on the drive.
-        blocks: name of the block that each unit is a part of: all of its units may be open at once.
+        standing: units whose gradients stay open while those of other units are made and used.
+        spills: all gradients are held, on NVMe if they do not fit.
+        blocks: the block that contains each unit: all of its units may be open at once.
     """
     if sum(sizes) <= capacity_bytes:
         return GradHomes(tuple(range(len(sizes))))
     others = [unit for unit in range(len(sizes)) if unit not in standing and sizes[unit]]
     spare = capacity_bytes - sum(sizes[unit] for unit in standing)
-    if not spills:  # the largest other unit would seldom find so much in one piece, if two more have room beside it
+    # the largest other unit would seldom find one free piece of its size, so it gets its own if two more units fit
+    if not spills:
         by_size = sorted(others, key=sizes.__getitem__, reverse=True)
         rest = [0 if unit in (*standing, *by_size[:1]) else size for unit, size in enumerate(sizes)]
         fits = sum(sizes[unit] for unit in by_size[:3]) <= spare

@@ -1,14 +1,13 @@
-"""From a trace, the sizes and a budget to a frozen plan of prefetches and evictions.
+"""Turn a trace, unit sizes and a budget into a fixed plan of prefetches and evictions.
 
-The trace is cyclic: training repeats it. The plan is made in two passes, both pure:
+The trace is cyclic: training repeats it. Two passes make the plan, both pure:
 
-1. *What to replace.* During each use the next unit must come in, and what is needed farthest ahead makes room
-   for it (Belady's MIN, with the unit in use and the next one held). Deciding as late as possible keeps
-   the bytes moved at the least that any policy of one unit look-ahead can reach. Where units are gathered further
-   ahead (see infinity/zero/gathering.py), those within so many bytes must come in, too.
-2. *When to start.* Each of these fetches then moves forward in time to the point where its victims were used
-   for the last time. The order of operations, and so the content of memory after each, stays the same; only the
-   disk gets to work earlier.
+1. *What to replace.* During each use the next unit must be fetched, and the unit needed farthest ahead is evicted for
+   it (Belady's MIN, except the unit in use and the next one). Deciding as late as possible keeps the bytes moved at the
+   minimum for a policy that looks one unit ahead. If units are gathered earlier (see infinity/zero/gathering.py),
+   further units within so many bytes must be fetched, too.
+2. *When to start.* Each fetch then moves forward in time to the last use of its victims. The order of operations, and
+   so the content of memory after each, stays the same; the disk only starts earlier.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from heapq import heappop, heappush
 from infinity.schedule.ahead import MOST_AHEAD, Ahead
 from infinity.schedule.next_use import NextUse
 
-_MAX_CYCLES = 8  # a steady state is reached in two or three; a longer search only serves degenerate traces
+_MAX_CYCLES = 8  # two or three reach a steady state; longer searches only serve degenerate traces
 
 
 @dataclass(frozen=True)
 class PlanStep:
-    """What to do at one use.
+    """The actions at one use.
 
     Attributes:
-        unit: the unit that is used here.
-        before: units to evict, in order, before `unit` is fetched on the spot; None if it is there already.
-        actions: ("evict" | "prefetch", unit) in the order in which they are to be started during the use.
+        unit: the unit that is used.
+        before: units to evict, in order, before `unit` is fetched on the spot; None if it is in memory already.
+        actions: ("evict" | "prefetch", unit), to be started in this order during the use.
     """
 
     unit: int
@@ -44,11 +43,11 @@ class Plan:
 
     Attributes:
         steps: one entry a use, in the trace's order.
-        resident: units that are in memory, or on their way, before the first use of the cycle.
-        evicted: units that leave memory at some point of the cycle; what changes in them must reach their home.
+        resident: units that are in memory, or being fetched, before the first use of the cycle.
+        evicted: units that are evicted during the cycle; their changes must reach their home.
         fetched_bytes: bytes fetched in one cycle.
-        most_bytes: units that are in memory, or on their way, at once; units have sizes, so that some room is left.
-        is_steady: the cycle ends with what it began with, so that repeating it repeats its traffic.
+        most_bytes: peak of units in memory or being fetched; below the capacity, because units do not fit exactly.
+        is_steady: the cycle ends with the units it began with, so that repeating it repeats its traffic.
     """
 
     steps: tuple[PlanStep, ...]
@@ -63,8 +62,8 @@ class Plan:
 class _Fetch:
     """One decision of the first pass: `unit` must be in memory at time `needed`, in the place of `victims`.
 
-    `start` is the first time at which the victims are no longer needed; `on_the_spot` means that it cannot come
-    in before the use that needs it.
+    `start` is the first time at which the victims are no longer needed. `on_the_spot` means that the fetch cannot start
+    before the use that needs it.
     """
 
     unit: int
@@ -75,7 +74,7 @@ class _Fetch:
 
 
 class _Replacement:
-    """The first pass: walks the trace and decides what comes in and what goes."""
+    """The first pass: walk the trace, and decide which units to fetch and to evict."""
 
     def __init__(self, uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int, ahead_bytes: int = 0) -> None:
         self._next_use = NextUse(uses)
@@ -83,15 +82,15 @@ class _Replacement:
         self._ahead = Ahead(capacity_bytes, ahead_bytes, max((sizes[unit] for unit in uses), default=0))
         self._capacity_bytes = self._free_bytes = self._least_free_bytes = capacity_bytes
         self._last_use: dict[int, int] = {}
-        self._last_start = 0  # fetches keep their order
-        # Residents with their next uses, farthest ahead first. One that was used since has another entry; the old one,
-        # of a time that has passed, stays at the bottom.
+        self._last_start = 0  # fetches must stay in order
+        # Residents with their next uses, farthest ahead first. A later use adds an entry; the outdated one, in the
+        # past, stays at the bottom.
         self._by_need: list[tuple[int, int]] = []
         self.resident: set[int] = set()
         self.fetches: list[_Fetch] = []
 
     def use(self, time: int) -> None:
-        """Pass time `time`: its unit comes in now if it could not before, and the next ones as far as all fit."""
+        """Pass time `time`: fetch its unit if it is not in memory, and the next ones as far as all fit."""
         unit = self._next_use.at(time)
         if unit not in self.resident:
             self._fetch(unit, time, time, keep={unit})
@@ -112,7 +111,7 @@ class _Replacement:
 
     @property
     def most_bytes(self) -> int:
-        """That were in memory at once."""
+        """The peak of bytes in memory."""
         return self._capacity_bytes - self._least_free_bytes
 
     def _push(self, unit: int, time: int) -> None:
@@ -133,7 +132,8 @@ class _Replacement:
         self.fetches.append(_Fetch(unit, tuple(victims), start, needed, on_the_spot))
 
     def _victims(self, unit: int, keep: set[int]) -> list[int]:
-        """Who makes room: what is needed farthest ahead, without those that a larger one after them has spared."""
+        """Choose the victims: needed farthest ahead, except small ones that a larger victim after them makes
+        unnecessary."""
         missing_bytes = self._sizes[unit] - self._free_bytes
         taken, spared = [], []
         while missing_bytes > 0:
@@ -162,8 +162,8 @@ def make_plan(uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int, ah
     Args:
         uses: unit indices in order of use.
         sizes: bytes of each unit, by index.
-        capacity_bytes: room for resident units; must hold the largest unit that is used.
-        ahead_bytes: of units that must be in memory before their use, where these are more than the next one.
+        capacity_bytes: room for resident units; must hold the largest used unit.
+        ahead_bytes: of units that must be in memory before their use, beyond the next one.
 
     Raises:
         ValueError: `capacity_bytes` does not hold the largest used unit.
@@ -180,14 +180,14 @@ def make_plan(uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int, ah
         seen.append(frozenset(replacement.resident))
         for position in range(length):
             replacement.use((len(seen) - 1) * length + position)
-    cycle = len(seen)  # the first cycle whose start is known to repeat
-    for position in range(2 * length):  # a fetch for the cycle after may start in this one
+    cycle = len(seen)  # the first cycle that is known to start like the one before it
+    for position in range(2 * length):  # a fetch for the next cycle may start in this one
         replacement.use(cycle * length + position)
     return _second_pass(uses, sizes, replacement, cycle * length)
 
 
 def _second_pass(uses: Sequence[int], sizes: Sequence[int], replacement: _Replacement, origin: int) -> Plan:
-    """Distribute the fetches that start within one cycle, which begins at time `origin`, over its uses."""
+    """Distribute the fetches that start in the cycle that begins at time `origin` over its uses."""
     length = len(uses)
     resident: set[int] = set()
     before: dict[int, tuple[int, ...]] = {}

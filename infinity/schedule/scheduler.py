@@ -1,21 +1,20 @@
-"""Decides which units are fetched, evicted and updated, and whose gradients spill: events in, actions out.
+"""Decide which units are fetched, evicted and updated, and whose gradients spill: events in, actions out.
 
 [Note: actions]
-`on(event)` yields actions one after the other. Whoever performs them finishes one before asking for the next, and the
-rows show what came of it: a unit that was to be fetched is STORED still if there was no memory for it. So a decision
-sees the world as the last action left it, and a wait is an action like any other. Nothing here sees a tensor, a file, a
-thread or a clock; the same events and the same rows give the same actions, in training, in `infinity plan` and in a
-test.
+`on(event)` yields actions one at a time. The executor finishes each action before it asks for the next one, and the
+rows show the result: a unit that was to be fetched is still STORED if it got no memory. So each decision sees the state
+after the last action, and waiting is an action, too. The scheduler sees no tensor, file, thread or clock. Equal events
+and equal rows give equal actions: in training, in `infinity plan` and in tests.
 
 [Note: what is evicted]
-The plan says what to evict and to prefetch at each use of a training step that is like the last one. Its actions are
-performed in their order; one that has to wait for memory stops those behind it, and is tried again when memory may have
-been freed. What the plan does not foresee is fetched when it is needed, and what was used longest ago makes room.
+For each use of a training step like the last one, the plan says which units to evict and to prefetch. These actions run
+in order. An action that must wait for memory delays all later ones, and is tried again when memory may be free. A unit
+that the plan does not foresee is fetched when it is needed, and the least recently used unit is evicted for it.
 
 [Note: blocked updates]
-An update is submitted as soon as it is due, its unit is in memory, and there is room for its gradients. One that has no
-room is *blocked*: it is tried again whenever memory may have been freed. Only who needs the unit's newest parameters
-waits for that room.
+An update is submitted as soon as it is due, its unit is in memory, and its gradients have room. Without room it is
+*blocked*, and tried again whenever memory may be free. Only a reader of the unit's newest parameters waits for that
+room.
 """
 
 from __future__ import annotations
@@ -62,33 +61,35 @@ from infinity.schedule.unit_state import UnitState
 from infinity.tiers import Residency
 from infinity.tiers.copies import State
 
-_STORED, _RESIDENT = Residency.STORED, Residency.RESIDENT  # a look-up in an Enum takes 0.2 us
-_NOW = -1  # when an update is needed that keeps its unit from leaving memory
+_STORED, _RESIDENT = Residency.STORED, Residency.RESIDENT  # an Enum look-up takes 0.2 us
+_NOW = -1  # next use of a unit that leaves memory after its update
 
 
 def spilled_ahead(slots: int) -> int:
-    """How many of these slots are free, or are being written, once a unit's gradients are complete: two, so that one
-    write has as long as the next unit computes; of the others at least one."""
+    """Return how many of these slots should be free or being written once a unit's gradients are complete.
+
+    Two, so that a write may take as long as the next unit computes; with fewer than three slots, one.
+    """
     return max(1, min(2, slots - 1))
 
 
 class Scheduler:
-    """Rows of all units, and what is to be done next.
+    """The rows of all units, and the decisions about them.
 
     Args:
         rows: of all units.
-        cycle: what is used, and the plan.
-        budget: the ledger of memory for units that come and go, kept by whoever performs fetches and evictions.
-        budget_key: the configuration's name for it.
-        gradient_slots: how many units' gradients have memory at once, of those that may spill.
-        in_slots: units whose gradients have such memory, the longest first; kept by whoever performs.
-        writes_all: each update is written to the drives.
-        writes_unreconstructable: so are updates of units whose old parameters the optimizer state cannot reconstruct.
+        cycle: the recorded uses and the plan.
+        budget: the ledger of memory for units that are evicted and fetched; the executor updates it.
+        budget_key: its key in the configuration.
+        gradient_slots: how many units that may spill have memory for gradients at once.
+        in_slots: units whose gradients have such memory, the longest first; the executor updates it.
+        writes_all: write each update to NVMe.
+        writes_unreconstructable: write each update whose old parameters the optimizer states cannot reconstruct.
 
     Attributes:
         staying: units that never leave memory.
-        in_memory: units that come and go, of which memory has the parameters; the least recently used first.
-        planned: actions of the plan that have to wait until memory is freed, in its order.
+        in_memory: evictable units whose parameters are in memory, the least recently used first.
+        planned: actions of the plan that wait for memory, in order.
         blocked: units in memory whose updates had no room, the longest first.
     """
 
@@ -119,16 +120,16 @@ class Scheduler:
         self._writes_unreconstructable = writes_unreconstructable
 
     def on(self, event: Event) -> Actions:
-        """What is to be done because of an event, see [Note: actions].
+        """Yield the actions for an event, see [Note: actions].
 
         Raises:
-            CapacityError: units that are in use together do not fit; while the actions are iterated over.
+            CapacityError: during the iteration, if units that are in use together do not fit.
         """
         return _HANDLERS[type(event)](self, event)
 
     @property
     def waits_for_memory(self) -> bool:
-        """Some action of the plan, or an update, has to wait until memory is freed."""
+        """Whether an action of the plan or an update waits for memory."""
         return bool(self.planned or self.blocked)
 
     # Passes #
@@ -162,7 +163,10 @@ class Scheduler:
         yield from self._follow_plan()
 
     def _follow_plan(self) -> Actions:
-        """Do what the plan asks for, in its order, up to the first action that must wait for memory."""
+        """Perform the planned actions in order.
+
+        Stop at the first that is not possible yet: the eviction of a pinned unit, or a prefetch without room.
+        """
         while self.planned:
             action, unit = self.planned[0]
             row = self.rows[unit]
@@ -179,7 +183,7 @@ class Scheduler:
     # Parameters #
 
     def _bring(self, row: UnitState) -> Actions:
-        """Have the unit's newest parameters in memory."""
+        """Bring the unit's newest parameters into memory."""
         if row.residency is _STORED:
             yield from self._fetch_now(row)
         if row.update_is_due:
@@ -201,18 +205,18 @@ class Scheduler:
             yield from self._evict(row)
 
     def _arrived(self, row: UnitState) -> None:
-        """The unit is in memory, and was used last."""
+        """Note that the unit is in memory and the most recently used."""
         self._fetching.pop(row, None)
         if row.moves:
             self.in_memory.pop(row, None)
             self.in_memory[row] = None
 
     def _fetch(self, row: UnitState, *, urgent: bool) -> Generator[Action, None, bool]:
-        """Start to fetch a unit; False if there is no room now."""
+        """Start to fetch a unit. Return False if it has no room now."""
         if not self._budget.fits(row.nbytes):
             return False
         yield Fetch(row.index, urgent)
-        if row.residency is _STORED:  # memory on the way is used up
+        if row.residency is _STORED:  # no staging memory
             return False
         self._fetching[row] = None
         return True
@@ -224,10 +228,17 @@ class Scheduler:
     def _evict(self, row: UnitState) -> Actions:
         yield Evict(row.index)
         self.in_memory.pop(row, None)
-        self._fetching.pop(row, None)  # an update may have waited for its values, and nobody else
+        self._fetching.pop(row, None)  # if only an update waited for the fetch
 
     def _make_room(self, row: UnitState) -> Actions:
-        """Free memory for a unit that is needed now: what was used longest ago first."""
+        """Take one step towards room for a unit that is needed now.
+
+        In this order: evict the least recently used unpinned unit; or wait for one update; or advance one prefetch that
+        is not in use, so that a later call can evict it.
+
+        Raises:
+            CapacityError: all of the memory belongs to units that are in use together.
+        """
         for other in self.in_memory:
             if other.residency is _RESIDENT and not other.is_pinned:
                 yield from self._evict(other)
@@ -235,7 +246,7 @@ class Scheduler:
         if any(other.update_is_submitted for other in self.rows):
             yield AwaitAnyUpdate()
             return
-        for other in self._fetching:  # fetched ahead for a use that did not come
+        for other in self._fetching:  # prefetched for a use that did not come
             if not other.is_pinned:
                 if other.update_is_due:
                     yield from self._update_now(other)
@@ -259,14 +270,14 @@ class Scheduler:
     # Updates #
 
     def _try_update(self, row: UnitState) -> Actions:
-        """Submit the unit's update if one is due; it is blocked if it has no room, see [Note: blocked updates]."""
+        """Submit the unit's update if one is due, or mark it as blocked, see [Note: blocked updates]."""
         if not row.update_is_due:
             return
         if row.is_updated_on_device:
             yield UpdateOnDevice(row.index)
             return
         if row.update_is_submitted:
-            if row.update_has_begun:  # with this step's
+            if row.update_has_begun:  # the speculative part of the same update is still in the pipeline
                 self.blocked[row] = None
                 return
             yield AwaitUpdate(row.index)  # the last step's: computed, but not all written yet
@@ -277,7 +288,7 @@ class Scheduler:
             self.blocked[row] = None
 
     def _update_now(self, row: UnitState) -> Actions:
-        """Submit the unit's update, which is due, waiting for room."""
+        """Submit the unit's due update. Wait for room if necessary."""
         if row.update_has_begun and row.update_is_submitted:
             yield AwaitUpdate(row.index)
         while row.update_is_due:
@@ -288,13 +299,13 @@ class Scheduler:
                 )
 
     def _try_ahead(self, row: UnitState) -> Actions:
-        """Submit the update that is foreseen, if the unit and its gradients are in memory and at rest."""
+        """Submit the expected update as a speculative one, if the unit and its gradients are in memory and idle."""
         at_rest = not (row.is_updating or row.is_updated_on_device) and row.residency is _RESIDENT
         if at_rest and row.gradients_have_room:
             yield SubmitAhead(row.index, *self._urgency(row))
 
     def _retry_updates(self) -> Actions:
-        """Submit what was blocked, the longest first, up to the first that still has no room: others need as much."""
+        """Submit blocked updates, the longest first. Stop at the first that still has no room: others need as much."""
         for row in list(self.blocked):
             if not row.update_is_due or row.residency is _STORED:
                 del self.blocked[row]
@@ -304,18 +315,20 @@ class Scheduler:
                     return
 
     def _urgency(self, row: UnitState) -> tuple[bool, int]:
-        """How an update of the unit is carried out: whether it is written home, and when the unit is needed next."""
+        """Return whether the unit's update is written home, and the time of the unit's next use."""
         needed = _NOW if self.cycle.is_leaving(row.index) else self.cycle.first_use(row.index)
         return self.cycle.leaves_memory(row.index) or self.is_written(row), needed
 
     def is_written(self, row: UnitState) -> bool:
-        """What changes in the unit is written in any case: each step is to stay, or is what a rollback needs."""
+        """Whether each update of the unit is written: for crash consistency, or because a rollback needs the old
+        version."""
         return self._writes_all or (self._writes_unreconstructable and not row.is_reconstructable)
 
     # Gradients #
 
     def _free_gradients(self, row: UnitState) -> Generator[Action, None, bool]:
-        """Free memory that the unit's gradients may take: what can be on the drive, or an update has; False if none."""
+        """Free memory for the unit's gradients, by a spill or by waiting for an update. Return False if there is none
+        to free."""
         if row.is_updated_on_device:
             return False
         if row.spills and not row.gradients_are_used:
@@ -334,7 +347,7 @@ class Scheduler:
         return False
 
     def _spill_ahead(self, _event: GradientsRest) -> Actions:
-        """Have the next units find a slot: one that is free, or will soon be."""
+        """Start spills so that the next units find a slot that is free, or will be soon."""
         leaving = sum(self.rows[unit].gradients is State.LEAVING for unit in self._in_slots)
         free = self._gradient_slots - len(self._in_slots)
         for _ in range(spilled_ahead(self._gradient_slots) - free - leaving):
@@ -344,12 +357,12 @@ class Scheduler:
             yield Spill(oldest.index)
 
     def _first_in_slot(self, state: State) -> UnitState | None:
-        """Which of the units in slots has been there longest, of those in this state that no update has."""
+        """Return the unit in this state that has been in a slot longest, unless an update reads its gradients."""
         rows = (self.rows[unit] for unit in self._in_slots)
         return next((row for row in rows if row.gradients is state and not row.gradients_are_used), None)
 
 
-# Of the class, so that a scheduler that nobody refers to goes at once.
+# Unbound methods: bound ones would form a cycle, and an unreferenced scheduler would stay until a garbage collection.
 _HANDLERS: dict[type[Event], Callable[[Scheduler, Any], Actions]] = {
     PassBegins: Scheduler._begin_pass,
     PassEnds: Scheduler._end_pass,

@@ -1,4 +1,4 @@
-"""One row a unit: all that decisions about it depend on."""
+"""One row a unit: the state that decisions about it depend on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from infinity.tiers.copies import State
 
 
 class UnitState(ABC):
-    """A row. What changes during training is read where it is kept, so that there is one truth of it.
+    """A row. State that changes during training is read from its owner, so that it exists once.
 
     Args:
         nbytes: of the parameters in memory.
-        moves: they come and go; else they stay in memory.
-        spills: gradients may be written to the drive, and shares memory with others that may.
+        moves: the parameters are fetched and evicted; if False, they stay in memory.
+        spills: the gradients may be written to NVMe, and share memory with other units' gradients.
     """
 
     __slots__ = ("index", "moves", "name", "nbytes", "spills")
@@ -37,53 +37,53 @@ class UnitState(ABC):
     @property
     @abstractmethod
     def is_pinned(self) -> bool:
-        """Somebody, an update perhaps, keeps the parameters in memory."""
+        """Whether a use, an update or a reader keeps the parameters in memory."""
 
     # Gradients #
 
     @property
     @abstractmethod
     def gradients(self) -> State:
-        """Of the gradients' copy in host memory."""
+        """The state of the gradients' copy in host memory."""
 
     @property
     @abstractmethod
     def gradients_are_used(self) -> bool:
-        """An update has the gradients."""
+        """Whether an update reads the gradients."""
 
     @property
     @abstractmethod
     def gradients_have_room(self) -> bool:
-        """The gradients are in host memory, or there is memory to read them into."""
+        """Whether the gradients are in host memory, or there is memory to read them into."""
 
     # Updates #
 
     @property
     @abstractmethod
     def is_updated_on_device(self) -> bool:
-        """The optimizer states are on the device, and the next update is carried out there."""
+        """Whether the optimizer states are on the device, so that updates run there."""
 
     @property
     @abstractmethod
     def update_is_due(self) -> bool:
-        """This step has an update for the unit that is not submitted yet."""
+        """Whether this step's update of the unit is still to be submitted."""
 
     @property
     @abstractmethod
     def update_has_begun(self) -> bool:
-        """A speculative update has done a part of the update that is due."""
+        """Whether a speculative update has done a part of the due update."""
 
     @property
     @abstractmethod
     def update_is_submitted(self) -> bool:
-        """An update of the unit is in the optimizer's queue, or on its way home."""
+        """Whether an update of the unit is in the optimizer's queue or being written home."""
 
     @property
     @abstractmethod
     def is_updating(self) -> bool:
-        """An update is due, submitted, or speculative: what is in memory is not the unit's newest value."""
+        """Whether an update is due, submitted or speculative: the copy in memory is not the newest value."""
 
     @property
     @abstractmethod
     def is_reconstructable(self) -> bool:
-        """The old parameters can be reconstructed from the optimizer state, if the next update is like the last one."""
+        """Whether the optimizer states can reconstruct the old parameters, if the next update is like the last one."""

@@ -1,8 +1,8 @@
-"""In which order the optimizer's worker computes updates, and reads optimizer states ahead.
+"""The order in which the optimizer's worker computes updates and prefetches optimizer states.
 
-First what somebody waits for, then, under backward, what is begun, which gives the memory of its gradients back, then
-what the next forward pass needs first. What is still queued when backward ends is then needed last, and updated under
-the forward pass.
+First come updates that a thread waits for; then, during backward, updates that have begun, because they release the
+memory of their gradients; then updates of the units that the next forward pass uses first. So the updates still queued
+after backward are of units used last, and run during the forward pass.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Update(Protocol):
-    """An update, as far as its turn depends on it.
+    """The properties of an update that decide about its turn.
 
     Attributes:
-        awaited: somebody waits for this update and no other.
+        awaited: a thread waits for this update.
         begun: a tile has been updated.
     """
 
@@ -28,7 +28,7 @@ class Update(Protocol):
 
     @property
     def needed(self) -> int:
-        """When the unit is needed next."""
+        """Time of the unit's next use."""
         ...
 
 
@@ -41,8 +41,8 @@ class UpdateQueue(Generic[UpdateT]):
     One thread at a time changes it; another may iterate over it meanwhile.
 
     Attributes:
-        updates: the first to be computed first; of equals, what was submitted first.
-        expected: units, in their order.
+        updates: in the order of computation; equals in the order of submission.
+        expected: units, in order.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class UpdateQueue(Generic[UpdateT]):
         return bool(self.updates)
 
     def expect(self, units: Sequence[int]) -> None:
-        """These will be submitted next, in this order."""
+        """Set the units that will be submitted next, in order."""
         self.expected = dict.fromkeys(units)
 
     def submit(self, update: UpdateT) -> None:
@@ -65,30 +65,29 @@ class UpdateQueue(Generic[UpdateT]):
         self.updates.remove(update)
 
     def hurry(self, update: UpdateT) -> None:
-        """Somebody waits for this update now."""
+        """Note that a thread waits for this update now."""
         update.awaited = True
         self._sort()
 
     def begin(self, update: UpdateT) -> None:
-        """A tile of the update has been updated."""
         self.updates.remove(update)
         update.begun = True
         insort(self.updates, update, key=self._rank)
 
     def prefer(self, *, begun: bool) -> None:
-        """Whether updates that are begun are finished before others, which gives the memory of their gradients back.
+        """Set whether updates that have begun go before others, to release the memory of their gradients.
 
-        Else, as once all gradients have come, what the next forward pass needs first is all that counts.
+        Once all gradients have come, only the order of the next forward pass counts.
         """
         if begun is not self._prefers_begun:
             self._prefers_begun = begun
             self._sort()
 
     def next(self, distance: Callable[[UpdateT], int]) -> UpdateT | None:
-        """The update to go on with: the nearest to being computed, and of those the first in its turn.
+        """Return the update to continue with: the nearest to being computed; among equals, the first in its turn.
 
         Args:
-            distance: what keeps an update's next tile from being updated: 0 nothing, else the more the farther.
+            distance: the delay of an update's next tile: 0 for none, higher for longer delays.
         """
         nearest: tuple[int, UpdateT] | None = None
         for update in self.updates:
@@ -100,7 +99,7 @@ class UpdateQueue(Generic[UpdateT]):
         return None if nearest is None else nearest[1]
 
     def upcoming(self) -> Iterator[tuple[int, UpdateT | None]]:
-        """Units whose tiles are needed next, in about that order, with their updates if these are submitted."""
+        """Yield the units whose tiles are needed next, in about this order, with their updates if submitted."""
         queued = set()
         for update in self.updates:
             queued.add(update.unit)
@@ -110,7 +109,7 @@ class UpdateQueue(Generic[UpdateT]):
                 yield unit, None
 
     def _sort(self) -> None:
-        self.updates = sorted(self.updates, key=self._rank)  # in one: an interrupt must not lose what is moved
+        self.updates = sorted(self.updates, key=self._rank)  # one assignment: an interrupt must not lose an update
 
     def _rank(self, update: UpdateT) -> tuple[bool, bool, int]:
         return not update.awaited, not (update.begun and self._prefers_begun), update.needed

@@ -49,7 +49,7 @@ class Link(Protocol):
         """
 
     def download_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
-        """Copy several (target, source) as `download` does, one after the other; costs the host little more than one."""
+        """Copy several (target, source) as `download` does, in their order; costs the host little more than one."""
 
     def compute_waits(self, token: Transfer) -> None:
         """Order all later work of the compute stream behind the copy."""

@@ -1,7 +1,7 @@
-"""What the ranks of one run must have alike, compared before anything is built.
+"""Compare the values that must be alike on all ranks of a run, before anything is built.
 
-Rank 0 is the measure. What is exchanged first is one digest a topic; the values themselves travel only where they
-differ, so that the error can say what it is.
+Rank 0 is the reference. The ranks first exchange one digest a topic. The values follow only if digests differ, so that
+the error can name the difference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from infinity.zero.shared_directory import directory_leaders
 
 Facts = Mapping[str, Any]  # plain values by name
 
-# What each machine may have its own of: memory, drives, and how they are read.
+# Keys that may differ between machines: memory, drives, and how they are read.
 _LOCAL = (
     "aio.",
     "communication.timeout_s",
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 def versions() -> Facts:
-    """Of what decides how values are laid out and sent."""
+    """Return the versions that decide how values are laid out and sent."""
     found = {"torch": str(torch.__version__)}
     try:
         found["infinity"] = version("infinity-tiering")
@@ -57,12 +57,12 @@ def versions() -> Facts:
 
 
 def configuration_facts(config: Config) -> Facts:
-    """The configuration's values, without what each machine may have its own of."""
+    """Return the configuration's values, except keys that may differ between machines."""
     return {name: value for name, value in _flat("", config).items() if not name.startswith(_LOCAL)}
 
 
 def model_facts(model: nn.Module) -> Facts:
-    """Parameters and buffers in their order, and the classes of the modules."""
+    """Return parameters and buffers in order, and the classes of the modules."""
     found: dict[str, Any] = {}
     for name, param in model.named_parameters():
         kind = "trained" if param.requires_grad else "frozen"
@@ -73,7 +73,7 @@ def model_facts(model: nn.Module) -> Facts:
 
 
 def optimizer_facts(groups: list[dict[str, Any]], members: Mapping[str, int]) -> Facts:
-    """Hyper-parameters of each group, and the group of each parameter."""
+    """Return the hyper-parameters of each group, and the group of each parameter."""
     found: dict[str, Any] = {f"group of `{name}`": index for name, index in members.items()}
     for index, group in enumerate(groups):
         found |= {f"`{key}` of group {index}": value for key, value in _flat("", group).items() if key != "params"}
@@ -81,18 +81,18 @@ def optimizer_facts(groups: list[dict[str, Any]], members: Mapping[str, int]) ->
 
 
 def identity_facts(identity: Mapping[str, Any]) -> Facts:
-    """What a model is beside its parameters, see `infinity.checkpoint.identity`, as plain values by name."""
+    """Return a model's identity, see `infinity.checkpoint.identity`, as plain values by name."""
     return _flat("", identity)
 
 
 def agree(ranks: Ranks, topics: Mapping[str, Facts]) -> None:
-    """See that all ranks have the same; all of them call this.
+    """Check that all ranks have the same facts. All of them call this together.
 
     Args:
         topics: facts by topic, such as `configuration`; the same topics on all ranks.
 
     Raises:
-        ConfigError: they have not; every rank names the first difference of every rank that differs from rank 0.
+        ConfigError: facts differ; names the first difference of each rank from rank 0.
     """
     digests = ranks.of_all([_digest(facts) for facts in topics.values()])
     differing = [topic for index, topic in enumerate(topics) if any(of[index] != digests[0][index] for of in digests)]
@@ -110,7 +110,7 @@ def agree(ranks: Ranks, topics: Mapping[str, Facts]) -> None:
 
 
 def tell_of_machines(ranks: Ranks, config: Config) -> None:
-    """Say once what differs between machines and may, and which drives are not a machine's own; all ranks call this."""
+    """Warn once about budgets that differ between machines, and about shared drives. All ranks call this together."""
     budgets = ranks.of_all((config.tiering.host_memory_bytes, config.tiering.device_memory_bytes))
     for rank, (ours, first) in enumerate(zip(budgets, [budgets[0]] * ranks.size, strict=True)):
         if ranks.rank == 0 and ours != first:
@@ -129,9 +129,9 @@ def tell_of_machines(ranks: Ranks, config: Config) -> None:
 
 
 def _tell_of_shared_drive(ranks: Ranks, path: Path) -> None:
-    """A directory for swap files that several machines see is no drive of any of them."""
+    """Warn about a directory for swap files that several machines share: it is on no machine's own drive."""
     if ranks.any(not path.is_dir()):
-        return  # said by name when it is opened
+        return  # reported when it is opened
     machines = [process.machine for process in ranks.processes]
     for rank, leader in enumerate(directory_leaders(ranks, path)):
         if machines[rank] != machines[leader]:
@@ -147,7 +147,7 @@ def _tell_of_shared_drive(ranks: Ranks, path: Path) -> None:
 
 
 def _difference(here: Facts, first: Facts) -> str:
-    """The first thing that is not the same, in words."""
+    """Describe the first difference."""
     for name in (*first, *here):
         if name not in here:
             return f"it has no {name}, which rank 0 has"
@@ -159,7 +159,7 @@ def _difference(here: Facts, first: Facts) -> str:
 
 
 def _flat(prefix: str, value: Any) -> dict[str, Any]:
-    """Plain values by their dotted names; what is no plain value, such as a tensor, is left out."""
+    """Return plain values by their dotted names; skip other values, such as tensors."""
     if is_dataclass(value):
         value = {one.name: getattr(value, one.name) for one in fields(value)}
     if isinstance(value, (list, tuple)) and not all(isinstance(item, _PLAIN) for item in value):

@@ -1,4 +1,4 @@
-"""From a model and a configuration to the running rooms: sizes first, then memory, then disk."""
+"""Build an engine's runtime from a model and a configuration: first sizes, then memory, then disk."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class Runtime:
     """Everything that one engine owns.
 
     Attributes:
-        groups: who shares the states, and who has the same of them.
-        host, device: what the two memories are used for; with a CPU as the compute device, the host's pays for all.
-        loss_norm: of the loss, where the device measures it.
+        groups: the ranks that share states, and the replicas that have the same shard.
+        host, device: the ledgers of the two memories; if the compute device is the CPU, the host's pays for all.
+        loss_norm: of the loss, if the device measures it.
         summed_once: units whose replicas add their gradients up once a step.
-        in_files: where values are that stay in files, by name of the parameter.
-        addresses_stay: what kernels work on keeps its addresses for the whole run.
+        in_files: parameters that stay in the user's files, by name.
+        addresses_stay: tensors used by kernels keep their addresses for the whole run.
     """
 
     sizing: Sizing
@@ -108,7 +108,7 @@ class Runtime:
 
     @property
     def ranks(self) -> Ranks:
-        """Who trains this model together."""
+        """The ranks that train this model together."""
         return self.groups.all
 
     @property
@@ -125,15 +125,15 @@ class Runtime:
 
     @property
     def torn(self) -> bool:
-        """An interrupt has left something in nobody's books."""
+        """Whether an interrupt has cut an ownership transfer short."""
         return self.arena.handing_over.torn
 
     def peak_bytes(self) -> dict[str, int]:
-        """High-water mark of each tier since the start."""
+        """Return the peak use of each tier since the start."""
         return {"device": self.device.peak_bytes, "host": self.host.peak_bytes, "nvme": self.swap.size_bytes}
 
     def tiers(self) -> dict[str, Level]:
-        """How full each tier is that has a budget; any thread may ask."""
+        """Return the fill level of each tier with a budget; from any thread."""
         nvme_bytes = self.swap.size_bytes
         tiers = {
             "device": self.device.level(),
@@ -143,17 +143,17 @@ class Runtime:
         return {name: level for name, level in tiers.items() if level.capacity_bytes}
 
     def together(self, what: str) -> None:
-        """Where parameters are in the shards of several ranks, all must come to the same call `what`."""
+        """Meet all ranks at the call `what` if parameters are sharded over them."""
         if self.sizing.rules.params.gathers:
             self.ranks.together(what)
 
     def settle(self) -> None:
-        """Where users read parameters between steps: carry out every update, and have the parameters show it."""
+        """Finish every update and show the new values, if users may read parameters between steps."""
         if self.sizing.rules.settles:
             self.executor.show_newest()
 
     def close(self) -> None:
-        """Stop the worker, give memory back, remove the swap files: those of this process, not of its parent."""
+        """Stop the worker, free the memory, and remove the swap files; does nothing in a forked child."""
         if os.getpid() != self.owner_pid:
             return
         self.executor.detach_views()
@@ -183,28 +183,28 @@ def build_runtime(
     in_files: Mapping[str, StoredTensor] | None = None,
     facts: RunFacts | None = None,
 ) -> Runtime:
-    """Lay out the model's states and acquire what they need.
+    """Lay out the model's states, and acquire memory and files.
 
     Args:
-        groups: parameter group of every parameter that is trained, by name.
+        groups: parameter group of every trained parameter, by name.
         optimizer: name of its state layout.
         link: to the compute device.
-        ranks: who trains this model together.
-        parts: who holds the other parts of the model, if it is divided.
+        ranks: the ranks that train this model together.
+        parts: the other parts of a divided model.
         made: parameters whose values do not come with the model.
-        in_files: frozen ones that are to stay where they are stored.
-        facts: what another process must have alike to go on from this one's states.
+        in_files: frozen parameters that stay in their files.
+        facts: values that a later process must share to continue from this one's states.
 
     Raises:
-        CheckpointError: an earlier process has left states that this one cannot go on from.
-        CapacityError: a memory budget is too small; the message has the number that is needed.
+        CheckpointError: an earlier process has left states that this one cannot continue from.
+        CapacityError: a memory budget is too small; the message has the required number.
         StorageError: an nvme path cannot be used or does not have the space.
         RankError: one of these on another rank.
     """
     plan = _lay_out(model, groups, config, optimizer, link, ranks, parts, made, in_files or {})
     facts = {**(facts or {}), "configuration": configuration_facts(plan.config)}
     share_threads(ranks_on_this_machine(ranks), launches=link.discrete, near=cpus_near(link.device))
-    with ExitStack() as undo:  # what was acquired goes again if a later step fails
+    with ExitStack() as undo:  # if a later step fails, free everything acquired so far
         run = _open_run(plan, facts)
         memory = _open_memory(plan, undo, run)
         once = _share_sums(plan, memory)
@@ -246,17 +246,17 @@ def build_runtime(
     )
 
 
-# What is decided before anything is acquired #
+# Decisions, before anything is acquired #
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What goes where.
+    """The layout.
 
     Attributes:
-        config: as it was cut to fit.
-        groups: who shares the states, and who has the same of them.
-        host: what host memory is used for.
+        config: after blocks were cut to fit.
+        groups: the ranks that share states, and the replicas that have the same shard.
+        host: the ledger of host memory.
     """
 
     config: Config
@@ -284,7 +284,7 @@ def _lay_out(
     made: Collection[str],
     in_files: Mapping[str, StoredTensor],
 ) -> _Plan:
-    """Decide what goes where; see `build_runtime`."""
+    """Decide where everything goes; see `build_runtime`."""
     free_bytes = link.free_bytes()
 
     @cache
@@ -308,7 +308,7 @@ def _lay_out(
 
     def is_enough(sizing: Sizing) -> bool:
         host_bytes = host_capacity(config, sizing.host_needs(), ranks)
-        return fits(sizing, config, host_bytes, free_bytes, ranks, parts.ranks)  # all compute together
+        return fits(sizing, config, host_bytes, free_bytes, ranks, parts.ranks)  # all parts compute together
 
     config, sizing, cut_bytes = cut_to_fit(config, layout, is_enough)
     needs = sizing.host_needs()
@@ -321,7 +321,7 @@ def _lay_out(
     return _Plan(config, sizing, split, placement, groups, host, link, parts)
 
 
-# What is acquired #
+# Acquisition #
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ class _Memory:
 
     Attributes:
         slots: of the ring of tiles.
-        there: what the device's memory is used for.
+        there: the budgets of device memory.
     """
 
     counters: Counters
@@ -342,8 +342,6 @@ class _Memory:
 
 @dataclass(frozen=True)
 class _Held:
-    """Where units' parameters and gradients are held."""
-
     params: Params
     grads: GradStores
     sums: DeviceSums
@@ -352,7 +350,7 @@ class _Held:
 
 
 def _open_memory(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> _Memory:
-    """Have host memory, but what is computed on, which has memory of its own, and the drives."""
+    """Allocate host memory, except memory that is computed on, and open the drives."""
     sizing, split, config = plan.sizing, plan.split, plan.config
     arena_bytes = split.ring_bytes + split.grads_bytes + split.states_bytes + split.homes_bytes
     with _as_one(plan.ranks, plan.parts):
@@ -361,14 +359,14 @@ def _open_memory(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> _Memory:
         undo.callback(arena.close)
         swap = _open_disk(plan, undo, run)
         slots = [arena.lease(sizing.tile_bytes) for _ in range(split.ring_bytes // sizing.tile_bytes)]
-        there = device_budgets(sizing, config, split, plan.host, plan.link.free_bytes())  # before anything is taken
+        there = device_budgets(sizing, config, split, plan.host, plan.link.free_bytes())  # before anything is allocated
     for ranks in (plan.ranks, plan.parts.ranks):  # full on one is full on all, see `agreed`
         there.grads.capacity_bytes = ranks.least(there.grads.capacity_bytes)
     return _Memory(counters, arena, swap, slots, there)
 
 
 def _share_sums(plan: _Plan, memory: _Memory) -> frozenset[int]:
-    """Which units' replicas add their gradients up once a step; what that takes is taken."""
+    """Return the units whose replicas add their gradients up once a step, and take the memory for that."""
     sums = memory.there.sums
     once = summed_once(plan.sizing.rules, plan.sizing.shards, plan.ranks.least(sums.capacity_bytes))
     sums.take(sum(once.values()), "sums of gradients over a group of ranks")
@@ -376,7 +374,6 @@ def _share_sums(plan: _Plan, memory: _Memory) -> frozenset[int]:
 
 
 def _hold_states(plan: _Plan, memory: _Memory) -> StateStore:
-    """Where optimizer states are."""
     sizing = plan.sizing
     return StateStore(
         sizing.shards.numels,
@@ -393,7 +390,6 @@ def _hold_states(plan: _Plan, memory: _Memory) -> StateStore:
 
 
 def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStack) -> _Held:
-    """Where parameters are, and gradients until they are used."""
     sizing, split, host, link = plan.sizing, plan.split, plan.host, plan.link
     sums = DeviceSums(
         sizing.shards.numels,
@@ -421,7 +417,8 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
     )
     undo.callback(params.close)
     images = _room_for_images(plan, undo)
-    # Behind what a later process goes on from: how many gradients are there depends on the memory of the day.
+    # Last, so that a later process finds all other extents in the same place: the gradients' space varies with free
+    # memory.
     grads = _hold_gradients(plan, memory, states)
     undo.callback(grads.close)
     return _Held(params, grads, sums, files, images)
@@ -430,7 +427,7 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
 def _make_executor(
     plan: _Plan, model: nn.Module, memory: _Memory, states: StateStore, held: _Held, pipeline: UpdatePipeline
 ) -> Executor:
-    """What moves and updates units: their rows, what parameters show, and the cycle of uses."""
+    """Make the executor, with the units' rows, their views, and the cycle of uses."""
     sizing, params, grads = plan.sizing, held.params, held.grads
     capacity_bytes = plan.ranks.least(memory.there.params.capacity_bytes)
     moving = [spec.offloaded for spec in sizing.specs]
@@ -448,14 +445,14 @@ def _make_executor(
 
 @contextmanager
 def _as_one(ranks: Ranks, parts: ModelParts) -> Iterator[None]:
-    """What fails on one rank meanwhile is refused by all of them, with its name and words."""
+    """If one rank fails inside, raise on all of them, with its number and message."""
     what = "infinity.initialize(): memory and drives"
     with parts.ranks.as_one(what), ranks.as_one(what):
         yield
 
 
 def make_gradients(runtime: Runtime) -> Gradients:
-    """Where the gradients of a training step are collected."""
+    """Make the collector of a training step's gradients."""
     partition, rules = runtime.partition, runtime.sizing.rules
     source: Direct | Reduction = Direct(partition.units, runtime.parts)
     if rules.grads.reduces:
@@ -490,7 +487,6 @@ def make_gradients(runtime: Runtime) -> Gradients:
 
 
 def _hold_gradients(plan: _Plan, memory: _Memory, states: StateStore) -> GradStores:
-    """Where gradients are until they are used."""
     sizing, link = plan.sizing, plan.link
     shards, dtype = sizing.shards, sizing.grad_dtype
     norms = Norms(
@@ -515,7 +511,7 @@ def _hold_gradients(plan: _Plan, memory: _Memory, states: StateStore) -> GradSto
 
 
 def _tell_of_waiting(plan: _Plan, held: _Held) -> None:
-    """Say where no update can run ahead although the configuration has them do so."""
+    """Warn if no update can be speculative although the configuration asks for it."""
     if (
         plan.config.tiering.update_schedule == "speculative"
         and not any(unit.has_slots for unit in held.params.units)
@@ -530,7 +526,7 @@ def _tell_of_waiting(plan: _Plan, held: _Held) -> None:
 
 
 def _room_for_images(plan: _Plan, undo: ExitStack) -> BeforeImages | None:
-    """Room for before-images, if there is any."""
+    """Allocate the undo log, if it has any room."""
     if not plan.split.images_bytes:
         return None
     images = BeforeImages(plan.split.images_bytes)
@@ -540,7 +536,7 @@ def _room_for_images(plan: _Plan, undo: ExitStack) -> BeforeImages | None:
 
 
 def _apart(plan: _Plan, arena: Arena) -> Device | None:
-    """What lies between parameters' homes and what is computed on, where these are apart."""
+    """Return the path between parameters' homes and the compute device; None if both are one memory."""
     if plan.sizing.rules.site is Memory.DEVICE:
         return None
     direct = _open_direct(plan.config, plan.link) if plan.sizing.rules.params.pass_host else None
@@ -550,7 +546,7 @@ def _apart(plan: _Plan, arena: Arena) -> Device | None:
 
 
 def _open_direct(config: Config, link: Link) -> DeviceReads | None:
-    """The way from the drive to the device past host memory, if there is one."""
+    """Return the path from the drive to the device past host memory, if there is one."""
     if config.tiering.checksum:
         raise ConfigError("aio.use_gds reads past the host, where tiering.checksum would look: switch one of them off")
     reader = link.device_reader()
@@ -564,7 +560,7 @@ def _open_direct(config: Config, link: Link) -> DeviceReads | None:
 
 
 def _open_timeline(plan: _Plan, undo: ExitStack) -> Timeline | None:
-    """Where what runs is recorded, if it is asked for: a file for each rank."""
+    """Open the timeline, if configured: one file for each rank."""
     tiering, ranks = plan.config.tiering, plan.ranks
     path = tiering.timeline
     if path is None:
@@ -582,7 +578,7 @@ def _open_timeline(plan: _Plan, undo: ExitStack) -> Timeline | None:
 
 
 def open_activations(config: Config, runtime: Runtime, model: nn.Module) -> ActivationStore | None:
-    """The lower tier of what autograd saves, if there is one."""
+    """Make the store of offloaded activations, if configured."""
     tiering = config.tiering
     if not runtime.sizing.rules.activations_bytes:
         if tiering.activations == "cpu":
@@ -613,7 +609,7 @@ def _io_options(config: Config) -> IoOptions:
 
 
 def _open_run(plan: _Plan, facts: RunFacts) -> RunFiles | None:
-    """What a later process can go on from, if it is to be able to; all ranks call this."""
+    """Open the files that a later process can continue from, if configured. All ranks call this together."""
     if not plan.config.tiering.crash_consistent:
         return None
     rules = plan.sizing.rules
@@ -639,13 +635,13 @@ def _open_disk(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> SwapSpace:
 
 
 def _take_over(swap: SwapSpace) -> None:
-    """Make the files, or take over those of an earlier process, of which one finished step counts from now on."""
+    """Create the files, or adopt an earlier process's files, of which one finished step becomes the present one."""
     swap.create()
     swap.adopt()
 
 
 def _open_weights(plan: _Plan, undo: ExitStack) -> WeightFiles:
-    """Where units are read that stay in the files of somebody else."""
+    """Open the user's files in which units stay."""
     if not any(spec.runs for spec in plan.sizing.specs):
         return WeightFiles()
     files = WeightFiles(open_engine(_io_options(plan.config), plan.config.tiering.io_backend))

@@ -1,4 +1,4 @@
-"""What the compute device computes, for the timeline: the passes of the model, cut where they wait for something."""
+"""The compute lane of the timeline: the passes of the model, cut at each wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.zero.hooks import Listener
 
 @dataclass(frozen=True)
 class _Between:
-    """From one moment of the compute device to another."""
+    """The span between two moments of the compute device."""
 
     start: Timed
     stop: Timed
@@ -27,12 +27,12 @@ class _Between:
 
 
 class ComputeLane:
-    """A listener of the hooks that passes everything on, and records what is computed in between.
+    """A listener of the hooks that forwards every event, and records the computation between events.
 
-    Uses may be nested; what is computed belongs to the innermost.
+    Uses may be nested; a span belongs to the innermost.
 
     Args:
-        moment: of the compute device, when it has done what it was given so far.
+        moment: returns a marker that resolves when the compute device has done its work so far.
     """
 
     def __init__(self, listener: Listener, timeline: Timeline, moment: Callable[[], Timed]) -> None:
@@ -41,11 +41,11 @@ class ComputeLane:
         self._moment = moment
         self._pass = ""
         self._uses: list[int] = []  # units, innermost last
-        self._since: Timed | None = None  # the beginning of the span that is running; None outside of a pass
+        self._since: Timed | None = None  # the start of the running span; None outside of a pass
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """A pass over the model, for example `forward`."""
+        """Record a pass over the model, for example `forward`."""
         self._pass = name
         self._since = self._moment()
         try:
@@ -57,7 +57,7 @@ class ComputeLane:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """The compute thread does something else meanwhile."""
+        """Exclude other work of the compute thread."""
         self._cut()
         try:
             yield
@@ -66,7 +66,7 @@ class ComputeLane:
                 self._since = self._moment()
 
     def _cut(self) -> None:
-        """What was computed up to here belongs to the innermost use, or to no unit."""
+        """Record the span since the last cut for the innermost use, or for no unit."""
         if self._since is not None:
             unit = self._uses[-1] if self._uses else None
             self._timeline.record(Lane.COMPUTE, self._pass, _Between(self._since, self._moment()), unit)
@@ -88,7 +88,7 @@ class ComputeLane:
             self._listener.leave(units)
         for unit in units:
             index = next((i for i in reversed(range(len(self._uses))) if self._uses[i] == unit), None)
-            if index is not None:  # an exception may have come before its `enter` was over
+            if index is not None:  # an exception may have ended its `enter`
                 del self._uses[index]
 
     def backward_left(self, units: tuple[int, ...]) -> None:

@@ -1,20 +1,21 @@
-"""Performs what the scheduler asks for: the only caller of fetch, evict and write back.
+"""Perform the scheduler's actions: fetch and evict units, and submit their updates.
+
+No other file calls `Params.fetch_start` or `Params.evict`.
 
 [Note: what the compute thread waits for]
-`enter` returns when a unit may be computed on: fetched, and updated if an update was pending. Everything else is
-started and left running. What is in flight is looked at again on every event (`settle`): finished updates give
-their gradients and pins back, and the scheduler is told that memory may have been freed. The thread blocks for memory
-only when the unit that it needs now has none.
+`enter` returns when the units are resident, up to date and unsharded. All other operations are only started. `settle`
+polls their completions on every event: finished updates release their gradients and pins, and the scheduler learns that
+memory may be free. The thread blocks for memory only if it has none for the unit that it needs now.
 
 [Note: what a parameter shows]
-The model's parameters show a unit's values while these are in memory, the newest, and whole; at all other times NaN.
-A unit whose update has begun is hidden until the new values are there, so nobody reads old ones. An update also counts
-as a change in place, for autograd: a backward pass through a graph that was made with the old values raises torch's own
-error, where it would compute with the new ones.
+A model parameter is a view of its unit's memory while the unit is resident, up to date and unsharded. At all other
+times it is NaN, expanded to the parameter's shape. A unit is hidden from the start of its update until the new values
+are in memory, so that no code reads stale values. For autograd an update is an in-place change: a backward pass through
+a graph of the old values raises torch's own error instead of computing with the new ones.
 
 [Note: values at rest]
-A unit that comes and goes shows its values while something uses it, and NaN between two steps, also while it happens to
-be in memory: what a training loop would write there is gone when the unit leaves memory, without a word.
+A unit that can be evicted is also NaN between two steps, even if it is in memory by chance: its eviction would silently
+discard a write by the training loop.
 """
 
 from __future__ import annotations
@@ -70,15 +71,15 @@ from infinity.zero.views import ModelViews
 
 
 class Executor:
-    """Performs the scheduler's actions: moves units and submits their updates.
+    """Perform the scheduler's actions: move units and submit their updates.
 
     Args:
         units: the rows, by index.
-        views: what those of all units share.
+        views: state shared by the views of all units.
         grads: gradients of units that are updated in host memory.
-        in_flight: carries updates out.
-        cycle: what is used, and the plan.
-        ranks: those whose shards make a unit whole.
+        in_flight: runs the updates.
+        cycle: the recorded uses and the plan.
+        ranks: the ranks among which units are sharded.
     """
 
     def __init__(
@@ -111,18 +112,21 @@ class Executor:
             writes_all=params.keeps_steps,
             writes_unreconstructable=params.has_slots,
         )
-        self._step_is_over = True  # else units that are updated already do not show it, as in torch before `step()`
+        self._step_is_over = True  # until then updated units stay hidden: torch shows no new values before `step()`
 
     # Uses #
 
     def enter(self, units: tuple[int, ...]) -> None:
-        """Wait until the units may be computed on, and start what the plan says; after an exception none is in use."""
+        """Block until the units are resident, up to date and unsharded, and start the next actions of the plan.
+
+        If this raises, none of these units stays pinned.
+        """
         if self._in_flight.speculative:
             self.undo(*units)
         if self._gathering.ahead:
             self._gathering.make_way(units)
         for unit in units:
-            self._params.pin(unit)  # before anything is evicted for another of them
+            self._params.pin(unit)  # pin all first: the fetch of one must not evict another
         entered: list[int] = []
         try:
             for unit in units:
@@ -135,7 +139,7 @@ class Executor:
                 self.units[unit].views.show()
         except BaseException as error:
             if isinstance(error, StorageError):
-                self._params.handing_over.tear()  # an update has failed, and is not looked at again
+                self._params.handing_over.tear()  # an update has failed, and nothing will retry it
             for unit in units:
                 self._params.unpin(unit)
             for unit in entered:
@@ -143,24 +147,24 @@ class Executor:
             raise
 
     def _do(self, event: Event) -> bool:
-        """Perform what the scheduler asks for because of an event; False if that is nothing."""
+        """Perform the scheduler's actions for an event. Return whether there were any."""
         action = None
         for action in self._scheduler.on(event):
             _PERFORMERS[type(action)](self, action)
         return action is not None
 
     def gather_owed(self, unit: int | None = None) -> None:
-        """Gather what all ranks gather before this unit; None before they exchange something that is no unit."""
+        """Gather the units that all ranks gather before this one; with None, before a collective of another kind."""
         for other in self._gathering.owed(unit):
             self._do(ParametersNeeded(other))
             self._gathering.gather(other)
 
     def follow(self, order: Sequence[int]) -> None:
-        """Gather units that stay in this order, which all ranks know."""
+        """Gather units that stay in memory in this order, which is the same on all ranks."""
         self._gathering.follow(order)
 
     def _look_ahead(self) -> None:
-        """Start to gather what is used next, in its order."""
+        """Start to gather the units that are used next, in their order."""
         while (unit := self._gathering.due(self._cycle.upcoming)) is not None:
             self.undo(unit)
             self._params.pin(unit)
@@ -172,7 +176,7 @@ class Executor:
                 raise
 
     def leave(self, units: tuple[int, ...]) -> None:
-        """The units may be evicted again."""
+        """Allow eviction of the units again."""
         for unit in units:
             self._params.unpin(unit)
             self._gathering.leave(unit, self._cycle.expected)
@@ -190,7 +194,7 @@ class Executor:
 
     def _evict(self, action: Evict) -> None:
         unit, row = action.unit, self.units[action.unit]
-        if row.params.is_dirty():  # the plan has updates write through, so this is the exception
+        if row.params.is_dirty():  # rare: the updates of units that the plan evicts write through
             self._in_flight.open_host(row)
             try:
                 self._params.host_wait(unit)
@@ -238,7 +242,7 @@ class Executor:
     # The plan #
 
     def begin_cycle(self) -> None:
-        """A forward pass begins: follow the plan from its start, and record what is used."""
+        """Begin a forward pass: follow the plan from its start, and record the uses."""
         self._do(PassBegins())
         self.views.read.clear()
         self._gathering.begin_cycle()
@@ -250,35 +254,34 @@ class Executor:
         return self._cycle.recorded
 
     def end_cycle(self, *, learn: bool) -> None:
-        """The backward pass is over, or the forward pass had none.
+        """End the cycle, after its backward pass or after a forward pass without one.
 
         Args:
-            learn: it was a training step; what follows will probably be like it.
+            learn: it was a training step; the next cycles are expected to repeat it.
         """
         self._gathering.end_cycle()
         self._params.keep_pins(
             {row.index for row in self._in_flight.submitted}
-        )  # an exception may have kept a use from being left
+        )  # an exception may have skipped a `leave`
         self._do(PassEnds(learn))
         self.rest()
 
     def rest(self) -> None:
-        """No module uses anything for now, see [Note: values at rest]."""
+        """Hide all units that can be evicted, see [Note: values at rest]."""
         for row in self._scheduler.in_memory:
             self.units[row.index].views.hide()
 
     def _rest(self, row: Unit) -> None:
-        """The read access to a unit ended."""
         if self._rests(row):
             row.views.hide()
 
     @staticmethod
     def _rests(row: Unit) -> bool:
-        """Whether the unit comes and goes, and is not in use."""
+        """Whether the unit can be evicted and is not pinned."""
         return row.moves and not row.is_pinned
 
     def forward_order(self, units: Sequence[int]) -> list[int]:
-        """The units in the order in which the next cycle will probably use them first."""
+        """Return the units, sorted by their first use in the next cycle as far as it is known."""
         return sorted(units, key=self._cycle.first_use)
 
     # Updates #
@@ -288,14 +291,14 @@ class Executor:
         self._pipeline.prefer(begun=begun)
 
     def expect_updates(self, units: Sequence[int]) -> None:
-        """Read the optimizer states of these units ahead."""
+        """Prefetch the optimizer states of these units."""
         self._pipeline.expect(units)
 
     def update(self, unit: int, segments: tuple[Segment, ...], slots: Collection[int]) -> None:
-        """Update the unit as soon as its values are in memory: now if they are, else when they are fetched.
+        """Update the unit once its parameters are in memory: now, or after their fetch.
 
         Args:
-            slots: what is updated. The rest of the pass that is running may still compute with the others.
+            slots: parameters that the update changes. The running pass may still compute with the others.
         """
         row = self.units[unit]
         self._in_flight.ask(row, segments)
@@ -304,30 +307,30 @@ class Executor:
         if self._params.is_at_hand(unit):
             self._do(UpdateDue(unit))
 
-    # Updates that run ahead of the norm, see [Note: updates ahead] in in_flight.py #
+    # Speculative updates, see [Note: updates ahead] in in_flight.py #
 
     def ran_ahead(self, unit: int) -> tuple[Segment, ...] | None:
-        """What an update of the unit has done ahead; None if there was none."""
+        """Return the segments of the unit's speculative update; None if it has none."""
         ahead = self.units[unit].ahead
         return None if ahead is None else ahead.segments
 
     def begin_ahead(self) -> None:
-        """Updates of the step that comes may run ahead: what is there now stays until it is over."""
+        """Start a rollback epoch: from now on writes to NVMe leave the present version of each unit intact."""
         self.write_changed()
         self._params.begin_ahead()
 
     def gather_anew(self, unit: int) -> None:
-        """What all ranks have of the unit is old, or will be on some of them.
+        """Mark the unsharded copy as stale, on all ranks.
 
-        Whether its update runs ahead follows each rank's own memory and drives; what the ranks gather must not.
+        A speculative update depends on each rank's own memory and drives; the collectives must not.
         """
         self._gathering.changed(unit)
 
     def run_ahead(self, unit: int, segments: tuple[Segment, ...], *, may_leave: bool) -> bool:
-        """Update of a unit what can be undone; False if that is nothing.
+        """Submit a speculative update of the unit, as far as it can be rolled back. Return False if no part of it can.
 
         Args:
-            may_leave: nobody looks at its gradients until they are wanted.
+            may_leave: the gradients are not read again unless they are asked for, so their memory may be reused.
         """
         each = self.units[unit]
         before, each.foreseen = each.ahead, Foreseen(segments, may_leave)
@@ -338,7 +341,7 @@ class Executor:
         return each.ahead is not before
 
     def confirm(self, unit: int, slots: Collection[int]) -> None:
-        """What ran ahead is the unit's update, of these slots, which is finished as any other."""
+        """Commit the speculative update as this step's update of these parameters. Skipped tiles are due now."""
         row = self.units[unit]
         row.views.outdate(slots)
         self._in_flight.confirm(row)
@@ -348,26 +351,26 @@ class Executor:
             self._do(UpdateDue(unit))
 
     def undo(self, *units: int, grads: bool = True) -> None:
-        """Those of the units that were updated ahead have the values from before it again.
+        """Roll back the speculative updates of these units.
 
         Args:
-            grads: they have their gradients, too, else they may have none any more.
+            grads: restore the gradients, too. If False, gradients that would have to be reconstructed are dropped.
 
         Raises:
-            InfinityError: a module uses one of them.
-            StorageError: they cannot be read again.
+            InfinityError: a module uses one of the units.
+            StorageError: the old values cannot be read.
         """
         ahead = [row for row in map(self.units.__getitem__, units) if row.ahead is not None]
-        if not ahead or self._params.handing_over.torn:  # nothing goes on from an engine that is torn
+        if not ahead or self._params.handing_over.torn:  # a poisoned engine must not touch its states
             return
         for row in ahead:
-            if row.residency is Residency.FETCHING:  # the plan wants it next
+            if row.residency is Residency.FETCHING:  # prefetched by the plan
                 self._do(OldParametersNeeded(row.index))
         away = [row for row in ahead if row.residency is Residency.STORED and self._in_flight.needs_memory(row)]
         here = [row for row in ahead if row not in away]
         behind = self._in_flight.undo(here, self._free_gradients, grads=grads)
         self._spill_ahead()
-        for row in away:  # one by one, since there may not be room for all of them
+        for row in away:  # one by one: there may not be room for all of them
             self._do(OldParametersNeeded(row.index))
             self._in_flight.undo([row], self._free_gradients, grads=grads)
         self._spill_ahead()
@@ -377,15 +380,16 @@ class Executor:
                 self._do(ParametersStale(row.index))
 
     def undo_all(self, *, grads: bool = True) -> bool:
-        """As `undo`, of all units; returns whether there were any."""
+        """Roll back all speculative updates. Return whether there were any."""
         rows = self._in_flight.ahead
         self.undo(*(row.index for row in rows), grads=grads)
         return bool(rows)
 
     def gradient_comes(self, unit: int) -> None:
-        """A gradient of the unit is about to be added: an update that has run ahead of it is not confirmed.
+        """Prepare for new gradients of the unit: its speculative update, if any, will be rolled back.
 
-        Between uses: if something waits for memory and an update has ended, it may have given some back.
+        Block until that update is finished, and restore its gradients. If another update has ended, also retry
+        actions that wait for memory.
         """
         row = self.units[unit]
         if row.ahead is not None:
@@ -396,11 +400,12 @@ class Executor:
 
     @property
     def awaits_updates(self) -> bool:
-        """Some updates are not finished, or wait for their units."""
+        """Whether any update is unfinished, or waits for its unit."""
         return bool(self._in_flight)
 
     def free_gradients(self, unit: int) -> bool:
-        """Free memory that the unit's gradients may take: what can be on the drive, or an update has; False if none."""
+        """Free memory for the unit's gradients, by a spill or by waiting for an update. Return False if there is none
+        to free."""
         return self._free_gradients(self.units[unit])
 
     def _free_gradients(self, row: Unit) -> bool:
@@ -409,18 +414,18 @@ class Executor:
         return freed
 
     def gradients_rest(self, unit: int) -> None:
-        """Nothing is added to the unit's gradients for a while: if they may spill, they or others do so ahead."""
+        """If this unit's gradients may spill, spill the oldest ones early: they do not change for a while."""
         if self.units[unit].spills:
             self._do(GradientsRest())
 
     def _spill_ahead(self) -> None:
-        """As `gradients_rest`, of gradients that updates have given back."""
+        """As `gradients_rest`, if updates have given back gradients."""
         if self._in_flight.some_rest:
             self._in_flight.some_rest = False
             self._do(GradientsRest())
 
     def settle(self) -> None:
-        """Take note of finished updates and use the memory that they gave back."""
+        """Poll completions: note finished updates, and use the memory that they have released."""
         if self._params.handing_over.torn:
             return
         self._in_flight.settle()
@@ -433,28 +438,27 @@ class Executor:
                 self._params.advance(unit)
 
     def begin_step(self) -> None:
-        """Parameters are about to be updated, from the first unit to the last."""
+        """Keep updated units hidden until `end_step`."""
         self._step_is_over = False
 
     def end_step(self) -> None:
-        """All units have this step's update, or will have."""
+        """Show finished units again: all units have this step's update, or have it queued."""
         self._step_is_over = True
         self._show_finished()
 
     def _show_finished(self) -> None:
-        """Units whose updates are over have their values again."""
+        """Show the new values of units whose updates have finished."""
         while self._step_is_over and self._in_flight.finished:
             row = self._in_flight.finished.pop()
-            # What has ended may be the last step's update, behind which this step's is submitted: it pins the unit.
+            # The finished update may be the last step's, while this step's is already submitted: the unit is pinned.
             behind = row.params.coming is not None or row.is_updating
             if behind or self._rests(row):
-                continue  # shown when it is used
+                continue  # its next use shows it
             if row.params.residency is Residency.RESIDENT and self._gathering.is_whole(row.index):
                 row.views.show()
 
     @property
     def all_computed(self) -> bool:
-        """No update is still to be computed."""
         return self._in_flight.all_computed
 
     def _start_pending(self) -> None:
@@ -464,13 +468,13 @@ class Executor:
             self._params.unpin(row.index)
 
     def compute_all(self) -> None:
-        """Have every pending update computed; some may still be on their way home."""
+        """Block until every pending update is computed. Some may still be on their way home."""
         self._start_pending()
         for row in self._in_flight.submitted:
             self._in_flight.wait_computed(row)
 
     def write_changed(self) -> None:
-        """Write what somebody else than an update has changed, where updates are to find it on the drives."""
+        """Write units that were modified outside the optimizer, if updates expect their values on NVMe."""
         for unit in self._params.unwritten():
             row = self.units[unit]
             if self._scheduler.is_written(row) and not row.update_is_submitted:
@@ -478,7 +482,7 @@ class Executor:
                     row.params.write_home()
 
     def drain(self) -> None:
-        """Carry out every pending update and wait for all of them; those that only run ahead are undone."""
+        """Finish every update and wait for it. Speculative ones are rolled back."""
         self.undo_all()
         self._start_pending()
         while self._in_flight.finish_one():
@@ -488,14 +492,14 @@ class Executor:
             self._rest(self.units[state.index])
 
     def move_states(self, unit: int, *, there: bool) -> None:
-        """Have the unit's optimizer states live on the device, or below again; every update is done.
+        """Move the unit's optimizer states to the device (`there`), or back. No update may be unfinished.
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for them; they stay where they are.
-            StorageError: they cannot be read, or written.
+            StorageError: they cannot be read or written.
         """
         refused: torch.OutOfMemoryError | None = None
-        with self._params.handing_over:  # some tiles may have moved and others not
+        with self._params.handing_over:  # on any other error some tiles have moved and others have not
             try:
                 self._pipeline.move_states(unit, there=there)
             except torch.OutOfMemoryError as error:
@@ -504,7 +508,7 @@ class Executor:
             raise refused
 
     def show_newest(self) -> None:
-        """Carry out every update and have the parameters that never leave show their values; all ranks together."""
+        """Finish every update and show the parameters that are never evicted. All ranks call this together."""
         self.drain()
         for row in self._scheduler.staying:
             self._params.await_update(row.index)
@@ -515,12 +519,12 @@ class Executor:
 
     @contextmanager
     def gathered(self, unit: int) -> Iterator[torch.Tensor]:
-        """The unit's flat parameters on the compute device, up to date and whole, for as long as the context lasts.
+        """Yield the unit's flat parameters on the compute device, up to date and unsharded, while the context lasts.
 
         All ranks call this together.
         """
         self.undo(unit)
-        self._gathering.drop_ahead()  # where a pass of the model is under way
+        self._gathering.drop_ahead()  # the model's pass may be running
         self._params.pin(unit)
         try:
             self._do(ParametersNeeded(unit))
@@ -534,7 +538,7 @@ class Executor:
 
     @contextmanager
     def resident(self, unit: int) -> Iterator[torch.Tensor]:
-        """This rank's shard of the unit in host memory, up to date, to look at while the context lasts."""
+        """Yield this rank's shard of the unit in host memory, up to date and read only, while the context lasts."""
         self.undo(unit)
         self._params.pin(unit)
         try:
@@ -551,7 +555,8 @@ class Executor:
 
     @contextmanager
     def changing(self, unit: int) -> Iterator[torch.Tensor]:
-        """As `resident`, to write to: what is there at the end, after an exception too, is the unit's newest value."""
+        """As `resident`, for writing. The values at the end of the context are the unit's newest, after an exception,
+        too."""
         with self.resident(unit) as flat:
             for move in self._params.begin_change(unit):
                 move.transfer.result()
@@ -566,19 +571,19 @@ class Executor:
                     self.units[unit].views.show()
 
     def take_over(self) -> None:
-        """All values are those that an earlier process has left on the drives; all ranks call this, between steps.
+        """Read all values that an earlier process has left on NVMe. All ranks call this together, between steps.
 
         Raises:
-            StorageError: they cannot be read; some have changed then.
+            StorageError: values cannot be read; some have been replaced by then.
         """
         for unit, params in enumerate(self._params.units):
-            if params.written:  # not where it is in somebody's files
+            if params.written:  # units in the user's own files have no such values
                 with self.changing(unit):
                     params.read_found()
         self._pipeline.take_over()
 
     def refresh(self, unit: int) -> None:
-        """Let the model's parameters of the unit be what they are for it again: its memory, or NaN while it is away."""
+        """Point the model's parameters of the unit at its memory again, or at NaN if it is not resident."""
         row = self.units[unit]
         row.views.forget()
         self._params.await_update(unit)
@@ -590,19 +595,19 @@ class Executor:
             row.views.hide()
 
     def take_back(self, unit: int, slot: int) -> None:
-        """The model's parameter, which was lent, is what its unit is again."""
+        """End the lending of a parameter, and point it at its unit's memory again."""
         self.units[unit].views.take_back(slot)
         self.refresh(unit)
 
     def detach_views(self) -> None:
-        """Leave the model's parameters without memory, before the memory goes."""
+        """Detach the model's parameters from the memory, before it is freed."""
         self.views.detached = True
         for row in self.units:
             row.views.detach()
 
     @contextmanager
     def created(self, unit: int) -> Iterator[torch.Tensor]:
-        """Memory for a unit that has no values yet; what is written becomes its values."""
+        """Yield memory for the first values of a unit. The written content becomes its values."""
         while not self._params.create(unit):
             self._do(RoomNeeded(unit))
         self._params.pin(unit)
@@ -619,7 +624,7 @@ class Executor:
         self.refresh(unit)
 
 
-# Of the class, so that an executor that nobody refers to goes at once.
+# Unbound methods: bound ones would form a cycle, and an unreferenced executor would stay until a garbage collection.
 _PERFORMERS: dict[type[Action], Callable[[Executor, Any], None]] = {
     Fetch: Executor._fetch,
     AwaitFetch: Executor._await_fetch,

@@ -1,17 +1,17 @@
-"""Fills what a device's memory has left with optimizer states, once a step has shown how much that is.
+"""Fill spare device memory with optimizer states, once a step has shown how much is spare.
 
 [Note: what is left]
-Torch counts what is allocated, and the most that ever was. The difference between the two at the end of a step is what
-a step takes beside what lies on the device between steps: activations, gradients on their way, a kernel's scratch. What
-is free less that, less a headroom for the allocator's slack and for batches that are a little longer, can be filled.
+Torch counts the bytes allocated, now and at their peak. The difference at the end of a step is the need of the step
+itself: activations, gradients in transit, a kernel's scratch. The free memory minus this need, minus a headroom for the
+allocator's slack and for slightly longer batches, can be filled.
 
 [Note: longer batches]
-A batch with more elements than any before is taken to need more in proportion. Where that leaves too little free, units
-go back before its forward pass, the last first, on one rank between two steps. What grows faster than in proportion, or
-is no input of the model, raises the most that was, and shows at the end of its step if there was room for it: where
-half of the headroom was used, units go back until it is there again. If there was no room, the device is out of memory
-in the middle of the step, which is lost as any step that fails; half of what had come goes back, so that the same batch
-can be tried again.
+A batch with more elements than any before is expected to need proportionally more. If that leaves too little free
+memory, units move back before its forward pass, the last first, on one rank between two steps. A need that grows
+faster, or that no input of the model shows, raises the peak, and is seen at the end of its step if there was room for
+it: if half of the headroom was used, units move back until it is free again. If there was no room, the device runs out
+of memory during the step, which is lost like any failed step. Half of the units that had come move back, so that the
+same batch can be tried again.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from infinity.schedule.placement import grads_there_bytes, that_fit
 from infinity.zero.build import Runtime
 
 _log = logging.getLogger(__name__)
-_BUSY, _SHORT = -1 << 62, -1 << 61  # in place of bytes: nothing can move now; the device was out of memory
+_BUSY, _SHORT = -1 << 62, -1 << 61  # instead of bytes: states cannot move now; the device was out of memory
 
 
 def filling_of(runtime: Runtime, config: Config) -> Filling | None:
-    """What fills the device's memory; None where nothing may come to it."""
+    """Return the object that fills the device's memory; None if no states may come to it."""
     if not runtime.sizing.may_come:
         return None
     if config.tiering.fill_device == "auto" and runtime.parts.are_several:
-        return None  # several ranks could not try a batch again that found no memory
+        return None  # several ranks could not repeat a batch that ran out of memory
     assert runtime.grads.device is not None
     return Filling(runtime, runtime.grads.device.budget, config)
 
 
 class Filling:
-    """Moves units' optimizer states between the device and their homes below, between steps.
+    """Move units' optimizer states between the device and their homes, between steps.
 
     Attributes:
         came: units whose states have come to the device, in order.
@@ -54,25 +54,25 @@ class Filling:
         self._headroom = config.tiering.device_headroom
         self._limit_bytes = config.tiering.device_memory_bytes
         self._filled = False
-        self._short = False  # a pass has failed for lack of memory, and nothing has gone back yet
-        self._most_bytes = 0  # that was ever allocated
-        self._extra_bytes = 0  # see [Note: what is left]
+        self._short = False  # a pass ran out of memory, and no unit has moved back yet
+        self._most_bytes = 0  # peak of allocated bytes
+        self._extra_bytes = 0  # need of a step, see [Note: what is left]
         self._longest = 0  # elements of the largest batch so far
-        self._bytes_per_element = 0.0  # of a batch, before states came, whose gradients and updates take their own part
-        runtime.link.forget_peak()  # what the process took before, a model on the device say, is no step's
+        self._bytes_per_element = 0.0  # need of a batch before states came, which need memory for gradients, too
+        runtime.link.forget_peak()  # earlier peaks, of loading a model for example, belong to no step
 
     def before_forward(self, elements: int, *, at_rest: bool) -> None:
-        """A training forward begins, see [Note: longer batches].
+        """Move units back before the training forward of a longer batch, see [Note: longer batches].
 
         Args:
             elements: of all tensors that the model is given.
-            at_rest: there are no gradients, no step that goes on, and no other rank.
+            at_rest: there are no gradients, no unfinished step, and no other rank.
         """
         before, self._longest = self._longest, max(self._longest, elements)
         if not (self.came and at_rest and 0 < before < elements) or self._runtime.pipeline.before_update is not None:
             return
         level = self._level()
-        assert level is not None  # or nothing could have come
+        assert level is not None  # known, because states have come
         expected_bytes = self._extra_bytes + int(self._bytes_per_element * (elements - before))
         missing_bytes = expected_bytes + self._headroom_bytes(level) - level.free_bytes
         if missing_bytes > self._headroom_bytes(level) // 2:
@@ -80,7 +80,7 @@ class Filling:
             self._shrink(missing_bytes, "a batch is longer than those before")
 
     def after_step(self) -> None:
-        """A step is over, and its updates are done or queued; all ranks call this together, and do the same."""
+        """Move units after a step whose updates are done or queued. All ranks call this together, and do the same."""
         level = self._level()
         if level is None:
             return
@@ -97,29 +97,29 @@ class Filling:
             self._shrink(-spare_bytes, "a step took more of the device's memory than those before")
 
     def _told(self, level: DeviceLevel) -> int:
-        """What this rank could fill; below 0 what is to go back."""
+        """Return the bytes that this rank could fill; if negative, the bytes to free."""
         if self._runtime.pipeline.before_update is not None:
-            return _BUSY  # a save looks on: what it wants of a unit is where it was
+            return _BUSY  # a save reads states where they were
         if self._short:
             return _SHORT
         spare_bytes = self._spare_bytes(level)
-        # What is left of the headroom is what it is for.
+        # Half of the headroom may be used.
         return 0 if -self._headroom_bytes(level) // 2 <= spare_bytes < 0 else spare_bytes
 
     def _least(self, value: int) -> int:
-        """Of all ranks' values: which units are updated on the device must be the same on all of them."""
+        """Return the smallest of all ranks' values: units updated on the device must be the same on all ranks."""
         for others in (self._runtime.ranks, self._runtime.parts.ranks):
             value = others.least(value)
         return value
 
     def out_of_memory(self, *, at_rest: bool) -> None:
-        """A pass has failed for lack of memory: half of what came goes back, now or at the end of the step.
+        """Move half of the units back after a pass ran out of memory, now or at the end of the step.
 
         Args:
-            at_rest: there are no gradients, no step that goes on, and no other rank.
+            at_rest: there are no gradients, no unfinished step, and no other rank.
         """
         self._short = True
-        self._level()  # what was there then has raised the most that was, and not what stays there afterwards
+        self._level()  # record the peak with the present allocation, before it changes
         if at_rest:
             self._give_half()
 
@@ -136,7 +136,7 @@ class Filling:
         return level
 
     def _spare_bytes(self, level: DeviceLevel) -> int:
-        """What can be filled; below 0 if too much is."""
+        """Return the bytes that can be filled; negative if too many are."""
         spare = level.free_bytes - self._extra_bytes - self._headroom_bytes(level)
         if self._limit_bytes is not None:
             spare = min(spare, self._limit_bytes - self._runtime.device.shares_bytes)
@@ -146,11 +146,11 @@ class Filling:
         return int(self._headroom * level.total_bytes)
 
     def _fill(self, spare_bytes: int) -> None:
-        """Have as many units come as there is room for."""
+        """Move as many units as fit to the device."""
         runtime = self._runtime
         runtime.executor.drain()
-        # States are to lie in segments of their own: in one that a step's large tensors have left, the next step would
-        # find no piece of that size again.
+        # States must lie in segments of their own: in a segment freed by a step's large tensors, they would leave the
+        # next step no piece of that size.
         runtime.link.release_cached()
         sizing = runtime.sizing
         for unit in that_fit(sizing.rules, sizing.shards, sizing.may_come, spare_bytes):
@@ -167,7 +167,7 @@ class Filling:
             )
 
     def _come(self, unit: int) -> bool:
-        """Have a unit come; False, and it stays below on all ranks, if a device has no room for it in pieces."""
+        """Move a unit to the device. If one rank's device has no room, return False and leave it below on all ranks."""
         executor = self._runtime.executor
         try:
             executor.move_states(unit, there=True)
@@ -181,7 +181,7 @@ class Filling:
         return False
 
     def _shrink(self, missing_bytes: int, why: str) -> None:
-        """Have units go back until so much more is free."""
+        """Move units back until so many more bytes are free."""
         count = 0
         for unit in reversed(self.came):
             if missing_bytes <= 0:
@@ -208,7 +208,7 @@ class Filling:
         )
 
     def _count(self, states_bytes: int) -> None:
-        """Let the ledger say what has come, or gone, and what gradients may take there now."""
+        """Update the ledger with moved states, and with the memory that gradients may use on the device now."""
         ledger = self._runtime.device
         ledger.widen("optimizer states that came later", self._states, states_bytes)
         if states_bytes > 0:

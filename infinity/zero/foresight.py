@@ -1,4 +1,4 @@
-"""Whether updates may run ahead of the norm that decides on them."""
+"""Predict whether speculative updates will be committed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ _MOST_QUIET = 64
 
 
 class Foresight:
-    """Expects of the next step what the last ones were like: that its gradients are used as they are, or not.
+    """Expect the next step to be like the last ones: its gradients are used as they are, or not.
 
-    An update that is undone costs about what it was to save. So updates run ahead after a few *quiet* steps, which
-    neither clipped nor skipped: twice as many after each time that this was wrong, half as many after each time that it
-    was right.
+    A rollback costs about as much as the update would have saved. So updates are speculative after a few *quiet* steps,
+    which neither clipped nor skipped. Each failure doubles that number of steps; each success halves it.
     """
 
     def __init__(self) -> None:
@@ -20,18 +19,18 @@ class Foresight:
 
     @property
     def runs_ahead(self) -> bool:
-        """Updates of the step that comes may run ahead."""
+        """Whether updates of the next step may be speculative."""
         return self._quiet >= self._asked
 
     def tried(self) -> None:
-        """An update of this step runs ahead."""
+        """Note that an update of this step is speculative."""
         self._tried = True
 
     def after_step(self, *, quiet: bool) -> None:
-        """A step is over.
+        """End a step.
 
         Args:
-            quiet: its gradients were used as they came.
+            quiet: its gradients were used as they are.
         """
         if not quiet:
             self.disturbed()
@@ -42,7 +41,7 @@ class Foresight:
         self._tried = False
 
     def disturbed(self) -> None:
-        """Updates that ran ahead were undone, or would have been."""
+        """Note that speculative updates were rolled back, or would have been."""
         self._quiet = 0
         if self._tried:
             self._asked = min(_MOST_QUIET, 2 * self._asked)

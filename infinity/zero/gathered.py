@@ -1,9 +1,10 @@
-"""Looking at parameters, and changing them, while their home is a lower tier.
+"""Read and change parameters whose home is a lower tier.
 
 [Note: lent parameters]
-What is looked at may be more than the budget for parameters holds, so it cannot lie where the units do: bringing one
-would evict another. A parameter is lent instead: it lies in memory of its own, outside of every budget, and stays there
-whatever its unit does, until it is taken back. That memory is asked for by name before anything is read.
+The parameters that a user reads may exceed the budget for parameters, so they cannot lie in their units' memory:
+fetching one would evict another. A parameter is lent instead: it lies in memory of its own, outside of every budget,
+and stays in it until it is taken back, even if its unit is evicted. That memory is checked, with an error that names
+the parameters, before anything is read.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _CPU = torch.device("cpu")
 
 
 class Owner(Protocol):
-    """An engine, as far as what users do beside training knows it."""
+    """An engine, as the functions that users call beside training see it."""
 
     @property
     def module(self) -> nn.Module:
@@ -43,27 +44,27 @@ class Owner(Protocol):
 
     @property
     def awaits_backward(self) -> bool:
-        """A forward pass is running, or its backward is to come."""
+        """Whether a forward pass is running, or its backward is to come."""
 
     def settle(self, what: str) -> None:
-        """Carry out pending updates, for `what` looks at the parameters."""
+        """Finish pending updates, because `what` reads the parameters."""
 
     def begin_gathering(self, what: str, *, stores: bool) -> Runtime:
-        """The same, at a moment when parameters may be changed; what the engine owns."""
+        """As `settle`, when parameters may be changed. Return the engine's runtime."""
 
     def lends(self, unit: int, slot: int) -> bool:
-        """The parameter of this slot is lent."""
+        """Whether this parameter is lent."""
 
     def shows(self, unit: int, slot: int) -> bool:
-        """It is, or a pass of the model that is running uses it."""
+        """Whether this parameter is lent, or used by a running pass of the model."""
 
     def model_was_zeroed(self) -> None:
-        """The model's own `zero_grad` was called."""
+        """Called by the model's own `zero_grad`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a parameter's values are: in a slot of a unit."""
+    """The position of a parameter's values: a slot of a unit."""
 
     param: nn.Parameter
     unit: Unit
@@ -74,12 +75,12 @@ class Place:
         return self.unit.slots[self.index]
 
 
-# By identity of the parameter, because tensors compare element by element; the reference tells whether it still lives.
+# By identity of the parameter, because tensors compare element by element; the reference shows whether it still lives.
 _owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Owner], Unit, int]] = {}
 
 
 def claim(owner: Owner, model: nn.Module, units: Iterable[Unit]) -> None:
-    """From now on these parameters' values are with `owner`."""
+    """Register `owner` as the engine of these parameters."""
     for unit in units:
         for index, slot in enumerate(unit.slots):
             param = model.get_parameter(slot.name)
@@ -87,16 +88,16 @@ def claim(owner: Owner, model: nn.Module, units: Iterable[Unit]) -> None:
 
 
 def disclaim(model: nn.Module) -> None:
-    """The engine of this model is closed."""
+    """Forget the closed engine of this model."""
     for param in model.parameters():
         _owners.pop(id(param), None)
 
 
 def check_unowned(model: nn.Module) -> None:
-    """A new engine may have this model.
+    """Check that a new engine may have this model.
 
     Raises:
-        ConfigError: another one has it, or had it to its end; by the name of a parameter.
+        ConfigError: another engine has it, or was collected without `close()`; names a parameter.
     """
     for name, param in model.named_parameters():
         reference, owner, *_ = _owners.get(id(param), (None, None))
@@ -114,7 +115,7 @@ def check_unowned(model: nn.Module) -> None:
 
 
 def owner_of(param: nn.Parameter) -> tuple[Owner, Place] | None:
-    """The engine that has the parameter's values, if there is one."""
+    """Return the engine that has the parameter's values; None if there is none."""
     if id(param) not in _owners:
         return None
     reference, owner_reference, unit, index = _owners[id(param)]
@@ -123,19 +124,19 @@ def owner_of(param: nn.Parameter) -> tuple[Owner, Place] | None:
 
 
 def has_values(param: nn.Parameter) -> bool:
-    """The parameter can be read now: it is lent, a pass that is running uses it, or no engine has it."""
+    """Whether the parameter can be read now: it is lent, a running pass uses it, or no engine has it."""
     found = owner_of(param)
     return found is None or found[0].shows(found[1].unit.index, found[1].index)
 
 
-@torch.inference_mode(False)  # a parameter may lie in them, and must stay one that can be trained
+@torch.inference_mode(False)  # a parameter may lie in them, and must stay trainable
 def unit_values(
     runtime: Runtime, unit: Unit, indices: Sequence[int], device: torch.device | None = None
 ) -> list[torch.Tensor]:
-    """Copies of parameters of a unit, in their shapes and compute dtype; all ranks call this together.
+    """Return copies of parameters of a unit, in their shapes and compute dtype. All ranks call this together.
 
     Args:
-        device: where the copies lie; by default on the compute device.
+        device: for the copies; by default the compute device.
     """
     copies = []
     with runtime.executor.gathered(unit.index) as flat:
@@ -148,14 +149,14 @@ def unit_values(
 def newest_values(
     runtime: Runtime, model: nn.Module, synchronize: Callable[[], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of all parameters, also of codes, in host memory, in the model's order and at most a unit at a time.
+    """Yield copies of all parameters, also of codes, in host memory, in the model's order and at most a unit at a time.
 
-    Nothing is held in memory between two of them, so that an iteration may be left half way.
+    Nothing is held between two of them, so that the caller may stop early.
     """
     runtime.together("engine.named_parameters()")
     places = {slot.name: (unit, index) for unit in runtime.partition.units for index, slot in enumerate(unit.slots)}
     rank = {name: number for number, (name, _) in enumerate(model.named_parameters())}
-    coded = codes(model)  # in no unit
+    coded = codes(model)  # they belong to no unit
     names = sorted((*places, *coded), key=lambda name: rank.get(name, len(rank)))
     for number, neighbours in groupby(names, key=lambda name: places[name][0].index if name in places else None):
         if number is None:
@@ -177,15 +178,15 @@ def newest_values(
 class Loan:
     """Parameters of one engine that lie outside of the tiers for a while, see [Note: lent parameters].
 
-    Those that are lent already stay where they are: they belong to the loan around this one. All ranks lend together.
+    Parameters that are lent already stay where they are: they belong to an outer loan. All ranks lend together.
 
     Args:
-        device: where they are to lie; by default on the compute device.
-        what: asks for it, and what to do where it does not fit, for the message.
-        watched: `changed` notices writes to their `data` as well.
+        device: where they shall lie; by default on the compute device.
+        what: the caller, and advice if memory is short, for the message.
+        watched: `changed` also detects writes to their `data`.
 
     Raises:
-        CapacityError: the memory of a rank does not hold them.
+        CapacityError: a rank has no memory for them.
     """
 
     def __init__(
@@ -208,18 +209,17 @@ class Loan:
                 unit = group[0].unit
                 values = unit_values(runtime, unit, [place.index for place in group], device)
                 for place, copy in zip(group, values, strict=True):
-                    self._lent.append(place)  # first: an interrupt leaves none lent
+                    self._lent.append(place)  # first: an interrupt must leave none lent
                     rows[unit.index].views.lend(place.index, copy, watched=watched)
         except BaseException:
             self.end()
             raise
 
     def agrees(self, *, failed: bool) -> bool:
-        """Nothing has failed, on no rank."""
         return not self.runtime.ranks.any(failed)
 
     def store(self, source: int = 0) -> None:
-        """The tiers get one rank's values, as far as they differ from theirs."""
+        """Store one rank's values in the tiers, as far as they differ."""
         for place in self.places:
             if self.runtime.executor.views.detached:
                 raise InfinityError(
@@ -231,9 +231,9 @@ class Loan:
             self.runtime.executor.units[place.unit.index].views.keeps(place.index)
 
     def changed(self, model: nn.Module) -> Iterator[str]:
-        """Those of its own that were written to, by name, and not stored.
+        """Yield the names of this loan's parameters that were changed and not stored.
 
-        An adapter that was merged into a weight of `model` and taken out again leaves a rounding error, which goes.
+        An adapter that was merged into a weight of `model` and unmerged leaves a rounding error, which does not count.
         """
         for place in self._lent:
             views = self.runtime.executor.units[place.unit.index].views
@@ -244,7 +244,7 @@ class Loan:
                 yield place.slot.name
 
     def _differs_by_rounding(self, place: Place) -> bool:
-        """The values are those of the tiers but for rounding errors, as far as this rank has them."""
+        """Whether the values differ from the tiers' only by rounding, as far as this rank has them."""
         values = self.runtime.executor.units[place.unit.index].views.values(place.index)
         if values.shape != place.slot.shape:
             return False
@@ -254,13 +254,13 @@ class Loan:
                 if part.slot is place.slot:
                     known = flat[part.shard].float()
                     error = values[part.param].float() - known
-                    # As much as twenty times the weight in the adapter leads to.
+                    # the error if the adapter's part is twenty times the weight
                     if error.norm() > 8 * torch.finfo(flat.dtype).eps * known.norm():
                         return False
         return True
 
     def end(self) -> None:
-        """The parameters are the engine's again."""
+        """Return the parameters to the engine."""
         executor = self.runtime.executor
         for place in self._lent:
             if executor.units[place.unit.index].views.lent_values(place.index) is not None:
@@ -269,7 +269,6 @@ class Loan:
 
 
 def by_unit(places: Iterable[Place]) -> dict[int, list[Place]]:
-    """The places in each unit."""
     grouped: dict[int, list[Place]] = {}
     for place in places:
         grouped.setdefault(place.unit.index, []).append(place)
@@ -279,7 +278,7 @@ def by_unit(places: Iterable[Place]) -> dict[int, list[Place]]:
 def check_room(
     runtime: Runtime, places: Sequence[Place], what: tuple[str, str], device: torch.device | None = None
 ) -> None:
-    """Refuse copies of parameters that a rank has no memory for: on all ranks, where they make them together."""
+    """Refuse copies of parameters that a rank has no memory for; on all ranks, if all make the copies together."""
     if not places:
         return
     here = runtime.params.tensor(places[0].unit.index)
@@ -301,10 +300,10 @@ def check_room(
 class GatheredParameters:
     """Inside this context, the parameters have their values, on the compute device and in its dtype.
 
-    What was changed in them goes to the tiers at the end, if `modifier_rank` is given: to the float32 master as well,
-    for the elements that changed, and for these alone. Parameters that no engine has are left as they are. After an
-    exception, on any rank, nothing is written. All ranks enter and leave together. Contexts may be nested: what is
-    gathered already stays as it is until the outer one ends.
+    With a `modifier_rank`, changes go to the tiers at the end: also to the float32 master, but only for the elements
+    that changed. Parameters without an engine are left alone. After an exception on any rank, nothing is written. All
+    ranks enter and leave together. Contexts may be nested: parameters that are gathered already stay so until the outer
+    context ends.
 
     At stages 0 to 2 without a `modifier_rank`, the parameters stay where they are, and a write to them counts as it
     does outside of the context.
@@ -313,14 +312,14 @@ class GatheredParameters:
 
     Args:
         params: a module (all its parameters), a parameter, or several.
-        modifier_rank: the rank whose changes count; None to look only.
+        modifier_rank: the rank whose changes count; None to read only.
         enabled: False to do nothing.
 
     Raises:
-        InfinityError: with a `modifier_rank` between a forward pass and its backward, when the values must stay as they
-            are; at the end, a parameter was changed at stage 3 without a `modifier_rank`, in place or through its
-            `.data`. An adapter that was merged and is unmerged again is no change.
-        CapacityError: memory does not hold all of them at once, which no budget counts.
+        InfinityError: on entry, with a `modifier_rank` between a forward pass and its backward, when the values must
+            not change; at the end, a parameter was changed at stage 3 without a `modifier_rank`, in place or through
+            its `.data`. An adapter that was merged and unmerged again is no change.
+        CapacityError: memory, beyond all budgets, does not hold all of them at once.
     """
 
     def __init__(self, params: Gatherable, modifier_rank: int | None = None, *, enabled: bool = True) -> None:
@@ -331,7 +330,7 @@ class GatheredParameters:
         self._params = list(dict.fromkeys(params)) if enabled else []
         self._modifier_rank = modifier_rank
         self._loans: list[Loan] = []
-        self._models: list[nn.Module] = []  # of each loan
+        self._models: list[nn.Module] = []  # the model of each loan
         self._saving = ExitStack()
 
     def __enter__(self) -> None:
@@ -345,9 +344,9 @@ class GatheredParameters:
             owner, place = found
             by_owner.setdefault(id(owner), (owner, []))[1].append(place)
         try:
-            with torch._C.DisableTorchFunction():  # in a forward pass this is no use of the parameters, see reads.py
+            with torch._C.DisableTorchFunction():  # not a use of the parameters, see reads.py
                 self._begin(by_owner)
-        except BaseException:  # Python does not call __exit__ then
+        except BaseException:  # Python then does not call __exit__
             self._end()
             raise
 
@@ -361,7 +360,7 @@ class GatheredParameters:
             self._models.append(owner.module)
             self._loans.append(Loan(runtime, places, what, watched=looks))
         if any(owner.awaits_backward for owner, _ in by_owner.values()):
-            # What autograd saves of a parameter is the parameter itself, which has other values afterwards.
+            # Autograd would save the parameter itself, whose values change later.
             self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_values_now, lambda values: values))
 
     def __exit__(
@@ -410,11 +409,11 @@ def _values_now(saved: torch.Tensor) -> torch.Tensor:
 
 
 def _show(runtime: Runtime, places: Iterable[Place]) -> list[Place]:
-    """Have the parameters that stay in memory show the newest values; returns those that are to be lent."""
+    """Show the newest values of parameters that stay in memory. Return the parameters that must be lent."""
     lent = []
     for group in by_unit(places).values():
         unit = group[0].unit
-        if unit.runs:  # in somebody's files, which nothing may change
+        if unit.runs:  # in the user's files, which must not change
             lent += group
             continue
         with runtime.executor.gathered(unit.index):
@@ -429,10 +428,10 @@ def _shape_problem(place: Place) -> str | None:
 
 
 def _write_back(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamSlot) -> None:
-    """Store what differs from the tiers' values, as far as it lies in this rank's shard."""
+    """Store the values that differ from the tiers', as far as they lie in this rank's shard."""
     layout = runtime.layout
     if unit.runs and not _differs(values, runtime, unit, slot):
-        return  # else `changing` says why it cannot be
+        return  # otherwise `changing` raises with the reason
     with runtime.executor.changing(unit.index) as flat:
         for part in runtime.partition.parts(unit):
             if part.slot is not slot:
@@ -456,7 +455,7 @@ def _write_back(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamS
 
 
 def _differs(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamSlot) -> bool:
-    """This rank's shard has other values than these."""
+    """Whether this rank's shard has other values."""
     with runtime.executor.resident(unit.index) as flat:
         parts = [part for part in runtime.partition.parts(unit) if part.slot is slot]
         return any(not torch.equal(values[part.param].to(flat.dtype), flat[part.shard]) for part in parts)

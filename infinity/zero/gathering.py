@@ -1,17 +1,17 @@
-"""Makes units whole that several ranks share, ahead of the computation.
+"""Unshard units that several ranks share, ahead of the computation.
 
 [Note: when a unit is gathered]
-Of a unit that several ranks share, what is fetched and updated is this rank's shard; an all-gather makes it whole: a
-field of its own, whose one copy is made of all ranks' shards. All ranks must take part, so whether one is due may
-depend only on what they do alike: a unit is gathered for a use, and stays whole until its last use ends (or, if its
-parameters stay on the device, until the next update), or through to its next use where that follows at once. It must
-not depend on residency, which follows each rank's own disk and memory. What the last cycle did says which units come
-next: the all-gather of the next one runs under the use before, and those of more, in their order, as far as
-`Ahead` allows, which knows bytes alone and those of the smallest rank. A cycle that does something else is served on
-the spot, on all ranks alike.
+If several ranks share a unit, each fetches and updates its own shard, and an all-gather unshards the unit. The
+unsharded copy is a field of its own, with one copy made of all ranks' shards. All ranks must take part, so whether an
+all-gather is due may depend only on events that are alike on all ranks: a unit is gathered for a use, and stays
+unsharded until its last use ends (or, if its parameters stay on the device, until the next update), or until its next
+use if that follows at once. It must not depend on residency, which follows each rank's own disk and memory. The last
+cycle predicts the next units: the all-gather of the next one runs during the use before, and those of further units
+follow in order, as far as `Ahead` allows, which uses byte counts only, of the smallest rank. If a cycle differs, units
+are gathered on the spot, on all ranks alike.
 
-Where no unit comes and goes, ranks may use different units: those that an update has changed are gathered in an order
-that all ranks know, each with all before it, and the rest before any other collective begins.
+If no unit is ever evicted, ranks may use different units. Units changed by an update are then gathered in an order that
+all ranks know: each after all units before it, and the remaining ones before any other collective begins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Gather:
         self._pending = pending
 
     def done(self) -> bool:
-        return False  # nobody asks before waiting: all ranks wait at the same place
+        return False  # never asked before a wait: all ranks wait at the same place
 
     def result(self) -> None:
         for pending in self._pending:
@@ -48,8 +48,8 @@ class _Shared:
 
     Attributes:
         whole: its one copy has all ranks' shards.
-        moving_bytes: of the whole unit, if it comes and goes; else 0.
-        uses: modules that compute on it now.
+        moving_bytes: of the unsharded unit; 0 if it is never evicted.
+        uses: number of modules that compute on it now.
     """
 
     __slots__ = ("moving_bytes", "unit", "uses", "whole")
@@ -59,7 +59,7 @@ class _Shared:
         self.moving_bytes = moving_bytes
         self.uses = 0
         self.whole = Field(f"whole {name}", [_DEVICE])
-        self.whole.outdate()  # there is a value, and it is not whole
+        self.whole.outdate()  # a value exists, but not unsharded
 
     @property
     def is_whole(self) -> bool:
@@ -67,14 +67,14 @@ class _Shared:
 
 
 class Gathering:
-    """Which units are whole, and which ones will be. A unit of one rank alone always is.
+    """The units that are unsharded now or will be. A unit of one rank alone always is.
 
     Args:
-        capacity_bytes: memory for units that come and go; the same on all ranks.
-        ahead_bytes: of those that are gathered ahead of their use, beyond the next one.
+        capacity_bytes: memory for units that are evicted and fetched; the same on all ranks.
+        ahead_bytes: memory for units that are gathered early, beyond the next one.
 
     Attributes:
-        ahead: units that are pinned and gathered for their next use, in its order.
+        ahead: units that are pinned and gathered for their next use, in order.
     """
 
     def __init__(
@@ -92,15 +92,15 @@ class Gathering:
         self.ahead: dict[_Shared, None] = {}
         self._order = [] if any(moving_bytes) else [each for each in self._shared if each is not None]
         self._in_forward = False
-        self._in_use_bytes = 0  # of units that are in use, and come and go
+        self._in_use_bytes = 0  # of units in use that can be evicted
 
     def is_whole(self, unit: int) -> bool:
-        """All ranks' pieces of the unit are here, and the newest."""
+        """Whether the newest shards of all ranks are in the unit's memory."""
         each = self._shared[unit]
         return each is None or each.is_whole
 
     def make_way(self, units: Sequence[int]) -> None:
-        """A module is about to use these: what was gathered ahead for a use that does not come goes first."""
+        """Drop units that were gathered for a use that does not come, before a module uses these units."""
         for unit in units:
             each = self._shared[unit]
             if each in self.ahead:
@@ -110,13 +110,13 @@ class Gathering:
                 return
 
     def enter(self, unit: int) -> None:
-        """Have a resident unit whole."""
+        """Unshard a resident unit."""
         each = self._shared[unit]
         if each is None:
             return
         if not each.uses:
             self._in_use_bytes += each.moving_bytes
-        each.uses += 1  # first, because `leave` follows whatever happens here
+        each.uses += 1  # first, because `leave` follows in any case
         if each in self.ahead:
             while (first := next(iter(self.ahead))) is not each:
                 self._drop(first)
@@ -126,7 +126,7 @@ class Gathering:
         self._gather(each)
 
     def leave(self, unit: int, expected: int | None) -> None:
-        """A use is over; one that failed before its `enter` is none.
+        """End a use. Does nothing if `enter` was not reached.
 
         Args:
             expected: the unit that is used next.
@@ -145,32 +145,32 @@ class Gathering:
             self._let_go(each)
 
     def begin_cycle(self) -> None:
-        """A forward pass begins."""
         self._in_forward = bool(self._order)
 
     def end_cycle(self) -> None:
-        """Nothing more is used for now."""
+        """Drop early gathers and end all uses."""
         self.drop_ahead()
         for each in self._shared:
-            if each is not None and each.uses:  # an exception has kept it from being left
+            if each is not None and each.uses:  # an exception may have skipped `leave`
                 each.uses = 1
                 self.leave(each.unit, None)
 
     def due(self, upcoming: Sequence[int]) -> int | None:
-        """The unit that is to be gathered next, under the use that begins; None if there is none, or no room for it.
+        """Return the unit that is to be gathered next, during the use that begins; None if there is none, or no room
+        for it.
 
         Args:
-            upcoming: units that are used next, in their order.
+            upcoming: units that are used next, in order.
         """
         if self._order:
-            if not self._in_forward:  # updates begin, and nobody uses their units before the next pass
+            if not self._in_forward:  # updates begin, and no module uses their units before the next pass
                 return None
             upcoming = [each.unit for each in self._order if not each.is_whole][: len(upcoming)]
         passed: list[int] = []
         for steps, unit in enumerate(upcoming, 1):
             each = self._shared[unit]
-            # Between two uses of a unit that comes and goes it is let go, unless one follows the other at once: what
-            # comes behind the second is gathered behind it.
+            # An evictable unit is resharded between two uses, unless they are adjacent. Units behind the second use are
+            # gathered after it.
             if (
                 each is not None
                 and each.moving_bytes
@@ -184,7 +184,7 @@ class Gathering:
         return None
 
     def _has_room(self, each: _Shared, steps: int) -> bool:
-        """A unit that is used so many uses from now has room beside all that is in use and comes before it."""
+        """Whether a unit needed `steps` uses from now has room beside the units in use and those needed before it."""
         if each.moving_bytes:
             ahead_bytes = sum(other.moving_bytes for other in self.ahead)
             return self._may_be_ahead.may_be(steps, each.moving_bytes, self._in_use_bytes, ahead_bytes)
@@ -193,16 +193,16 @@ class Gathering:
         return steps == 1 or whole_bytes <= self._may_be_ahead.bytes
 
     def look_ahead(self, unit: int) -> None:
-        """Start to gather a resident unit that is pinned; it is unpinned when it is taken or dropped."""
+        """Start to gather a resident, pinned unit. `_take` unpins it, when it is used or dropped."""
         each = self._shared[unit]
         assert each is not None
         self._start(each)
         self.ahead[each] = None
 
     def changed(self, unit: int) -> None:
-        """The unit's values are others now, or will be.
+        """Mark the unsharded copy as stale, because the shard changes or will change.
 
-        A gathering under way ends first: it may write the old values, this rank's own among them, until it is over.
+        A running gather is waited for first: until its end it may write the old values, including this rank's own.
         """
         each = self._shared[unit]
         if each is not None:
@@ -215,7 +215,7 @@ class Gathering:
         each.whole.outdate()
 
     def let_go(self, unit: int) -> None:
-        """Nobody needs the unit whole for now, unless it is in use; what stays on the device does stay whole."""
+        """Reshard the unit, unless it is in use or its parameters stay on the device."""
         each = self._shared[unit]
         if each is not None:
             self._let_go(each)
@@ -225,7 +225,7 @@ class Gathering:
             self._change(each)
 
     def gather(self, unit: int) -> None:
-        """All ranks make a resident unit whole now, unless it is."""
+        """Unshard a resident unit now, on all ranks together."""
         each = self._shared[unit]
         if each is not None:
             self._gather(each)
@@ -238,7 +238,7 @@ class Gathering:
             self._wait(each)
 
     def owed(self, unit: int | None = None) -> list[int]:
-        """Units that are gathered before this one, or before another collective, whoever uses them."""
+        """Return the units that must be gathered before this one, or before another collective, whether used or not."""
         if not self._in_forward or (unit is not None and self.is_whole(unit)):
             return []
         self._in_forward = unit is not None
@@ -251,14 +251,13 @@ class Gathering:
         return owed
 
     def follow(self, order: Sequence[int]) -> None:
-        """All ranks gather in this order from now on, behind what is not in it; they call this together."""
+        """Gather in this order from now on, behind units that it does not contain. All ranks call this together."""
         if self._order:
             others = [each for each in self._order if each.unit not in order]
             shared = [self._shared[unit] for unit in order]
             self._order = others + [each for each in shared if each is not None]
 
     def drop_ahead(self) -> None:
-        """What was gathered ahead is not used next."""
         while self.ahead:
             self._drop(next(iter(self.ahead)))
 
@@ -267,7 +266,7 @@ class Gathering:
         self._let_go(each)
 
     def _take(self, each: _Shared) -> None:
-        """What was gathered ahead is whole now."""
+        """Wait for an early gather, and unpin the unit."""
         del self.ahead[each]
         try:
             self._wait(each)

@@ -1,4 +1,4 @@
-"""Gradients on their way from autograd to the optimizer: held flat, accumulated, measured."""
+"""Gradients on their way from autograd to the optimizer: flat, accumulated, measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from infinity.zero.reduction import WHOLE, Addend, Direct, Reduction
 
 @dataclass(slots=True)
 class _StepTotal:
-    """A unit's gradients of this step so far: slots that have one, and what was measured."""
+    """A unit's gradients of this step so far: parameters that have one, and the measurements."""
 
     present: set[int] = field(default_factory=set)
     stats: Measures = field(default_factory=dict)
@@ -30,13 +30,12 @@ class _StepTotal:
 
 @dataclass(slots=True)
 class _UnitTotal:
-    """What has come of a unit's gradients.
+    """The gradients of a unit so far.
 
     Attributes:
-        index: of the unit.
-        trained: how many of its parameters are.
-        of_pass: slots that have come in the pass that is running.
-        step: None before the step's first gradient, and once they are handed over.
+        trained: the number of its trained parameters.
+        of_pass: parameters whose gradient has come in the running pass.
+        step: None before the step's first gradient, and after the hand-over to an update.
     """
 
     index: int
@@ -52,13 +51,13 @@ class _UnitTotal:
 
 
 class Gradients:
-    """What the parameters' gradients of the current step are so far.
+    """The parameters' gradients of the current step.
 
     Args:
-        source: how they come from autograd.
-        landing: how they come into `stores`, where they are held.
-        sums: where those of several micro-batches are added up on the device, as far as there is room.
-        parts: who holds the other parts of the model, if it is divided.
+        source: takes them from autograd.
+        landing: brings them into `stores`, which hold them.
+        sums: sums over micro-batches on the device, as far as there is room.
+        parts: the other parts of a divided model.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Gradients:
     # Arriving #
 
     def take(self, unit: int, slot: int, param: nn.Parameter) -> Addend | None:
-        """Take `param.grad` away; returns what is to be added now."""
+        """Take `param.grad` away. Return the gradients that are to be added now."""
         grad = local_gradient(param)
         if grad is None:
             raise RuntimeError(f"gradient of {self._rows[unit].unit.slots[slot].name} is missing when its hook runs")
@@ -94,10 +93,10 @@ class Gradients:
         return addend
 
     def sum_there(self, addend: Addend) -> Addend | None:
-        """Add to what the device has of a part's gradients in this step, if that is where they are added up.
+        """Add to the device's sum of a part's gradients in this step, if it has one or has room for one.
 
         Returns:
-            What `try_add` is to add now; None if nothing leaves the device yet.
+            The gradients for `try_add`; None if nothing leaves the device yet.
         """
         if self._last_pass and not self._sums.units:
             return addend
@@ -117,7 +116,7 @@ class Gradients:
         return None
 
     def finish(self) -> Iterator[Addend]:
-        """Go through what the step has not added yet, where only now the user says that its last pass was that."""
+        """Yield the step's remaining gradients, if the user says only now that its last pass is over."""
         if not self._last_pass:
             self._source.begin_pass(last=True)
             yield from self._source.end_pass()
@@ -125,19 +124,19 @@ class Gradients:
         yield from self.sums_left()
 
     def sums_left(self) -> Iterator[Addend]:
-        """Go through what is still on the device of sums to which the last micro-batch has added nothing."""
+        """Yield the sums on the device to which the last micro-batch has added nothing."""
         for unit, part in self._sums.held():
             addend = self._sum_of(unit, part)
             self._sums.drop(unit, part)
             yield addend
 
     def _sum_of(self, unit: int, part: int) -> Addend:
-        """What the device has added up, for the host."""
+        """Return the device's sum of a part, to be added on the host."""
         values, start = self._sums.of(unit, part), 0 if part == WHOLE else self._rows[unit].unit.slots[part].offset
-        return Addend(unit, part, start, start + values.numel(), values, (), ())  # whose they are is known
+        return Addend(unit, part, start, start + values.numel(), values, (), ())  # the slots are recorded already
 
     def all_come(self, unit: int) -> bool:
-        """All gradients of the unit have come in this backward pass, as far as it takes to let them rest."""
+        """Whether all gradients of the unit have come in this backward pass, or need not be waited for."""
         row = self._rows[unit]
         return self._source.tells_late or len(row.of_pass) == row.trained
 
@@ -147,26 +146,26 @@ class Gradients:
         row.of_pass.update(addend.of_pass)
 
     def try_add(self, addend: Addend) -> bool | None:
-        """Add to what host memory has of a unit.
+        """Add to the host's gradients of a unit.
 
         Returns:
-            Whether all gradients of the unit have come in this backward pass; None, and nothing is added, while there
-            is no room.
+            Whether all gradients of the unit have come in this backward pass; None if nothing was added for lack of
+                room.
         """
         row = self._rows[addend.unit]
-        step = row.step or row.begun()  # first, so that what is opened can be dropped
+        step = row.step or row.begun()  # first, so that a buffer opened below can be dropped
         is_first = not step.stats
         if not self._landing.add(addend, step.stats, last_pass=self._last_pass):
             return None
         if is_first:
             for low, high in self._source.gaps[row.index]:
-                self._store(row.index).tensor(row.index)[low:high] = 0  # kernels run over the padding too
+                self._store(row.index).tensor(row.index)[low:high] = 0  # kernels process the padding, too
         step.present.update(addend.present)
         row.of_pass.update(addend.of_pass)
         return self._source.tells_late or len(row.of_pass) == row.trained
 
     def begin_backward(self, *, last: bool, uses: Sequence[int] | None) -> None:
-        """A backward pass begins, the `last` one of a step or not.
+        """Begin a backward pass; `last` is whether it is the last one of a step.
 
         Args:
             uses: see `Reduction.begin_pass`.
@@ -175,23 +174,23 @@ class Gradients:
         self._source.begin_pass(last=last, uses=uses)
 
     def leave(self, unit: int) -> Iterator[Addend]:
-        """Backward has left a module of the unit; go through what is to be added because of that."""
+        """Yield gradients to add after backward has left a module of the unit."""
         return self._source.leave(unit)
 
     def complete(self, unit: int) -> Iterator[Addend]:
-        """A step's backward is through the unit; go through what is to be added because of that."""
+        """Yield gradients to add after a step's backward has left the unit for the last time."""
         return self._source.complete(unit)
 
     def forward_order(self) -> Sequence[int]:
-        """Units in the order in which the next forward will probably use them, which all ranks know; not all units."""
+        """Return units in the expected order of the next forward, the same on all ranks; some may be missing."""
         return self._source.forward_order()
 
     def left_over(self) -> Iterator[Addend]:
-        """Backward is over; go through what other ranks have added within it, and `leave` has not said here."""
+        """Yield gradients of units that other ranks have reduced during backward and this one has not."""
         return self._source.rest()
 
     def end_backward(self) -> Iterator[Addend]:
-        """The pass is over, once what is to be added because of that is gone through."""
+        """End the pass after yielding its last gradients."""
         yield from self._source.end_pass()
         self._note_told()
         if self._last_pass:
@@ -199,7 +198,7 @@ class Gradients:
         self._forget_pass()
 
     def _note_told(self) -> None:
-        """It is known now which parameters have a gradient; units of which none has, on no rank, have nothing."""
+        """Note which parameters have a gradient, now that it is known. Drop units in which none has one on any rank."""
         if not self._source.tells_late:
             return
         for unit, slots in self._source.told():
@@ -210,7 +209,7 @@ class Gradients:
                 self._drop(row)
 
     def abort_backward(self) -> None:
-        """The pass has failed."""
+        """Forget the pass, which has failed."""
         self._source.clear()
         self._forget_pass()
 
@@ -221,7 +220,7 @@ class Gradients:
     # Sums #
 
     def begun(self, unit: int) -> bool:
-        """Something has been added to the unit's gradients in this step."""
+        """Whether the unit has a gradient in this step."""
         return self._rows[unit].step is not None
 
     def units_with_gradients(self) -> list[int]:
@@ -232,21 +231,21 @@ class Gradients:
         return frozenset() if step is None else frozenset(step.present)
 
     def have_come(self, unit: int) -> bool:
-        """What is known of the unit's gradients is known without waiting."""
+        """Whether the measurements of the unit can be read without waiting."""
         return self._store(unit).has_come(unit)
 
     @property
     def lag(self) -> int:
-        """Of how many units gradients may be on their way from the device while those of the next are computed."""
+        """Number of units whose gradients may still be on their way from the device while the next unit is computed."""
         return self._landing.lag
 
     @property
     def alone(self) -> bool:
-        """No other rank takes part in what is found out about gradients, so that it can be done at any time."""
+        """Whether gradients can be checked at any time, because no other rank takes part in it."""
         return self._source.groups.all.size * self._parts.ranks.size == 1
 
     def ask_others(self, unit: int) -> Vote:
-        """Begin to find out whether a gradient of the unit is not finite, on some rank or in some part of the model."""
+        """Start a vote on whether a gradient of the unit is not finite, on any rank or in any part of the model."""
         spoilt, sharing = not self._is_finite_here(unit), self._source.groups.sharing
         if self._parts.ranks.size == 1:
             return sharing.ask(spoilt)
@@ -255,7 +254,7 @@ class Gradients:
         return self._parts.ranks.ask(spoilt)
 
     def is_finite(self, vote: Vote) -> bool:
-        """What came of `ask_others`."""
+        """Wait for the vote of `ask_others`."""
         with self._source.agreeing():
             return not vote.result()
 
@@ -263,11 +262,11 @@ class Gradients:
         return all(stats.finite for stats in self._stats(unit))
 
     def _stats(self, unit: int) -> list[GradStats]:
-        """What was measured of the unit's gradients, once it has come."""
+        """Return the measurements of the unit's gradients. Blocks until they have come."""
         stats = self._measures(unit)
         for part in [part for part, measured in stats.items() if measured is None]:
             stats[part] = self._landing.measure(unit, part)
-        for part, measured in reversed(tuple(stats.items())):  # behind the last, all of them are there: one wait
+        for part, measured in reversed(tuple(stats.items())):  # after the last one all are there, so there is one wait
             if isinstance(measured, Coming):
                 stats[part] = self._landing.settled(unit, part, measured.stats(self._counters))
         return [measured for measured in stats.values() if isinstance(measured, GradStats)]
@@ -277,36 +276,36 @@ class Gradients:
         return {} if step is None else step.stats
 
     def are_measured(self, unit: int) -> bool:
-        """Nobody looks at the unit's gradients again to know their norm."""
+        """Whether the norm is known without reading the unit's gradients again."""
         stats = self._measures(unit).values()
         return all(isinstance(each, GradStats) or (each is not None and not self._parts.shares) for each in stats)
 
     def sums_sq(self, unit: int) -> list[float]:
-        """What each of the unit's gradients, or this rank's shard of it, contributes to the square of the norm."""
+        """Return the squared norm of each of the unit's gradients, or of this rank's shard of them."""
         return [stats.sum_sq for stats in self._stats(unit)]
 
     def norm(self) -> float:
-        """Euclidean norm over all gradients of the step; NaN if one of them is not finite."""
+        """Return the Euclidean norm over all gradients of the step; NaN if one of them is not finite."""
         units = self.units_with_gradients()
         finite = all(self._is_finite_here(unit) for unit in units)
         return self.norm_of([each for unit in units for each in self.sums_sq(unit)] if finite else [math.nan])
 
     def norm_of(self, sums_sq: Iterable[float]) -> float:
-        """The norm over all ranks' shards and the model's parts, of this rank's.
+        """Return the norm over all ranks' shards and the model's parts, from this rank's.
 
-        A rank's sum is rounded once, so that the order of units does not change it; nor does, on a rank that is alone,
-        where blocks are cut.
+        A rank's sum is rounded once, so the order of units does not change it. On a rank that is alone, cutting blocks
+        does not change it either.
         """
         with self._source.agreeing():
             return math.sqrt(self._parts.ranks.sum(self._source.groups.sharing.sum(math.fsum(sums_sq))))
 
-    # Looks from outside #
+    # Reads from outside #
 
     def held_values(self, unit: int, free: Callable[[int], bool]) -> torch.Tensor:
-        """What is held of the unit's gradients, to look at or to change (`remeasure` follows).
+        """Return the unit's gradients, to read or to change (`remeasure` follows).
 
         Args:
-            free: frees memory for a unit's gradients; False if there is none.
+            free: frees memory for a unit's gradients; False if there is none to free.
 
         Raises:
             InfinityError: an update has them, or they are not reduced over the ranks yet.
@@ -314,7 +313,7 @@ class Gradients:
         self.check_reduced()
         for other, part in self._sums.held():
             if other == unit:
-                while self.try_add(self._sum_of(unit, part)) is None:  # it stays where it is
+                while self.try_add(self._sum_of(unit, part)) is None:  # in case of an error it stays on the device
                     self._have_freed(unit, free)
                 self._sums.drop(unit, part)
         while (buffer := self._store(unit).open(unit)) is None:
@@ -322,14 +321,14 @@ class Gradients:
         return buffer
 
     def collected_anywhere(self) -> bool:
-        """Some rank has gradients that are not reduced over the ranks yet; all of them ask together."""
+        """Whether some rank has gradients that are not reduced over the ranks yet. All ranks call this together."""
         return self._source.groups.all.any(self._source.waits)
 
     def collected_values(self, unit: int, slot: int, *, of_all: bool) -> torch.Tensor | None:
-        """A copy of a gradient that is not reduced yet: see `Reduction.look`.
+        """Return a copy of a gradient that is not reduced yet: see `Reduction.look`.
 
         Raises:
-            InfinityError: the step has another part of it, which is reduced.
+            InfinityError: another part of it is reduced already.
         """
         if slot in self.slots_with_gradients(unit):
             self.check_reduced()
@@ -341,7 +340,7 @@ class Gradients:
             raise InfinityError("there is no room to look at gradients: raise tiering.host_memory (or device_memory)")
 
     def check_reduced(self) -> None:
-        """All gradients that backward passes have made can be looked at.
+        """Check that all gradients can be read.
 
         Raises:
             InfinityError: some are not reduced over the ranks yet.
@@ -353,7 +352,7 @@ class Gradients:
             )
 
     def remeasure(self, unit: int) -> None:
-        """The unit's gradients, which are in memory, were changed from outside: their norm is another one."""
+        """Measure the unit's gradients, which are in memory, again after a change from outside."""
         stats = self._measures(unit)
         for part in stats:
             stats[part] = self._landing.measure(unit, part)
@@ -361,28 +360,28 @@ class Gradients:
     # Room #
 
     def rest(self, unit: int) -> None:
-        """Nothing more is added to the unit's gradients for a while."""
+        """Note that the unit's gradients do not change for a while."""
         self._store(unit).rest(unit)
 
     def all_lack_room(self, unit: int) -> bool:
-        """Whoever has a part in the unit's gradients has no capacity left for them."""
+        """Whether all ranks that share the unit's gradients have no capacity left for them."""
         return self.alone or self._store(unit).lacks_capacity(unit)
 
     # Ends #
 
     def forget(self, unit: int) -> None:
-        """The unit's gradients are handed over: what arrives next starts a new sum."""
+        """Start a new sum at the unit's next gradient: the present ones belong to an update."""
         self._rows[unit].step = None
 
     def held(self) -> bool:
-        """There are gradients that no update has."""
+        """Whether there are gradients without an update."""
         return self._source.waits or bool(self.units_with_gradients())
 
     def drop_slots(self, slots: Mapping[int, Collection[int]]) -> None:
-        """Throw the gradients of these parameters away, given as slots by unit.
+        """Drop the gradients of these parameters, given as slots by unit.
 
         Raises:
-            InfinityError: others would stay, and what is reduced of a unit is one sum.
+            InfinityError: others would stay, but the reduced gradients of a unit are one sum.
         """
         if self._source.groups.all.size > 1:
             here = {row.index: set(row.step.present) for row in self._rows if row.step is not None}
@@ -407,7 +406,6 @@ class Gradients:
                 self._drop(row)
 
     def drop_all(self) -> None:
-        """Throw the step's gradients away."""
         self._source.clear()
         self._sums.clear()
         for row in self._rows:

@@ -1,16 +1,15 @@
-"""The user's seam: what torch's own module methods find when the parameters live in the tiers.
+"""Adapt the methods of the user's model (`state_dict`, `.to`, copies) to parameters that live in the tiers.
 
 [Note: a method of one module]
-torch has no hook for `_apply` (`.to`, `.float`), deep copies and pickling, and none around a whole `state_dict`. An
-attribute of a module is found before its class's method, so each of these stands in the module's `__dict__` while it
-has an engine: torch is not patched, other modules are not touched, and `remove` leaves nothing behind. Where the user
-had put one there before, it is called, and is there again afterwards.
+torch has no hook for `_apply` (`.to`, `.float`), deep copies and pickling, nor around a whole `state_dict`. An
+attribute of a module hides the method of its class, so replacements for these methods are stored in the module's
+`__dict__` while it has an engine: torch is not patched, other modules are not touched, and `remove` leaves no trace. If
+the user had stored a method there before, it is called, and restored afterwards.
 
 [Note: what a state dict holds]
-Where every parameter stays in memory, its entries are the parameters' memory, as torch's are. Where some do not, all
-entries are copies in host memory: a state dict of aliases would change, or be gone, as units come and go. The
-parameters lie in these copies while torch collects its entries, so that a module's own way of saving, and ties, are
-kept.
+If every parameter stays in memory, the entries alias the parameters' memory, as in torch. Otherwise all entries are
+copies in host memory: aliases would change or disappear when units are fetched and evicted. The parameters lie in these
+copies while torch collects its entries, so that a module's own way of saving, and ties, are kept.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ _CPU = torch.device("cpu")
 
 
 class Guards:
-    """Every guard of one engine's model; `remove` takes them all away.
+    """All guards of one engine's model; `remove` removes them.
 
     Args:
-        model: with the parameters that the engine has.
-        owner: the engine, which is not kept alive.
-        may_train: identities of the frozen parameters that need not stay frozen.
+        model: the model with the engine's parameters.
+        owner: the engine; only weakly referenced.
+        may_train: identities of frozen parameters that may be unfrozen.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, owner: Owner, may_train: Collection[int] = ()) -> None:
@@ -65,11 +64,10 @@ class Guards:
 
     @property
     def owner(self) -> Owner | None:
-        """The engine, while there is one."""
         return self._owner()
 
     def remove(self) -> None:
-        """The model is torch's alone again."""
+        """Restore the model to plain torch."""
         for seam in self._seams:
             seam.remove()
         for handle in self._handles:
@@ -78,12 +76,12 @@ class Guards:
         self._handles.clear()
 
     def check(self) -> None:
-        """Called before a training forward computes anything.
+        """Check the model before a training forward.
 
         Raises:
-            InfinityError: by name: a parameter that would be computed with and not be trained, or the other way round.
+            InfinityError: a parameter would be used and not trained, or trained and not used; names it.
         """
-        self._end_loading()  # what an exception has left
+        self._end_loading()  # left by an exception
         if self._runtime.executor.views.lends:
             lent = next(p for p in self._places.values() if self._lent(p))
             raise InfinityError(
@@ -95,13 +93,13 @@ class Guards:
             self._shape = _Shape(model, self._may_train, before=self._shape)
 
     def check_loss(self, loss: torch.Tensor, since: GraphPosition) -> None:
-        """Called before the loss's backward.
+        """Check the loss before its backward.
 
         Args:
             since: the end of the forward pass.
 
         Raises:
-            InfinityError: it was computed from a parameter that was not there, by name.
+            InfinityError: it was computed from a parameter that was not in memory; names it.
         """
         executor = self._runtime.executor
         for leaf in leaves_read_since(loss, since):
@@ -116,11 +114,11 @@ class Guards:
             )
 
     def places(self, module: nn.Module, *, recurse: bool = True) -> list[Place]:
-        """Where the values of the module's parameters are, of those that the engine has."""
+        """Return the positions of the module's parameters, as far as the engine has them."""
         return [self._places[id(p)] for p in module.parameters(recurse) if id(p) in self._places]
 
     def _drop_gradients_left_out(self) -> list[RemovableHandle]:
-        """Parameters that need a gradient and are not trained would collect it outside of every budget."""
+        """Drop gradients of parameters that are not trained: they would collect outside of every budget."""
         left = [p for p in self._places.values() if p.param.requires_grad and not p.slot.trainable]
         if left and any(p.slot.trainable for p in self._places.values()):
             _log.warning(
@@ -135,7 +133,7 @@ class Guards:
 
     @contextmanager
     def saving(self, module: nn.Module) -> Iterator[None]:
-        """The module's `state_dict` is collected inside: of newest values, see [Note: what a state dict holds]."""
+        """Collect the module's `state_dict` inside, with the newest values, see [Note: what a state dict holds]."""
         if self._saving:
             yield
             return
@@ -158,7 +156,7 @@ class Guards:
 
     @contextmanager
     def copying(self, module: nn.Module, memo: dict[int, Any]) -> Iterator[None]:
-        """The module is deep-copied inside: its parameters are in `memo`, with their newest values."""
+        """Deep-copy the module inside: `memo` has its parameters with their newest values."""
         if self._copying:
             yield
             return
@@ -191,7 +189,7 @@ class Guards:
             owner.settle(what)
 
     def _make_whole(self, places: list[Place]) -> None:
-        """Parameters that stay are all there, if other ranks have updated parts of them."""
+        """Gather parameters that stay in memory, because other ranks have updated parts of them."""
         for unit in by_unit(places):
             with self._runtime.executor.gathered(unit):
                 pass
@@ -199,7 +197,7 @@ class Guards:
     # load_state_dict #
 
     def begin_loading(self, module: nn.Module) -> None:
-        """Have the module's own parameters where torch can write them."""
+        """Lend the module's own parameters, so that torch can write to them."""
         places = self.places(module, recurse=False)
         owner = self._owner()
         if owner is None or not places:
@@ -218,7 +216,7 @@ class Guards:
         self._loading.append((module, loan))
 
     def end_loading(self, module: nn.Module) -> None:
-        """What torch has written goes to the tiers; rank 0's values count."""
+        """Store rank 0's loaded values in the tiers."""
         if not self._loading or self._loading[-1][0] is not module:
             return
         try:
@@ -229,14 +227,14 @@ class Guards:
         self._loading.pop()[1].end()
 
     def _end_loading(self) -> None:
-        """Loading has failed: what was not stored is not."""
+        """End a failed load. Values that were not stored are dropped."""
         while self._loading:
             self._loading.pop()[1].end()
 
     # _apply #
 
     def check_conversion(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Refuse what would take parameters out of the tiers' memory."""
+        """Refuse a conversion that would move parameters out of the tiers' memory."""
         places = self.places(module)
         if not places:
             return
@@ -254,23 +252,22 @@ class Guards:
         )
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """It is a parameter of the engine's."""
         return id(tensor) in self._places
 
 
 class _Shape:
-    """Which modules and parameters the model has, and which of those may need a gradient.
+    """The modules and parameters of the model, and which parameters may need a gradient.
 
     Args:
-        may_train: as of `Guards`.
-        before: what it was so far. Parameters that need a gradient may not have come since.
+        may_train: see `Guards`.
+        before: the former state. A parameter that is new since then must not need a gradient.
     """
 
     def __init__(self, model: nn.Module, may_train: Collection[int], before: _Shape | None = None) -> None:
         self._known: dict[int, tuple[nn.Parameter, bool]] = (
             before._known if before is not None else {id(p): (p, p.requires_grad) for p in model.parameters()}
         )
-        self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # as they are, and as they were
+        self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # present and former children
         self._parameters: list[tuple[str, dict[str, Any], list[str], list[int]]] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._may_train = may_train
@@ -299,10 +296,10 @@ class _Shape:
                 self._frozen.append((path + key, param))
 
     def is_kept(self) -> bool:
-        """No module has come or gone, nor has a parameter. Looks at modules, since there are more parameters.
+        """Whether all modules and parameters are the same. Compares modules, because there are fewer than parameters.
 
         Raises:
-            InfinityError: by name: a parameter is another one, or needs a gradient and did not.
+            InfinityError: a parameter was replaced, or needs a gradient and did not; names it.
         """
         for name, param in self._frozen:
             if param.requires_grad:
@@ -328,7 +325,7 @@ class _Shape:
 
 
 class _Seam:
-    """The guards of one module, see [Note: a method of one module]. Neither it nor the engine is kept alive."""
+    """The guards of one module, see [Note: a method of one module]. Keeps neither it nor the engine alive."""
 
     def __init__(self, guards: Guards, module: nn.Module, *, root: bool) -> None:
         self._guards = weakref.ref(guards)
@@ -353,7 +350,7 @@ class _Seam:
         module = self._module()
         if module is not None:
             self._uninstall(module)
-        self._methods.clear()  # they lead back to this object
+        self._methods.clear()  # they refer to this object
 
     def _install(self, module: nn.Module) -> None:
         self._before = {name: vars(module)[name] for name in self._methods if name in vars(module)}
@@ -361,13 +358,13 @@ class _Seam:
 
     def _uninstall(self, module: nn.Module) -> None:
         for name, method in self._methods.items():
-            if vars(module).get(name) == method:  # else somebody has put something else there since
+            if vars(module).get(name) == method:  # otherwise other code has replaced it since
                 del vars(module)[name]
                 if name in self._before:
                     vars(module)[name] = self._before[name]
 
     def _of_torch(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-        """What the method was before."""
+        """Call the method that was there before."""
         if name in self._before:
             return self._before[name](*args, **kwargs)
         return getattr(type(module), name)(module, *args, **kwargs)
@@ -377,7 +374,7 @@ class _Seam:
         assert module is not None  # a method of it is being called
         return module, self._guards()
 
-    # What torch and users call #
+    # Called by torch and by users #
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         module, guards = self._both()
@@ -399,7 +396,7 @@ class _Seam:
             return self._of_torch(module, "state_dict", *args, **kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Beside what is found to be gone from the parameters, what a failed pass has left counts as dropped."""
+        """Drop gradients, also leftovers of a failed pass."""
         module, guards = self._both()
         self._of_torch(module, "zero_grad", *args, **kwargs)
         owner = None if guards is None else guards.owner
@@ -407,7 +404,7 @@ class _Seam:
             owner.model_was_zeroed()
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy that is torch's alone."""
+        """Return a copy that is plain torch."""
         module, guards = self._both()
         self._uninstall(module)
         try:
@@ -441,11 +438,11 @@ class _Seam:
             guards.end_loading(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Seam:
-        return self  # in a copy's hooks, until they are taken out
+        return self  # referenced by a copy's hooks until these are removed
 
 
 def _without_hooks(module: nn.Module, original: nn.Module) -> nn.Module:
-    """A copied module without the hooks of this package, which lead to the engine."""
+    """Remove this package's hooks, which refer to the engine, from a copied module."""
     tables = [name for name, table in vars(original).items() if "hooks" in name and isinstance(table, dict)]
     ours = {key for name in tables for key, hook in vars(original)[name].items() if _is_of_this_package(hook)}
     for name in tables:

@@ -1,44 +1,43 @@
-"""The only file that registers torch hooks: it turns what torch does into calls of a `Listener`.
+"""Turn torch's events into calls of a `Listener`. No other file registers torch hooks.
 
 [Note: when a unit is in use]
-Forward of a module with units opens with `enter` and closes with `leave`. For backward two more events of that
-same call are needed. It begins when the first gradient of one of the call's outputs is there (a hook on the outputs).
-It is over when autograd runs a node that is older than the call: of the nodes that are ready autograd runs the newest
-first, and what a node waits for is newer than the node, so none of the call's own nodes is left by then. Hooks on the
-outputs and the inputs of all calls tell which node runs. A call whose inputs come from no node (an embedding, a
-checkpoint that begins a graph of its own) is over with autograd's pass if not before, on one rank alone also when all
-parameters of its units have their gradients (of several ranks some may have no such gradient). Calls that are recorded
-but never begin, such as those of a recomputation, hold nothing.
+The forward of a module with units begins with `enter` and ends with `leave`. The backward of the same call needs two
+more events. It begins when one of the call's outputs gets its first gradient (a hook on the outputs). It is over when
+autograd runs a node that is older than the call: autograd runs the newest ready node first, and a node waits only for
+newer ones, so no node of the call is left then. Hooks on the outputs and inputs of all calls show which node runs. If
+no node made a call's inputs (an embedding, a checkpoint with its own graph), the call ends with autograd's pass at the
+latest; on one rank alone also once all parameters of its units have their gradients (on several ranks some may have no
+such gradient). Calls that are recorded but never begin, such as those of a recomputation, hold nothing.
 
 [Note: nothing of ours in the graph]
-A node of ours on a call's inputs would see the end of the call, but also have autograd add up the gradients of an input
-within the call before it adds those of other uses. Another order of a sum has other bits, and those would depend on
-which modules have units that come and go. Hooks on tensors change no sum.
+A node on a call's inputs would also see the end of the call. But it would make autograd sum the gradients of an input
+within the call before it adds those of other uses. A sum in another order has other bits, which would then depend on
+which modules have units that can be evicted. Hooks on tensors change no sum.
 
 [Note: which nodes are older]
-A node's sequence number says when it was made, as its thread counts. A reentrant checkpoint records and runs a graph
-within backward, on a device in another thread than the forward pass: therefore a call is compared only with nodes of
-the pass of autograd that it began in.
+A node's sequence number gives its age, counted by the thread that made it. A reentrant checkpoint records and runs a
+graph within backward, on a device in another thread than the forward pass. So a call is compared only with nodes of the
+autograd pass in which it began.
 
 [Note: uses that no output shows]
-Backward may come to a weight before it comes to the call's outputs (a loss that the module keeps in an attribute,
-outputs in an object that hides them), or after an older node of another thread. So the result of every function that
-was given a parameter of such a unit has a hook as well, and its gradient begins the call again. The same watch finds a
-parameter that is not the module's own; its unit joins the call that reads it.
+Backward may reach a weight before it reaches the call's outputs (a loss that the module keeps in an attribute, outputs
+in an object that hides them), or after an older node of another thread. So the result of every function that was given
+a parameter of such a unit has a hook, too, and its gradient begins the call again. The same watch finds parameters of
+other modules; their units join the call that reads them.
 
 [Note: tensors within a transform]
-Inside of `torch.vmap` a module is called with wrappers that say that they need no gradient, while the tensors within
-them do: what autograd records, it records for those. So hooks are registered at every level that needs a gradient.
+Inside `torch.vmap` a module gets wrapper tensors that claim to need no gradient. Autograd records operations on the
+tensors inside them. So hooks are registered at every level that needs a gradient.
 
 [Note: parameters that forward changes]
-`nn.Embedding(max_norm=...)`, a momentum encoder or an initialisation by the first batch change parameters inside of the
-forward pass. Of a unit that comes and goes, that would be gone with its memory, so it is refused.
+`nn.Embedding(max_norm=...)`, a momentum encoder or an initialisation by the first batch change parameters in the
+forward pass. The eviction of the unit would lose such a change, so it is refused for units that can be evicted.
 
 [Note: gradients in parts]
-In one backward pass autograd adds all uses of a parameter before it gives the gradient. Not so under reentrant
-checkpointing, where every checkpoint is a backward pass of its own: then a unit that several calls use gets
-its gradients in parts, and must not be updated before the last. Such calls show in the forward pass: they run without
-gradients, to be repeated in backward.
+In one backward pass autograd sums all uses of a parameter before it delivers the gradient. Under reentrant
+checkpointing, every checkpoint is a backward pass of its own, so a unit that several calls use gets its gradients in
+parts, and must not be updated before the last part. The forward pass shows such calls: they run without gradients, and
+backward repeats them.
 """
 
 from __future__ import annotations
@@ -65,34 +64,34 @@ from infinity.zero.reads import ParameterReads, Used
 
 
 class Listener(Protocol):
-    """What the hooks tell."""
+    """The receiver of the hooks' events."""
 
     def enter(self, units: tuple[int, ...]) -> None:
-        """The units are about to be used; return when their values are in place."""
+        """Called before a use of the units; returns when their values are in place."""
 
     def backward_enter(self, units: tuple[int, ...]) -> None:
-        """As `enter`, for the backward of a call; with no units where backward begins."""
+        """As `enter`, for the backward of a call; with no units at the start of a backward pass."""
 
     def leave(self, units: tuple[int, ...]) -> None:
-        """The use that the matching `enter` or `backward_enter` announced is over; one that raised was none."""
+        """Called at the end of a use after `enter` or `backward_enter`, unless that raised."""
 
     def backward_left(self, units: tuple[int, ...]) -> None:
-        """Backward of one call of the module with these units is over; comes after its `leave`."""
+        """Called when backward has left one call of the module with these units, after `leave`."""
 
     def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
-        """`param.grad` holds this backward pass's gradient of the slot."""
+        """Called when `param.grad` holds this backward pass's gradient."""
 
 
 @dataclass(slots=True)
 class _UnitUses:
-    """What the hooks have seen of one unit in the training passes that are running.
+    """The uses of one unit in the running training passes.
 
     Attributes:
         followed: backward enters and leaves it.
-        awaited: the gradients that a backward pass has of it.
-        arrived: those that have come in the backward pass that is running.
-        calls: of the training forward passes whose backward is to come.
-        repeats: one of them ran without gradients, to be repeated in backward.
+        awaited: number of its gradients in a backward pass.
+        arrived: number of gradients that have come in the running backward pass.
+        calls: number of calls in training forward passes whose backward is to come.
+        repeats: one of them ran without gradients, and backward repeats it.
     """
 
     followed: bool
@@ -107,11 +106,11 @@ class _UnitUses:
 
 
 class Hooks:
-    """Every hook of one engine; `remove` takes them all away.
+    """All hooks of one engine; `remove` removes them.
 
     Args:
         lent: identities of parameters that lie outside of their units for now.
-        alone: no other rank has to see the same events in the same order.
+        alone: no other rank must see the same events in the same order.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         moving = frozenset(chain.from_iterable(p.units for p in partition.hook_points if p.moving))
         self._units = [
-            # Backward needs nothing of a unit without elements, which would fill memory with padding.
+            # Backward needs no values of a unit without elements; bringing it would fill memory with padding.
             _UnitUses(unit.index in moving and _has_elements(unit), sum(slot.trainable for slot in unit.slots))
             for unit in partition.units
         ]
@@ -145,16 +144,16 @@ class Hooks:
         self._reads = ParameterReads(unit_of, lent, self)
         for point in partition.hook_points:
             self._watch_module(model.get_submodule(point.module_name), point)
-        for module, widened in normalisations(model):  # later than `enter`, which brings the values
+        for module, widened in normalisations(model):  # after `enter`, which brings the values
             self._handles.append(module.register_forward_pre_hook(widened.lend))
             self._handles.append(module.register_forward_hook(widened.take_back, always_call=True))
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
-        """The model's forward runs inside.
+        """Run the model's forward inside.
 
         Args:
-            training: backward will follow.
+            training: a backward pass will follow.
         """
         self._counting = training
         if training:
@@ -168,35 +167,35 @@ class Hooks:
             self._counting = False
 
     def in_parts(self) -> frozenset[int]:
-        """Units whose gradients of the coming backward pass may come in several parts."""
+        """Return units whose gradients may come in several parts in the coming backward pass."""
         return frozenset(unit for unit, each in enumerate(self._units) if each.repeats and each.calls > 1)
 
     @property
     def in_forward(self) -> bool:
-        """This thread is in the forward of a watched module."""
+        """Whether this thread is in the forward of a watched module."""
         return bool(self._running)
 
     @property
     def _running(self) -> list[_Call]:
-        """Calls of watched modules, outermost first; those of a coroutine are apart from the others."""
+        """Calls of watched modules, outermost first; a coroutine has its own list."""
         return self._calls if this_thread.coroutine is None else self._of_thread.calls
 
     def end_backward(self) -> None:
-        """The backward pass is over: end the calls that are left of it, and of passes of autograd's that failed."""
+        """End all calls of this backward pass, and of failed autograd passes."""
         for each in self._units:
             each.arrived = each.calls = 0
             each.repeats = False
         self._begun.end(lambda call: True)
 
     def abandon(self) -> None:
-        """Forget the calls that are running: an exception has ended them, and torch may not have said so."""
+        """Leave the running calls after an exception: torch may not have called their hooks."""
         self._reads.end()
         running = self._running
         while running:
             self._listener.leave(tuple(running.pop().units))
 
     def remove(self) -> None:
-        """Take all hooks away, and let the listener go, which has this object."""
+        """Remove all hooks, and the reference to the listener, which refers to this object."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -211,7 +210,7 @@ class Hooks:
         followed = [unit for unit in point.units if self._units[unit].followed]
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # Before the call opens: autograd makes the nodes of views that were changed in place when it is asked.
+            # Before the call opens: asking for the node of a view that was changed in place makes autograd create it.
             inputs = list(_recorded((args, kwargs))) if point.moving and torch.is_grad_enabled() else []
             call = _Call(module, point.units, followed, self._begun)
             self._listener.enter(point.units)
@@ -226,7 +225,7 @@ class Hooks:
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             running = self._running
             if not running or running[-1].module is not module:
-                return  # an exception before `before`
+                return  # an exception came before `before`
             call = running.pop()
             if call.watches:
                 self._reads.end()
@@ -244,7 +243,7 @@ class Hooks:
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def _tell_backward(self, outputs: Any, inputs: Any) -> None:
-        """Tell when backward begins, before it gets to any parameter, whoever has begun it."""
+        """Report the start of any backward pass before it reaches a parameter."""
         for tensor in _recorded_with_bases(outputs, inputs):
             tensor.register_hook(self._backward_begins)
 
@@ -252,7 +251,7 @@ class Hooks:
         self._listener.backward_enter(())
 
     def use(self, units: tuple[int, ...]) -> Used | None:
-        """A torch function is about to read parameters; see [Note: uses that no output shows]."""
+        """Enter units whose parameters a torch function is about to read; see [Note: uses that no output shows]."""
         running = self._running
         if not running:
             return None  # an interrupt came before the call was noted, see `abandon`
@@ -268,7 +267,7 @@ class Hooks:
         return call.begin_with if call.followed and torch.is_grad_enabled() else None
 
     def check_change(self, param: int, unit: int) -> None:
-        """The model's forward is about to change a parameter, see [Note: parameters that forward changes]."""
+        """Refuse a change by the model's forward that would be lost, see [Note: parameters that forward changes]."""
         if self._units[unit].followed:
             raise InfinityError(
                 f"the forward pass changes `{self._names[param]}` in place, which would be lost when its unit leaves "
@@ -277,7 +276,7 @@ class Hooks:
             )
 
     def _count(self, units: tuple[int, ...]) -> None:
-        """A training forward pass calls a module with these units."""
+        """Count a call of a module with these units in a training forward pass."""
         for unit in units:
             each = self._units[unit]
             each.calls += 1
@@ -290,7 +289,7 @@ class Hooks:
 
         def ready(param: torch.Tensor) -> None:
             if param.grad is None:
-                return  # a hook of the user's has taken it: to torch there is none in this pass
+                return  # a user's hook has taken it: for torch the parameter has no gradient in this pass
             self._listener.gradient_ready(unit, slot, param)  # type: ignore[arg-type]
             each.arrived += 1
             if self._alone and each.followed and each.is_complete:
@@ -301,10 +300,10 @@ class Hooks:
         self._trained.append((param, handle.id))
 
     def _let_users_hooks_come_first(self) -> None:
-        """What others have registered for `param.grad` since sees it, and may change it, before it leaves.
+        """Move our hooks behind newer hooks on `param.grad`, so that these can see and change it first.
 
-        torch has no argument for that here, as it has for hooks of modules; it calls them in the order in which they
-        came into this table (`move_to_end` would not change that for its own loop, which takes it as a plain dict).
+        Unlike hooks of modules, these have no `prepend` argument. torch calls them in order of insertion into this
+        table, and its own loop takes the table as a plain dict, so `move_to_end` would have no effect.
         """
         for param, key in self._trained:
             table = param._post_accumulate_grad_hooks
@@ -320,19 +319,19 @@ def _has_elements(unit: Unit) -> bool:
 
 
 class _Nobody:
-    """Whom the hooks tell once they are removed."""
+    """The listener after `remove`."""
 
     def enter(self, units: tuple[int, ...]) -> None:
-        """Nothing is in use any more."""
+        """Do nothing."""
 
     backward_enter = leave = backward_left = enter
 
     def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
-        """Nobody updates it."""
+        """Do nothing."""
 
 
 class _OfThread(threading.local):
-    """What runs in this thread, a coroutine of its own."""
+    """The calls of a thread that runs one coroutine."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -342,9 +341,9 @@ BlockEntry = Callable[[int, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, .
 
 
 def watch_blocks(model: nn.Module, partition: Partition, entry: BlockEntry) -> list[RemovableHandle]:
-    """Have `entry(index of the block, args, kwargs)` called before a block is, and anything for it is fetched.
+    """Call `entry(index of the block, args, kwargs)` before each block, and before any of its units is fetched.
 
-    What it returns is what the block is called with.
+    The block is called with the returned arguments.
     """
 
     def watch(index: int, name: str) -> RemovableHandle:
@@ -361,14 +360,14 @@ def watch_blocks(model: nn.Module, partition: Partition, entry: BlockEntry) -> l
 class _Call:
     """One forward call of a module and its part of the backward pass, see [Note: when a unit is in use].
 
-    The graph holds the call through its hooks, so the call must hold nothing of the graph, which would never be freed.
+    The graph holds the call through its hooks. A reference back to the graph would keep it alive forever.
 
     Attributes:
-        units: what the call has entered so far.
-        followed: those of them that backward enters and leaves as well.
-        entered: those that its backward has entered.
+        units: entered by the call so far.
+        followed: units among them that backward enters and leaves, too.
+        entered: units that its backward has entered.
         first_node: the sequence number of the first autograd node that the call may have made.
-        has_inputs: autograd goes on from the call to older nodes.
+        has_inputs: autograd continues from the call to older nodes.
         watches: the watch on reads began with the call, and ends with it.
     """
 
@@ -383,9 +382,9 @@ class _Call:
         self._begun = begun
 
     def begin_with(self, result: Any, given: Any) -> None:
-        """The call's backward begins when a tensor of the result of something that was given these has its gradient.
+        """Begin the call's backward at the first gradient of a tensor in the result of a function with these arguments.
 
-        What was given and comes back as it was (the position bias that all layers hand on) is none of the call's.
+        An argument that is returned unchanged (a position bias that all layers pass on) does not belong to the call.
         """
         passed = {id(tensor) for tensor in _tensors(given)}
         for tensor in _recorded_with_bases(result, given):
@@ -394,7 +393,7 @@ class _Call:
                 tensor.register_hook(partial(self.begin, node))
 
     def begin(self, node: int, grad: torch.Tensor) -> None:
-        if torch.is_grad_enabled():  # the graph of this backward would hold weights that leave memory when it is over
+        if torch.is_grad_enabled():  # the graph of this backward would hold weights that are evicted at its end
             raise InfinityError(
                 "backward with create_graph=True (torch.func's grad is one) goes through units that leave memory or "
                 "are divided among ranks, and a second backward would read weights that are gone: train on one rank "
@@ -407,16 +406,16 @@ class _Begun:
     """Calls whose backward has begun and is not over.
 
     Attributes:
-        listener: who is told.
+        listener: gets the events.
     """
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
-        self._pass_of: dict[_Call, int] = {}  # of autograd's, in which the call has begun
+        self._pass_of: dict[_Call, int] = {}  # the autograd pass in which the call has begun
 
     def begin(self, call: _Call, node: int) -> None:
-        """Autograd is about to run this node, which is the call's."""
-        self.end_newer(node)  # first, so that two calls that follow each other are not both in memory
+        """Begin a call, to which the node belongs that autograd is about to run."""
+        self.end_newer(node)  # first: two successive calls must not both be in memory
         if call in self._pass_of:
             return
         call.entered = tuple(call.followed)
@@ -428,20 +427,20 @@ class _Begun:
         self._pass_of[call] = running
 
     def end_newer(self, node: int, grad: torch.Tensor | None = None) -> None:
-        """Autograd is about to run this node: end the calls that are newer, see [Note: which nodes are older]."""
+        """End calls newer than the node that autograd is about to run, see [Note: which nodes are older]."""
         if self._pass_of:
             running = torch._C._current_graph_task_id()
             self.end(lambda call: self._pass_of[call] == running and call.first_node > node)
 
     def end(self, is_over: Callable[[_Call], bool]) -> None:
-        for call in [call for call in reversed(self._pass_of) if is_over(call)]:  # the inner one of two first
+        for call in [call for call in reversed(self._pass_of) if is_over(call)]:  # inner calls first
             del self._pass_of[call]
             self.listener.leave(call.entered)
             self.listener.backward_left(call.entered)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested tuples, lists and mappings (model outputs are mappings)."""
+    """Yield the tensors in nested tuples, lists and mappings (model outputs are mappings)."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -453,7 +452,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor and those within it, see [Note: tensors within a transform]."""
+    """Yield the tensor and those wrapped by it, see [Note: tensors within a transform]."""
     yield tensor
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
@@ -461,7 +460,7 @@ def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _recorded(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that autograd has made, at every level."""
+    """Yield the tensors that autograd has made, at every level."""
     for tensor in _tensors(value):
         for level in _levels(tensor):
             if level.requires_grad and level.grad_fn is not None:
@@ -469,20 +468,20 @@ def _recorded(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _node_of(tensor: torch.Tensor) -> int:
-    """The sequence number of the node that made the tensor, before which autograd calls the tensor's hooks."""
-    assert tensor.grad_fn is not None  # it is recorded
+    """Return the sequence number of the tensor's node; autograd calls the tensor's hooks before it runs this node."""
+    assert tensor.grad_fn is not None  # the tensor is recorded
     return tensor.grad_fn._sequence_nr()
 
 
 def _recorded_with_bases(result: Any, given: Any) -> Iterator[torch.Tensor]:
-    """As `_recorded`, and what views among the results are views of, unless that was given.
+    """As `_recorded`, plus the bases of views in the result, unless they were given.
 
-    A view that is changed in place later, as what a linear layer makes of three dimensions (`hidden += residual`), gets
-    another history from autograd, in which its own hooks are not and those of its base are.
+    If a view is changed in place later, such as a linear layer's output (`hidden += residual`), autograd gives it a new
+    history. That has the hooks of its base, but not the view's own.
     """
     yield from _recorded(result)
     bases = [tensor._base for tensor in _tensors(result) if tensor._base is not None]
     if bases:
-        known = {id(own): own for tensor in _tensors(given) for own in (tensor, tensor._base)}  # held, so that ids last
+        known = {id(own): own for tensor in _tensors(given) for own in (tensor, tensor._base)}  # held: no id is reused
         made = {id(base): base for base in bases if id(base) not in known}
         yield from _recorded(list(made.values()))

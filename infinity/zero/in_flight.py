@@ -1,13 +1,13 @@
-"""Updates from the moment that they are due until their values are in memory and written.
+"""Updates, from the moment they are due until their values are in memory and written.
 
 [Note: updates ahead]
-Where the norm of all gradients decides on an update (clipping, a step that is skipped), it may *run ahead* of it, as if
-the norm were small: on those of a unit's tiles that have another slot on the drives, in which what they were before
-stays (slots.py), or for which there is room for a before-image (before_images.py). When the norm is known the update is
-*confirmed*, and what is left of the unit updated, or *undone*. Until then the unit keeps its gradients, or they can be
-*recovered* (see [Note: lost gradients] in csrc/adam/recovery.h): both slots of all its states together tell them, so
-that their memory serves other units. They tell its parameters, too, so that those that stay in memory need no slots,
-and are not written. Whoever wants its values, or its gradients, has the update undone first.
+If the global norm decides on an update (clipping, skipped steps), the update may run *speculatively*, before the norm
+is known, as if the norm were small. It runs on the tiles of a unit whose old version stays in another slot on NVMe
+(slots.py) or fits into the undo log (before_images.py). Once the norm is known, the update is *committed*, and the
+remaining tiles are updated, or it is *rolled back*. Until then the unit keeps its gradients, unless they can be
+*reconstructed* from the two versions of all its states (see [Note: lost gradients] in csrc/adam/recovery.h): then
+their memory serves other units. Parameters can be reconstructed in the same way, so parameters that stay in memory need
+no slots and no write. Access to the unit's values or gradients from outside rolls the update back first.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ FreeGradients = Callable[[Unit], bool]
 
 
 class InFlight:
-    """Which units' updates are due, which are in the pipeline, and which have been finished.
+    """The units whose updates are due, in the pipeline, or finished.
 
     Args:
-        device: carries out the updates of units whose states are there; None where there can be none.
+        device: updates units whose states are on the device; None if there are none.
 
     Attributes:
-        finished: units whose updates are over; whoever looks at them takes them out.
-        speculative: units whose updates run ahead of the norm, or have done so, as far as their rows say so.
-        some_rest: an update that may be undone has given gradients back, which may spill; whoever is told resets it.
+        finished: units whose updates are finished; the reader removes them.
+        speculative: units with speculative updates, in order of submission; only entries whose row agrees count.
+        some_rest: an update that may be rolled back has given back gradients, which may spill; the reader resets it.
     """
 
     def __init__(
@@ -62,47 +62,45 @@ class InFlight:
         self._pipeline = pipeline
         self._counters = counters
         self._device = device
-        self._ended: SimpleQueue[Unit] = SimpleQueue()  # units whose updates are computed, or have failed
-        # Orders of units. What is so of a unit its row says: one may have been left here by an interrupt.
+        self._ended: SimpleQueue[Unit] = SimpleQueue()  # units whose updates are computed or have failed
+        # These give the order of units; their state is in the rows. An interrupt may leave a stale entry here.
         self._due: dict[Unit, None] = {}
         self._submitted: dict[Unit, None] = {}
-        self._computed: dict[Unit, None] = {}  # of those that are submitted; their writes may be under way
+        self._computed: dict[Unit, None] = {}  # subset of `_submitted`; their writes may be in flight
 
     def __bool__(self) -> bool:
         return bool(self._due or self._submitted)
 
     @property
     def due(self) -> list[Unit]:
-        """Units whose updates are due and not submitted, in the order in which they were asked for."""
+        """Units whose updates are due and not submitted, in the order of `ask`."""
         return [each for each in self._due if each.due is not None]
 
     @property
     def submitted(self) -> list[Unit]:
-        """Units whose updates are in the pipeline."""
         return list(self._submitted)
 
     def ask(self, each: Unit, segments: tuple[Segment, ...]) -> None:
-        """This step's update of the unit is due."""
         self._due[each] = None
         each.ask(segments)
 
     # Into the pipeline #
 
     def update_on_device(self, each: Unit) -> None:
-        """Carry out the due update of a unit whose states are on the device; it takes no time that anybody sees."""
+        """Run the due update of a unit whose states are on the device."""
         with self._handing_over:
             assert self._device is not None
             self._device.update(each.index, self._take_due(each))
             self.finished.append(each)
 
     def submit(self, each: Unit, write: bool, needed: int) -> None:
-        """Submit the due update of a unit in memory, whose gradients have room, and whose last update is finished.
+        """Submit the due update of a unit in memory. Its gradients have room, and its last update is finished.
 
         Args:
-            write: the new parameters are written to their home, tile by tile as they are updated.
-            needed: when the unit is needed next; of those that nobody waits for the lowest goes first.
+            write: write the new parameters home, tile by tile as they are updated.
+            needed: time of the unit's next use; among updates that no thread waits for, the lowest goes first.
         """
-        # Of a unit whose home has older values, those that this update leaves alone would stay as old there.
+        # The home of a dirty unit is stale, and this update may overwrite only a part of it.
         write = write and not each.params.is_dirty()
         with self._handing_over:
             self.open_host(each)
@@ -126,7 +124,8 @@ class InFlight:
         tells_grads: bool = False,
         tells_param: bool = False,
     ) -> UpdateTicket:
-        """Hand an update to the pipeline; with `before`, one that may be undone."""
+        """Submit an update to the pipeline. `before` is its room in the undo log; None for an update that is not
+        speculative."""
         unit = each.index
         grad, arriving = self._grads.hand_over(unit)
         touching = self._params.begin_update(unit)
@@ -139,7 +138,7 @@ class InFlight:
             segments=segments,
             ready=(*touching, *arriving),
             write=self._params.write_tile if write else None,
-            # The same for every placement, and after a resume; there are none where a rank has padding alone.
+            # Independent of placement and resume, for equal bits. A rank that holds only padding has no segments.
             seed=segments[0].rule.step << 24 | unit if segments else 0,
             first=spec.sharding.rank * trained,
             needed=needed,
@@ -156,24 +155,25 @@ class InFlight:
         each.submit(Submitted(ticket, written, keeps=before is not None), reconstructable=reconstructable)
         return ticket
 
-    # Ahead of what decides on it, see [Note: updates ahead] #
+    # Speculative updates, see [Note: updates ahead] #
 
     @property
     def ahead(self) -> list[Unit]:
-        """Units whose updates run ahead, or have done so."""
+        """Units with speculative updates, in the pipeline or finished."""
         return [each for each in self.speculative if each.ahead is not None]
 
     def needs_memory(self, each: Unit) -> bool:
-        """An update ahead is undone where the unit's values are in memory."""
+        """Whether a rollback needs the unit in memory: its parameters live on NVMe and have to be reconstructed."""
         assert each.ahead is not None
         on_drive = each.params.home is Memory.NVME
         return on_drive and each.ahead.old_params is OldParams.STATES
 
     def can_run_ahead(self, each: Unit, write: bool, needed: int) -> bool:
-        """Something of the update that is foreseen can be undone; the unit and its gradients are at rest.
+        """Whether at least one tile of the unit can have the expected update speculatively.
 
-        What has not begun of units that are needed later makes way for it: what is left of the updates when the norm is
-        known is then what the next forward pass comes to last.
+        The unit and its gradients must be in memory and idle. If the undo log is full, speculative updates of units
+        that the next forward pass needs later are withdrawn, as long as they have not started: so the updates that
+        remain once the norm is known are of the units used last.
         """
         old_params = self._old_params(each, write)
         if self._can_undo(each, old_params):
@@ -186,7 +186,7 @@ class InFlight:
         return bool(can_undo)
 
     def _needed_later(self, needed: int) -> list[tuple[Unit, UpdateTicket]]:
-        """Updates ahead of units in memory that are needed later, and may not have begun; the last one last."""
+        """Speculative updates that use the undo log and are needed later than `needed`, the latest last."""
         found = [
             (each, each.submitted.ticket)
             for each in self.speculative
@@ -195,23 +195,23 @@ class InFlight:
         return sorted((pair for pair in found if pair[1].job.needed > needed), key=lambda pair: pair[1].job.needed)
 
     def _withdraw(self, each: Unit, ticket: UpdateTicket) -> None:
-        """Have an update not run ahead, unless it has begun."""
+        """Cancel a speculative update unless the worker has chosen it already."""
         with self._handing_over:
             if self._pipeline.withdraw(ticket):
                 self._decide(each)
                 self.finish(each)
 
     def _decide(self, each: Unit) -> Ahead:
-        """The unit's speculative update is none any more."""
+        """Clear the unit's speculative update, and return it."""
         ahead = each.roll_back()
         self.speculative.pop(each, None)
         return ahead
 
     def _old_params(self, each: Unit, write: bool) -> OldParams:
-        """Where the update that is foreseen would leave what the unit's parameters are.
+        """Return where the expected update would keep the unit's old parameters.
 
         Args:
-            write: they are better written than told: they leave memory, or are to stay on the drive.
+            write: prefer a write to reconstruction: the unit leaves memory, or its home must stay up to date.
         """
         params, undoing, foreseen = each.params, self._pipeline.undoing, each.foreseen
         assert foreseen is not None
@@ -230,16 +230,16 @@ class InFlight:
         return OldParams.IMAGES if can_put_back else OldParams.NOWHERE
 
     def _can_undo(self, each: Unit, old_params: OldParams, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
-        """Indices of the tiles whose update can be undone, and that of their parameters, `without` these others."""
+        """Indices of the tiles whose update can be rolled back, with the updates in `without` withdrawn."""
         if old_params is OldParams.NOWHERE:
             return frozenset()
         return self._pipeline.can_undo(each.index, param=old_params is OldParams.IMAGES, without=without)
 
     def run_ahead(self, each: Unit, write: bool, needed: int) -> None:
-        """Update what can be undone of a unit that `can_run_ahead`.
+        """Submit the speculative update of a unit that `can_run_ahead`.
 
         Args:
-            write: see `submit`; it may be written for its slots alone.
+            write: see `submit`; the parameters may also be written only to keep the old ones in the other slot.
         """
         unit, foreseen = each.index, each.foreseen
         assert foreseen is not None
@@ -270,7 +270,7 @@ class InFlight:
             each.run_ahead(Ahead(segments, tiles, ticket, old_params))
 
     def confirm(self, each: Unit) -> None:
-        """What ran ahead is the unit's update; what is left of it is due."""
+        """Commit the speculative update; if it left out tiles, their update is due."""
         with self._handing_over:
             in_part = each.ahead is not None and each.ahead.tiles != self._pipeline.all_tiles(each.index)
             if in_part:
@@ -284,19 +284,19 @@ class InFlight:
             self._pipeline.undoing.forget_before(ahead.ticket)
 
     def undo(self, rows: Sequence[Unit], free_gradients: FreeGradients, *, grads: bool = True) -> list[Unit]:
-        """The units are what they were before they were updated ahead.
+        """Roll back speculative updates: restore parameters and optimizer states.
 
         Args:
-            free_gradients: frees memory for a unit's gradients; False if there is none.
-            grads: they have their gradients again, too; else those that an update has are nothing any more.
+            free_gradients: frees memory for a unit's gradients; False if there is none to free.
+            grads: restore the gradients, too. If False, gradients that would have to be reconstructed are dropped.
 
         Returns:
-            Those that are so on the drives alone: what is computed on is to be read again.
+            Units whose parameters were restored from their slots on NVMe. Their resident copy is stale.
 
         Raises:
-            InfinityError: a module uses one of them.
-            StorageError: what they were cannot be read again.
-            CapacityError: there is no room for their gradients.
+            InfinityError: a module uses one of the units.
+            StorageError: the old values cannot be read.
+            CapacityError: host memory has no room for the gradients.
         """
         for each in rows:
             if self._params.is_pinned(each.index, times=int(each.submitted is not None)):
@@ -310,7 +310,7 @@ class InFlight:
             submitted = [each for each in self._submitted if each in rows]
             for each in submitted:
                 assert each.submitted is not None
-                each.submitted.ticket.recovers = False  # its gradients are still here
+                each.submitted.ticket.recovers = False  # its gradients are still in memory
             self._pipeline.stop(tickets)
             for each in submitted:
                 self.finish(each)
@@ -330,11 +330,11 @@ class InFlight:
         return behind
 
     def _recover(self, each: Unit, free_gradients: FreeGradients, *, grads: bool, param: bool) -> None:
-        """Have what the states tell of before an update that ran ahead, which it has not left anywhere.
+        """Reconstruct the gradients and parameters that a speculative update has not kept.
 
         Args:
-            grads: the unit's gradients, in memory or on their way to the drive; else they are nothing any more.
-            param: its parameters.
+            grads: the gradients, into host memory, from which they may spill; if False, drop them.
+            param: the parameters.
         """
         unit, ahead = each.index, each.ahead
         assert ahead is not None
@@ -362,7 +362,7 @@ class InFlight:
         return buffer
 
     def _put_back(self, each: Unit) -> None:
-        """Change the parameters to what they were before they were updated ahead."""
+        """Restore the parameters from the undo log."""
         assert each.ahead is not None
         with self._changing(each) as flat:
             for start, values in self._pipeline.undoing.params_before(each.ahead.ticket):
@@ -370,7 +370,7 @@ class InFlight:
 
     @contextmanager
     def _changing(self, each: Unit) -> Iterator[torch.Tensor]:
-        """The unit's flat parameters where updates change them."""
+        """Yield the unit's flat parameters where updates change them."""
         unit = each.index
         self.open_host(each)
         self._params.host_wait(unit)
@@ -380,7 +380,7 @@ class InFlight:
         self._params.close_host(unit)
 
     def finish_ahead(self, each: Unit, free_gradients: FreeGradients) -> None:
-        """Wait for an update that runs ahead: what it was made with is about to change."""
+        """Wait for a speculative update whose gradients are about to change, and mark it for rollback."""
         if each.submitted is not None:
             self.finish(each)
         self._recover(each, free_gradients, grads=True, param=False)
@@ -388,7 +388,8 @@ class InFlight:
         each.ahead = replace(each.ahead, segments=())
 
     def open_host(self, each: Unit) -> None:
-        """Have the unit's values on their way to where they are changed; waits for memory that updates or fetches hold.
+        """Start to bring the unit's parameters to where they are changed. Block for memory that updates or fetches
+        hold.
 
         Raises:
             CapacityError: they hold none.
@@ -401,7 +402,7 @@ class InFlight:
                 )
 
     def _finish_fetch(self) -> bool:
-        """Wait for a fetch that passes host memory on its way to the device; False if there is none."""
+        """Wait for a fetch through host memory. Return False if there is none."""
         due = {each.index for each in self.due}
         for unit in self._params.passing:
             if unit not in due:
@@ -411,7 +412,7 @@ class InFlight:
 
     @property
     def all_computed(self) -> bool:
-        """No update is still to be computed, and none has failed; some may still be on their way home."""
+        """Whether no update is still to be computed and none has failed. Writes may be in flight."""
         tickets = [each.submitted.ticket for each in self._submitted if each.submitted is not None]
         return not self._due and all(each.computed.done() and each.computed.exception() is None for each in tickets)
 
@@ -422,8 +423,8 @@ class InFlight:
     # Out of it #
 
     def wait_computed(self, each: Unit) -> None:
-        """Wait until the unit's new values are in memory, whence they go up as they come; they may still be on their
-        way home."""
+        """Block until the unit's update is computed, and upload the new values as they come. Writes home may be in
+        flight."""
         submitted, params = each.submitted, each.params
         if submitted is not None:
             with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
@@ -432,10 +433,10 @@ class InFlight:
             self._params.end_change(each.index)
 
     def finish_one(self) -> bool:
-        """Wait for one update, whichever is the first to be done; False if there is none."""
+        """Wait for one update, the first to end. Return False if there is none."""
         self._take_ended()
         while self._submitted and not self._computed:
-            # An interrupt may have lost the word of one.
+            # an interrupt may have lost an entry of `_ended`
             self._computed |= {each: None for each in self._submitted if self._is_computed(each)}
             if not self._computed:
                 with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
@@ -448,7 +449,7 @@ class InFlight:
 
     @property
     def some_ended(self) -> bool:
-        """Updates may be over of which nobody has taken note."""
+        """Whether finished updates may wait for `settle`."""
         return bool(self._computed) or not self._ended.empty()
 
     def _take_ended(self) -> None:
@@ -456,11 +457,11 @@ class InFlight:
             self._note_computed(self._ended.get())
 
     def _note_computed(self, each: Unit) -> None:
-        if self._is_computed(each):  # and not an update of before
+        if self._is_computed(each):  # and not an earlier update of the unit
             self._computed[each] = None
 
     def settle(self) -> None:
-        """Take note of updates that are over."""
+        """Note updates that are computed and written."""
         if not self._computed and self._ended.empty():
             return
         self._take_ended()
@@ -469,7 +470,7 @@ class InFlight:
                 self._note(each)
 
     def finish(self, each: Unit) -> None:
-        """Wait until the unit's submitted update is over: computed, and written."""
+        """Block until the unit's submitted update is computed and written."""
         assert each.submitted is not None
         ticket = each.submitted.ticket
         with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
@@ -483,7 +484,7 @@ class InFlight:
             submitted, unit = each.finish(), each.index
             self._submitted.pop(each, None)
             self._computed.pop(each, None)
-            for move in submitted.ticket.missing:  # for which an update that did not take place has not waited
+            for move in submitted.ticket.missing:  # a withdrawn update has not waited for its inputs
                 move.wait(self._counters)
             if not submitted.keeps:
                 self._grads.used(unit)
@@ -495,7 +496,7 @@ class InFlight:
             self._params.close_host(unit)
             if submitted.write is not None:
                 each.params.field.finish_move(submitted.write)
-            submitted.ticket.result()  # raises what went wrong
+            submitted.ticket.result()  # raises if the update failed
             self.finished.append(each)
 
 

@@ -1,4 +1,4 @@
-"""How a gradient comes to where its unit's gradients are held, and who measures it."""
+"""Bring gradients to the memory that holds them, and measure them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from infinity.tiers import DeviceGrads, GradStore, GradStores, Transfer, to_host
 from infinity.zero.partition import ParamSlot, Unit
 from infinity.zero.reduction import WHOLE, Addend, Direct, Reduction
 
-_LAG = 2  # one is copied while another is computed
+_LAG = 2  # one unit's gradients are copied while the next is computed
 
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """What the device has measured, on its way.
+    """A measurement on its way from the device.
 
     Attributes:
         norm: Euclidean norm, float64, in host memory; NaN or infinite if one of the values is.
@@ -31,31 +31,30 @@ class Coming:
     copy: Transfer
 
     def stats(self, counters: Counters) -> GradStats:
-        """Wait for it."""
         with counters.stalled(StallCause.HOST_LINK):
             self.copy.result()
         norm = self.norm.item()
         return GradStats(norm * norm, math.isfinite(norm))
 
 
-Measures: TypeAlias = dict[int, GradStats | Coming | None]  # of a unit's parts in this step; None for not yet
+Measures: TypeAlias = dict[int, GradStats | Coming | None]  # by part of a unit; None if not measured yet
 
 
 class _UnitParts(NamedTuple):
-    """A unit's parts: the number of the first among those of all units, and the slots that they may be."""
+    """A unit's parts: the number of its first part among those of all units, and its parameters."""
 
     first: int
     slots: Sequence[ParamSlot]
 
 
 class Places:
-    """Where the parts of units lie that are added to and measured by themselves.
+    """The positions of the parts of units, which are added to and measured separately.
 
     Args:
-        whole: a unit is one part, as ranks reduce it; else every parameter is one.
+        whole: a unit is one part, because ranks reduce it as one; if False, each parameter is a part.
 
     Attributes:
-        count: parts of all units.
+        count: number of parts of all units.
     """
 
     def __init__(self, units: Sequence[Unit], *, whole: bool) -> None:
@@ -66,11 +65,11 @@ class Places:
             self.count += 1 if whole else len(unit.slots)
 
     def index(self, unit: int, part: int) -> int:
-        """Of a part among those of all units."""
+        """Return the number of a part among all units' parts."""
         return self._units[unit].first + (0 if part == WHOLE else part)
 
     def of(self, flat: torch.Tensor, unit: int, part: int) -> torch.Tensor:
-        """A part's values in the unit's buffer."""
+        """Return a part's values in the unit's buffer."""
         if part == WHOLE:
             return flat
         slot = self._units[unit].slots[part]
@@ -78,13 +77,13 @@ class Places:
 
 
 class Landing(ABC):
-    """Where gradients land.
+    """The destination of gradients.
 
     Args:
-        source: how they come there, which knows how much of a part's norm is the model's.
+        source: their origin; it knows how much of a part's norm counts for the model.
 
     Attributes:
-        lag: of how many units they may still be on their way while those of the next are computed.
+        lag: for how many units they may still be on their way while the next unit is computed.
     """
 
     lag = 0
@@ -96,19 +95,19 @@ class Landing(ABC):
 
     @abstractmethod
     def add(self, addend: Addend, measures: Measures, *, last_pass: bool) -> bool:
-        """Add to what is held of a unit; False, and nothing is added, while there is no room.
+        """Add to the gradients of a unit. Return False, and add nothing, while there is no room.
 
         Args:
-            measures: of the unit's parts so far. A part that is none of them has nothing yet.
-            last_pass: what is added is final, unless more comes for the same part.
+            measures: of the unit's parts so far. A part without an entry has no gradients yet.
+            last_pass: the result is final, unless more comes for the same part.
         """
 
     @abstractmethod
     def measure(self, unit: int, part: int) -> GradStats | Coming:
-        """Measure a part of the unit as it is held now."""
+        """Measure the present gradients of a part."""
 
     def settled(self, unit: int, part: int, stats: GradStats) -> GradStats:
-        """What has come of a measure, as far as it counts for the model's norm."""
+        """Return the share of a measurement that counts for the model's norm."""
         if not self._source.shares:
             return stats
         return self._source.measured(unit, part, stats, self._values(unit, part))
@@ -118,10 +117,10 @@ class Landing(ABC):
 
 
 class ToHost(Landing):
-    """Gradients go to host memory: the first of a step while the device computes on, if it measures them.
+    """Gradients go to host memory. The first of a step are copied while the device computes, if it measures them.
 
     Args:
-        note: is told of each copy of a unit's gradients that begins.
+        note: called for each copy of a unit's gradients that begins.
     """
 
     def __init__(
@@ -165,7 +164,7 @@ class ToHost(Landing):
 
 
 class Stays(Landing):
-    """Gradients stay where they are computed, and are updated with there; their norms go to the host."""
+    """Gradients stay on the device and are used for updates there. Their norms go to the host."""
 
     lag = _LAG
 
@@ -189,7 +188,7 @@ class Stays(Landing):
 
 
 class Parted:
-    """Some units' gradients stay, and others go to host memory. The verbs are those of `Landing`."""
+    """Some units' gradients stay on the device, and others go to host memory. The methods are those of `Landing`."""
 
     def __init__(self, is_there: Callable[[int], bool], stays: Landing, to_host: Landing) -> None:
         self._is_there = is_there
@@ -219,7 +218,7 @@ def landing_of(
     streams: bool,
     note: Callable[[int, Transfer], None],
 ) -> Landing | Parted:
-    """How gradients come to these stores."""
+    """Return the landing for these stores."""
     to_host = ToHost(stores.host, source, places, counters, streams=streams, note=note)
     if stores.device is None:
         return to_host

@@ -1,4 +1,4 @@
-"""What the last step did and cost, for the user and for monitors."""
+"""Results and costs of the last step, for the user and for monitors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _log = logging.getLogger(__name__)
 
 
 class LastStep:
-    """What the last step did and cost.
+    """Results and costs of the last step.
 
     Attributes:
         outcome: None before the first step.
-        stats: what it cost.
-        loss: mean of this rank's losses, where somebody reads it and to know it costs nothing.
-        told: what the training loop has said of itself, for those who watch.
+        stats: the costs.
+        loss: mean of this rank's losses, if a monitor reads it or it costs nothing to know.
+        told: values that the training loop has reported, for monitors.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class LastStep:
         self._losses = losses
 
     def go_on_from(self, before: LastStep) -> None:
-        """Report what an earlier engine of the same training has reported."""
+        """Take over the reports of an earlier engine of the same training."""
         self.outcome, self.stats, self.loss, self.told = before.outcome, before.stats, before.loss, before.told
 
     def end_step(self, counts: Counts, peak_bytes: dict[str, int]) -> None:
-        """Report the step that has just ended, whose `outcome` is known."""
+        """Report the step that has just ended; `outcome` is set."""
         outcome = self.outcome
         assert outcome is not None
         self.stats = self._counters.end_step(peak_bytes, grad_norm=outcome.grad_norm, skipped=outcome.skipped)
@@ -57,9 +57,10 @@ class LastStep:
             self._monitor.write_events(self._events(counts))
 
     def _events(self, counts: Counts) -> list[Event]:
-        """Return what monitors are told.
+        """Return the events for monitors.
 
-        As in DeepSpeed, the loss stands at the samples before the step, and everything else at those behind it.
+        As in DeepSpeed, the loss is plotted at the sample count before the step, and all other values at the count
+        after it.
         """
         config = self._config
         samples = counts.global_steps * config.train_batch_size

@@ -1,19 +1,19 @@
-"""All micro-batches of a step go through a block before the next block is fetched, in forward and in backward.
+"""Run all micro-batches of a step through a block before the next block is fetched, in forward and in backward.
 
 [Note: layer-major micro-batches]
-The forward of each micro-batch runs in a coroutine, which pauses where it enters a block. In a round, all micro-batches
-that wait for the same block go through it, in their order. A coroutine that gets to its loss is followed by the
-backward of its last piece at once, so that one micro-batch's logits are in memory at a time.
+The forward of each micro-batch runs in a coroutine that pauses at the entry of each block. In a round, all
+micro-batches that wait for the same block go through it, in order. When a coroutine reaches its loss, the backward of
+its last piece runs at once, so that only one micro-batch's logits are in memory at a time.
 
-At a block's entry the autograd graph is cut (see [Note: what a cut holds]): the block is given aliases in place of its
-inputs. So a micro-batch's graph is in pieces, one a round, and backward goes through them a round at a time, last
-round first: an alias's gradient is where backward of the piece before it goes on. A tensor that went from one piece to
-another past the entry of a block would join their graphs; such a model is refused.
+At a block's entry the autograd graph is cut (see [Note: what a cut holds]): the block gets aliases of its inputs. So a
+micro-batch's graph is in pieces, one a round, and backward runs them round by round, last round first: from an alias's
+gradient it continues in the piece before. A tensor that reaches a later piece without going through a block's entry
+would join their graphs; such a model is refused.
 
 [Note: random numbers of a coroutine]
-Each coroutine has a stream of random numbers of its own, that begins with a seed from the global generator, and goes on
-where it stopped when the coroutine paused. An activation checkpoint, which takes the state before its block and sets it
-again to recompute, thus sees the state that the block had.
+Each coroutine has its own stream of random numbers, which starts with a seed from the global generator and continues
+after each pause where it stopped. So an activation checkpoint, which records the state before its block and sets it
+again to recompute, gets the state that the block had.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ INSTEAD = 'set tiering.accumulation to "micro_batch"'
 
 
 class Listener(Protocol):
-    """What a pass tells."""
+    """The operations of a pass that the engine performs."""
 
     def forward(self, round_index: int, micro_batch: int) -> AbstractContextManager[None]:
-        """Around the forward of a micro-batch through a block."""
+        """Return a context for the forward of a micro-batch through a block."""
 
     def start(self, micro_batch: int, loss: torch.Tensor) -> None:
         """Run autograd's backward from the loss of a micro-batch."""
 
     def go_on(self, micro_batch: int, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        """Run autograd's backward from these tensors."""
+        """Continue autograd's backward from these tensors."""
 
     def complete(self, units: Sequence[int]) -> None:
-        """Backward is through everything that used these units."""
+        """Called when backward has left all modules that used these units."""
 
 
 class LayerMajor:
-    """Takes micro-batches through the blocks of a model together.
+    """Run micro-batches together through the blocks of a model.
 
     Args:
         device: where the model computes.
 
     Raises:
-        ConfigError: the model is no sequence of blocks.
+        ConfigError: the model is not a sequence of blocks.
     """
 
     def __init__(self, model: nn.Module, partition: Partition, device: torch.device) -> None:
@@ -71,11 +71,11 @@ class LayerMajor:
         self._blocks = partition.blocks
         self._device = device
         self._pass: _Pass | None = None
-        self._checked: set[tuple[int, ...]] = set()  # ways through the blocks whose graph could be cut
+        self._checked: set[tuple[int, ...]] = set()  # paths through the blocks whose graph could be cut
         self._handles = watch_blocks(model, partition, self._entry)
 
     def run(self, forwards: Sequence[Forward], listener: Listener) -> list[torch.Tensor]:
-        """Forward and backward of all micro-batches of a step.
+        """Run forward and backward of all micro-batches of a step.
 
         Args:
             forwards: each runs the model on a micro-batch and returns the loss, a scalar.
@@ -85,7 +85,7 @@ class LayerMajor:
 
         Raises:
             InfinityError: the model's graph cannot be cut at the entry of its blocks.
-            BaseException: what a forward or the listener raised; no forward runs any more.
+            BaseException: raised by a forward or by the listener; no forward runs any more.
         """
         self._pass = _Pass(forwards, listener, self._blocks, self._checked, _Generators(self._device))
         try:
@@ -95,13 +95,12 @@ class LayerMajor:
             self._pass = None
 
     def entered(self, units: Sequence[int]) -> None:
-        """A module with these units is entered."""
+        """Note the first use of the units in this pass."""
         if self._pass is not None and this_thread.coroutine is not None:
             self._pass.uses(units)
 
     @property
     def running(self) -> bool:
-        """Micro-batches are on their way."""
         return self._pass is not None
 
     def _entry(
@@ -118,7 +117,7 @@ class LayerMajor:
 
 
 class _MicroBatch:
-    """One micro-batch on its way.
+    """One micro-batch in its pass.
 
     Attributes:
         path: the blocks that it has entered.
@@ -134,7 +133,7 @@ class _MicroBatch:
         self._random = generators.seeded(seed)
 
     def resume(self) -> None:
-        """Run up to the entry of the next block, or the loss."""
+        """Run to the entry of the next block, or to the loss."""
         outside = self._generators.states()
         self._generators.restore(self._random)
         try:
@@ -161,7 +160,7 @@ class _Pass:
         self._blocks = blocks
         self._checked = checked
         self._block_of: dict[int, int] = {}  # by round
-        self._round = 0  # that runs; round 0 is what comes before the first block
+        self._round = 0  # the running one; round 0 is the part before the first block
         self._first_use: dict[int, int] = {}  # round by unit
         self._losses = [torch.empty(0, dtype=torch.float32)] * len(forwards)
         seeds = torch.randint(2**62, (len(forwards),)).tolist()
@@ -201,7 +200,7 @@ class _Pass:
     def enter(
         self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A coroutine is at a block: wait until it is the block's turn, then cut the graph."""
+        """Pause a coroutine at a block until the block's turn, then cut the graph."""
         coroutine = this_thread.coroutine
         assert coroutine is not None
         if not torch.is_grad_enabled():
@@ -220,7 +219,7 @@ class _Pass:
             self._first_use.setdefault(unit, self._round)
 
     def _turn(self, micro_batch: _MicroBatch) -> None:
-        """A forward is through: run backward of its last piece."""
+        """Run the backward of the last piece after a finished forward."""
         loss = micro_batch.coroutine.take_result()
         path = tuple(micro_batch.path)
         if path not in self._checked:
@@ -233,10 +232,10 @@ class _Pass:
         self._listener.complete([unit for unit, first in self._first_use.items() if first == round_index])
 
     def _check(self, micro_batch: _MicroBatch, loss: torch.Tensor) -> None:
-        """Whether the pieces of the graph have nothing in common.
+        """Check that the pieces of the graph are separate.
 
         Raises:
-            InfinityError: they have.
+            InfinityError: they are not.
         """
         joined = micro_batch.cuts.joined(loss)
         if joined is not None:
@@ -265,7 +264,7 @@ class _Generators:
             kind.set_rng_state(state)
 
     def seeded(self, seed: int) -> list[torch.Tensor]:
-        """The states that this seed gives."""
+        """Return the generator states for this seed."""
         outside = self.states()
         torch.manual_seed(seed)
         states = self.states()
@@ -274,7 +273,7 @@ class _Generators:
 
 
 class _ThreadState:
-    """What torch keeps for each thread and a coroutine should have from the thread that starts it."""
+    """State that torch keeps for each thread, and that a coroutine's thread must copy from the one that starts it."""
 
     def __init__(self, device: torch.device) -> None:
         self._autocast = {

@@ -1,10 +1,10 @@
-"""What a backward pass begins with.
+"""Scale the losses from which backward passes start.
 
 [Note: one loss of several engines]
-A loss may lead through the models of several engines, and one of them scales it, or the user scales it with one. To the
-others the gradients that come are scaled already. So the scaled loss says in its own backward pass, by that pass's
-number, what it was scaled by; an engine that did not scale it looks there before it makes a share of a gradient. By
-then all losses that the gradient comes from have said so.
+A loss may depend on the models of several engines, while only one of them scales it, or the user scales it with one.
+The other engines get gradients that are scaled already. So during its own backward pass the scaled loss records its
+scale under the number of that pass. An engine that did not scale it reads this record before it scales a gradient. By
+then all losses behind the gradient have made their record.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from infinity.zero.ranks import Ranks
 
 
 class _Scale(NamedTuple):
-    """What a loss was multiplied by.
+    """The factor on a loss.
 
     Attributes:
-        fp16: with a loss scale among it, so that no small gradient is gone.
+        fp16: it includes a loss scale, so that no small gradient was lost.
     """
 
     factor: float
     fp16: bool
 
 
-_scaled: deque[tuple[int, _Scale]] = deque(maxlen=64)  # by the number of the backward pass, newest last
+_scaled: deque[tuple[int, _Scale]] = deque(maxlen=64)  # by number of the backward pass, newest last
 
 
 def _tell_scale(scale: _Scale, grad: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ def _tell_scale(scale: _Scale, grad: torch.Tensor) -> None:
 
 
 def running_pass() -> int:
-    """The number of the backward pass that this thread is in."""
+    """Return the number of this thread's backward pass."""
     return torch._C._current_graph_task_id()
 
 
@@ -51,16 +51,16 @@ class Losses:
     """The losses of a step's micro-batches.
 
     Attributes:
-        count: losses of all ranks whose mean is the step's; of one rank, where the ranks' gradients are summed.
-        ranks_count: ranks among whose losses it is.
+        count: number of losses whose mean is the step's; of one rank if the ranks' gradients are summed.
+        ranks_count: number of ranks with such losses.
         loss_scale: of fp16 training; its `value` is 1 otherwise.
         scaled: the user has scaled the loss whose backward comes.
 
     Args:
-        norms: of the last loss, where the device measures it.
+        norms: of the last loss, if the device measures it.
         early: units are updated before all gradients of a step are known.
-        keeps: add the losses of a step up, for `take_sum`.
-        keeps_cheap: the same, where nobody has to wait for a device to know it.
+        keeps: sum up the losses of a step, for `take_sum`.
+        keeps_cheap: as `keeps`, if this needs no wait for a device.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class Losses:
         self._early = early
         self._counters = counters
         self._norms = norms
-        self._coming: tuple[int, Coming] | None = None  # the step whose loss is measured
+        self._coming: tuple[int, Coming] | None = None  # the step whose loss is being measured
 
     def scale(self, loss: torch.Tensor, *, whole_step: bool = False) -> torch.Tensor:
-        """What the backward of a micro-batch's loss begins with: its share of the step's, times the loss scale.
+        """Return the start of a micro-batch's backward: its share of the step's loss, times the loss scale.
 
         Args:
             whole_step: the loss is its share of this rank's step already.
@@ -109,23 +109,23 @@ class Losses:
         return _Scale(self.loss_scale.value / self.count, self._fp16)
 
     def take_sum(self) -> float | None:
-        """The mean of this rank's losses of the step that has ended, and none from here on; None if none were seen."""
+        """Return the mean of this rank's losses of the finished step, and reset it; None if there were none."""
         total, self._sum = self._sum, None
         return None if total is None else float(total.item())
 
     def forget_sum(self) -> None:
-        """What the step has had so far is dropped."""
+        """Drop the step's losses so far."""
         self._sum = None
 
     def check(self, loss: torch.Tensor, step: int, *, late: bool) -> None:
-        """See that the loss of every rank is a number, unless the step can be left out when its gradients are none.
+        """Check that the loss of every rank is finite, if units are updated before all gradients are known.
 
         Args:
-            step: that the loss is of, for messages.
-            late: nothing would be lost if that were known only in `check_late`.
+            step: for messages.
+            late: a result in `check_late` is early enough.
 
         Raises:
-            NonFiniteError: it is not.
+            NonFiniteError: it is not finite.
         """
         self._coming = None
         if not self._early:
@@ -136,7 +136,7 @@ class Losses:
             raise _not_finite(step, str(loss.item()))
 
     def check_late(self) -> None:
-        """Before anything is changed by the loss whose backward is running: as `check`, if the device says so now."""
+        """Finish a `check` that waits for the device, before the running backward changes any parameter."""
         if self._coming is None:
             return
         (step, coming), self._coming = self._coming, None
@@ -144,7 +144,7 @@ class Losses:
             raise _not_finite(step, "not finite")
 
     def forget(self) -> None:
-        """The pass is given up."""
+        """Forget the loss of an aborted pass."""
         self.scaled = False
         self._coming = None
 
@@ -155,14 +155,14 @@ class Losses:
             return not self._ranks.any(not finite)
 
     def share_out(self, grad: torch.Tensor | None, backward_pass: int) -> None:
-        """Make of a gradient, in place, what it were if the loss had been scaled here.
+        """Scale a gradient in place as if the loss had been scaled here.
 
         Args:
-            backward_pass: that it comes from, by its number.
+            backward_pass: number of the pass that made it.
 
         Raises:
-            UnscaledLossError: in fp16, where small gradients are gone by now.
-            InfinityError: it comes from losses that other engines have scaled in different ways.
+            UnscaledLossError: in fp16, where small gradients are lost by now.
+            InfinityError: it comes from losses that other engines have scaled differently.
         """
         if self.scaled:
             return

@@ -1,10 +1,10 @@
-"""Where the ranks meet before something that they must do together, so that one who came alone does not hang.
+"""Let the ranks meet before a common operation, so that a rank that comes alone does not hang.
 
-They meet in the store of `torch.distributed`: a collective that one rank has started alone can neither be called back,
-nor tell who did not come, and would be taken for the training's by a rank that is there.
+They meet in the store of `torch.distributed`. A collective that one rank has started alone could not be cancelled,
+would not tell which rank is missing, and could be mistaken for one of the training's.
 
-A rank that works alone for long (it reads and writes files) says now and then that it gets on, and is waited for as
-long as it does: a timeout is for those that are silent, not for a slow drive.
+A rank that works alone for long (it reads and writes files) reports progress, and is waited for as long as it does: a
+timeout is for silent ranks, not for a slow drive.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from infinity.errors import RankError
 from infinity.zero.processes import Process
 from infinity.zero.watch import Watch
 
-_POLL_S = (0.0002, 0.05)  # between looks: at first, and at most
-_PROGRESS_S = 1.0  # at most so often a rank says that it gets on
+_POLL_S = (0.0002, 0.05)  # between polls: at first, and at most
+_PROGRESS_S = 1.0  # minimum time between two progress reports
 
 
 class OtherCallError(RankError):
@@ -37,14 +37,14 @@ class OtherCallError(RankError):
 
 
 class Meeting:
-    """The doors of one process group.
+    """The meeting points of one process group, called doors, in order.
 
     Args:
         group: None for the default group.
 
     Attributes:
-        watch: says who is missing when a wait is long.
-        processes: which the ranks are, by rank, once they have told; empty before.
+        watch: names the missing rank when a wait is long.
+        processes: of the ranks, by rank; empty until they are known.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -55,16 +55,16 @@ class Meeting:
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
         self.watch = Watch(c10d.PrefixStore("watch", self._store), self._rank, self._size)
-        self._passed = 0  # doors that all ranks went through
+        self._passed = 0  # doors that all ranks have passed
         self._gave_up = False
         self._told_s = -_PROGRESS_S
         self.processes: list[Process] = []
 
     def together(self, what: str, timeout_s: float) -> None:
-        """Wait until all ranks call this with the same `what`.
+        """Block until all ranks call this with the same `what`.
 
         Raises:
-            RankError: some rank did not come within the time, nor got on with anything, or has ended, or came to
+            RankError: some rank did not come within the time and reported no progress, or has ended, or came to
                 something else.
         """
         door = self._passed
@@ -82,7 +82,7 @@ class Meeting:
             )
         self._passed += 1
         calls = {rank: self._call(str(door), rank) for rank in others}
-        if door:  # all ranks are here, so all have read what was left at the door before
+        if door:  # all ranks are here, so all have read the entries of the door before
             self._leave(str(door - 1))
         if self._gave_up:
             self._leave("gave up")
@@ -96,18 +96,18 @@ class Meeting:
                 )
 
     def progress(self) -> None:
-        """Say that this rank gets on with what it does alone; cheap to call often, from any thread."""
+        """Report that this rank makes progress in its work alone. Cheap to call often, from any thread."""
         now_s = time.monotonic()
         if now_s - self._told_s >= _PROGRESS_S:
             self._told_s = now_s
             self._store.add(f"progress/{self._rank}", 1)
 
     def tell(self, what: str) -> None:
-        """Say that this rank has done something once more; from any thread."""
+        """Count an action of this rank; from any thread."""
         self._store.add(f"told/{what}/{self._rank}", 1)
 
     def untold(self, what: str, count: int) -> list[int]:
-        """Ranks that have not said `count` times that they have done it; from any thread.
+        """Return the ranks that have counted fewer than `count` of these actions; from any thread.
 
         Raises:
             RankError: one of them has ended.
@@ -122,12 +122,12 @@ class Meeting:
         return ranks
 
     def waiting(self) -> list[str]:
-        """What other ranks have called, which wait for this one at a door."""
+        """Return the calls of other ranks that wait for this one at a door."""
         door = str(self._passed)
         return [self._call(door, rank) for rank in range(self._size) if rank != self._rank and self._is_at(door, rank)]
 
     def lonely(self) -> str | None:
-        """A rank that waits for this one at a door, or has given up there."""
+        """Name a rank that waits for this one at a door, or has given up at it; None if there is none."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
             for rank in range(self._size):
                 for place in (str(self._passed), "gave up"):
@@ -136,9 +136,9 @@ class Meeting:
         return None
 
     def _wait(self, door: int, ranks: list[int], timeout_s: float) -> list[int]:
-        """Those of the ranks that have not come to the door in time."""
+        """Wait for the ranks to come to the door. Return the ranks that did not come in time."""
         now_s = time.monotonic()
-        heard = {rank: (self._progress(rank), now_s) for rank in ranks}  # what it said last, and when
+        heard = {rank: (self._progress(rank), now_s) for rank in ranks}  # latest report, and when it was seen
         looked_s = now_s
         pause_s, longest_s = _POLL_S
         while True:
@@ -157,7 +157,7 @@ class Meeting:
             pause_s = min(2 * pause_s, longest_s)
 
     def _check_alive(self, ranks: list[int]) -> None:
-        """See that the ranks are there, as far as that can be seen from here.
+        """Check that the ranks are alive, as far as this machine shows it.
 
         Raises:
             RankError: one of them has ended.
@@ -181,18 +181,18 @@ class Meeting:
         self._store.delete_key(f"{place}/{self._rank}/call")
 
     def _is_at(self, place: str, rank: int) -> bool:
-        return int(self._store.add(f"{place}/{rank}", 0)) > 0  # the one look that never waits
+        return int(self._store.add(f"{place}/{rank}", 0)) > 0  # the only query of the store that never waits
 
     def _call(self, place: str, rank: int) -> str:
         return str(self._store.get(f"{place}/{rank}/call").decode())
 
 
-# One for all engines of a group, which count the same doors.
+# One for all engines of a group, so that they count the same doors.
 _meetings: weakref.WeakKeyDictionary[Any, Meeting] = weakref.WeakKeyDictionary()
 
 
 def meeting_of(group: Any = None) -> Meeting:
-    """The doors of a process group; of the default group if it is None."""
+    """Return the meeting points of a process group; None for the default group."""
     group = dist.group.WORLD if group is None else group
     if group not in _meetings:
         _meetings[group] = Meeting(group)

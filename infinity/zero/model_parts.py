@@ -1,11 +1,11 @@
 """Parameters that `torch.distributed.tensor.parallel` has distributed: this process trains their local parts.
 
 [Note: tensor parallelism]
-Such a parameter is a DTensor on a mesh of processes that compute one model together. To the engine it is its local
-part: that is what lies in a unit, is sharded over the ranks of the other mesh dimension, updated and saved. Its
-gradient is a DTensor, too, and is brought to the parameter's own placement. What concerns the model as a whole, the
-norm of the gradients and whether they are finite, is agreed on among the parts, where what each of them holds whole
-counts once.
+Such a parameter is a DTensor on a mesh of processes that compute one model together. The engine uses only its local
+part: this lies in a unit, is sharded over the ranks of the other mesh dimension, updated and saved. Its gradient is a
+DTensor, too, and is converted to the parameter's placement. For values of the whole model, such as the norm of the
+gradients and whether they are finite, all parts exchange theirs. A parameter that several parts hold in full counts
+once.
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ from infinity.zero.ranks import ALONE, Ranks
 
 
 def has_numbers(tensor: torch.Tensor) -> bool:
-    """It holds floating-point numbers to compute with, of 16 bits or more.
+    """Whether it holds floating-point numbers to compute with, of 16 bits or more.
 
-    Those of fewer bits are codes, as integers are: what they stand for is known to the module that has them alone, and
-    changing their precision would change it.
+    Shorter ones are codes, like integers: only their module knows their meaning, and another precision would change it.
     """
     return not is_code(tensor.dtype)
 
 
 def is_code(dtype: torch.dtype) -> bool:
-    """It is none of numbers to compute with, see `has_numbers`."""
+    """Whether the dtype is not for numbers to compute with, see `has_numbers`."""
     return not dtype.is_floating_point or dtype.itemsize == 1
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The processes that hold the parts of one model, of which this is one.
+    """The processes that hold the parts of one model, including this one.
 
     Attributes:
         ranks: these processes.
-        shares: of parameters that several of them hold alike: what part of its gradient's norm each accounts for. By
-            name; 1 for all others.
+        shares: for parameters that several of them hold in full, by name: each one's share of the squared gradient
+            norm; 1 for all others.
     """
 
     ranks: Ranks
@@ -52,7 +51,6 @@ class ModelParts:
 
     @property
     def are_several(self) -> bool:
-        """The model is divided."""
         return self.ranks.size > 1
 
     def share(self, name: str) -> float:
@@ -63,14 +61,14 @@ UNDIVIDED = ModelParts(ALONE, {})
 
 
 def model_parts(model: nn.Module, ranks: Ranks) -> ModelParts:
-    """How a model is divided.
+    """Return how a model is divided.
 
     Args:
-        ranks: those that share its states.
+        ranks: the ranks that share its states.
 
     Raises:
         ConfigError: its parameters are distributed over more than one mesh dimension, over several meshes, among the
-            ranks that are to share them, or have no values yet.
+            ranks that shall share them, or have no values yet.
     """
     parameters: Iterable[tuple[str, Any]] = model.named_parameters()
     meshes = {name: param.device_mesh for name, param in parameters if is_distributed(param)}
@@ -103,22 +101,22 @@ def _is_held_alike(param: Any) -> bool:
 
 
 def is_distributed(param: torch.Tensor) -> bool:
-    """The parameter is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # else there are none, and importing it takes a second
+    """Whether the parameter is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # else no DTensors exist, and its import takes a second
     return module is not None and isinstance(param, module.DTensor)
 
 
 def local_part(param: Any) -> torch.Tensor:
-    """What this process holds of a parameter: the parameter itself, if it is not distributed."""
+    """Return this process's part of a parameter: the parameter itself, if it is not distributed."""
     return param._local_tensor if is_distributed(param) else param  # type: ignore[no-any-return]
 
 
 def set_local_part(param: Any, values: torch.Tensor) -> None:
-    """Have the parameter lie in the memory of `values`, and be of their dtype."""
+    """Put the parameter into the memory of `values`, with their dtype."""
     if not is_distributed(param):
         param.data = values
         return
-    if param.dtype is not values.dtype:  # which a DTensor knows, apart from its local part
+    if param.dtype is not values.dtype:  # a DTensor has a dtype of its own
         torch.utils.swap_tensors(param, nn.Parameter(_from_local(param, values), requires_grad=param.requires_grad))
     param._local_tensor.data = values
 
@@ -132,7 +130,7 @@ def _from_local(param: Any, values: torch.Tensor) -> torch.Tensor:
 
 
 def local_gradient(param: Any) -> torch.Tensor | None:
-    """This process's part of `param.grad`; the processes of the model call this together."""
+    """Return this process's part of `param.grad`. The processes of the model call this together."""
     grad = param.grad
     if grad is None or type(grad) is torch.Tensor or not is_distributed(grad):  # nearly all are plain tensors
         return grad  # type: ignore[no-any-return]

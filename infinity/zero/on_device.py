@@ -1,4 +1,4 @@
-"""Updates of units whose optimizer states lie where the model computes."""
+"""Updates of units whose optimizer states are on the compute device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infinity.tiers import DeviceGrads, Fields, Params, StateStore
 
 
 class OnDevice:
-    """Puts updates into the compute stream, before all that is computed later: for whoever asks they are over."""
+    """Queue updates on the compute stream, before all later computation, so that callers need not wait for them."""
 
     def __init__(self, params: Params, grads: DeviceGrads, states: StateStore, layout: StateLayout) -> None:
         self._params = params
@@ -20,7 +20,7 @@ class OnDevice:
         self._layout = layout
 
     def update(self, unit: int, segments: tuple[Segment, ...]) -> None:
-        """Update a unit that is on the device with the gradients that are held there."""
+        """Update a unit with its gradients on the device."""
         param, (grad, _) = self._params.begin_device_change(unit), self._grads.hand_over(unit)
         with self._states.changing_there(unit) as fields:
             for segment in segments:
@@ -29,7 +29,6 @@ class OnDevice:
         self._grads.used(unit)
 
     def _update(self, param: torch.Tensor, grad: torch.Tensor, fields: Fields, segment: Segment) -> None:
-        """Update a run of elements."""
         layout, here = self._layout, slice(segment.start, segment.stop)
         fields = layout.narrow(fields, segment.start, segment.stop)
         update_on_device(

@@ -1,14 +1,13 @@
-"""Which parameters are gathered together, and where each lies in its unit's flat tensor. Pure layout.
+"""Divide the parameters into units, and lay out each unit's flat tensor. Pure layout.
 
-A unit is one transformer block by default: a module of a class that the model declares indivisible
-(transformers' `_no_split_modules`), else a child of the outermost containers (`ModuleList`, `Sequential`,
-`ModuleDict`). A module outside of them that holds parameters itself (an embedding, a head) is a unit of its
-own, and so is every tile of a `TiledLinear`, in a block or not, and what a block that is too large is cut into (see
-unit_modules.py). Parameters up to the persistence threshold stay
-resident in one further unit, because moving them one by one costs more than holding them.
+By default a unit is one transformer block: a module of a class that the model declares indivisible (transformers'
+`_no_split_modules`), else a child of the outermost containers (`ModuleList`, `Sequential`, `ModuleDict`). A module
+outside of them with parameters of its own (an embedding, a head) is a unit, too. So is each tile of a `TiledLinear`, in
+a block or not, and each part of a block that is too large (see unit_modules.py). Small parameters, up to the
+persistence threshold, stay resident in one further unit, because moving them one by one costs more than holding them.
 
-Frozen parameters that stay in the files that they came in are a unit apart from the others of their module: nothing is
-written to it, and its flat tensor is an image of the files (see infinity/tiers/weight_files.py).
+Frozen parameters that stay in the user's files are a unit apart from the others of their module: it is never written,
+and its flat tensor is an image of the files (see infinity/tiers/weight_files.py).
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from infinity.zero.model_parts import has_numbers, local_part
 from infinity.zero.unit_modules import unit_modules
 
 PERSISTENT = "persistent"
-IN_FILES = " (in its files)"  # behind the module's name
+IN_FILES = " (in its files)"  # suffix of the module's name
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """What positions in a flat tensor are multiples of, in elements.
+    """The alignment of positions in a flat tensor, in elements.
 
     Attributes:
-        shard: lengths of shards.
-        slot: starts of parameters; by default a cache line in any dtype of two bytes or more.
+        shard: of shard lengths.
+        slot: of parameter starts; by default a cache line in any dtype of two bytes or more.
     """
 
     shard: int
@@ -45,17 +44,17 @@ class Alignment:
 
     @staticmethod
     def of(layout: StateLayout) -> Alignment:
-        """For states that are kept so."""
+        """Return the alignment for this state layout."""
         return Alignment(SHARD_ALIGN, max(Alignment.slot, *(field.block for field in layout.fields)))
 
     def for_ranks(self, count: int) -> Alignment:
-        """Of what so many ranks have a shard of."""
+        """Return the alignment for units sharded over so many ranks."""
         return Alignment(self.shard * count, self.slot)
 
 
 @dataclass(frozen=True)
 class ParamSlot:
-    """One parameter's place in its unit's flat tensor.
+    """One parameter's position in its unit's flat tensor.
 
     Attributes:
         name: qualified name in the model (the first one, for tied parameters).
@@ -78,10 +77,10 @@ class Unit:
 
     Attributes:
         slots: trainable parameters first, by group, then frozen ones.
-        trainable_numel: padded length of the trainable part, whose shards the optimizer works on.
+        trainable_numel: padded length of the trainable part, whose shards the optimizer updates.
         numel: padded length of the flat tensor.
         persistent: always resident.
-        runs: what it is an image of; none for a unit whose values are ours alone.
+        runs: the file ranges of which it is an image; empty for other units.
     """
 
     index: int
@@ -95,7 +94,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class InFiles:
-    """Frozen parameters that are to be used where they lie.
+    """Frozen parameters that stay in the user's files.
 
     Attributes:
         tensors: by parameter name.
@@ -111,7 +110,7 @@ class SlotPart:
     """Neighbouring elements of one parameter in a shard.
 
     Attributes:
-        start, stop: where they lie in the shard.
+        start, stop: their position in the shard.
         offset: position of the first of them in the parameter.
     """
 
@@ -133,11 +132,11 @@ class SlotPart:
 
 @dataclass(frozen=True)
 class HookPoint:
-    """A module whose forward uses the given units: those of its own parameters, none if it has none.
+    """A module, and the units of its own parameters, which its forward uses; none if it has none.
 
     Attributes:
-        moving: one of the units may be away, or its gradients are reduced as backward leaves the module; otherwise
-            the units only have updates to wait for.
+        moving: a unit may be evicted, or its gradients are reduced when backward leaves the module; otherwise a use
+            only waits for updates.
     """
 
     module_name: str
@@ -150,8 +149,8 @@ class Partition:
     """The units of a model and the modules that use them.
 
     Attributes:
-        sharding: which slice of each unit is this rank's.
-        blocks: modules that the model is a sequence of, in definition order.
+        sharding: this rank's slice of each unit.
+        blocks: modules that form the model's sequence of blocks, in definition order.
     """
 
     units: tuple[Unit, ...]
@@ -161,14 +160,14 @@ class Partition:
 
     @property
     def shared(self) -> frozenset[int]:
-        """Units that several modules use."""
         users = Counter(unit for point in self.hook_points for unit in point.units)
         return frozenset(unit for unit, count in users.items() if count > 1)
 
     def parts(
         self, unit: Unit, start: int = 0, stop: int | None = None, *, rank: int | None = None
     ) -> Iterator[SlotPart]:
-        """What lies in elements `[start, stop)` of a rank's shard of a unit, this one's by default, by parameter."""
+        """Yield the parts of parameters in elements `[start, stop)` of a rank's shard of a unit; by default this
+        rank's."""
         sharding = self.sharding if rank is None else Sharding(rank, self.sharding.count)
         for own in sharding.pieces(unit.trainable_numel, unit.numel):
             low = max(start, own.shard)
@@ -198,12 +197,12 @@ def make_partition(
     """Partition a model's floating-point parameters.
 
     Args:
-        groups: parameter group of every parameter that is trained, by name.
-        persistence_threshold: parameters of at most this many elements outside of blocks stay resident.
-        offloaded: parameters have a home below; otherwise every unit is persistent.
-        sharding: which slice of each unit is this rank's.
+        groups: parameter group of every trained parameter, by name.
+        persistence_threshold: parameters outside of blocks with at most this many elements stay resident.
+        offloaded: parameters have a home below the device; if False, every unit is persistent.
+        sharding: this rank's slice of each unit.
         watched: hooks follow every use, also of units that stay.
-        in_files: what stays where it is.
+        in_files: parameters that stay in the user's files.
         limit_numel: blocks of more elements are cut into units of their parts.
         leaves: modules that are gathered whole.
 
@@ -254,7 +253,7 @@ def make_partition(
 
 
 def _canonical_names(model: nn.Module) -> dict[int, str]:
-    """First qualified name of every distinct floating-point parameter, by identity."""
+    """Return the first qualified name of every distinct floating-point parameter, by identity."""
     return {id(p): name for name, p in model.named_parameters() if has_numbers(p)}
 
 
@@ -282,11 +281,11 @@ def lay_out_unit(
     *,
     persistent: bool,
 ) -> Unit:
-    """The unit of parameters in this order, those that are trained first.
+    """Lay out the unit of these parameters, in their order but trained ones first.
 
     Args:
         shapes: by parameter name.
-        groups: parameter group of every parameter that is trained.
+        groups: parameter group of every trained parameter.
         align: of shards, for all ranks together.
     """
     slots: list[ParamSlot] = []
@@ -297,7 +296,7 @@ def lay_out_unit(
         if not trainable and (not slots or slots[-1].trainable):
             trainable_numel = offset = _round_up(offset, align.shard)
         slots.append(ParamSlot(member, shape, numel, offset, trainable, groups.get(member, -1)))
-        offset += _round_up(max(1, numel), align.slot)  # a unit of nothing but empty parameters has a tile, too
+        offset += _round_up(max(1, numel), align.slot)  # a unit of only empty parameters has a tile, too
     padded = _round_up(offset, align.shard)
     if all(slot.trainable for slot in slots):
         trainable_numel = padded
@@ -307,10 +306,11 @@ def lay_out_unit(
 def _layout_in_files(
     index: int, name: str, members: Sequence[str], model: nn.Module, in_files: InFiles, align: Alignment
 ) -> Unit:
-    """A unit that is an image of files.
+    """Lay out a unit that is an image of files.
 
     Raises:
-        ConfigError: a parameter is stored in another dtype than the model computes in, or at no multiple of its size.
+        ConfigError: a parameter is stored in another dtype than the model computes in, not aligned to its element size,
+            or of another size.
     """
     itemsize = in_files.dtype.itemsize
     tensors = [in_files.tensors[member] for member in members]

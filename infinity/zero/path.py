@@ -1,13 +1,13 @@
-"""The way of a rank through the model, and whether all ranks go the same way.
+"""The path of a rank through the model, and whether all ranks take the same path.
 
 [Note: one way for all ranks]
-Collectives do not say whose they are: ranks that come to different ones mix values of different units, hang, or end in
-an abort where sizes differ. So each exchange of a unit is checked before it begins. Ranks that do what they did in the
-pass before need no word about it: all of them know what comes, and each begins it. A rank that is about to do something
-else begins nothing: it waits for the others where ranks meet, in the store of `torch.distributed`. Others that leave
-the way in the same place come there, too, and if they want the same, it is their new way, which they agree upon
-exchange by exchange. Others that have kept to the way wait in vain for an exchange with this rank, see it where ranks
-meet, and say what they have begun instead. A pass of a kind that was never seen is agreed upon as well.
+Collectives carry no names: ranks that start different ones mix values of different units, hang, or abort if sizes
+differ. So each exchange of a unit is checked before it begins. Ranks that repeat their last pass need no message for
+this: all of them know the next exchange and start it. A rank that is about to do something else starts nothing: it
+waits for the others at the meeting point, in the store of `torch.distributed`. Ranks that leave the path at the same
+exchange come to it, too. If they want the same, this is their new path, and they agree on each further exchange. Ranks
+that have kept to the path wait in vain for an exchange with this rank, see its call at the meeting point, and answer
+with the exchange that they have begun. A pass of a new kind is agreed on exchange by exchange, too.
 """
 
 from __future__ import annotations
@@ -21,55 +21,55 @@ import torch
 from infinity.errors import DivergedError
 from infinity.zero.meeting import OtherCallError
 
-_RECENT = 4096  # exchanges that a rank can be ahead of another
+_RECENT = 4096  # by how many exchanges a rank can be ahead of another
 
 
 class Peers(Protocol):
-    """The ranks that go one way."""
+    """The ranks that take one path."""
 
     def together(self, what: str) -> None:
-        """Wait until all ranks call this with the same `what`."""
+        """Block until all ranks call this with the same `what`."""
 
     def same(self, number: int) -> bool:
-        """All ranks have this number."""
+        """Whether all ranks have this number."""
 
     def waiting(self) -> list[str]:
-        """What other ranks have called `together` with, and wait."""
+        """Return the calls of `together` in which other ranks wait."""
 
 
 class Path:
-    """Which units this rank has exchanged so far, in their order, as a number."""
+    """The units that this rank has exchanged so far, in order, as a number."""
 
     def __init__(self) -> None:
         self._number = 0
         self._peers: Peers | None = None
-        self._known: dict[str, list[str]] = {}  # by kind of pass, what the last one was
-        self._kind: str | None = None  # of the pass that is running
-        self._expected: list[str] | None = None  # None where ranks agree upon each exchange
+        self._known: dict[str, list[str]] = {}  # the last pass of each kind
+        self._kind: str | None = None  # of the running pass
+        self._expected: list[str] | None = None  # None if ranks agree on each exchange
         self._passed: list[str] = []  # in this pass
         self._count = 0  # over all passes
         self._recent: deque[str] = deque(maxlen=_RECENT)
         self._diverged = ""
 
     def check(self, peers: Peers) -> None:
-        """From now on, see that all ranks go the same way, see [Note: one way for all ranks]."""
+        """Check from now on that all ranks take the same path, see [Note: one way for all ranks]."""
         self._peers = peers
 
     def begin(self, kind: str) -> None:
-        """A pass over the model begins; passes of a kind are probably alike."""
+        """Begin a pass over the model; passes of a kind are probably alike."""
         self._kind, self._expected, self._passed = kind, self._known.get(kind), []
 
     def end(self) -> None:
-        """It is over, on all ranks."""
+        """End the pass, on all ranks."""
         if self._kind is not None:
             self._known[self._kind], self._kind = self._passed, None
 
     def give_up(self) -> None:
-        """It has failed."""
+        """Abandon the pass, which has failed."""
         self._kind = None
 
     def add(self, what: str) -> None:
-        """An exchange is about to begin.
+        """Check an exchange that is about to begin.
 
         Raises:
             DivergedError: another rank is about to begin another one.
@@ -78,7 +78,7 @@ class Path:
         self._number = zlib.crc32(what.encode(), self._number)
 
     def mark(self, what: str) -> None:
-        """As `add`, of a point behind which the ranks exchange other things."""
+        """As `add`, for a point after which the ranks exchange other things."""
         if self._peers is None or self._kind is None:
             return
         position = len(self._passed)
@@ -93,7 +93,7 @@ class Path:
         self._count += 1
 
     def look(self) -> None:
-        """While this rank waits for an exchange: see that the others come to it.
+        """Check, while this rank waits for an exchange, that the others come to it.
 
         Raises:
             DivergedError: one does not.
@@ -122,8 +122,8 @@ class Path:
             raise DivergedError(self._diverged) from None
 
     def flags(self) -> torch.Tensor:
-        """Bytes whose greatest over the ranks (`Ranks.any_of`) are these again if all have come the same way, and on no
-        rank else."""
+        """Return bytes that equal their maximum over the ranks (`Ranks.any_of`) if all paths are equal, and on no rank
+        otherwise."""
         number = self._number.to_bytes(4, "big")
         return torch.tensor([*number, *(255 - byte for byte in number)], dtype=torch.uint8, device="cpu")
 

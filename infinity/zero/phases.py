@@ -1,9 +1,9 @@
-"""Where a training step is, and the table of what may follow what.
+"""The phases of a training step, and the table of allowed transitions.
 
 [Note: phases]
-A step is IDLE, then FORWARD and BACKWARD once for each micro-batch, then UPDATE. A phase lasts until the next begins:
-FORWARD is also the time between a forward pass and its backward, BACKWARD the time until the next micro-batch or the
-update. An EVALUATION returns to where it came from.
+A step is IDLE, then FORWARD and BACKWARD once for each micro-batch, then UPDATE. A phase lasts until the next one
+begins: FORWARD includes the time between a forward pass and its backward, BACKWARD the time until the next micro-batch
+or the update. An EVALUATION returns to the phase before it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Phase(Enum):
 
 _PASSES = frozenset({Phase.IDLE, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.EVALUATION})
 _ENDS = frozenset({Phase.FAILED, Phase.CLOSED})
-# A pass that is dropped leads back to IDLE. An update without a backward pass changes nothing.
+# A dropped pass leads back to IDLE. An update without a backward pass changes no parameter.
 FOLLOWS = {
     Phase.IDLE: _PASSES | _ENDS,
     Phase.FORWARD: _PASSES | _ENDS,
@@ -38,12 +38,12 @@ FOLLOWS = {
 
 
 class Phases:
-    """The phase of one step; only transitions of `FOLLOWS` are possible.
+    """The phase of one step. Only the transitions in `FOLLOWS` are possible.
 
     Attributes:
         now: the phase.
-        failure: why it is FAILED. In words, since an exception leads to its frames, these to the loss, and its graph to
-            the engine: a circle that the garbage collector does not see.
+        failure: the error behind FAILED, as text: an exception would keep its frames, so the loss, its graph and the
+            engine alive, in a cycle that the garbage collector does not see.
     """
 
     def __init__(self) -> None:
@@ -51,12 +51,11 @@ class Phases:
         self.failure = ""
 
     def go(self, phase: Phase) -> None:
-        """Change to the phase."""
         if phase not in FOLLOWS[self.now]:
             raise RuntimeError(f"a step that is {self.now.value} cannot become {phase.value}")
         self.now = phase
 
     def fail(self, error: BaseException) -> None:
-        """Change to FAILED for good."""
+        """Change to FAILED permanently."""
         self.failure = f"{type(error).__name__}: {error}"
         self.go(Phase.FAILED)

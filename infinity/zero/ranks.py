@@ -1,6 +1,6 @@
-"""What the ranks of one run say to each other: the only file that calls collectives.
+"""Communication among the ranks of one run. No other file calls collectives.
 
-Everything here is called by all ranks in the same order. With one rank nothing is sent.
+All ranks call these functions in the same order. With one rank nothing is sent.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from infinity.zero.processes import Process, this_process
 Result = TypeVar("Result")
 
 _ANSWER_S = 5.0
-_LOOK_S = 0.5  # of waiting, before looking whether the others come
+_LOOK_S = 0.5  # of waiting, before checking whether the other ranks come
 
-# torch 2.13 renamed them.
+# renamed in torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending:
-    """A collective that was started.
+    """A collective in flight.
 
     Args:
-        timed: give up after the ranks' own timeout; what a device does has the clock of its backend alone.
+        timed: raise after the ranks' own timeout; a device's collective has only its backend's.
     """
 
     def __init__(self, ranks: Ranks, what: str, work: Any, *, timed: bool = True) -> None:
@@ -50,7 +50,7 @@ class Pending:
         self._timed = timed
 
     def wait(self) -> None:
-        """Block until the result is there (on CUDA: until what the compute stream is given next sees it).
+        """Block until the result is there (on CUDA: make later work on the compute stream wait for it).
 
         Raises:
             RankError: another rank has failed, or has not come within the time.
@@ -75,14 +75,13 @@ class Pending:
 
 
 class Vote:
-    """Whether something is so on some rank, which is being found out."""
+    """A vote in flight on whether a flag is set on some rank."""
 
     def __init__(self, flags: torch.Tensor, pending: Pending | None) -> None:
         self._flags = flags
         self._pending = pending
 
     def result(self) -> bool:
-        """Wait for it."""
         if self._pending is not None:
             self._pending.wait()
         return bool(self._flags.item())
@@ -93,13 +92,13 @@ class Ranks:
     """The processes that train one model together.
 
     Attributes:
-        rank: this one.
-        size: how many they are.
+        rank: of this process.
+        size: number of ranks.
         group: for tensors on the compute device.
         host_group: for tensors in host memory.
-        neighbours: how many of them are on this machine.
-        timeout_s: how long one waits for the others to come to what all do together.
-        path: of this process, also as a rank of a part of those that meet.
+        neighbours: number of ranks on this machine.
+        timeout_s: maximum wait for the other ranks at a common call.
+        path: of this process, shared with ranks of a part of the meeting.
     """
 
     rank: int = 0
@@ -109,17 +108,16 @@ class Ranks:
     neighbours: int = 1
     timeout_s: float = 300.0
     meeting: Meeting | None = None
-    called: str = ""  # this rank in messages, where it is one of a part of those that meet
+    called: str = ""  # this rank in messages, if these ranks are a part of the meeting
     path: Path = field(default_factory=Path, compare=False)
 
     @property
     def on_one_machine(self) -> bool:
-        """All of them are on this one."""
         return self.neighbours == self.size
 
     @staticmethod
     def of_group(group: Any = None, timeout_s: float = 300.0) -> Ranks:
-        """The ranks of a process group, which all call this; of the default group if it is None and there is one."""
+        """Return the ranks of a process group; by default of the default group. All ranks call this together."""
         if not dist.is_available() or not dist.is_initialized():
             return ALONE
         size = dist.get_world_size(group)
@@ -139,16 +137,16 @@ class Ranks:
         return replace(ranks, neighbours=machines.count(machines[ranks.rank]))
 
     def part(self, members: Sequence[int], what: str) -> Ranks:
-        """Some of these ranks, this one among them, with groups of their own.
+        """Return a part of these ranks, with groups of its own; this rank is in it.
 
-        All ranks call this, each with the part that it is in, so that every rank is in one.
+        All ranks call this together, each with its own part, so that every rank is in one.
 
         Args:
             members: in ascending order.
-            what: they are, for messages.
+            what: the name of the part, for messages.
 
         Raises:
-            RankError: the others have not come.
+            RankError: the other ranks have not come.
         """
         if len(members) == 1:
             return ALONE
@@ -175,7 +173,7 @@ class Ranks:
         )
 
     def together(self, what: str) -> None:
-        """Wait until all ranks have come to the same call, before anything is exchanged; one rank need not wait.
+        """Block until all ranks have come to the same call, before anything is exchanged. Does nothing with one rank.
 
         Args:
             what: the call as a user writes it, such as `engine.save_checkpoint()`.
@@ -188,7 +186,7 @@ class Ranks:
                 self.meeting.together(what, self.timeout_s)
 
     def all_gather(self, flat: torch.Tensor, pieces: Sequence[Piece], unit: str) -> list[Pending]:
-        """Start to fill a unit's flat tensor, of which `pieces` are this rank's, with all ranks' pieces."""
+        """Start to fill a unit's flat tensor with all ranks' pieces; `pieces` are this rank's."""
         what = f"the all-gather of unit `{unit}`"
         self.path.add(what)
         timed = flat.device.type == "cpu"
@@ -220,20 +218,19 @@ class Ranks:
             return Pending(self, what, work, timed=flat.device.type == "cpu")
 
     def any_of(self, flags: torch.Tensor) -> Pending:
-        """Start to combine bytes in host memory, in place: what is not 0 on some rank is not 0 on all."""
+        """Start to combine bytes in host memory, in place: a byte that is not 0 on some rank becomes so on all."""
         return self._combine(flags, dist.ReduceOp.MAX, "an agreement")
 
     def any(self, flag: bool) -> bool:
-        """It is so on some rank."""
         return self.ask(flag).result()
 
     def ask(self, flag: bool) -> Vote:
-        """Start to find out whether it is so on some rank."""
+        """Start to find out whether the flag is set on some rank."""
         flags = torch.tensor([flag], dtype=torch.uint8, device="cpu")
         return Vote(flags, self.any_of(flags) if self.size > 1 else None)
 
     def sum(self, value: float) -> float:
-        """Sum over the ranks in float64; the same bits on all of them."""
+        """Return the sum over the ranks in float64; the same bits on all of them."""
         if self.size == 1:
             return value
         total = torch.tensor([value], dtype=torch.float64, device="cpu")
@@ -241,7 +238,7 @@ class Ranks:
         return float(total.item())
 
     def same(self, number: int) -> bool:
-        """All ranks have this number."""
+        """Whether all ranks have this number."""
         if self.size == 1:
             return True
         ends = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
@@ -249,11 +246,11 @@ class Ranks:
         return int(ends[0]) == -int(ends[1])
 
     def waiting(self) -> list[str]:
-        """What other ranks have called `together` with, and wait for this one."""
+        """Return the calls of `together` in which other ranks wait for this one."""
         return [] if self.meeting is None else self.meeting.waiting()
 
     def least(self, value: int) -> int:
-        """The smallest of all ranks' values."""
+        """Return the smallest of all ranks' values."""
         if self.size == 1:
             return value
         least = torch.tensor([value], dtype=torch.int64, device="cpu")
@@ -261,22 +258,21 @@ class Ranks:
         return int(least.item())
 
     def _combine(self, values: torch.Tensor, operation: Any, what: str) -> Pending:
-        """Start to combine values in host memory, in place."""
         with self.talking(what):
             return Pending(self, what, dist.all_reduce(values, operation, group=self.host_group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Take over the values of one rank, in place; the tensor is in host memory."""
+        """Copy the values of one rank to all, in place; the tensor is in host memory."""
         if self.size > 1:
             with self.talking("a broadcast"):
                 work = dist.broadcast(tensor, group=self.host_group, group_src=source, async_op=True)
             Pending(self, "a broadcast", work).wait()
 
     def on_rank_0(self, action: Callable[[], Result]) -> Result:
-        """Run `action` on rank 0; every rank gets its result, which is plain and small, or its error.
+        """Run `action` on rank 0. Every rank gets its result, which is plain and small, or its error.
 
         Raises:
-            InfinityError: what the action raised; on the other ranks with the same message.
+            InfinityError: the error of the action; on the other ranks with the same message.
         """
         if self.size == 1:
             return action()
@@ -285,7 +281,7 @@ class Ranks:
         if self.rank == 0:
             try:
                 held[0] = action()
-            except Exception as error:  # the other ranks wait for word of it, too
+            except Exception as error:  # the other ranks wait for the outcome
                 failure = error
                 held[1] = (isinstance(error, CheckpointError), str(error))
         with self.talking("a broadcast"):
@@ -298,7 +294,7 @@ class Ranks:
         return held[0]  # type: ignore[no-any-return]
 
     def of_all(self, value: Any) -> list[Any]:
-        """Every rank's value, plain and small, by rank."""
+        """Return every rank's value, plain and small, by rank."""
         if self.size == 1:
             return [value]
         held: list[Any] = [None] * self.size
@@ -307,7 +303,7 @@ class Ranks:
         return held
 
     def others_have(self, value: Callable[[], Any | None]) -> bool:
-        """There are other ranks, and all of them have the same value, which is not None."""
+        """Whether there are other ranks, and all ranks have the same value, which is not None."""
         if self.size == 1:
             return False
         found = self.of_all(value())
@@ -316,17 +312,17 @@ class Ranks:
     def each(
         self, action: Callable[[], Result], what: str, refusal: type[InfinityError] = CheckpointError
     ) -> list[Result]:
-        """Run `action` on every rank; every rank gets all results, which are plain, by rank.
+        """Run `action` on every rank. Every rank gets all results, which are plain, by rank.
 
-        A rank that is not done is waited for as long as it calls `progress` now and then.
+        A slow rank is waited for as long as it calls `progress` now and then.
 
         Args:
-            what: the action does, for messages.
-            refusal: what the others raise where one fails.
+            what: the action, for messages.
+            refusal: error of the other ranks if one fails.
 
         Raises:
-            InfinityError: it failed on a rank. That rank raises its own error, the others a `refusal` that names it and
-                says the same.
+            InfinityError: it failed on a rank. That rank raises its own error; the others raise a `refusal` with its
+                number and message.
         """
         if self.size == 1:
             return [action()]
@@ -334,13 +330,13 @@ class Ranks:
         result: Result | None = None
         try:
             result = action()
-        except Exception as error:  # the other ranks wait for word of it, too
+        except Exception as error:  # the other ranks wait for the outcome
             failure = error
         return self._all_or_none(result, failure, what, refusal)
 
     @contextmanager
     def as_one(self, what: str) -> Iterator[None]:
-        """As `each` with a RankError, of what is done meanwhile; nothing in it may wait for another rank."""
+        """As `each` with a RankError, for the code inside the context, which must not wait for another rank."""
         if self.size == 1:
             yield
             return
@@ -354,7 +350,7 @@ class Ranks:
     def _all_or_none(
         self, result: Result | None, failure: Exception | None, what: str, refusal: type[InfinityError]
     ) -> list[Result]:
-        """All ranks' results, unless one has failed."""
+        """Return all ranks' results, or raise if one has failed."""
         self.together(what)
         outcomes = self.of_all((result, None if failure is None else str(failure)))
         if failure is not None and not isinstance(failure, refusal):
@@ -366,21 +362,20 @@ class Ranks:
 
     @property
     def processes(self) -> list[Process]:
-        """Which processes the ranks are."""
         return [] if self.meeting is None else self.meeting.processes
 
     def progress(self) -> None:
-        """Tell the ranks that wait in `each` that this one gets on; cheap to call often, from any thread."""
+        """Tell the ranks that wait in `each` that this one makes progress. Cheap to call often, from any thread."""
         if self.meeting is not None:
             self.meeting.progress()
 
     def tell(self, what: str) -> None:
-        """Say that this rank has done something once more; from any thread, with no collective."""
+        """Count an action of this rank; from any thread, with no collective."""
         if self.meeting is not None:
             self.meeting.tell(what)
 
     def untold(self, what: str, count: int) -> list[int]:
-        """Ranks that have not yet said so `count` times; from any thread, with no collective.
+        """Return the ranks that have counted fewer than `count` of these actions; from any thread, with no collective.
 
         Raises:
             RankError: one of them has ended.
@@ -388,12 +383,12 @@ class Ranks:
         return [] if self.meeting is None else self.meeting.untold(what, count)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Block until all ranks have come."""
         self.any(False)
 
     @contextmanager
     def talking(self, what: str) -> Iterator[None]:
-        """Say which exchange failed, and who is missing."""
+        """Name the failed exchange, and the missing rank, in errors."""
         watch = nullcontext() if self.meeting is None else self.meeting.watch.waiting(what)
         try:
             with watch:
@@ -411,12 +406,12 @@ class Ranks:
 
 
 def _group_of(members: list[int], backend: str, timeout_s: float) -> Any:
-    """A process group of these; others may be making groups of their own."""
+    """Return a process group of these ranks; other ranks may make groups of their own."""
     return dist.new_group(members, timedelta(seconds=timeout_s), backend=backend, use_local_synchronization=True)
 
 
 def _soon(ask: Callable[[], str | None]) -> str | None:
-    """The answer, unless it takes long: it comes from a store that may be out of reach."""
+    """Return the answer, or None if it takes long: it comes from a store that may be unreachable."""
     answer: list[str | None] = []
     thread = threading.Thread(target=lambda: answer.append(ask()), name="infinity-ask", daemon=True)
     thread.start()
@@ -426,12 +421,12 @@ def _soon(ask: Callable[[], str | None]) -> str | None:
 
 ALONE = Ranks()
 
-# Parts of each process group, by their ranks: torch keeps a group's connections for as long as the process lives.
+# Parts of each process group, by their ranks: torch keeps a group's connections as long as the process lives.
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
 def world_size(group: Any = None) -> int:
-    """How many ranks `join_ranks` will find.
+    """Return the number of ranks that `join_ranks` will find.
 
     Raises:
         ConfigError: several processes were started that cannot meet.
@@ -443,7 +438,7 @@ def world_size(group: Any = None) -> int:
 
 
 def join_ranks(group: Any = None, timeout_s: float = 300.0) -> Ranks:
-    """The ranks to train with; under a launcher, `torch.distributed` is initialised if it was not before.
+    """Return the ranks to train with. Under a launcher, initialise `torch.distributed` if necessary.
 
     Args:
         timeout_s: how long a rank waits for the others.
@@ -473,10 +468,10 @@ def join_ranks(group: Any = None, timeout_s: float = 300.0) -> Ranks:
 
 
 def is_first_process() -> bool:
-    """The one of all processes that speaks for them, whatever group trains together."""
+    """Whether this process is the first of all, whichever group trains together."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def ranks_on_this_machine(ranks: Ranks = ALONE) -> int:
-    """How many processes share this machine's memory: those of `ranks`, or as many as the launcher says."""
+    """Return how many processes share this machine's memory: those of `ranks`, or the launcher's number."""
     return max(ranks.neighbours, local_size(os.environ))

@@ -1,9 +1,9 @@
-"""Notices which parameters torch's functions are given, whoever holds them.
+"""Notice which parameters torch's functions read, in whichever module.
 
-A module may read a parameter that is not its own: a tied head (`F.linear(x, self.embedding.weight)`), the output
-projection that `nn.MultiheadAttention` never calls as a module. Such a parameter may be away, and no hook of its
-owner fires. Torch shows every call of its functions to a `TorchFunctionMode`, and that is where it is seen. So are
-functions that change a parameter, by itself or by `param.data` and `param.detach()`, which share its memory.
+A module may read a parameter of another module: a tied head (`F.linear(x, self.embedding.weight)`), or the output
+projection that `nn.MultiheadAttention` never calls as a module. Such a parameter may be evicted, and no hook of its
+owner fires. Torch shows every call of its functions to a `TorchFunctionMode`, which is used here. It also shows
+functions that change a parameter, directly or through `param.data` and `param.detach()`, which share its memory.
 """
 
 from __future__ import annotations
@@ -16,42 +16,43 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
-# What asks for a tensor's form and not for its values. Getters (`.dtype`, `.shape`) are told by their name.
+# Functions that read a tensor's form and not its values. Getters (`.dtype`, `.shape`) are recognised by name.
 _FORM = frozenset(
     {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.is_floating_point}
 )
-_VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # the getters that lead to the values
+_VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # the getters that give access to the values
 
 _CHANGE_NO_VALUE = frozenset({"requires_grad_", "detach_", "share_memory_", "retain_grad_"})
-_RENORMING = {"embedding": 1, "embedding_bag": 1}  # with `max_norm`, they change what stands there
+_RENORMING = {"embedding": 1, "embedding_bag": 1}  # with `max_norm`, they change the argument at this position
 
 Used = Callable[[Any, Any], None]  # (result, arguments)
 
 
 class Reader(Protocol):
-    """What `ParameterReads` tells."""
+    """The receiver of `ParameterReads`."""
 
     def use(self, units: tuple[int, ...]) -> Used | None:
-        """A torch function is about to be called with parameters of these units, or views of them.
+        """Called before a torch function gets parameters of these units, or views of them.
 
         Returns:
-            What is called with the function's result and arguments, if anything is.
+            A function to call with the result and the arguments; None for none.
         """
 
     def check_change(self, param: int, unit: int) -> None:
-        """A torch function is about to change this parameter, given by its identity, in place."""
+        """Called before a torch function changes this parameter, given by its identity, in place."""
 
 
 class ParameterReads(TorchFunctionMode):
-    """While active, tells the reader of torch functions that use parameters.
+    """While active, reports torch functions that use parameters.
 
-    Activated by `begin` and `end`, not by `with`: backward may recompute a forward in a thread of its own, and each
-    thread has its own stack of modes.
+    Activated by `begin` and `end`, not by `with`: backward may recompute a forward in another thread, and each thread
+    has its own stack of modes.
 
     Args:
         unit_of: by identity of the parameter.
-        lent: identities of parameters that need no unit, for they lie elsewhere now.
-        reader: it has this object, which must not keep it alive: memory would stay until the garbage collector runs.
+        lent: identities of parameters that lie elsewhere now, and need no unit.
+        reader: only weakly referenced, because it refers to this object: a cycle would keep memory until a garbage
+            collection.
     """
 
     def __init__(self, unit_of: Mapping[int, int], lent: Container[int], reader: Reader) -> None:
@@ -59,14 +60,14 @@ class ParameterReads(TorchFunctionMode):
         self._unit_of = unit_of
         self._lent = lent
         self._reader = weakref.ref(reader)
-        # Tensors without a base that lie in a parameter's memory, and its identity.
+        # Tensors without a base that lie in a parameter's memory, with the parameter's identity.
         self._shares = WeakIdKeyDictionary()
 
     def begin(self) -> bool:
-        """Be active in this thread; False if it was so already, and whoever made it so ends it.
+        """Activate the mode in this thread. Return False if it was active, so that only the outer caller ends it.
 
-        Nothing is counted: an exception between any two lines, torch's own included, would leave the count wrong. Torch
-        takes a mode off its stack while the mode's function runs, and an interrupt there leaves it off.
+        There is no counter: an exception between any two lines, also in torch, would leave it wrong. Torch removes a
+        mode from its stack while the mode's function runs, and an interrupt then leaves it removed.
         """
         if self in _get_current_function_mode_stack():
             return False
@@ -74,7 +75,7 @@ class ParameterReads(TorchFunctionMode):
         return True
 
     def end(self) -> None:
-        """Be inactive in this thread, wherever an exception has left the mode; other modes stay."""
+        """Deactivate the mode in this thread, in whichever state an exception has left it. Other modes stay."""
         stack = _get_current_function_mode_stack()
         if self in stack:
             above = stack[stack.index(self) + 1 :]
@@ -88,7 +89,7 @@ class ParameterReads(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            return func(*args, **kwargs)  # to be seen when the compiled code runs, if it calls functions of torch's
+            return func(*args, **kwargs)  # noticed when the compiled code runs, if it calls torch functions
         name = getattr(func, "__name__", "")
         if kwargs or name.endswith("_"):
             for value in _changed_by(name, args, kwargs):
@@ -105,7 +106,7 @@ class ParameterReads(TorchFunctionMode):
         result = func(*args, **kwargs)
         if used is not None:
             used(result, (args, kwargs))
-        # Results in the memory of what the function is given, which autograd takes for no views of it.
+        # These results share the memory of an argument, but autograd does not treat them as views of it.
         if args and (name == "detach" or (name == "__get__" and func.__self__.__name__ == "data")):
             self._shares[result] = self._parameter_of(args[0])
         return result
@@ -122,12 +123,12 @@ class ParameterReads(TorchFunctionMode):
                 reader.check_change(param, self._unit_of[param])
 
     def _parameter_of(self, tensor: torch.Tensor) -> int | None:
-        """The parameter in whose memory the tensor lies, by its identity."""
+        """Return the identity of the parameter in whose memory the tensor lies."""
         own = tensor if tensor._base is None else tensor._base
         return id(own) if id(own) in self._unit_of else self._shares.get(own)
 
     def _collect(self, values: Iterable[Any], units: dict[int, None]) -> None:
-        """The units of the parameters among the values; layers with many weights pass them in a list."""
+        """Collect the units of the parameters among the values; layers with many weights pass lists."""
         for value in values:
             if isinstance(value, torch.Tensor):
                 param = id(value)
@@ -143,11 +144,11 @@ def _asks_for_form(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return func.__self__.__name__ not in _VIEWS
-    return name == "__set__" or func in _FORM  # the engine sets `.data`, and must not be asked for it
+    return name == "__set__" or func in _FORM  # the engine itself sets `.data`
 
 
 def _changed_by(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """What a function of torch's changes in place; by torch's names, such functions end in one underscore."""
+    """Yield the arguments that a torch function changes in place; by convention its name ends in one underscore."""
     if "out" in kwargs:
         yield kwargs["out"]
     in_place = name.endswith("_") and not name.endswith("__") and name not in _CHANGE_NO_VALUE

@@ -1,18 +1,18 @@
-"""How gradients come to host memory: as autograd makes them, or as the sum over several ranks.
+"""Take gradients from autograd: as they are, or as the sum over several ranks.
 
 [Note: when gradients are reduced]
 A unit's gradients of one backward pass are collected in a flat tensor on the compute device. When backward leaves the
-unit's module, they are reduced under the backward of the next one, see [Note: one order on all ranks] in
-reduction_order.py; what belongs to no such module, or to several (the small parameters that stay, tied ones), follows
-at the end of the pass, once. Which parameters have a gradient may differ (experts that got no token, parts of the model
-that a rank's batch does not need), so flags that say which ones do are exchanged:
-of all units at once at the end of the pass, in one exchange, or, where updates begin within the pass and have to know,
-of each unit beside its gradients. At stages 0 and 1 gradients are summed over the micro-batches first and reduced in
-the last one's backward; at stages 2 and 3 in every one's. Those of layer-major micro-batches are summed first at every
-stage, and reduced when all of them have left the module.
+unit's module, they are reduced during the backward of the next one, see [Note: one order on all ranks] in
+reduction_order.py. Units of no such module, or of several (the small parameters that stay, tied ones), follow once, at
+the end of the pass. Ranks may differ in which parameters have a gradient (experts without a token, parts of the model
+that a rank's batch does not need), so flags for this are exchanged: for all units in one exchange at the end of the
+pass, or, if updates begin within the pass and need them, for each unit beside its gradients. At stages 0 and 1
+gradients are summed over the micro-batches first and reduced in the last one's backward; at stages 2 and 3 in every
+one's. Gradients of layer-major micro-batches are summed first at every stage, and reduced when all micro-batches have
+left the module.
 
-Where ranks share states in groups, a reduction is two: the ranks of a group scatter the unit's sum, and then, under the
-scatter of the next unit, each adds up its slice with the replicas that have the same one. See groups.py, and
+If ranks share states in groups, a reduction has two steps: the ranks of a group scatter the unit's sum. Then, during
+the scatter of the next unit, each adds its slice to those of its replicas. See groups.py, and
 [Note: replicas add up once a step].
 """
 
@@ -38,20 +38,20 @@ from infinity.zero.partition import Unit
 from infinity.zero.ranks import Pending
 from infinity.zero.reduction_order import ReductionOrder
 
-WHOLE = -1  # the one part of a unit whose gradients are reduced together
+WHOLE = -1  # the only part of a unit whose gradients are reduced together
 
 
-_Told: TypeAlias = tuple[torch.Tensor | None, tuple[Pending, ...]]  # flags by slot, and what they wait for
+_Told: TypeAlias = tuple[torch.Tensor | None, tuple[Pending, ...]]  # flags by slot, and the exchanges that fill them
 
 
 class Addend(NamedTuple):
-    """Gradients that are to be added to those that host memory has of their unit.
+    """Gradients to be added to their unit's.
 
     Attributes:
-        part: what is measured by itself: a slot, or WHOLE.
-        start, stop: where `values`, contiguous, lie in the unit's buffer.
-        present: slots that have a gradient in it.
-        of_pass: those that have one of the backward pass that is running.
+        part: a slot, or WHOLE; parts are measured separately.
+        start, stop: position of `values`, contiguous, in the unit's buffer.
+        present: slots with a gradient in it.
+        of_pass: slots with a gradient of the running backward pass.
     """
 
     unit: int
@@ -65,7 +65,7 @@ class Addend(NamedTuple):
 
 @dataclass
 class _Collected:
-    """This rank's gradients of a unit: flat, which slots have one, and which have one of the pass that is running."""
+    """This rank's gradients of a unit: flat, which slots have one, and which have one of the running pass."""
 
     loan: Loan
     slots: set[int] = field(default_factory=set)
@@ -73,7 +73,7 @@ class _Collected:
 
 
 class Direct:
-    """One rank: every parameter's gradient goes to its unit by itself. The verbs are those of `Reduction`."""
+    """One rank: each parameter's gradient goes to its unit separately. The methods are those of `Reduction`."""
 
     groups = Groups()
     tells_late = False
@@ -90,7 +90,7 @@ class Direct:
         return Addend(unit, slot, place.offset, place.offset + place.numel, grad.contiguous(), here, here)
 
     def begin_pass(self, *, last: bool, uses: Sequence[int] | None = None) -> None:
-        """All passes are alike."""
+        """Do nothing: all passes are alike."""
 
     def leave(self, unit: int) -> Iterator[Addend]:
         return iter(())
@@ -103,22 +103,20 @@ class Direct:
     end_pass = rest
 
     def forward_order(self) -> Sequence[int]:
-        """There is nobody to agree with."""
+        """Return nothing: no other rank has to agree."""
         return ()
 
     def told(self) -> Iterator[tuple[int, list[int]]]:
-        """Every addend has said it all."""
+        """Yield nothing: each addend names its slots."""
         return iter(())
 
     def clear(self) -> None:
-        """Nothing is collected."""
+        """Do nothing: no gradients are collected."""
 
     def slots_that_wait(self) -> Iterator[tuple[int, set[int]]]:
-        """Nothing waits."""
         return iter(())
 
     def look(self, unit: int, slot: int, *, of_all: bool) -> torch.Tensor | None:
-        """Nothing is."""
         return None
 
     def measured(self, unit: int, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
@@ -130,14 +128,15 @@ class Direct:
 
 @dataclass(frozen=True)
 class Journey:
-    """How gradients come from this rank to all.
+    """How this rank's gradients reach all ranks.
 
     Attributes:
         every_pass: reduce in every backward pass, not only in the last of a step.
-        collect_dtype: in which they are collected.
-        dtype: in which they travel.
-        tells_early: which parameters have one is known with each sum, else only at the end of the pass.
-        streams: sums leave the device while it computes on: they may be read when more come.
+        collect_dtype: dtype in which they are collected.
+        dtype: dtype in which they are reduced.
+        tells_early: each sum comes with the slots that have a gradient; if False, they are known at the end of the
+            pass.
+        streams: sums leave the device while it computes, and may still be read when the next ones arrive.
     """
 
     sharding: Sharding
@@ -149,15 +148,15 @@ class Journey:
 
 
 class _Reduction(NamedTuple):
-    """A reduction under way; `shard` will be this rank's slice of the sum.
+    """A reduction in flight; `shard` will be this rank's slice of the sum.
 
     Attributes:
-        whole: the unit's gradients of this rank; None where the shard is all of them.
-        present: by slot, bytes: it has a gradient on some rank, and it has one of this pass; None where that is known
-            at the end of the pass.
-        pending: what is waited for: these flags, and the sum.
-        partial: the sum of the step's earlier passes, which it is to be added to, if there is one.
-        stays: it is added to no more than that in this pass.
+        whole: this rank's gradients of the unit; None if the shard is all of them.
+        present: two rows of bytes by slot: some rank has a gradient, and has one of this pass. None if the end of the
+            pass decides this.
+        pending: the exchanges to wait for: these flags, and the sum.
+        partial: the sum of the step's earlier passes, to which this one is added, if there is one.
+        stays: this pass adds it to `partial` and no further.
     """
 
     unit: int
@@ -171,16 +170,16 @@ class _Reduction(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _ReducedUnit:
-    """One unit, and what this rank has of its gradients.
+    """One unit, and this rank's gradients of it.
 
     Attributes:
-        first: of its slots, among those of all units.
-        trainable: how many of its parameters have gradients.
+        first: number of its first slot among those of all units.
+        trainable: the number of its parameters that have gradients.
         shared: several modules use it.
-        partial: where its replicas add up once a step: what its group has summed so far.
-        collected: what is not reduced yet; None while that is nothing.
-        uses: calls in the forward of the backward pass that is running, if they are known.
-        left: how many of them that pass has left.
+        partial: the group's sum so far, if its replicas add up once a step.
+        collected: gradients that are not reduced yet; None if there are none.
+        uses: number of calls in the forward of the running backward pass, if known.
+        left: how many of these calls the pass has left.
     """
 
     unit: Unit
@@ -194,38 +193,38 @@ class _ReducedUnit:
 
     @property
     def held(self) -> PartialSum | None:
-        """What is summed in its group, and not over the replicas yet; None if that is nothing."""
+        """The group's sum that is not added over the replicas yet; None if there is none."""
         return self.partial if self.partial is not None and self.partial.held else None
 
     @property
     def slots(self) -> set[int]:
-        """Slots of which this rank has a gradient that is not reduced over all ranks yet."""
+        """Slots with a gradient on this rank that is not reduced over all ranks yet."""
         here = set() if self.collected is None else self.collected.slots
         return here if self.held is None else here | self.held.slots
 
     @property
     def has_all(self) -> bool:
-        """This rank has all gradients of it once backward has left it: of a call of its module, or of all calls."""
+        """Whether this rank has all gradients of the unit, after one call of its module or after all calls."""
         if self.collected is not None and len(self.collected.of_pass) == self.trainable:
             return True
         return self.left >= self.uses
 
 
 class Reduction:
-    """Several ranks: gradients are collected by unit, reduced, and come to host memory as this rank's shard.
+    """Several ranks: collect gradients by unit, reduce them, and yield this rank's shard.
 
-    Who goes through an iterator adds each addend before it asks for the next.
+    A caller that iterates adds each addend before it takes the next.
 
     Args:
         shared: units that several modules use.
         device: where the model computes.
-        parts: who holds the other parts of the model, if it is divided.
+        parts: the other parts of a divided model.
         partial_sums: of units whose replicas add up once a step.
 
     Attributes:
-        gaps: of each unit's buffer, elements that lie in no addend.
-        shares: other parts of the model hold some parameters, too, so that `measured` has something to do.
-        groups: who shares the sums, and who has the same of them.
+        gaps: ranges of each unit's buffer that no addend fills.
+        shares: other parts of the model hold some of the parameters, too, so `measured` must correct for them.
+        groups: the ranks that share a sum, and the replicas that have the same shard.
     """
 
     def __init__(
@@ -255,39 +254,39 @@ class Reduction:
         self._counters = counters
         self._parts = parts
         self.shares = bool(parts.shares)
-        self._reduces = False  # in the backward pass that is running
+        self._reduces = False  # in the running backward pass
         self._scattering: _Reduction | None = None
         self._averaging: _Reduction | None = None
         self._present = self._no_flags()
-        self._used: set[int] = set()  # units of which some rank has a gradient of it
+        self._used: set[int] = set()  # units with a gradient on some rank
         alone = (index for index, unit in enumerate(units) if unit.trainable_numel and index not in shared)
         self._order = ReductionOrder(reversed(list(alone)))
         self._knows_order = False
 
     @property
     def tells_late(self) -> bool:
-        """Which parameters have a gradient is known at the end of the pass, by `told`; addends do not say it."""
+        """Whether `told`, at the end of the pass, names the parameters with a gradient, instead of each addend."""
         return not self._journey.tells_early
 
     @property
     def waits(self) -> bool:
-        """There are gradients that are not reduced over all ranks yet."""
+        """Whether any gradients are not reduced over all ranks yet."""
         return any(each.collected is not None or each.held is not None for each in self._units)
 
     def slots_that_wait(self) -> Iterator[tuple[int, set[int]]]:
-        """Whose they are: parameters of which this rank has one, by unit."""
+        """Yield the slots with gradients that are not reduced yet, by unit."""
         for unit, each in enumerate(self._units):
             if each.slots:
                 yield unit, each.slots
 
     def _no_flags(self) -> torch.Tensor:
-        """Of all units' slots, bytes: this rank has reduced a gradient of it in this pass; at the end, some has."""
+        """Return a byte for each slot: this rank has reduced a gradient in this pass; after the exchange, some rank."""
         return torch.zeros(self._slots, dtype=torch.uint8, device="cpu")
 
     # Collecting #
 
     def take(self, unit: int, slot: int, grad: torch.Tensor) -> Addend | None:
-        """A parameter's gradient has come; returns what is to be added at once."""
+        """Collect a parameter's gradient. Return the gradients that are to be added at once."""
         each = self._units[unit]
         if self._journey.tells_early and unit in self._order.skipped:
             raise InfinityError(
@@ -311,11 +310,10 @@ class Reduction:
         return _Collected(self._scratch.take(unit.trainable_numel, self._journey.collect_dtype))
 
     def begin_pass(self, *, last: bool, uses: Sequence[int] | None = None) -> None:
-        """A backward pass begins, the `last` one of a step or not.
+        """Begin a backward pass; `last` is whether it is the last one of a step.
 
         Args:
-            uses: the units that its forward has used on this rank, as often as it has, in their order; None if that is
-                not known.
+            uses: the unit of each call in its forward on this rank, in order; None if unknown.
         """
         self._reduces = last or self._journey.every_pass
         self._last = last
@@ -330,7 +328,7 @@ class Reduction:
         self._order.begin(None if uses is None else calls.keys())
 
     def _learn_order(self, order: Iterable[int]) -> None:
-        """All ranks take over rank 0's order."""
+        """Replace every rank's order by rank 0's."""
         told = torch.full((len(self._units),), -1, dtype=torch.int64, device="cpu")
         mine = torch.tensor([unit for unit in order if unit in self._order.order], dtype=torch.int64, device="cpu")
         told[: len(mine)] = mine
@@ -339,7 +337,7 @@ class Reduction:
         self._order.learn(int(unit) for unit in told if unit >= 0)
 
     def clear(self) -> None:
-        """What is collected is of no use, nor is the pass that is running."""
+        """Drop the collected gradients, and the running pass."""
         self._reduces = False
         for each in self._units:
             if each.collected is not None:
@@ -347,14 +345,14 @@ class Reduction:
                 self._scratch.give(dropped.loan)
             if each.partial is not None:
                 each.partial.held = False
-        # Other ranks may never answer, and what still writes there keeps its memory.
+        # Other ranks may never answer; a collective that still writes keeps its memory.
         self._scattering = self._averaging = None
 
     def look(self, unit: int, slot: int, *, of_all: bool) -> torch.Tensor | None:
-        """A copy, flat and in float32, of what is collected of a parameter's gradient; None if nothing is.
+        """Return a copy, flat and in float32, of a parameter's collected gradient; None if there is none.
 
         Args:
-            of_all: its sum over the ranks, which look together; else what this one has.
+            of_all: return its sum over the ranks, which all call this; if False, this rank's gradient.
         """
         each = self._units[unit]
         place, collected, partial = each.unit.slots[slot], each.collected, each.held
@@ -382,7 +380,8 @@ class Reduction:
     # Reducing #
 
     def leave(self, unit: int) -> Iterator[Addend]:
-        """Backward has left a module of the unit: add what was under way, and reduce the unit under what comes next."""
+        """Note that backward has left a module of the unit. Yield earlier reductions, and reduce the unit while
+        backward goes on."""
         each = self._units[unit]
         each.left += 1
         if self._reduces and not each.shared and each.has_all:
@@ -390,7 +389,7 @@ class Reduction:
                 yield from self._reduce(due)
 
     def complete(self, unit: int) -> Iterator[Addend]:
-        """All micro-batches have left the unit, which is reduced at once: a round later it might be away."""
+        """Reduce the unit at once after all micro-batches have left it: one round later it might be evicted."""
         self._order.complete(unit)
         yield from self._reduce(unit)
         yield from self._finish()
@@ -400,13 +399,13 @@ class Reduction:
         return self._order.order[::-1]
 
     def rest(self) -> Iterator[Addend]:
-        """Backward is over: reduce those units that other ranks have reduced within it."""
+        """Reduce the units that other ranks have reduced during this backward."""
         if self._reduces:
             for unit in self._order.rest():
                 yield from self._reduce(unit)
 
     def end_pass(self) -> Iterator[Addend]:
-        """Reduce what no module has reduced, so that every rank has its sums."""
+        """Reduce the remaining units, so that every rank has its sums."""
         yield from self.rest()
         if self._reduces:
             self.groups.all.path.mark("the end of the backward pass")
@@ -416,14 +415,15 @@ class Reduction:
             yield from self._finish()
             if not order_suits:
                 self._learn_order(self._order.left)
-            if self._last:  # in others, some units say nothing
+            if self._last:  # in other passes, some units send no flags
                 self._order.note_used(self._used | {unit for unit, _ in self.told()})
         for each in self._units:
             if each.collected is not None:
                 each.collected.of_pass.clear()
 
     def _left(self) -> tuple[list[int], bool]:
-        """Units of which some rank has gradients that no module has reduced; and the order has suited all ranks."""
+        """Return units with gradients on some rank that no module has reduced, and whether the order has suited all
+        ranks."""
         count = len(self._units)
         left = torch.zeros(count, dtype=torch.uint8, device="cpu")
         for unit, each in enumerate(self._units):
@@ -455,11 +455,11 @@ class Reduction:
             self._present[[each.first + slot for slot in slots]] = 1
 
     def _stays(self, each: _ReducedUnit) -> bool:
-        """What this pass has of the unit waits for the last one."""
+        """Whether the unit's gradients of this pass wait for the last one."""
         return not self._last and each.partial is not None
 
     def told(self) -> Iterator[tuple[int, list[int]]]:
-        """By unit, slots that have a gradient on some rank in the pass that is over, if addends have not said it."""
+        """Yield slots with a gradient on some rank in the finished pass, by unit, if addends have not named them."""
         if not (self._reduces and self.tells_late):
             return
         for unit, each in enumerate(self._units):
@@ -469,7 +469,7 @@ class Reduction:
                 yield unit, slots
 
     def _reduce(self, index: int) -> Iterator[Addend]:
-        """Start to reduce a unit, once the one before is added."""
+        """Start to reduce a unit, after the one before it is added."""
         each, journey = self._units[index], self._journey
         unit = each.unit
         numel = unit.trainable_numel
@@ -496,7 +496,7 @@ class Reduction:
         else:
             own = self._scratch.take(numel // journey.sharding.count, journey.dtype)
             sums = self.groups.sharing.reduce_scatter(own.tensor, whole.tensor, unit.name)
-        # Behind the sums, before which ranks that are not at the same unit find that out.
+        # After the sums: these detect ranks that are not at the same unit.
         present, flags = (None, ()) if stays else self._tell(each, slots, collected.of_pass)
         if own is None:
             self._averaging = _Reduction(index, None, whole, present, (*flags, sums))
@@ -504,7 +504,7 @@ class Reduction:
             self._scattering = _Reduction(index, whole, own, present, (*flags, sums), partial, stays)
 
     def _tell(self, each: _ReducedUnit, slots: set[int], of_pass: set[int]) -> _Told:
-        """Which slots of a unit have a gradient: here, and once what is pending is over, on some rank."""
+        """Return which slots of a unit have a gradient on this rank and, after the pending exchange, on some rank."""
         if self.tells_late:
             self._note(each, slots)
             return None, ()
@@ -514,13 +514,12 @@ class Reduction:
         return present, (self.groups.all.any_of(present),)
 
     def _finish(self) -> Iterator[Addend]:
-        """Wait for all that is under way, and go through what it brings."""
+        """Wait for all reductions in flight, and yield their sums."""
         yield from self._advance()
         yield from self._advance()
 
     def _advance(self) -> Iterator[Addend]:
-        """Wait for what is under way, if anything is: what was scattered is summed over the replicas next, under what
-        comes then, and what is complete is gone through."""
+        """Wait for reductions in flight. Start the sum over the replicas for a scattered one; yield a complete one."""
         scattered, self._scattering = self._scattering, None
         complete, self._averaging = self._averaging, None
         if scattered is not None:
@@ -528,7 +527,7 @@ class Reduction:
             assert scattered.whole is not None
             self._scratch.give(scattered.whole)
             if self.groups.replicas.size == 1:
-                complete = scattered._replace(pending=())  # nothing is averaged
+                complete = scattered._replace(pending=())  # no second sum
             elif scattered.stays:
                 assert scattered.partial is not None
                 scattered.partial.add(scattered.shard.tensor)
@@ -548,7 +547,7 @@ class Reduction:
                 pending.wait()
 
     def _complete(self, reduction: _Reduction) -> Iterator[Addend]:
-        """A sum over all ranks."""
+        """Yield a sum over all ranks."""
         self._wait_for(reduction)
         here: set[int] = set()
         of_pass: set[int] = set()
@@ -562,7 +561,7 @@ class Reduction:
         self._scratch.give(reduction.shard)
 
     def measured(self, unit: int, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
-        """Less the squares of what other parts of the model hold alike, as far as they account for it."""
+        """Subtract the squares of parameters that other parts of the model hold, too, according to their share."""
         layout = self._units[unit].unit
         elsewhere, numel = 0.0, layout.trainable_numel
         for own in self._journey.sharding.pieces(numel, numel):
@@ -575,12 +574,12 @@ class Reduction:
         return replace(stats, sum_sq=stats.sum_sq - elsewhere)
 
     def agreeing(self) -> AbstractContextManager[None]:
-        """Around a wait for the other ranks."""
+        """Count the time of a wait for the other ranks."""
         return self._counters.stalled(StallCause.COLLECTIVE)
 
 
 def gaps(unit: Unit, slots: Container[int] | None = None) -> list[tuple[int, int]]:
-    """Ranges of the unit's trainable part that belong to no parameter, or to none of `slots` if they are given."""
+    """Return ranges of the unit's trainable part that belong to no parameter, or to none of `slots` if given."""
     ranges = []
     position = 0
     for index, slot in enumerate(unit.slots):

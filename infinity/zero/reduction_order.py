@@ -1,14 +1,14 @@
-"""In which order all ranks reduce units, whatever each of them has run.
+"""The order in which all ranks reduce units, whichever modules each of them has run.
 
 [Note: one order on all ranks]
-Collectives do not say whose they are, so ranks must begin the same ones in the same order. What backward leaves first
-is a local matter: the batch of one rank may use a part of the model that another rank's does not. So units are reduced
-in an order that all ranks know before the pass begins. A unit that backward has left early waits for those before it.
-One that this rank's forward has not used adds zeros, as in `DistributedDataParallel`, and holds nobody up.
+Collectives carry no names, so ranks must start the same ones in the same order. The order in which backward leaves
+modules is local: the batch of one rank may use a part of the model that another rank's does not. So units are reduced
+in an order that all ranks know before the pass. A unit that backward leaves early waits for the units before it. A unit
+that this rank's forward has not used adds zeros, as in `DistributedDataParallel`, and delays no other unit.
 
-The order costs no exchange: at first it is that of rank 0's forward, reversed, then the one in which rank 0's backward
-left the units when an exchange that takes place anyway said that the order did not suit some rank. Units that had a
-gradient on no rank for some passes drop out.
+The order needs no exchange of its own: at first it is that of rank 0's forward, reversed. If the exchange at the end of
+a pass says that it did not suit some rank, the order in which rank 0's backward left the units replaces it. Units that
+had a gradient on no rank for some passes drop out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PATIENCE = 8  # passes without a gradient on any rank after which a unit drops 
 
 
 class ReductionOrder:
-    """The units of one pass after another, in the order in which they are reduced.
+    """The units of each pass, in the order of their reduction.
 
     Args:
         order: all units that backward may leave.
@@ -32,22 +32,22 @@ class ReductionOrder:
         self.begin(None)
 
     def begin(self, uses: Collection[int] | None) -> None:
-        """A pass begins.
+        """Begin a pass.
 
         Args:
-            uses: units that its forward has used on this rank; None if that is not known.
+            uses: units that its forward has used on this rank; None if unknown.
         """
         self._passes += 1
         self._uses = uses
         self._position = 0
-        self._waiting: set[int] = set()  # left by backward, behind units that have not been left
+        self._waiting: set[int] = set()  # left by backward, but behind units that are not
         self._over: set[int] = set()
         self.left: list[int] = []  # by backward on this rank
         self.skipped: set[int] = set()  # reduced without a use on this rank
         self.suits = True
 
     def leave(self, unit: int) -> Iterator[int]:
-        """Backward has left the unit, and this rank adds no more to it; the units that are reduced now."""
+        """Note that backward has left the unit and this rank adds no more to it. Yield the units to reduce now."""
         if unit in self.left:
             return
         self.left.append(unit)
@@ -64,11 +64,11 @@ class ReductionOrder:
             yield from self._advance()
 
     def complete(self, unit: int) -> None:
-        """All ranks have reduced the unit out of turn."""
+        """Note that all ranks have reduced the unit out of turn."""
         self._over.add(unit)
 
     def rest(self) -> Iterator[int]:
-        """Backward is over; the units that are still to be reduced."""
+        """End the backward pass. Yield the units that are still to be reduced."""
         self.suits &= not self._waiting
         while self._position < len(self.order):
             yield from self._advance()
@@ -82,10 +82,10 @@ class ReductionOrder:
             yield unit
 
     def learn(self, order: Iterable[int]) -> None:
-        """From now on units are reduced in this order, which all ranks have been told, and the others behind them."""
+        """Reduce units in this order from now on; all ranks have it. Others follow behind."""
         self.order = list(dict.fromkeys([*order, *self.order]))
 
     def note_used(self, units: Iterable[int]) -> None:
-        """Some rank had a gradient of these units in this pass, and of no others."""
+        """Note the units with a gradient on some rank in this pass. Units without one for some passes drop out."""
         self._used.update(dict.fromkeys(units, self._passes))
         self.order = [unit for unit in self.order if self._passes - self._used.get(unit, -_PATIENCE) < _PATIENCE]

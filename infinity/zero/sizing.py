@@ -1,4 +1,4 @@
-"""What a model's states need, before anything is allocated: units, dtypes, tiles, bytes."""
+"""The sizes of a model's states, before anything is allocated: units, dtypes, tiles, bytes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.updates import UpdateSchedule
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# the exact one, which is the default, first
-_ROUNDING = ("bf16", "int8")  # stochastically, as only the native kernels do
+# the exact format, which is the default, comes first
+_ROUNDING = ("bf16", "int8")  # formats with stochastic rounding, which only the native kernels have
 _FORMATS = {"fp32": ("fp32",), "bf16": ("split", "bf16", "int8"), "fp16": ("master",)}
 
 
@@ -50,14 +50,14 @@ class Sizing:
     """Facts that follow from a model and a configuration.
 
     Attributes:
-        rules: where fields live.
-        there: units whose states, and gradients, are on the device.
+        rules: the placement of fields.
+        there: units whose states and gradients are on the device.
         specs: flat parameter tensor of each unit.
         grad_dtype: dtype in which gradients are held.
-        communication_dtype: dtype in which they travel between ranks.
+        communication_dtype: dtype in which they are exchanged between ranks.
         tile_numel: elements of a full tile of optimizer states.
         layer_major: all micro-batches of a step go through a block together.
-        initial_numel: elements of the largest unit whose values are made, or exchanged, at `initialize`.
+        initial_numel: elements of the largest unit whose values are made or exchanged at `initialize`.
         embeddings: names of units that are one table.
     """
 
@@ -76,7 +76,6 @@ class Sizing:
 
     @cached_property
     def shards(self) -> Shards:
-        """What this rank's optimizer has."""
         count = self.rules.sharding.count
         return Shards(
             numels=[unit.trainable_numel // count for unit in self.partition.units],
@@ -89,7 +88,7 @@ class Sizing:
         )
 
     def _standing(self) -> list[int]:
-        """Units whose gradients arrive over the whole backward pass, or together with those of others."""
+        """Return units whose gradients arrive over the whole backward pass, or together with other units' gradients."""
         if not self.layer_major:
             return [unit.index for unit in self.partition.units if unit.name == PERSISTENT]
         points = self.partition.hook_points
@@ -106,79 +105,76 @@ class Sizing:
 
     @cached_property
     def may_come(self) -> list[int]:
-        """Units whose states, and gradients, may come to the device later, in order."""
+        """Units whose states and gradients may move to the device later, in order."""
         return may_come(self.rules, self.specs, self.shards, first_to_go(self.partition))
 
     @cached_property
     def params(self) -> ParamBytes:
-        """What parameters take of the memories."""
+        """Bytes of parameters in each memory."""
         return param_bytes(self.rules, self.specs)
 
     @property
     def largest(self) -> FlatSpec:
-        """The unit with the most bytes."""
         return max(self.specs, key=lambda spec: spec.nbytes)
 
     @cached_property
     def device(self) -> DeviceShare:
-        """What lies on the device beside parameters."""
+        """Bytes on the device beside parameters."""
         return device_share(self.rules, self.shards)
 
     @property
     def ahead_bytes(self) -> int:
-        """Of units that are gathered ahead of their use, beyond the next one."""
+        """Memory for units that are gathered early, beyond the next one."""
         return self.rules.params.ahead_numel * self.largest.dtype.itemsize
 
     @property
     def collect_dtype(self) -> torch.dtype:
-        """Of whole gradients of a unit, before they are reduced."""
+        """Dtype of a unit's full gradients, before they are reduced."""
         return self.layout.param_dtype if self.rules.grads.reduces_every_pass else self.grad_dtype
 
     @property
     def collecting_bytes(self) -> int:
-        """Buffers for whole gradients on their way to the ranks' shards."""
+        """Buffers for full gradients on their way to the ranks' shards."""
         numels = [unit.trainable_numel for unit in self.partition.units]
         dtypes = self.collect_dtype, self.communication_dtype, self.grad_dtype
         return collecting_bytes(self.rules, numels, self.partition.shared, *dtypes)
 
     @property
     def tile_bytes(self) -> int:
-        """A full tile of optimizer states."""
         return self.layout.tile_bytes(self.tile_numel)
 
     @property
     def keeps_steps(self) -> bool:
-        """What a step has finished stays on the drives."""
         return self.rules.states.keeps_steps
 
     @property
     def has_slots(self) -> bool:
-        """What lives on the drives has two slots."""
+        """Whether fields on the drives are double-buffered."""
         return self.keeps_steps or self.schedule is UpdateSchedule.SPECULATIVE
 
     @property
     def writes_updates(self) -> bool:
-        """What an update changes of units that live on the drives is always written: a step is to stay there, or an
-        update ahead of the next one would leave what it replaces nowhere else."""
+        """Whether updates of units on the drives are always written: for crash consistency, or because a rollback needs
+        the old parameters in the other slot."""
         told = _recovers(self.layout, self.grad_dtype) and can_recover_param(self.layout)
         return self.keeps_steps or (self.has_slots and not told)
 
     @property
     def images_bytes(self) -> int:
-        """Before-images of all tiles; 0 where updates wait for the norm, or all that they change has two slots."""
+        """Size of an undo log for all tiles; 0 if updates are not speculative, or all fields are double-buffered."""
         if self.schedule is not UpdateSchedule.SPECULATIVE or self.keeps_steps:
             return 0
         return sum(image_bytes(self.layout, numel) for numel in cut_into_tiles(self.shards.below, self.tile_numel))
 
     def host_needs(self) -> MemoryNeeds:
-        """What host memory must and may hold."""
+        """Return the minimum and maximum use of host memory."""
         return host_needs(
             self.rules,
             self.specs,
             self.shards,
             slots=(LEAST_SLOTS, MOST_SLOTS),
             collecting_bytes=self.collecting_bytes,
-            # In float32: a unit that is made or exchanged, and a tile.
+            # in float32: a unit that is made or exchanged, and a tile
             initial_bytes=(self.initial_numel + self.tile_numel) * torch.float32.itemsize,
             images_bytes=self.images_bytes,
             embeddings=self.embeddings,
@@ -186,12 +182,11 @@ class Sizing:
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    """The dtype that the model computes in."""
     return _DTYPES[config.precision]
 
 
 def is_exact(layout: StateLayout) -> bool:
-    """The state format rounds nothing, so that a device can update it as the host does."""
+    """Whether the state format does not round, so that a device can update it like the host."""
     return layout.format not in _ROUNDING
 
 
@@ -199,7 +194,7 @@ def choose_schedule(config: Config, ranks: int = 1, *, discrete: bool = False) -
     """Resolve `tiering.update_schedule`.
 
     Args:
-        ranks: how many train the model together.
+        ranks: number of ranks that train the model together.
         discrete: the compute device has memory of its own.
 
     Raises:
@@ -245,18 +240,18 @@ def size_up(
     """Lay out a model's states.
 
     Args:
-        groups: parameter group of every parameter that is trained, by name.
+        groups: parameter group of every trained parameter, by name.
         optimizer: name of its state layout.
         discrete: the compute device has memory of its own.
-        ranks: who trains this model together.
+        ranks: the ranks that train this model together.
         made: parameters whose values do not come with the model.
-        in_files: frozen ones that are to stay where they are stored.
-        device_bytes: what the device has free; 0 where that is not known.
-        drive_bytes: what the drives have free; None where that is not known, and taken to be enough.
+        in_files: frozen parameters that stay in their files.
+        device_bytes: free device memory; 0 if unknown.
+        drive_bytes: free space on the drives; None if unknown, and taken to be enough.
 
     Raises:
-        ConfigError: the model has no parameters, the state format does not serve the precision, or parameters cannot
-            stay in their files.
+        ConfigError: the model has no parameters, the state format does not fit the precision, or parameters cannot stay
+            in their files.
     """
     dtype = compute_dtype(config)
     layout = state_layout(_format(config), optimizer)
@@ -318,31 +313,31 @@ def size_up(
 
 
 def _limit_numel(config: Config, dtype: torch.dtype) -> int | None:
-    """Elements of a unit above which blocks are cut; None for no limit."""
+    """Return the size above which blocks are cut, in elements; None for no limit."""
     nbytes = config.tiering.max_unit_size_bytes
     return None if nbytes is None else nbytes // dtype.itemsize
 
 
 def _there(partition: Partition, share: float) -> frozenset[int]:
-    """Units that have this share of all states, as near to it from below as whole units come."""
+    """Return units with at most this share of all states, as close to it as whole units allow."""
     numels = [unit.trainable_numel for unit in partition.units]
     order = promotion_order(numels, first_to_go(partition))
     return as_far_as_fits(order, numels, int(share * sum(numels)))
 
 
 def first_to_go(partition: Partition) -> list[int]:
-    """Units whose updates nothing hides: the first, and the small parameters outside of blocks."""
+    """Return units whose updates nothing hides: the first, and the small parameters outside of blocks."""
     return [unit.index for unit in partition.units if unit.index == 0 or unit.name == PERSISTENT]
 
 
 def _held_dtype(config: Config, rules: Rules) -> torch.dtype:
-    """Of the gradients of one backward pass: the model's, unless the ranks' sum has more digits."""
+    """Return the dtype of one pass's gradients: the model's, unless the ranks' sum is more precise."""
     made, summed = compute_dtype(config), _DTYPES[config.communication_data_type]
     return summed if rules.grads.reduces and summed.itemsize > made.itemsize else made
 
 
 def _recovers(layout: StateLayout, grad_dtype: torch.dtype) -> bool:
-    """Adam's updates without coupled decay tell gradients of this dtype."""
+    """Whether gradients of this dtype can be reconstructed after Adam's updates without coupled weight decay."""
     rule = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=0.0, weight_decay=0.0, step=1, decoupled=True)
     return (layout.first, layout.second) == (rule.first, rule.second) and can_recover(layout, rule, grad_dtype)
 
@@ -354,19 +349,19 @@ def _flat_spec(unit: Unit, dtype: torch.dtype, rules: Rules, *, there: bool) -> 
 
 
 def _initial_numel(unit: Unit, made: Collection[str], rules: Rules) -> int:
-    """Elements of a unit whose values are in memory on their way to the tiers: all are that the ranks exchange."""
+    """Return the elements of a unit that pass through memory at `initialize`: all of them if ranks exchange them."""
     if unit.runs:
         return 0  # they are read straight to where they are used
     return sum(slot.numel for slot in unit.slots if rules.grads.reduces or slot.name in made)
 
 
 def _block_of(spec: FlatSpec, blocks: Collection[str]) -> str:
-    """The block that a unit is part of; its own module if that is in none."""
+    """Return the block that contains the unit, or its own module if none does."""
     return next((module for module in spec.modules if module in blocks), spec.modules[-1])
 
 
 def _embeddings(model: nn.Module) -> frozenset[str]:
-    """Units of one large table, which cannot be divided."""
+    """Return the names of units of one large table, which cannot be divided."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     tables = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     return frozenset(name + end for name in tables for end in ("", IN_FILES))

@@ -1,11 +1,11 @@
-"""What stands in `param.grad` while the gradient is with the engine.
+"""Placeholders in `param.grad` while the engine has the gradient.
 
 [Note: stand-ins]
-Gradients leave the parameters as backward produces them. Code that looks at `param.grad` all the same, as
-`clip_grad_norm_(model.parameters())` does, would find None, which torch reads as "no gradient", and do nothing without
-a word. So until the step is over a parameter with a gradient has a tensor there that knows its shape and dtype, takes
-no memory, and whose every use raises. And since `model.zero_grad()` and `param.grad = None` take it away, it also tells
-that the user has dropped the gradient; whatever else stands there in its place was set by hand.
+Backward's gradients go to the engine. Code that reads `param.grad`, such as `clip_grad_norm_(model.parameters())`,
+would find None, which torch takes for "no gradient", and silently do nothing. So until the end of the step, the `grad`
+of a parameter with a gradient is a tensor that has its shape and dtype, takes no memory, and raises on every use.
+`model.zero_grad()` and `param.grad = None` remove it, which shows that the user has dropped the gradient. Any other
+tensor in its place was set by hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from infinity.zero.partition import Unit
 
 
 class StandIn(torch.Tensor):
-    """Has the form of a gradient and no values, see [Note: stand-ins]."""
+    """A tensor with the form of a gradient and no values, see [Note: stand-ins]."""
 
     @staticmethod
     def __new__(cls, param: torch.Tensor) -> StandIn:
@@ -51,8 +51,8 @@ class _Trained:
     """A trained parameter.
 
     Attributes:
-        stand_in: kept, since making one takes longer.
-        has_gradient: the engine has one of it.
+        stand_in: kept, because making one is slow.
+        has_gradient: the engine has its gradient.
     """
 
     unit: int
@@ -67,10 +67,10 @@ class StandIns:
     """The stand-ins of a model's trained parameters.
 
     Args:
-        model: its parameters that tensor parallelism has divided have none.
+        model: parameters that tensor parallelism has divided get none.
 
     Attributes:
-        arrived: slots, by unit, whose gradients have come in this backward pass; filled by whoever sees them come.
+        arrived: slots, by unit, whose gradients have come in this backward pass; filled by the caller.
     """
 
     def __init__(self, model: nn.Module, units: Iterable[Unit]) -> None:
@@ -85,7 +85,7 @@ class StandIns:
 
     @torch.inference_mode(False)
     def place(self) -> None:
-        """Backward is over: a stand-in for every gradient that has come in it, or in an earlier pass of the step."""
+        """Place a stand-in for every gradient of this step, at the end of a backward pass."""
         for each in self._params:
             each.has_gradient |= each.slot in self.arrived.get(each.unit, ())
             if each.has_gradient:
@@ -95,7 +95,7 @@ class StandIns:
         self._placed = True
 
     def lift(self) -> None:
-        """Backward is about to write to `param.grad`; `place` follows."""
+        """Remove the stand-ins before a backward pass writes to `param.grad`; `place` follows."""
         for each in self._params:
             if each.has_gradient and isinstance(each.param.grad, StandIn):
                 each.param.grad = None
@@ -103,22 +103,22 @@ class StandIns:
         self.arrived.clear()
 
     def clear(self) -> None:
-        """No parameter has a gradient."""
+        """Remove all stand-ins, and forget the gradients."""
         self.lift()
         for each in self._params:
             each.has_gradient = False
 
     def wipe(self) -> None:
-        """As `clear`, also of a gradient that a backward pass has left as it failed."""
+        """As `clear`, and also remove gradients that a failed backward pass has left."""
         self.clear()
         for each in self._params:
             each.param.grad = None
 
     def check(self, arriving: nn.Parameter | None = None) -> None:
-        """Nothing else than stand-ins is where gradients are, but for what is just arriving.
+        """Check that every `param.grad`, except the arriving one, is None or a stand-in.
 
         Raises:
-            InfinityError: something is.
+            InfinityError: one was set by hand.
         """
         for each in self._params:
             grad = each.param.grad
@@ -129,7 +129,7 @@ class StandIns:
                 )
 
     def dropped(self) -> dict[int, set[int]]:
-        """The slots, by unit, whose stand-in somebody has taken away."""
+        """Return the slots, by unit, whose stand-in was removed by the user."""
         gone: dict[int, set[int]] = {}
         if self._placed:
             for each in self._params:
@@ -138,7 +138,7 @@ class StandIns:
         return gone
 
     def forget(self, slots: Mapping[int, Collection[int]]) -> None:
-        """These parameters have no gradient any more."""
+        """Forget the gradients of these slots."""
         for each in self._params:
             if each.slot in slots.get(each.unit, ()):
                 each.has_gradient = False

@@ -1,13 +1,13 @@
-"""The verbs of a training step: what leads from one phase to the next.
+"""The verbs of a training step, which change its phase.
 
-Whatever drives a step, ordinary micro-batches, layer-major ones, a pipeline's schedule or a plain `loss.backward()`,
-goes through the same ones: `begin`, `forward`, `backward`, `finish`, `abort`.
+All drivers of a step use the same verbs (`begin`, `forward`, `backward`, `finish`, `abort`): ordinary micro-batches,
+layer-major ones, a pipeline's schedule, and a plain `loss.backward()`.
 
 [Note: interrupts]
-Ctrl-C comes between any two lines, those of `except` and `finally` included, so nothing may depend on their being
-reached. A pass that is running is `_open`; one that the next verb finds open was interrupted, and is aborted then. An
-update has no way back: if the next verb finds UPDATE, or a step of which some units are updated and others are not,
-that is FAILED. The counts change by one assignment.
+Ctrl-C can come between any two lines, also within `except` and `finally`, so no state may depend on reaching a line. A
+running pass is `_open`; if the next verb finds one, it was interrupted, and is aborted then. An update cannot be
+undone: if the next verb finds phase UPDATE, or a step with some units updated and others not, the engine is poisoned
+(FAILED). The counts change by one assignment.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _log = logging.getLogger(__name__)
 
 
 class StepKeeper(Protocol):
-    """Keeps every finished step on the drives."""
+    """Keep every finished step on NVMe."""
 
     def before_updates(self) -> None:
-        """Updates are about to begin: what the last step has made must not be overwritten before it is kept."""
+        """Called before updates begin: they must not overwrite the last step's values before these are kept."""
 
     def step_over(self) -> None:
-        """A step is over, but for updates that are still under way."""
+        """Called when a step is over; its updates may still be running."""
 
     def look(self) -> None:
-        """Keep the last step, if all of its updates are computed by now; cheap to call often."""
+        """Keep the last step, if all of its updates are computed. Cheap to call often."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class _Direct:
     """A backward pass that autograd runs without the engine's `backward`.
 
     Attributes:
-        scope: closed when the pass is over.
-        number: of the pass, as autograd counts.
+        scope: closed at the end of the pass.
+        number: autograd's number of the pass.
     """
 
     scope: ExitStack
@@ -73,11 +73,11 @@ class _Direct:
 
 @dataclass(frozen=True)
 class _Open:
-    """A pass over the model that is running.
+    """A running pass over the model.
 
     Attributes:
-        before: the phase that it came from.
-        direct: of a backward pass that the user has begun, by `loss.backward()`; None of another pass.
+        before: the phase before it.
+        direct: of a backward pass that the user has started with `loss.backward()`; else None.
         last: it is the last backward pass of a step.
     """
 
@@ -88,16 +88,16 @@ class _Open:
 
 
 class Step:
-    """The training step of one engine; what the hooks tell, it passes on.
+    """The training step of one engine; forwards the events of the hooks.
 
     Attributes:
-        counter: how many steps and micro-batches are over, and which micro-batch ends the step.
-        losses: what backward passes begin with.
-        last: what the last step did and cost.
+        counter: finished steps and micro-batches, and which micro-batch ends the step.
+        losses: starts backward passes with scaled losses.
+        last: results and costs of the last step.
         lr_scheduler: stepped after every update that was not skipped, if there is one.
-        layer_major: takes micro-batches through the blocks together, if that is configured.
-        keeper: keeps every step on the drives, if that is configured.
-        at_end: called when a step is over, at the end of `finish`, if anybody waits for that.
+        layer_major: runs micro-batches through the blocks together, if configured.
+        keeper: keeps every step on NVMe, if configured.
+        at_end: called at the end of each step, if set.
         forward_end: where in the graph the last forward pass ended.
     """
 
@@ -116,9 +116,9 @@ class Step:
         self.lr_scheduler: Any | None = None
         self._phases = Phases()
         self._open: _Open | None = None
-        self._pass_failed = False  # the last backward pass, and nobody has dropped what it left
+        self._pass_failed = False  # the last backward pass failed, and its gradients were not dropped by the user
         self._optimizer = optimizer
-        self._began_with: list[Rule] = []  # by group, as the step's updates began with them
+        self._began_with: list[Rule] = []  # rules of each group when the step's updates began
         self.forward_end = GraphPosition.now()
         self._runtime = runtime
         self._executor, self._ranks = runtime.executor, runtime.ranks
@@ -145,7 +145,7 @@ class Step:
         if runtime.sizing.layer_major:
             try:
                 self.layer_major = LayerMajor(model, runtime.partition, runtime.link.device)
-            except BaseException:  # a model that is refused keeps no hooks
+            except BaseException:  # a refused model must keep no hooks
                 self.remove_hooks()
                 raise
         self.keeper: StepKeeper | None = None
@@ -162,11 +162,11 @@ class Step:
         return Hooks(model, runtime.partition, self._compute_lane or self, lent, alone=alone)
 
     def compile_blocks(self, model: nn.Module, **how: Any) -> None:
-        """Have torch compile the model's blocks where they are, or all of it if it has none; hooks follow anew.
+        """Compile the model's blocks in place, or the whole model if it has none, and register the hooks again.
 
         Raises:
             InfinityError: a step has begun, or micro-batches are layer-major.
-            ConfigError: they were to record CUDA graphs, which cannot follow parameters that come and go.
+            ConfigError: CUDA graphs were asked for, but they cannot follow parameters that are evicted.
         """
         self.check_boundary("engine.compile()")
         if self.layer_major is not None:
@@ -184,8 +184,8 @@ class Step:
         self.hooks = self._watch(model)
 
     def go_on_from(self, before: Step) -> None:
-        """Stand in the place of another step of the same model, which is closed, with its counts and states."""
-        self.counter = before.counter  # also where micro-batches are counted of which nothing is left
+        """Take over the counts and states of a closed step of the same model."""
+        self.counter = before.counter  # includes micro-batches whose gradients were dropped
         self.last.go_on_from(before.last)
         self.lr_scheduler, self.at_end = before.lr_scheduler, before.at_end
 
@@ -196,10 +196,10 @@ class Step:
         return self._phases.now
 
     def check(self) -> None:
-        """Training can go on, from a phase that no interrupt has left half way.
+        """Check that training can continue. Abort a pass that an interrupt has left open.
 
         Raises:
-            InfinityError: the engine is closed or has failed.
+            InfinityError: the engine is closed, poisoned, or in the middle of a backward pass.
         """
         if self.phase is Phase.CLOSED:
             raise InfinityError("the engine is closed")
@@ -220,28 +220,28 @@ class Step:
 
     @property
     def in_backward_now(self) -> bool:
-        """This thread is in a backward pass of the engine, as a function with a backward of its own can be."""
+        """Whether this thread is in a backward pass of the engine, for example in a custom autograd function."""
         return self._in_backward and torch._C._current_graph_task_id() != -1
 
     @property
     def awaits_step(self) -> bool:
-        """A backward pass is over, and neither the next micro-batch nor `step()` has followed it."""
+        """Whether a backward pass is over, without a following micro-batch or `step()`."""
         return self.phase is Phase.BACKWARD and self._open is None
 
     def fail(self, error: BaseException) -> None:
-        """The states are not those of one step any more."""
+        """Poison the engine: from now on `check` raises. For errors after which states may mix two steps."""
         if self.phase is not Phase.FAILED:
             self._open = None
             self._phases.fail(error)
 
     @property
     def at_rest(self) -> bool:
-        """The states are those of one step, or will be when its updates are done."""
+        """Whether the states are those of one step, at the latest when its updates are done."""
         whole = self.phase not in (Phase.FAILED, Phase.CLOSED, Phase.UPDATE)
         return whole and not self.updates.under_way and not self._runtime.torn
 
     def check_boundary(self, what: str) -> None:
-        """Nothing of a step is under way; a forward pass whose backward never came is dropped.
+        """Check that no step is running. A forward pass without its backward is dropped.
 
         Raises:
             InfinityError: gradients wait for their update.
@@ -258,10 +258,10 @@ class Step:
             self._phases.go(Phase.IDLE)
 
     def check_values(self, what: str) -> None:
-        """Parameters have the values of the last step.
+        """Check that parameters have the values of the last step.
 
         Raises:
-            InfinityError: some have those of the next already.
+            InfinityError: some have the next step's values already.
         """
         self.check()
         if self.updates.under_way:
@@ -278,7 +278,8 @@ class Step:
 
     @contextmanager
     def stopped_by_failures(self) -> Iterator[None]:
-        """Nothing may go on from a tier that failed, nor from a step of which only some units are updated."""
+        """Poison the engine on storage errors, on diverged ranks, and on any error while some units of a step are
+        updated."""
         try:
             yield
         except BaseException as error:
@@ -287,7 +288,7 @@ class Step:
             raise
 
     def drain(self) -> None:
-        """Carry out every pending update and wait for it and its writes."""
+        """Run every pending update, and wait for it and its writes."""
         self.check()
         with self.stopped_by_failures():
             self._executor.drain()
@@ -297,7 +298,7 @@ class Step:
     # Forward #
 
     def make_room(self, *inputs: Any) -> None:
-        """A training forward of these inputs begins: what fills the device makes way for a longer batch."""
+        """Free device memory filled with states, if the coming training forward of these inputs is a longer batch."""
         if self._filling is None:
             return
         elements = sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
@@ -307,11 +308,10 @@ class Step:
 
     @property
     def _is_alone_without_gradients(self) -> bool:
-        """No other rank, and no gradients of the step so far: units may change their places."""
+        """Whether there are no other ranks and no gradients of the step, so that states may move."""
         return self.gradients.alone and not self.gradients.held()
 
     def begin(self) -> None:
-        """A micro-batch begins."""
         self.check()
         if self.phase is not Phase.FORWARD:
             self._begin_cycle("the last training pass" if self.counter.ends_step else "a training pass")
@@ -323,7 +323,7 @@ class Step:
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
-        """The model's forward runs inside, of training or of an evaluation."""
+        """Run the model's forward inside, in training or evaluation."""
         self.check_values("a forward pass")
         before = self.phase
         phase = Phase.FORWARD if training else Phase.EVALUATION
@@ -346,7 +346,7 @@ class Step:
         self._open = None
 
     def _meet_ranks(self, why: str) -> None:
-        """The ranks are about to exchange something that is no unit of the forward pass."""
+        """Gather owed units before a collective that is not part of the forward pass."""
         with self.stopped_by_failures():
             self._executor.gather_owed()
             self._ranks.path.mark(why)
@@ -357,12 +357,12 @@ class Step:
         self._phases.go(before)
 
     def saving(self) -> AbstractContextManager[None]:
-        """What autograd saves meanwhile goes to its tier."""
+        """Offload the activations that autograd saves inside."""
         return nullcontext() if self.activations is None else self.activations.saving()
 
     @contextmanager
     def running(self, phase: Phase) -> Iterator[None]:
-        """A pass over the model, for telemetry; an evaluation is no phase of a training step."""
+        """Record a pass over the model for telemetry; an evaluation is no phase of a training step."""
         with ExitStack() as around:
             if phase is not Phase.EVALUATION:
                 around.enter_context(self._runtime.counters.phase(phase.value))
@@ -374,10 +374,10 @@ class Step:
 
     @contextmanager
     def backward(self, in_parts: frozenset[int] | None = None) -> Iterator[None]:
-        """Autograd's backward runs inside.
+        """Run autograd's backward inside.
 
         Args:
-            in_parts: units whose gradients come in several parts; by default what the forward pass has shown.
+            in_parts: units whose gradients come in several parts; by default the ones that the forward pass has shown.
         """
         self.check()
         with self.stopped_by_failures(), self.running(Phase.BACKWARD):
@@ -390,7 +390,7 @@ class Step:
                 raise
 
     def check_finite(self, loss: torch.Tensor) -> None:
-        """Under the `backward` schedule, which updates before all gradients are known, the loss must be finite."""
+        """Check that the loss is finite under the `backward` schedule, which updates before all gradients are known."""
         self._meet_ranks("the loss")
         try:
             self.losses.check(loss, self.counter.counts.global_steps, late=self.counter.is_whole_step)
@@ -402,7 +402,6 @@ class Step:
             raise
 
     def open_backward(self, in_parts: frozenset[int] | None = None, direct: _Direct | None = None) -> None:
-        """A backward pass begins."""
         if self.updates.under_way:
             raise InfinityError(
                 'a second backward pass before step(): under tiering.update_schedule "backward" the first has updated '
@@ -424,15 +423,14 @@ class Step:
         self._stand_ins.lift()
         self._phases.go(Phase.BACKWARD)
         if in_parts is None:
-            # A model that was called past the engine has not shown which.
+            # a model called without the engine has not shown which
             in_parts = self.hooks.in_parts() if before is Phase.FORWARD else self.all_units
         self._began_with = self._optimizer.rules()
         self.updates.begin_backward(last=last, in_parts=in_parts, early=self.counter.is_whole_step)
-        uses = None if in_parts == self.all_units else self._executor.uses  # forward passes may come within this one
+        uses = None if in_parts == self.all_units else self._executor.uses  # forward passes may run within backward
         self.gradients.begin_backward(last=last, uses=uses)
 
     def close_backward(self) -> None:
-        """The backward pass is over."""
         self._end_cycle(learn=True)
         self._add(self.gradients.left_over())
         for addend in self.gradients.end_backward():
@@ -446,12 +444,12 @@ class Step:
         self._open = None
 
     def _open_direct(self, arriving: nn.Parameter | None = None) -> None:
-        """The user has called `loss.backward()`, or something else that goes through the model's graph.
+        """Open a backward pass that the user has started with `loss.backward()` or another use of the graph.
 
-        Autograd calls back when the pass is over; if the pass fails it does not, and leaves it open.
+        Autograd calls back at the end of the pass. If the pass fails it does not, so the pass stays open.
 
         Args:
-            arriving: whose gradient is the first that is seen of it.
+            arriving: the parameter whose gradient is the first event of the pass.
         """
         self.check()
         self._drop_what_was_taken_away(arriving)
@@ -472,7 +470,7 @@ class Step:
     # Update #
 
     def finish(self) -> None:
-        """Count a micro-batch; at the last of a step, update the parameters and the learning rate."""
+        """Count a micro-batch. At the last of a step, update the parameters and the learning rate."""
         self.check()  # aborts a pass that was left open
         if self._pass_failed:
             raise InfinityError(
@@ -495,7 +493,7 @@ class Step:
             self.counter.counts = counted
             return
         with self._runtime.counters.phase("update"):
-            if self.phase is Phase.FORWARD:  # its backward never came
+            if self.phase is Phase.FORWARD:  # no backward followed
                 self._end_cycle(learn=False)
             if self.keeper is not None:
                 with self.stopped_by_failures():
@@ -528,7 +526,7 @@ class Step:
             if scheduler is not None and advances_by_itself(scheduler) and not self.updates.outcome.skipped:
                 scheduler.step()
         except BaseException as error:
-            if isinstance(error, NonFiniteError) and not self.updates.under_way:  # nothing was updated
+            if isinstance(error, NonFiniteError) and not self.updates.under_way:  # no unit was updated
                 self._stand_ins.clear()
                 self._phases.go(Phase.IDLE)
             else:
@@ -537,14 +535,15 @@ class Step:
         return self.updates.outcome
 
     def abort(self, error: BaseException | None = None) -> None:
-        """What is running has failed: a forward pass leaves what was before, all else drops the step's gradients.
+        """Abort the running pass. After a forward pass the phase before it returns; otherwise the step's gradients are
+        dropped.
 
-        What has arrived of them cannot be told from earlier micro-batches: the step starts again.
+        They cannot be separated from those of earlier micro-batches, so the step starts again.
         """
         if self._open is not None and self._open.direct is not None:
             self._open.direct.scope.close()
         self._ranks.path.give_up()
-        if isinstance(error, DivergedError):  # gathered units may be mixtures, and some never come
+        if isinstance(error, DivergedError):  # gathered units may be mixtures, and some never arrive
             self.hooks.abandon()
             self.gradients.abort_backward()
             self.fail(error)
@@ -577,10 +576,10 @@ class Step:
             self._filling.out_of_memory(at_rest=self._is_alone_without_gradients)
 
     def drop(self) -> None:
-        """Throw the gradients of the step away, as `zero_grad` does; its micro-batches stay counted.
+        """Drop the gradients of the step, as `zero_grad` does. Its micro-batches stay counted.
 
         Raises:
-            InfinityError: they have been used already.
+            InfinityError: the gradients have updated parameters already.
         """
         self.check()
         if self.updates.under_way:
@@ -594,16 +593,16 @@ class Step:
         self._stand_ins.clear()
         self.losses.forget_sum()
         self.counter.leave_out()
-        if self.phase is Phase.BACKWARD:  # a forward pass keeps its graph, and its backward may follow
+        if self.phase is Phase.BACKWARD:  # a forward pass keeps its graph: its backward may follow
             self._phases.go(Phase.IDLE)
 
     def drop_failed(self) -> None:
-        """As `drop`, if a backward pass has failed, which has left no gradient that would be seen to go."""
+        """As `drop`, after a failed backward pass: it has left no placeholder whose removal could be noticed."""
         if self._pass_failed:
             self.drop()
 
     def _drop_what_was_taken_away(self, arriving: nn.Parameter | None = None) -> None:
-        """`param.grad = None` and `model.zero_grad()` drop gradients, see [Note: stand-ins] in stand_ins.py."""
+        """Drop gradients after `param.grad = None` or `model.zero_grad()`, see [Note: stand-ins] in stand_ins.py."""
         self._stand_ins.check(arriving)
         gone = self._stand_ins.dropped()
         if not gone:
@@ -626,14 +625,14 @@ class Step:
         self.hooks.end_backward()
         self._executor.end_cycle(learn=learn)
 
-    # What the hooks tell #
+    # Events of the hooks #
 
     def enter(self, units: tuple[int, ...]) -> None:
         if self.layer_major is not None:
             self.layer_major.entered(units)
-        if self._open is None:  # the model was called past the engine
+        if self._open is None:  # the model was called without the engine
             self.check_values("a forward pass")
-            if self._only_evaluates and not self.hooks.in_forward:  # as `generate` does: a token is a cycle
+            if self._only_evaluates and not self.hooks.in_forward:  # as in `generate`: each token is a cycle
                 self._executor.end_cycle(learn=True)
                 self._executor.begin_cycle()
         self._executor.enter(units)
@@ -641,7 +640,7 @@ class Step:
             self.keeper.look()
 
     def backward_enter(self, units: tuple[int, ...]) -> None:
-        if not self._in_backward and not self.hooks.in_forward:  # where autograd.grad may be part of the model
+        if not self._in_backward and not self.hooks.in_forward:  # the model may call autograd.grad in its forward
             self._open_direct()
         self._executor.enter(units)
 
@@ -655,16 +654,16 @@ class Step:
             return
         self.forward_end = GraphPosition.now()
         if self._open is None and not self._only_evaluates:
-            self._executor.rest()  # the model was called past the engine
+            self._executor.rest()  # the model was called without the engine
 
     def backward_left(self, units: tuple[int, ...]) -> None:
         if self.layer_major is not None:
-            return  # other micro-batches have not been through these units yet
+            return  # other micro-batches have not left these units yet
         for unit in units:
             self._add(self.gradients.leave(unit))
 
     def _add(self, addends: Iterator[Addend]) -> None:
-        """Add gradients as they come, and begin what follows: after the same collectives on all ranks."""
+        """Add gradients as they come. Updates begin after the same collectives on all ranks."""
         for addend in addends:
             if self.updates.add(addend):
                 self._complete(addend.unit)
@@ -686,9 +685,9 @@ class Step:
             self._complete(unit)
 
     def _complete(self, unit: int) -> None:
-        """All gradients that the unit has in this backward pass are there."""
+        """Note that all of the unit's gradients in this backward pass have come."""
         if self.layer_major is not None:
-            return  # other micro-batches have not been through the unit yet
+            return  # other micro-batches have not left the unit yet
         if self._open is not None and self._open.last:
             self.updates.final(unit)
         self.updates.rest(unit)
@@ -696,23 +695,22 @@ class Step:
     # Contexts and end #
 
     def remove_hooks(self) -> None:
-        """Leave the model to others; nothing has been trained."""
+        """Remove all hooks from the model, before any training."""
         self.hooks.remove()
         if self.activations is not None:
             self.activations.close()
 
     @property
     def in_worker(self) -> bool:
-        """This thread is the one that runs the updates."""
         return self._runtime.pipeline.is_worker()
 
     def close(self) -> None:
-        """Take the hooks away and give all memory back."""
+        """Remove the hooks and free all memory."""
         if self.phase is Phase.CLOSED:
             return
         self._open = None
         self._phases.go(Phase.CLOSED)
-        with ExitStack() as rest:  # in reverse, and all of it, whatever fails
+        with ExitStack() as rest:  # in reverse order, each even if others fail
             rest.callback(self._runtime.close)
             if self.activations is not None:
                 rest.callback(self.activations.close)
@@ -720,7 +718,7 @@ class Step:
             rest.callback(self._stand_ins.clear)
             if self.layer_major is not None:
                 rest.callback(self.layer_major.remove)
-            self._compute_lane = None  # it leads back to this object
+            self._compute_lane = None  # it refers to this object
 
 
 LAYER_MAJOR = (

@@ -1,4 +1,4 @@
-"""How far training has come, and which micro-batch ends its step."""
+"""Count steps, and decide which micro-batch ends a step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from infinity.errors import InfinityError
 
 @dataclass(frozen=True)
 class Counts:
-    """How far training has come.
+    """The progress of training.
 
     Attributes:
-        global_steps: updates so far, skipped ones included.
+        global_steps: updates so far, including skipped ones.
         micro_steps: backward passes so far.
-        skipped_steps: updates that were left out because gradients were not finite.
+        skipped_steps: updates that were skipped because gradients were not finite.
     """
 
     global_steps: int = 0
@@ -25,17 +25,17 @@ class Counts:
 
 
 class StepCounter:
-    """Counts steps and their micro-batches. Each method changes the counts by one assignment, see [Note: interrupts]
-    in step.py.
+    """Count steps and micro-batches. Each method changes the counts by one assignment, see [Note: interrupts] in
+    step.py.
 
     Args:
         per_step: micro-batches of a step.
-        counts_boundaries: the step ends with every `per_step`-th micro-batch, unless the user says otherwise.
+        counts_boundaries: every `per_step`-th micro-batch ends a step, unless the user says otherwise.
 
     Attributes:
-        counts: as of the last micro-batch, or the last step.
-        boundary: whether the next micro-batch ends its step, as the user has said; None to count.
-        whole: one call runs all micro-batches of the step, so that none of them counts if it fails.
+        counts: after the last micro-batch, or the last step.
+        boundary: whether the next micro-batch ends its step, if the user has set it; None to count.
+        whole: one call runs all micro-batches of the step, so none of them counts if it fails.
     """
 
     def __init__(self, per_step: int, *, counts_boundaries: bool) -> None:
@@ -44,7 +44,7 @@ class StepCounter:
         self.whole = False
         self.synchronises = True
         self._per_step = per_step
-        self._to_run_again = 0  # micro-batches before a backward pass that failed
+        self._to_run_again = 0  # micro-batches before a failed backward pass
 
     @property
     def ends_step(self) -> bool:
@@ -59,33 +59,32 @@ class StepCounter:
 
     @property
     def _position(self) -> int:
-        """Micro-batches of the running step that are counted."""
         return self.counts.micro_steps % self._per_step
 
     def skip_to_last(self) -> None:
-        """Count all micro-batches of the step but the last: they go through the model together."""
+        """Count all micro-batches of the step except the last, because they run together."""
         self.counts = replace(self.counts, micro_steps=self.counts.micro_steps + self._per_step - 1)
 
     def after_micro_batch(self) -> Counts:
-        """Return the counts once the micro-batch that runs is over."""
+        """Return the counts after the running micro-batch."""
         micro_steps = self.counts.micro_steps + 1
-        if self.boundary:  # wherever the user ends a step, the next one begins at a multiple
+        if self.boundary:  # the user may end a step early: round up to whole steps
             micro_steps += -micro_steps % self._per_step
         return replace(self.counts, micro_steps=micro_steps)
 
     def backward_begins(self) -> None:
-        """The step runs again, if its last backward pass failed."""
+        """Note that the step runs again, if its last backward pass failed."""
         self._to_run_again = 0
 
     def begin_step_again(self) -> int:
-        """A backward pass failed: count none of the step's earlier micro-batches; return how many there were."""
+        """Uncount the step's earlier micro-batches after a failed backward pass. Return their number."""
         earlier = self._position
         self.counts = replace(self.counts, micro_steps=self.counts.micro_steps - earlier)
         self._to_run_again += earlier
         return earlier
 
     def leave_out(self) -> None:
-        """The step's gradients were dropped: end it where it would have ended, and run nothing of it again."""
+        """End the step, whose gradients were dropped, where it would have ended. Its micro-batches do not run again."""
         uncounted, self._to_run_again = self._to_run_again, 0
         if self.whole:
             uncounted, self.whole = -self._position, False
@@ -93,7 +92,7 @@ class StepCounter:
 
     @contextmanager
     def unsynchronised(self) -> Iterator[None]:
-        """No backward pass within the context is the last one of a step."""
+        """Within the context, no backward pass is the last one of a step."""
         if not self.synchronises:
             raise InfinityError("no_sync is inside another no_sync already")
         self.synchronises = False

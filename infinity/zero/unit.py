@@ -1,14 +1,14 @@
-"""One unit as the engine drives it: a row of the scheduler, and how far its updates are.
+"""One unit as the engine drives it: a row of the scheduler, and the state of its updates.
 
 [Note: two updates of a unit]
-The update that this step asks for may be due while the last step's is still being written home. So `due` and
-`submitted` are lifecycles of their own, and each change of them is a method that checks where it comes from:
+This step's update may be due while the last step's is still being written home. So `due` and `submitted` are separate
+lifecycles. Each transition is a method that checks the state before it:
 
     due:        None -> segments (ask) -> None (take_due)
     submitted:  None -> an update in the pipeline (submit) -> None (finish)
-    ahead:      None -> a speculative update (submit) -> None (commit, roll back)
+    ahead:      None -> a speculative update (run_ahead) -> None (commit, roll_back)
 
-A unit whose update is speculative has none that is due.
+A unit with a speculative update has no update that is due.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Submitted:
     """An update in the pipeline.
 
     Attributes:
-        write: the writing of the new parameters to their home, if they are written.
-        keeps: its gradients may be of use again.
+        write: the move that writes the new parameters home; None if they are not written.
+        keeps: the gradients may be needed again, because the update may be rolled back.
     """
 
     ticket: UpdateTicket
@@ -41,20 +41,20 @@ class Submitted:
 
 
 class OldParams(Enum):
-    """Where the parameters from before a speculative update are kept."""
+    """Where the pre-update parameters are kept during a speculative update."""
 
-    SLOTS = auto()  # of their own on the drives
-    STATES = auto()  # which have two slots there, and from which they can be reconstructed
-    IMAGES = auto()  # in memory
+    SLOTS = auto()  # in the other of their two slots on NVMe
+    STATES = auto()  # not stored: reconstructed from the two versions of the optimizer states on NVMe
+    IMAGES = auto()  # in the undo log, in host memory
     NOWHERE = auto()
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """A speculative update, submitted or over.
+    """A speculative update, submitted or finished.
 
     Attributes:
-        segments: what it does to the tiles in `tiles`.
+        segments: the whole update; only the tiles in `tiles` have had it. Empty if it must be rolled back.
     """
 
     segments: tuple[Segment, ...]
@@ -65,10 +65,10 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """The update that a unit will probably have.
+    """The expected update of a unit.
 
     Attributes:
-        grads_may_leave: nobody looks at the gradients until they are wanted.
+        grads_may_leave: the gradients are not read again unless they are asked for.
     """
 
     segments: tuple[Segment, ...]
@@ -80,11 +80,11 @@ class Unit(UnitState):
 
     Attributes:
         params: its parameters.
-        views: what the model's parameters show of them.
-        due: the update that this step asks for and that is not submitted yet.
-        begun: tiles that have had the update that is due already.
+        views: the model parameters that show them.
+        due: this step's update, not submitted yet.
+        begun: tiles that have had the update in `due` already.
         submitted: the update in the pipeline.
-        foreseen: the update that may run ahead, while the scheduler decides on it.
+        foreseen: the expected update, while the scheduler decides whether it may be speculative.
         ahead: the speculative update.
     """
 
@@ -166,13 +166,13 @@ class Unit(UnitState):
     # Updates #
 
     def ask(self, segments: tuple[Segment, ...]) -> None:
-        """This step's update is due."""
+        """Set this step's update."""
         if self.due is not None or self.ahead is not None:
             self._refuse("an update is asked for")
         self.due = segments
 
     def take_due(self) -> tuple[Segment, ...]:
-        """The update that is due is no longer: it is submitted, or done on the device."""
+        """Return the due update and clear it: it is submitted, or runs on the device."""
         due = self.due
         if due is None:
             self._refuse("an update is begun")
@@ -180,20 +180,20 @@ class Unit(UnitState):
         return due
 
     def submit(self, submitted: Submitted, *, reconstructable: bool) -> None:
-        """An update is in the pipeline."""
+        """Record the update in the pipeline."""
         if self.submitted is not None:
             self._refuse("an update is submitted")
         self._reconstructable = reconstructable
         self.submitted = submitted
 
     def run_ahead(self, ahead: Ahead) -> None:
-        """The update in the pipeline is speculative."""
+        """Mark the update in the pipeline as speculative."""
         if self.ahead is not None or self.due is not None:
             self._refuse("a speculative update is submitted")
         self.ahead = ahead
 
     def finish(self) -> Submitted:
-        """The update in the pipeline is computed and written, or has failed."""
+        """Return the update in the pipeline and clear it: it is computed and written, or has failed."""
         submitted = self.submitted
         if submitted is None:
             self._refuse("an update is finished")
@@ -201,10 +201,10 @@ class Unit(UnitState):
         return submitted
 
     def commit(self, *, in_part: bool) -> Ahead:
-        """The speculative update is the unit's.
+        """Accept the speculative update.
 
         Args:
-            in_part: it has updated some tiles; the update of the others is due.
+            in_part: it has updated only some tiles; the update of the others is due now.
         """
         ahead = self._end_ahead()
         if in_part:
@@ -213,7 +213,7 @@ class Unit(UnitState):
         return ahead
 
     def roll_back(self) -> Ahead:
-        """The speculative update did not take place, or is undone."""
+        """Forget the speculative update: it was undone, or never ran."""
         return self._end_ahead()
 
     def _end_ahead(self) -> Ahead:

@@ -1,13 +1,14 @@
 """When a unit is updated, and with which numbers.
 
 [Note: update schedules]
-`backward`: a unit is updated as soon as its gradients are final, under the rest of the backward pass; where updates
-cannot keep up, those that the next forward needs last are left to run under it.
+`backward`: a unit is updated as soon as its gradients are final, during the rest of the backward pass. If updates
+cannot keep up, those of the units that the next forward pass uses last run during that pass.
 `deferred`: once the global norm is known, unit by unit as the next forward pass fetches them.
-`speculative`: as `deferred`, but while recent steps neither clipped nor skipped, updates run ahead under backward, see
-[Note: updates ahead] in in_flight.py.
-`barrier`: all of them inside `step()`.
-The numbers are the same. `backward` cannot wait for the global norm, so it serves training without clipping.
+`speculative`: as `deferred`, but while recent steps neither clipped nor skipped, updates run speculatively during
+backward, see [Note: updates ahead] in in_flight.py.
+`barrier`: all updates run inside `step()`.
+
+All schedules give the same numbers. `backward` cannot wait for the global norm, so it serves training without clipping.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from infinity.zero.partition import Partition, Unit
 from infinity.zero.ranks import Vote
 from infinity.zero.reduction import Addend
 
-_ASKED = 1  # units whose updates wait until all ranks have come to them, while those compute on
+_ASKED = 1  # units whose updates may wait for the vote of all ranks while these compute on
 
 RuleOf = Callable[[int, int, float], Rule]  # (parameter group, step, gradient scale)
 
@@ -46,11 +47,11 @@ class UpdateSchedule(str, Enum):
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What `finish_step` did.
+    """The result of `finish_step`.
 
     Attributes:
         grad_norm: global norm of the gradients before clipping.
-        skipped: the gradients were not finite and nothing was updated.
+        skipped: the gradients were not finite, so nothing was updated.
     """
 
     grad_norm: float
@@ -58,12 +59,12 @@ class StepOutcome:
 
 
 class Updates:
-    """Turns final gradients into updates of the units.
+    """Turn final gradients into updates of the units.
 
     Args:
-        rule_of: the update rule of a group now.
+        rule_of: the present update rule of a parameter group.
         max_norm: clip the global norm to this; 0 for no clipping.
-        losses: what backward passes begin with; its loss scale is what the gradients are too large by.
+        losses: its loss scale is the factor on all gradients.
     """
 
     def __init__(
@@ -83,25 +84,25 @@ class Updates:
         self._schedule = schedule
         self._max_norm = max_norm
         self._losses = losses
-        self._sums_sq: list[float] = []  # of the units that `backward` has handed over in this step
-        self._due: dict[int, None] = {}  # units whose gradients are final, and may still be on their way to the host
-        self._asked: dict[int, Vote] = {}  # those that have come, while the ranks find out whether they are finite
+        self._sums_sq: list[float] = []  # of the units updated so far in this step, under `backward`
+        self._due: dict[int, None] = {}  # units whose gradients are final, but perhaps still on their way to the host
+        self._asked: dict[int, Vote] = {}  # units whose gradients have arrived, while the ranks vote on them
         self._finals: list[int] = []
-        self._last_pass = False  # the backward pass that is running, or was last, is the step's last one
+        self._last_pass = False  # whether the running or latest backward pass is the step's last one
         self._in_parts: frozenset[int] = frozenset()
         self._early = True
         self._foresight = Foresight()
-        self.under_way = False  # some units have had this step's update handed over and others not
-        self.steps: dict[str, int] = {}  # updates that each parameter has had, by name
+        self.under_way = False  # the step's updates have begun and have not ended
+        self.steps: dict[str, int] = {}  # number of updates of each parameter, by name
         self.outcome = StepOutcome(0.0, skipped=False)  # of the last step
 
     def begin_backward(self, *, last: bool, in_parts: frozenset[int] = frozenset(), early: bool = True) -> None:
-        """A backward pass begins.
+        """Begin a backward pass.
 
         Args:
-            last: after it the gradients of the step are final.
-            in_parts: units that are complete at its end only.
-            early: every gradient is final as it comes: there is no sum over passes.
+            last: the gradients of the step are final after it.
+            in_parts: units whose gradients are complete only at its end.
+            early: each gradient is final on arrival, because the step has one pass.
         """
         self._last_pass = last
         self._early = early
@@ -117,17 +118,17 @@ class Updates:
             self._finals = []
 
     def end_backward(self) -> None:
-        """The backward pass is over: so are units in parts, and those with parameters that had no part in it."""
+        """End the backward pass. This completes units in parts, and units with parameters that it has not reached."""
         self._in_parts = frozenset()
         if self._last_pass and self._schedule is UpdateSchedule.BACKWARD:
             self._losses.check_late()
             self._all_final()
 
     def final(self, unit: int) -> None:
-        """The unit's gradients of this step are complete, unless they come in parts.
+        """Note that the unit's gradients of this step are complete, unless they come in parts.
 
-        Under the `backward` schedule it is updated now, or, where they are still on their way from the device, at one
-        of the next calls.
+        Under the `backward` schedule the unit is updated now, or at one of the next calls if the gradients are still on
+        their way from the device.
 
         Raises:
             NonFiniteError: under the `backward` schedule, a gradient is not finite.
@@ -135,7 +136,7 @@ class Updates:
         if unit in self._in_parts:
             return
         if self._schedule is UpdateSchedule.BACKWARD:
-            self._asked.pop(unit, None)  # more of it has come since
+            self._asked.pop(unit, None)  # more of its gradient has come since the vote began
             self._due[unit] = None
             if self._gradients.alone:
                 self._update_due()
@@ -147,17 +148,17 @@ class Updates:
                 self._run_ahead(unit)
 
     def _run_ahead(self, unit: int) -> None:
-        """Update the unit as if the norm of all gradients were known, and small."""
+        """Submit the unit's update speculatively, as if the global norm were known and small."""
         segments = self._segments(self._partition.units[unit], 1.0 / self._losses.loss_scale.value)
         if self._executor.run_ahead(unit, segments, may_leave=self._gradients.are_measured(unit)):
             self._finals.append(unit)
             self._foresight.tried()
 
     def undo_ahead(self, *, grads: bool = True) -> None:
-        """Somebody wants what was before the updates of this step that have run ahead: they come later.
+        """Roll back this step's speculative updates, because a caller reads the old values. The updates run later.
 
         Args:
-            grads: they do; else the step's gradients are about to be dropped.
+            grads: restore the gradients; False if the step's gradients are about to be dropped.
         """
         if self._executor.undo_all(grads=grads):
             self._foresight.disturbed()
@@ -168,15 +169,15 @@ class Updates:
         self._update_due(len(self._due))
 
     def _update_due(self, least: int = 0, leave: int = 0) -> bool:
-        """Update what is due and has come from the device, waiting for the oldest; returns whether anything was.
+        """Update due units whose gradients have arrived. Return whether any was updated.
 
-        All ranks agree on whether gradients are finite, and so begin to ask one another at the same points: there what
-        is due lags behind far enough to have come. They compute on meanwhile, and update when the next one is asked
-        about. A rank that is alone updates each unit before it waits for the next one's gradients.
+        All ranks vote on whether gradients are finite, so they must start the votes at the same points: the due units
+        lag far enough behind for their gradients to have arrived. The ranks compute on during a vote, and update when
+        the next one starts. A rank that is alone updates each unit before it waits for the next one's gradients.
 
         Args:
-            least: of how many units' gradients to wait for.
-            leave: how many units' updates may still wait for the other ranks then.
+            least: for how many units to wait, oldest first.
+            leave: how many votes may still be open at the end.
         """
         updated = False
         for done, unit in enumerate(list(self._due)):
@@ -186,11 +187,11 @@ class Updates:
             self._losses.check_late()
             self._asked[unit] = self._gradients.ask_others(unit)
             updated |= self._update_asked(0 if self._gradients.alone else _ASKED)
-            self._executor.settle()  # while one waited here, others were updated, whose values now go up
+            self._executor.settle()  # upload updates that ended while this thread waited
         return self._update_asked(leave) or updated
 
     def _update_asked(self, leave: int = 0) -> bool:
-        """Update what the ranks have been asked about, but for the last so many; returns whether anything was."""
+        """Update the units that the ranks have voted on, except the last `leave`. Return whether any was updated."""
         done = 0
         while len(self._asked) > leave:
             unit = next(iter(self._asked))
@@ -211,13 +212,13 @@ class Updates:
         self._update(unit, self._segments(self._partition.units[unit], 1.0))
 
     def add(self, addend: Addend) -> bool:
-        """Add these gradients to those of their unit, once there is room.
+        """Add these gradients to their unit's. Block until they have room.
 
         Returns:
             Whether all gradients of the unit have come in this backward pass.
 
         Raises:
-            CapacityError: no room can be had within the budget.
+            CapacityError: the budget cannot give the room.
         """
         self._executor.gradient_comes(addend.unit)
         due = self._gradients.sum_there(addend)
@@ -227,7 +228,7 @@ class Updates:
         return self._add_below(due) if complete is None else complete
 
     def _add_below(self, addend: Addend) -> bool:
-        """As `add`, of what leaves the device now, once there is room."""
+        """As `add`, for gradients that leave the device now."""
         while (complete := self._gradients.try_add(addend)) is None:
             if not self._make_room(addend.unit):
                 raise CapacityError(
@@ -238,10 +239,10 @@ class Updates:
         return complete
 
     def _make_room(self, unit: int) -> bool:
-        """Free memory that the unit's gradients may take; False if there is none.
+        """Free memory for the unit's gradients. Return False if there is none to free.
 
-        First what this rank has room for by itself. All ranks take part in updates of what is due, or final by now: so
-        only if the capacity is used up by gradients that no update has, which it is on all of them alike.
+        First try local means. An update of due units is taken by all ranks together, so it follows only if gradients
+        without an update use up the capacity, which then happens on all ranks alike.
         """
         if self._gradients.alone and self._update_due(least=1):
             return True
@@ -255,9 +256,10 @@ class Updates:
         return self._update_asked() or self._update_due(least=1) or self._update_early()
 
     def _update_early(self) -> bool:
-        """Update a unit that still waits for other gradients, which may not come (experts without a token).
+        """Update a unit that still waits for gradients, which may never come (experts without a token).
 
-        Every parameter's gradient comes once in a pass, so its part of the unit can be updated now and the rest later.
+        Each parameter's gradient comes once in a pass, so this part of the unit can be updated now and the other part
+        later.
 
         Returns:
             False if no gradient is final yet.
@@ -266,13 +268,13 @@ class Updates:
         final = self._schedule is UpdateSchedule.BACKWARD and self._last_pass and self._early
         if not final or not waiting:
             return False
-        self.final(waiting[-1])  # backward has probably been there first
+        self.final(waiting[-1])  # backward probably reached it first
         self._update_due(len(self._due))
         self._executor.drain()
         return True
 
     def rest(self, unit: int) -> None:
-        """Nothing is added to the unit's gradients for a while."""
+        """Note that the unit's gradients do not change for a while."""
         self._gradients.rest(unit)
         self._executor.gradients_rest(unit)
 
@@ -281,13 +283,13 @@ class Updates:
         return self._gradients.held_values(unit, self._executor.free_gradients)
 
     def remeasure(self, unit: int) -> None:
-        """The unit's gradients were changed from outside: their norm is another one."""
+        """Measure gradients again that were changed from outside."""
         self.held_values(unit)
         self._gradients.remeasure(unit)
         self.rest(unit)
 
     def finish_step(self) -> None:
-        """All gradients of the step are there: update what was not updated yet, now or later."""
+        """Update all remaining units, now or later, once all gradients of the step have come."""
         self.outcome = self._finish_step()
         self.under_way = False
         self._executor.end_step()
@@ -321,14 +323,15 @@ class Updates:
         return StepOutcome(norm, skipped=False)
 
     def _await_gradients(self) -> None:
-        """Wait for the gradients as they come; what has been updated ahead meanwhile goes up."""
+        """Wait for the gradients as they come, and upload speculative updates that have ended."""
         if self._executor.awaits_updates:
             for unit in reversed(self._gradients.units_with_gradients()):
                 self._gradients.sums_sq(unit)
                 self._executor.settle()
 
     def _update_all(self, scale: float) -> None:
-        """Update all units that have gradients; what ran ahead is their update, if that would be the same now."""
+        """Update all units that have gradients. Commit speculative updates that have used the same rule; roll back the
+        others."""
         units = self._executor.forward_order(self._gradients.units_with_gradients())
         segments = {unit: self._segments(self._partition.units[unit], scale) for unit in units}
         others = [unit for unit in units if self._executor.ran_ahead(unit) != segments[unit]]
@@ -350,15 +353,15 @@ class Updates:
             self._executor.update(unit, segments, slots)
 
     def _count(self, unit: int) -> None:
-        """Parameters that have a gradient have one more update."""
+        """Count one more update of each parameter with a gradient."""
         slots = self._partition.units[unit].slots
         for index in self._gradients.slots_with_gradients(unit):
             name = slots[index].name
             self.steps[name] = self.steps.get(name, 0) + 1
 
     def _segments(self, unit: Unit, scale: float) -> tuple[Segment, ...]:
-        """Runs of neighbouring parameters that have a gradient, the same group and the same step count, as far as they
-        lie in this rank's shard.
+        """Return runs of neighbouring parameters that have a gradient, the same group and the same step count, cut to
+        this rank's shard.
 
         A parameter without a gradient in this step is left alone, as torch does: no decay, no step.
         """

@@ -1,15 +1,15 @@
-"""What the model's parameters show: their unit's memory, or a NaN of the right shape while it is away.
+"""Point the model's parameters at their unit's memory, or at a NaN of the right shape while it is not resident.
 
 [Note: parameters that lie elsewhere]
-`param.data = values` leaves the memory of the unit as it was, and would be undone when the parameter is next shown or
-hidden: a write that is lost without a word. So wherever that is about to happen, and where values are used, it is seen
-that parameters lie where they were put. Where they stay in memory and may be written to, what lies elsewhere is copied
-to where it belongs, as `param.data.copy_(values)` would; elsewhere it is refused.
+`param.data = values` leaves the unit's memory unchanged, and the next `show` or `hide` would silently undo it. So each
+`show`, `hide` and update checks that parameters still lie where they were put. A parameter that lies elsewhere is
+copied into its unit's memory, as `param.data.copy_(values)` would do, if that memory is shown and may be written to.
+Otherwise it is refused.
 
 [Note: writes to placeholders]
-`param.data.zero_()` and `nn.init.zeros_(param)` write to a placeholder without an error, and no version counter of the
-parameter sees the first. A placeholder is therefore a copy-on-write tensor: the first write gives it a storage of its
-own, which is seen without a look at the device. A few reads do the same (`data_ptr()`), so its value decides then.
+`param.data.zero_()` and `nn.init.zeros_(param)` write to a placeholder without an error, and the parameter's version
+counter misses the first. A placeholder is therefore a copy-on-write tensor: the first write gives it its own storage,
+which can be detected without reading the device. A few reads do the same (`data_ptr()`), so its value decides then.
 """
 
 from __future__ import annotations
@@ -26,33 +26,32 @@ from infinity.tiers.unit_params import UnitParams
 from infinity.zero.model_parts import is_distributed, local_part, set_local_part
 from infinity.zero.partition import Unit
 
-# Nobody has written to a placeholder, nor asked for its address; False for any other tensor.
+# True until the placeholder is written to or asked for its address; False for any other tensor.
 _is_untouched = getattr(torch._C, "_is_cow_tensor")  # noqa: B009  # torch's stubs leave it out
 
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """What is made inside is an ordinary tensor, for parameters to lie in.
+    """Make ordinary tensors inside, for parameters to lie in.
 
-    In the user's inference mode it would be one that cannot be trained, and within a transform of `torch.func` one that
-    is gone when the transform is over.
+    In the user's inference mode they could not be trained; in a transform of `torch.func` they would die with it.
     """
     with torch.inference_mode(False), torch._C._DisableFuncTorch():
         yield
 
 
 def version_of(param: nn.Parameter) -> int:
-    """Changes with every operation that writes to it; one that was made in inference mode counts none."""
+    """Return a counter that changes with each in-place operation; constant for tensors made in inference mode."""
     return 0 if param.is_inference() else param._version
 
 
 @dataclass
 class _Lent:
-    """A lent parameter as the tiers know it.
+    """The state of a lent parameter when the tiers last had its values.
 
     Attributes:
-        version: of the parameter.
-        sums: of its values, if writes to its `data` are to be noticed.
+        version: see `version_of`.
+        sums: checksum of the values, if writes to `param.data` are to be detected.
     """
 
     version: int
@@ -61,13 +60,13 @@ class _Lent:
 
 @dataclass
 class ModelViews:
-    """What the views of all units share.
+    """State shared by the views of all units.
 
     Attributes:
-        writable: while values are shown they may be written to, see [Note: parameters that lie elsewhere].
-        lent_params: the identities of parameters that are lent.
-        read: unit and slot of those that were lent in the pass that is running, whose copies the graph has.
-        detached: the units' memory is about to go, so that no parameter may lie in it any more.
+        writable: shown values may be written to, see [Note: parameters that lie elsewhere].
+        lent_params: identities of lent parameters.
+        read: unit and slot of parameters lent in the running pass: the graph holds their copies.
+        detached: the units' memory is about to be freed, so no parameter may lie in it.
     """
 
     writable: bool
@@ -77,19 +76,18 @@ class ModelViews:
 
     @property
     def lends(self) -> bool:
-        """Some parameter is lent."""
         return bool(self.lent_params)
 
 
 class UnitViews:
-    """Points one unit's parameters at values, see [Note: what a parameter shows] in executor.py.
+    """Point one unit's parameters at values, see [Note: what a parameter shows] in executor.py.
 
-    A parameter that is read while its unit is stored is NaN: loud, of the right shape, and free. Parameters that are
-    lent stay as they are.
+    A read of a parameter whose unit is stored gives NaN: loud, of the right shape, and free. Lent parameters are left
+    alone.
 
     Args:
-        params: the memory in which the values are.
-        of_model: what the views of all units share.
+        params: the memory with the values.
+        of_model: state shared by the views of all units.
     """
 
     def __init__(self, unit: Unit, model: nn.Module, params: UnitParams, of_model: ModelViews) -> None:
@@ -98,17 +96,18 @@ class UnitViews:
         self._parameters = [model.get_parameter(slot.name) for slot in unit.slots]
         self._params = params
         self._of_model = of_model
-        self._divided = any(map(is_distributed, self._parameters))  # DTensors lie where their local parts do
-        # Views of the memory; made when the unit is first there (a view of freed storage cannot be made), then kept.
+        self._divided = any(map(is_distributed, self._parameters))  # a DTensor lies where its local part does
+        # Views of the memory. Made when the unit first has memory (a view of freed storage cannot be made), then kept.
         self._views: list[torch.Tensor] | None = None
         self._placeholders: list[torch.Tensor] | None = None  # made once
-        self._shown: bool | None = None  # whether values are shown, or NaN; None: neither values nor NaN of ours
-        # Where each was put; None where nobody knows: somebody else has put it there, or is about to.
+        self._shown: bool | None = None  # values (True) or NaN (False); None: neither is certain
+        # The tensor that each parameter was pointed at; None if unknown: other code has moved it, or a move is under
+        # way.
         self._lies: list[torch.Tensor | None] = [None] * len(unit.slots)
         self._lent: dict[int, _Lent] = {}  # by slot
 
     def forget(self) -> None:
-        """Somebody else has written to the parameters' `data`."""
+        """Forget where the parameters lie: other code has set their `data`."""
         self._shown = None
         self._lies = [None] * len(self._lies)
 
@@ -116,18 +115,18 @@ class UnitViews:
         """Check that the unit's parameters lie where they were put, see [Note: parameters that lie elsewhere].
 
         Raises:
-            InfinityError: one does not, and cannot be brought there.
+            InfinityError: one does not, and cannot be moved back.
         """
         strays = []
         placeholders = self._placeholders
-        with torch._C.DisableTorchFunction():  # this is no use of the parameters, see reads.py
+        with torch._C.DisableTorchFunction():  # not a use of the parameters, see reads.py
             for slot, (param, place) in enumerate(zip(self._parameters, self._lies, strict=True)):
                 if place is None or slot in self._lent:
                     continue
                 lies = local_part(param) if self._divided else param
                 if lies.shape != place.shape or lies.stride() != place.stride():
                     strays.append(slot)
-                elif _is_untouched(place):  # its address would be taken for a write
+                elif _is_untouched(place):  # `data_ptr()` would count as a write
                     if lies.untyped_storage()._cdata != place.untyped_storage()._cdata:
                         strays.append(slot)
                 elif lies.data_ptr() != place.data_ptr() or (placeholders is not None and placeholders[slot] is place):
@@ -137,7 +136,7 @@ class UnitViews:
 
     @_plainly()
     def _bring_back(self, strays: Sequence[int]) -> None:
-        """Have these parameters lie where they were put, and renew the placeholders that somebody has touched."""
+        """Move these parameters back, and replace placeholders that were written to."""
         refused = ""
         for slot in strays:
             param, place = self._parameters[slot], self._lies[slot]
@@ -153,7 +152,7 @@ class UnitViews:
             else:
                 refused = refused or self._refusal(slot, lies)
             set_local_part(param, place)
-            torch.autograd.graph.increment_version(param)  # a graph of before must not compute with these
+            torch.autograd.graph.increment_version(param)  # a backward pass through an older graph must fail
         if refused:
             raise InfinityError(refused)
 
@@ -171,9 +170,9 @@ class UnitViews:
         )
 
     def outdate(self, slots: Collection[int] | None = None) -> None:
-        """The unit's values are old, or those of these slots.
+        """Hide the unit's values, or only these slots, because they are stale.
 
-        The rest of a backward pass may still need the others.
+        The backward pass may still need the others.
         """
         old = range(len(self._parameters)) if slots is None else sorted(slots)
         self._cover(old)
@@ -181,7 +180,7 @@ class UnitViews:
         torch.autograd.graph.increment_version(changed)
 
     def cover(self) -> None:
-        """The values of the unit's trained parameters may be old, or not: nobody sees any."""
+        """Hide the trained parameters: they may or may not be stale."""
         self._cover([index for index, slot in enumerate(self._slots) if slot.trainable])
 
     def _cover(self, slots: Sequence[int]) -> None:
@@ -191,15 +190,14 @@ class UnitViews:
             self._shown = None
 
     def values(self, slot: int) -> torch.Tensor:
-        """What the parameter lies in."""
         return local_part(self._parameters[slot]).detach()
 
     @_plainly()
     def lend(self, slot: int, values: torch.Tensor, *, watched: bool) -> None:
-        """The model's parameter lies in `values` until it is taken back, wherever its unit goes meanwhile.
+        """Let the model's parameter lie in `values` until `take_back`, wherever its unit is meanwhile.
 
         Args:
-            watched: `rewritten` will be asked, which costs two passes over the values.
+            watched: `rewritten` will be called; costs two passes over the values.
         """
         self._lent[slot] = _Lent(version_of(self._parameters[slot]), _sums(values) if watched else None)
         set_local_part(self._parameters[slot], values)
@@ -207,21 +205,21 @@ class UnitViews:
         self._of_model.read.add((self._unit, slot))
 
     def take_back(self, slot: int) -> None:
-        """The parameter is not lent any more; where it lies now is for the caller to say."""
+        """End the lending. The caller decides where the parameter lies now."""
         self._lent.pop(slot, None)
         self._of_model.lent_params.discard(id(self._parameters[slot]))
 
     def keeps(self, slot: int) -> None:
-        """The tiers have what the lent parameter has now."""
+        """Note that the tiers have the lent parameter's present values."""
         sums = None if self._lent[slot].sums is None else _sums(self.values(slot))
         self._lent[slot] = _Lent(version_of(self._parameters[slot]), sums)
 
     def changed(self, slot: int) -> bool:
-        """An operation has written to the lent parameter since then; one on its `.data` is not noticed."""
+        """Whether an operation has written to the lent parameter since. Misses writes to its `.data`."""
         return version_of(self._parameters[slot]) != self._lent[slot].version
 
     def rewritten(self, slot: int) -> bool:
-        """The lent parameter, which is watched, has other values than then."""
+        """Whether the values of the lent parameter, which is watched, have changed since."""
         sums = self._lent[slot].sums
         return sums is not None and not torch.equal(_sums(self.values(slot)), sums)
 
@@ -241,32 +239,32 @@ class UnitViews:
 
     @_plainly()
     def _make_views(self) -> list[torch.Tensor]:
-        """A view of the unit's memory for each slot, made once."""
+        """Make a view of the unit's memory for each slot, once."""
         flat = self._params.tensor
         self._views = [flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self._slots]
         return self._views
 
     @_plainly()
     def _nothing(self) -> list[torch.Tensor]:
-        """A placeholder for each slot of the unit, made once."""
+        """Make a placeholder for each slot, once."""
         if self._placeholders is None:
             flat = self._params.tensor
             self._placeholders = [_placeholder(flat, slot.shape) for slot in self._slots]
         return self._placeholders
 
     def _renew(self, slot: int) -> None:
-        """Have another placeholder, so that it is seen again whether somebody writes to it."""
+        """Replace a placeholder, so that the next write to it is detected again."""
         placeholders = self._placeholders
         assert placeholders is not None
         placeholders[slot] = _placeholder(placeholders[slot], self._slots[slot].shape)
         self._set([slot], placeholders)
 
     def _set(self, slots: Iterable[int], values: Sequence[torch.Tensor]) -> None:
-        with torch._C.DisableTorchFunction():  # this is no use of the parameters, see reads.py
+        with torch._C.DisableTorchFunction():  # not a use of the parameters, see reads.py
             for slot in slots:
                 if slot in self._lent:
                     continue
-                self._lies[slot] = None  # an interrupt must not look as if somebody else had put it there
+                self._lies[slot] = None  # after an interrupt, the old entry would look like a move by other code
                 if self._divided:
                     _set_part(self._parameters[slot], values[slot])
                 else:
@@ -274,15 +272,15 @@ class UnitViews:
                 self._lies[slot] = values[slot]
 
     def lent_values(self, slot: int) -> torch.Tensor | None:
-        """What the parameter lies in while it is lent; None if it is not."""
+        """Return the tensor that the parameter lies in while it is lent; None if it is not."""
         return self.values(slot) if slot in self._lent else None
 
     def shows(self) -> bool:
-        """The unit's parameters lie in its memory, but for those that are lent."""
+        """Whether the unit's parameters, except lent ones, lie in its memory."""
         return self._shown is True
 
     def detach(self) -> None:
-        """Leave the parameters without memory, before the memory goes."""
+        """Detach the parameters from the memory, before it is freed."""
         self._views = None
         self.forget()
         self.hide()
@@ -291,14 +289,14 @@ class UnitViews:
 def _same_place(lies: torch.Tensor, place: torch.Tensor) -> bool:
     if lies.stride() != place.stride() or lies.shape != place.shape:
         return False
-    if _is_untouched(place):  # its address would be taken for a write
+    if _is_untouched(place):  # `data_ptr()` would count as a write
         return bool(lies.untyped_storage()._cdata == place.untyped_storage()._cdata)
     return lies.data_ptr() == place.data_ptr()
 
 
 @_plainly()
 def _set_part(param: nn.Parameter, values: torch.Tensor) -> None:
-    set_local_part(param, values)  # which may make another DTensor
+    set_local_part(param, values)  # may make another DTensor
 
 
 def _placeholder(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -307,17 +305,17 @@ def _placeholder(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _is_written(placeholder: torch.Tensor) -> bool:
-    """It is not NaN any more; one of integers never was."""
+    """Whether the placeholder is no longer NaN. Placeholders of integers never are."""
     if not placeholder.numel() or not placeholder.is_floating_point():
         return False
     return not bool(placeholder[(0,) * placeholder.dim()].float().isnan())
 
 
 def _sums(values: torch.Tensor) -> torch.Tensor:
-    """A checksum of the bits of values, on their device.
+    """Return a checksum of the bits of the values, on their device.
 
-    It has the sum over each of so many columns of words, at memory speed. Few words are their own sum, and an odd
-    number of columns notices rows of a weight that change places.
+    It sums each of 4093 columns of words, at memory speed. With this odd number, swapped rows of a weight change the
+    sums.
     """
     columns = 4093
     flat = values.detach().clone() if values.storage_offset() else values.detach().contiguous()
