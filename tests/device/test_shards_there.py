@@ -146,9 +146,9 @@ def counting() -> Iterator[list[int]]:
     copies: list[int] = []
     plain = AcceleratorLink._copy
 
-    def counted(self: AcceleratorLink, stream: Any, target: torch.Tensor, *more: Any) -> Any:
-        copies.append(target.nbytes)
-        return plain(self, stream, target, *more)
+    def counted(self: AcceleratorLink, stream: Any, pairs: Any, *more: Any) -> Any:
+        copies.extend(target.nbytes for target, _ in pairs)
+        return plain(self, stream, pairs, *more)
 
     AcceleratorLink._copy = counted
     try:
