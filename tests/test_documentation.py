@@ -22,7 +22,7 @@ from infinity.integrations import save_adapters
 from tests.behaviour.reference import Placement, Recipe, batches, tiny_gpt2, tiny_llama
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CHECKPOINT_BLOCKS = [match.group(2) for match in BLOCK.finditer((ROOT / "docs/checkpoints.md").read_text())]
 
