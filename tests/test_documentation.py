@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from infinity.cli import train
-from infinity.cli.main import main
+from infinity.cli.main import COMMANDS, main
 from infinity.config import load_config
 from infinity.config.keys import DEPRECATED, NO_EFFECT, REFUSED
 from infinity.config.load import known_keys
@@ -22,7 +22,8 @@ from infinity.integrations import save_adapters
 from tests.behaviour.reference import Placement, Recipe, batches, tiny_gpt2, tiny_llama
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+COMMAND_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CHECKPOINT_BLOCKS = [match.group(2) for match in BLOCK.finditer((ROOT / "docs/checkpoints.md").read_text())]
 
@@ -126,6 +127,22 @@ def test_the_commands_of_the_cluster_recipes_are_ours(monkeypatch, tmp_path) -> 
         if "train" in command:
             parser.parse_args(command[command.index("train") :])
     assert sum("train" in command for command in started) == 2
+
+
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: page.name)
+def test_the_commands_of_the_readme_and_the_tutorials_parse(page) -> None:
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers(required=True)
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    blocks = re.findall(r"^```(?:sh|console)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    shell = "".join(blocks).replace("\\\n", " ")
+    lines = re.findall(r"^(?:\$ )?infinity (.*)$", shell, re.MULTILINE)
+    assert lines
+    for line in lines:
+        parsed = parser.parse_args(shlex.split(line, comments=True))
+        if getattr(parsed, "script", None) == "train":
+            parser.parse_args(["train", *parsed.arguments])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

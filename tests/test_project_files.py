@@ -71,8 +71,8 @@ def test_what_the_project_s_pages_name_exists(name) -> None:
 
 def test_llms_txt_lists_every_page() -> None:
     text = (ROOT / "docs/llms.txt").read_text()
-    assert sorted(re.findall(r"\]\((\w[\w-]*\.md)\)", text)) == sorted(
-        path.name for path in (ROOT / "docs").glob("*.md")
+    assert sorted(re.findall(r"\]\((\w[\w/-]*\.md)\)", text)) == sorted(
+        path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")
     )
 
 

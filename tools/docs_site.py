@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str
     def named(link: re.Match[str]) -> str:
         text, target = link.groups()
         path = target.partition("#")[0]
-        if files.get_file_from_path(path) is not None or not path:
+        within = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), path))
+        if files.get_file_from_path(within) is not None or not path:
             return link[0]
         found = (here.parent / path).resolve()
         if not found.exists() or not found.is_relative_to(ROOT):
