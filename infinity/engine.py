@@ -42,10 +42,10 @@ _log = logging.getLogger(__name__)
 
 
 class Engine(Accessors):
-    """Trains one model whose states live in the tiers. Built by `initialize`.
+    """Train one model whose states live in the tiers. Built by `initialize`.
 
-    A context manager: leaving it closes the engine, and so does dropping it. Attributes that it has not are the
-    model's.
+    A context manager: leaving it closes the engine, and so does dropping the last reference. Unknown attributes are
+    forwarded to the model.
 
     Attributes:
         module: the model. At stage 3 its parameters have values only while their unit is in use (NaN otherwise).
@@ -88,7 +88,7 @@ class Engine(Accessors):
             runtime.settle()
             undo.pop_all()
         publisher = publisher_of(self._step, runtime, optimizer, config)
-        # Of nothing that leads here, so that an engine that nobody has any more goes.
+        # Must hold no reference to self, so that an unreferenced engine is collected.
         self._close = weakref.finalize(
             self, _close, model, optimizer, self._step, self._guards, self._session, publisher
         )

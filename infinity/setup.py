@@ -85,11 +85,11 @@ def initialize(
         training_data: a dataset; a `DataLoader` with the configured micro-batch size is returned for it, whose batches
             `collate_fn` makes.
         lr_scheduler: a torch scheduler of `optimizer`, or a callable that makes one from the returned optimizer.
-        init_function: initialises the parameters of one module that came on the meta device or from `zero.Init`.
-        weights: where stored values of parameters that came on the meta device or from `zero.Init` are, read unit by
-            unit; see `infinity.integrations.pretrained_model`. Those that it has not are initialised.
-        device: where to compute; a CUDA device where there is one, else the CPU.
-        link: how bytes get to a device that is neither, and from it.
+        init_function: initialises the parameters of one module that was built on the meta device or by `zero.Init`.
+        weights: stored values of parameters that were built on the meta device or by `zero.Init`, read unit by unit;
+            see `infinity.integrations.pretrained_model`. Parameters that are missing there are initialised.
+        device: the compute device; by default a CUDA device if there is one, else the CPU.
+        link: copies bytes to and from a device of another kind.
         process_group: the ranks that share the states; all of `torch.distributed`'s by default, which is initialised
             here under a launcher (`infinity run`, `torchrun`) if it was not before.
         trains: False for an engine that evaluates and generates, without optimizer states; None to train if there is an
