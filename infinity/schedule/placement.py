@@ -708,6 +708,11 @@ class Placement:
     grad_homes: GradHomes
     stored_bytes: int
 
+    def host_homes_bytes(self, specs: Sequence[FlatSpec]) -> int:
+        """Return the bytes of parameter shards whose home is host memory."""
+        homes = zip(specs, self.params, strict=True)
+        return sum(spec.shard_nbytes for spec, home in homes if home.memory is Memory.HOST)
+
 
 def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: MemorySplit) -> Placement:
     """Fill the table for this division of host memory."""

@@ -540,9 +540,8 @@ def _apart(plan: _Plan, arena: Arena) -> Device | None:
     if plan.sizing.rules.site is Memory.DEVICE:
         return None
     direct = _open_direct(plan.config, plan.link) if plan.sizing.rules.params.pass_host else None
-    homes = zip(plan.sizing.specs, plan.placement.params, strict=True)
-    in_host = sum(spec.shard_nbytes for spec, home in homes if home.memory is Memory.HOST)
-    return Device(plan.link, arena.part(plan.split.homes_bytes - in_host), direct)
+    staging_bytes = plan.split.homes_bytes - plan.placement.host_homes_bytes(plan.sizing.specs)
+    return Device(plan.link, arena.part(staging_bytes), direct)
 
 
 def _open_direct(config: Config, link: Link) -> DeviceReads | None:
