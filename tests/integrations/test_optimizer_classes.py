@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import infinity
-from infinity.integrations.dialect import deepspeeds_settings
-from infinity.integrations.dialect.engine import initialize
-from infinity.integrations.dialect.optimizers import (
+from infinity.integrations.deepspeed import deepspeeds_settings
+from infinity.integrations.deepspeed.engine import initialize
+from infinity.integrations.deepspeed.optimizers import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
     DeepSpeedZeroOptimizer_Stage3,

@@ -12,9 +12,9 @@ import torch
 
 import infinity
 from infinity.integrations.as_deepspeed import FOLDER
-from infinity.integrations.dialect import timers
-from infinity.integrations.dialect.engine import initialize
-from infinity.integrations.dialect.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
+from infinity.integrations.deepspeed import timers
+from infinity.integrations.deepspeed.engine import initialize
+from infinity.integrations.deepspeed.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
 from tests.doors.small_models import CONFIG, WIDTH, Heads
 
 

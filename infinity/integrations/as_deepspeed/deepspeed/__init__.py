@@ -7,12 +7,12 @@ from typing import Any
 from infinity import __version__ as __infinity__
 from infinity.errors import ConfigError as DeepSpeedConfigError
 from infinity.front import add_config_arguments
-from infinity.integrations.dialect.accelerator import get_accelerator
-from infinity.integrations.dialect.comm import init_distributed
-from infinity.integrations.dialect.config import DeepSpeedConfig
-from infinity.integrations.dialect.engine import DeepSpeedEngine, initialize
-from infinity.integrations.dialect.logs import log_dist, logger
-from infinity.integrations.dialect.refused import REFUSED, refused
+from infinity.integrations.deepspeed.accelerator import get_accelerator
+from infinity.integrations.deepspeed.comm import init_distributed
+from infinity.integrations.deepspeed.config import DeepSpeedConfig
+from infinity.integrations.deepspeed.engine import DeepSpeedEngine, initialize
+from infinity.integrations.deepspeed.logs import log_dist, logger
+from infinity.integrations.deepspeed.refused import REFUSED, refused
 from infinity.optim.optimizer import TieredOptimizer as DeepSpeedOptimizer
 
 from . import checkpointing, comm, monitor, ops, runtime, utils, zero

@@ -1,4 +1,4 @@
-from infinity.integrations.dialect.activation_checkpointing import (
+from infinity.integrations.deepspeed.activation_checkpointing import (
     checkpoint,
     configure,
     is_configured,

@@ -1,3 +1,3 @@
-from infinity.integrations.dialect.accelerator import get_accelerator, is_current_accelerator_supported
+from infinity.integrations.deepspeed.accelerator import get_accelerator, is_current_accelerator_supported
 
 __all__ = ["get_accelerator", "is_current_accelerator_supported"]

@@ -1,4 +1,4 @@
-from infinity.integrations.dialect.refused import refused_class
+from infinity.integrations.deepspeed.refused import refused_class
 
 __all__ = ["DeepSpeedCheckpoint"]
 

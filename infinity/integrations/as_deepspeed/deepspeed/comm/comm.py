@@ -1,7 +1,7 @@
 from typing import Any
 
-from infinity.integrations.dialect import comm as _comm
-from infinity.integrations.dialect.comm import (
+from infinity.integrations.deepspeed import comm as _comm
+from infinity.integrations.deepspeed.comm import (
     get_global_rank,
     get_local_rank,
     get_rank,

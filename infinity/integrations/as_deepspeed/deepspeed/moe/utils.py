@@ -1,4 +1,4 @@
-from infinity.integrations.dialect.experts import (
+from infinity.integrations.deepspeed.experts import (
     has_moe_layers,
     is_moe_param,
     is_moe_param_group,

@@ -1,4 +1,4 @@
 from infinity.config import MonitorConfig as DeepSpeedMonitorConfig
-from infinity.integrations.dialect.monitor import get_monitor_config
+from infinity.integrations.deepspeed.monitor import get_monitor_config
 
 __all__ = ["DeepSpeedMonitorConfig", "get_monitor_config"]

@@ -1,3 +1,3 @@
-from infinity.integrations.dialect.monitor import MonitorMaster
+from infinity.integrations.deepspeed.monitor import MonitorMaster
 
 __all__ = ["MonitorMaster"]

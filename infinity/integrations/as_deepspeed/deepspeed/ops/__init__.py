@@ -1,4 +1,4 @@
-from infinity.integrations.dialect.builders import compatible_ops as _compatible_ops
+from infinity.integrations.deepspeed.builders import compatible_ops as _compatible_ops
 
 from . import adagrad, adam, aio, lion, op_builder
 

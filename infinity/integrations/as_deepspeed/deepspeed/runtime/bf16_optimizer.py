@@ -1,3 +1,3 @@
-from infinity.integrations.dialect.optimizers import BF16_Optimizer
+from infinity.integrations.deepspeed.optimizers import BF16_Optimizer
 
 __all__ = ["BF16_Optimizer"]

@@ -1,5 +1,5 @@
 from infinity.errors import ConfigError as DeepSpeedConfigError
-from infinity.integrations.dialect.config import DeepSpeedConfig, get_gradient_clipping
+from infinity.integrations.deepspeed.config import DeepSpeedConfig, get_gradient_clipping
 
 __all__ = [
     "ADAGRAD_OPTIMIZER",

@@ -1,3 +1,3 @@
-from infinity.integrations.dialect.config_model import DeepSpeedConfigModel
+from infinity.integrations.deepspeed.config_model import DeepSpeedConfigModel
 
 __all__ = ["DeepSpeedConfigModel"]

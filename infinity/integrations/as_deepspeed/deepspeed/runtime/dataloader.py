@@ -1,5 +1,5 @@
-from infinity.integrations.dialect.data import RepeatingLoader
-from infinity.integrations.dialect.refused import refused_class
+from infinity.integrations.deepspeed.data import RepeatingLoader
+from infinity.integrations.deepspeed.refused import refused_class
 
 __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
 

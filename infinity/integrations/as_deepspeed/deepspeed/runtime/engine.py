@@ -4,7 +4,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from infinity.integrations.dialect.engine import DeepSpeedEngine
+from infinity.integrations.deepspeed.engine import DeepSpeedEngine
 
 __all__ = ["DeepSpeedEngine", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"]
 

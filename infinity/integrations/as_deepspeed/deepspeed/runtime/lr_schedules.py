@@ -1,4 +1,4 @@
-from infinity.integrations.dialect.tuning_arguments import (
+from infinity.integrations.deepspeed.tuning_arguments import (
     add_tuning_arguments,
     get_config_from_args,
     get_lr_from_config,
@@ -6,7 +6,7 @@ from infinity.integrations.dialect.tuning_arguments import (
     override_lr_range_test_params,
     override_params,
 )
-from infinity.integrations.dialect.tuning_arguments import override_warmup_params as override_warmupLR_params
+from infinity.integrations.deepspeed.tuning_arguments import override_warmup_params as override_warmupLR_params
 from infinity.optim.schedule_classes import (
     VALID_LR_SCHEDULES,
     LRRangeTest,

@@ -1,4 +1,4 @@
-from infinity.integrations.dialect.precision_config import (
+from infinity.integrations.deepspeed.precision_config import (
     DeepSpeedBF16Config,
     DeepSpeedFP16Config,
     get_bfloat16_config,

@@ -1,4 +1,4 @@
-from infinity.integrations.dialect.helpers import (
+from infinity.integrations.deepspeed.helpers import (
     call_to_str,
     copy_to_device,
     count_used_parameters_in_backward,
@@ -13,8 +13,8 @@ from infinity.integrations.dialect.helpers import (
     partition_uniform,
     set_random_seed,
 )
-from infinity.integrations.dialect.logs import required_torch_version, see_memory_usage
-from infinity.integrations.dialect.norms import (
+from infinity.integrations.deepspeed.logs import required_torch_version, see_memory_usage
+from infinity.integrations.deepspeed.norms import (
     CheckOverflow,
     clip_grad_norm_,
     clip_tensors_by_global_norm,

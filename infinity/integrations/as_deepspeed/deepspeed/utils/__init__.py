@@ -1,7 +1,7 @@
-from infinity.integrations.dialect.data import RepeatingLoader
-from infinity.integrations.dialect.logs import log_dist, logger, set_log_level_from_string
-from infinity.integrations.dialect.refused import refused_class
-from infinity.integrations.dialect.values import (
+from infinity.integrations.deepspeed.data import RepeatingLoader
+from infinity.integrations.deepspeed.logs import log_dist, logger, set_log_level_from_string
+from infinity.integrations.deepspeed.refused import refused_class
+from infinity.integrations.deepspeed.values import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,

@@ -1,10 +1,10 @@
-from infinity.integrations.dialect.comm import get_rank as _get_data_parallel_rank
-from infinity.integrations.dialect.comm import get_rank as get_data_parallel_rank
-from infinity.integrations.dialect.comm import get_world_group as _get_data_parallel_group
-from infinity.integrations.dialect.comm import get_world_group as get_data_parallel_group
-from infinity.integrations.dialect.comm import get_world_size as _get_data_parallel_world_size
-from infinity.integrations.dialect.comm import get_world_size as get_data_parallel_world_size
-from infinity.integrations.dialect.refused import refused
+from infinity.integrations.deepspeed.comm import get_rank as _get_data_parallel_rank
+from infinity.integrations.deepspeed.comm import get_rank as get_data_parallel_rank
+from infinity.integrations.deepspeed.comm import get_world_group as _get_data_parallel_group
+from infinity.integrations.deepspeed.comm import get_world_group as get_data_parallel_group
+from infinity.integrations.deepspeed.comm import get_world_size as _get_data_parallel_world_size
+from infinity.integrations.deepspeed.comm import get_world_size as get_data_parallel_world_size
+from infinity.integrations.deepspeed.refused import refused
 
 __all__ = [
     "_get_data_parallel_group",

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.compiler import is_compiling
 
-from infinity.integrations.dialect.accelerator import get_accelerator
+from infinity.integrations.deepspeed.accelerator import get_accelerator
 
 __all__ = ["DEEPSPEED_NVTX_DOMAIN", "enable_nvtx", "get_accelerator", "instrument_w_nvtx", "is_compiling"]
 

@@ -1,4 +1,4 @@
-from infinity.integrations.dialect.values import (
+from infinity.integrations.deepspeed.values import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,

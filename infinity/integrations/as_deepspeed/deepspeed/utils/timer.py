@@ -1,3 +1,3 @@
-from infinity.integrations.dialect.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
+from infinity.integrations.deepspeed.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
 
 __all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "trim_mean"]

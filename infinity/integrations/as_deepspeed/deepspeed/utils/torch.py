@@ -1,3 +1,3 @@
-from infinity.integrations.dialect.logs import required_torch_version
+from infinity.integrations.deepspeed.logs import required_torch_version
 
 __all__ = ["required_torch_version"]

@@ -1,5 +1,5 @@
-from infinity.integrations.dialect.refused import refused
-from infinity.integrations.dialect.zero_to_fp32 import (
+from infinity.integrations.deepspeed.refused import refused
+from infinity.integrations.deepspeed.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,

@@ -1,4 +1,4 @@
-from infinity.integrations.dialect.parameters import (
+from infinity.integrations.deepspeed.parameters import (
     GatheredParameters,
     Init,
     ZeroParamStatus,
@@ -7,7 +7,7 @@ from infinity.integrations.dialect.parameters import (
     unregister_external_parameter,
     unwrap_model_for_generation,
 )
-from infinity.integrations.dialect.refused import refused_class
+from infinity.integrations.deepspeed.refused import refused_class
 from infinity.zero.tiling import TiledLinear
 
 MiCS_Init = refused_class("MiCS_Init")

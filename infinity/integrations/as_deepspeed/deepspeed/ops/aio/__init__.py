@@ -1,3 +1,3 @@
-from infinity.integrations.dialect.builders import AsyncIOBuilder
+from infinity.integrations.deepspeed.builders import AsyncIOBuilder
 
 __all__ = ["AsyncIOBuilder"]

@@ -1,4 +1,4 @@
-from infinity.integrations.dialect.builders import (
+from infinity.integrations.deepspeed.builders import (
     AsyncIOBuilder,
     CPUAdagradBuilder,
     CPUAdamBuilder,

@@ -1,3 +1,3 @@
-from infinity.integrations.dialect.comm import reduce_scatter_coalesced
+from infinity.integrations.deepspeed.comm import reduce_scatter_coalesced
 
 __all__ = ["reduce_scatter_coalesced"]

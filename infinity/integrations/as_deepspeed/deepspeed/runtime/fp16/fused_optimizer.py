@@ -1,3 +1,3 @@
-from infinity.integrations.dialect.optimizers import FP16_Optimizer
+from infinity.integrations.deepspeed.optimizers import FP16_Optimizer
 
 __all__ = ["FP16_Optimizer"]

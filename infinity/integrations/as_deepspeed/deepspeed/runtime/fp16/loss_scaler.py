@@ -1,4 +1,4 @@
-from infinity.integrations.dialect.refused import refused, refused_class
+from infinity.integrations.deepspeed.refused import refused, refused_class
 
 __all__ = ["CreateLossScaler", "DynamicLossScaler", "LossScaleConfig", "LossScaleProfile", "LossScaler"]
 

@@ -1,3 +1,3 @@
-from infinity.integrations.dialect.optimizers import FP16_UnfusedOptimizer
+from infinity.integrations.deepspeed.optimizers import FP16_UnfusedOptimizer
 
 __all__ = ["FP16_UnfusedOptimizer"]

@@ -1,4 +1,4 @@
-from infinity.integrations.dialect.zero_config import (
+from infinity.integrations.deepspeed.zero_config import (
     DeepSpeedZeroConfig,
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,

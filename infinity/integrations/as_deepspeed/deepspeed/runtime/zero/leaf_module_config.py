@@ -1,4 +1,4 @@
-from infinity.integrations.dialect.zero_config import (
+from infinity.integrations.deepspeed.zero_config import (
     DEFAULT_LEAF_MODULE_CLASSES,
     DEFAULT_LEAF_MODULE_NAME_SUFFIXES,
     DEFAULT_LEAF_MODULE_NAMES,

@@ -1,4 +1,4 @@
-from infinity.integrations.dialect.refused import refused, refused_class
+from infinity.integrations.deepspeed.refused import refused, refused_class
 
 __all__ = ["LinearFunctionForZeroStage3", "LinearModuleForZeroStage3", "zero3_linear_wrap"]
 

@@ -1,3 +1,3 @@
-from infinity.integrations.dialect.engine import get_state_devices
+from infinity.integrations.deepspeed.engine import get_state_devices
 
 __all__ = ["get_state_devices"]

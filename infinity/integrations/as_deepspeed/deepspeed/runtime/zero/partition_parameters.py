@@ -3,8 +3,8 @@ from typing import Any
 
 import torch
 
-from infinity.integrations.dialect.accelerator import get_accelerator
-from infinity.integrations.dialect.parameters import (
+from infinity.integrations.deepspeed.accelerator import get_accelerator
+from infinity.integrations.deepspeed.parameters import (
     GatheredParameters,
     Init,
     ZeroParamStatus,
@@ -12,7 +12,7 @@ from infinity.integrations.dialect.parameters import (
     register_external_parameter,
     unregister_external_parameter,
 )
-from infinity.integrations.dialect.refused import refused_class
+from infinity.integrations.deepspeed.refused import refused_class
 
 __all__ = [
     "AllGatherCoalescedHandle",

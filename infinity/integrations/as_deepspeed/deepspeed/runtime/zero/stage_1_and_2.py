@@ -1,5 +1,5 @@
-from infinity.integrations.dialect.data import split_half_float_double
-from infinity.integrations.dialect.optimizers import DeepSpeedZeroOptimizer
+from infinity.integrations.deepspeed.data import split_half_float_double
+from infinity.integrations.deepspeed.optimizers import DeepSpeedZeroOptimizer
 from infinity.zero.estimates import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,

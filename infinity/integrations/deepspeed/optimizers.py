@@ -12,11 +12,11 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine import Engine
 from infinity.errors import ConfigError
-from infinity.integrations.dialect.base_optimizers import LiveStates, base_optimizer
-from infinity.integrations.dialect.deepspeeds_settings import check_setting
-from infinity.integrations.dialect.live_views import LiveView, flat_gradients, flat_masters, flat_values, moments
-from infinity.integrations.dialect.misuse import AssertedConfigError
-from infinity.integrations.dialect.values import safe_get_full_grad, safe_get_local_grad
+from infinity.integrations.deepspeed.base_optimizers import LiveStates, base_optimizer
+from infinity.integrations.deepspeed.deepspeeds_settings import check_setting
+from infinity.integrations.deepspeed.live_views import LiveView, flat_gradients, flat_masters, flat_values, moments
+from infinity.integrations.deepspeed.misuse import AssertedConfigError
+from infinity.integrations.deepspeed.values import safe_get_full_grad, safe_get_local_grad
 from infinity.optim.kinds import ADAM, OptimizerKind
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from infinity.config import format_size
 from infinity.errors import CapacityError, InfinityError
-from infinity.integrations.dialect.values import (
+from infinity.integrations.deepspeed.values import (
     local_values,
     moment_names,
     safe_get_full_optimizer_state,

@@ -14,10 +14,10 @@ import torch
 
 from infinity.config import Config
 from infinity.errors import ConfigError
-from infinity.integrations.dialect.comm import get_rank
-from infinity.integrations.dialect.config import DeepSpeedConfig
-from infinity.integrations.dialect.precision_config import get_float16_config
-from infinity.integrations.dialect.zero_config import DeepSpeedZeroConfig, known_zero_config
+from infinity.integrations.deepspeed.comm import get_rank
+from infinity.integrations.deepspeed.config import DeepSpeedConfig
+from infinity.integrations.deepspeed.precision_config import get_float16_config
+from infinity.integrations.deepspeed.zero_config import DeepSpeedZeroConfig, known_zero_config
 
 # Methods that give a field of the section zero_optimization.
 _ZERO_FIELDS = {

@@ -21,15 +21,15 @@ from infinity.config import Config
 from infinity.config.load import with_values
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError
-from infinity.integrations.dialect.comm import check_initialized, get_world_group
-from infinity.integrations.dialect.deepspeeds_settings import check_setting
-from infinity.integrations.dialect.logs import log_dist, logger
-from infinity.integrations.dialect.misuse import AssertedConfigError, AssertedError
-from infinity.integrations.dialect.optimizers import DeepSpeedZeroOptimizer_Stage3, NamedOptimizer, optimizer_class
-from infinity.integrations.dialect.parameters import mark
-from infinity.integrations.dialect.section_facts import SectionFacts
-from infinity.integrations.dialect.timers import SynchronizedWallClockTimer, ThroughputTimer
-from infinity.integrations.dialect.zero_to_fp32 import SCRIPT, SCRIPT_NAME
+from infinity.integrations.deepspeed.comm import check_initialized, get_world_group
+from infinity.integrations.deepspeed.deepspeeds_settings import check_setting
+from infinity.integrations.deepspeed.logs import log_dist, logger
+from infinity.integrations.deepspeed.misuse import AssertedConfigError, AssertedError
+from infinity.integrations.deepspeed.optimizers import DeepSpeedZeroOptimizer_Stage3, NamedOptimizer, optimizer_class
+from infinity.integrations.deepspeed.parameters import mark
+from infinity.integrations.deepspeed.section_facts import SectionFacts
+from infinity.integrations.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
+from infinity.integrations.deepspeed.zero_to_fp32 import SCRIPT, SCRIPT_NAME
 from infinity.optim.adamw import AdamW
 from infinity.optim.kinds import KINDS
 from infinity.optim.optimizer import TieredOptimizer

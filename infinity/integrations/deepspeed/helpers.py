@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError, InfinityError
-from infinity.integrations.dialect.accelerator import get_accelerator
-from infinity.integrations.dialect.logs import log_dist, memory_line
+from infinity.integrations.deepspeed.accelerator import get_accelerator
+from infinity.integrations.deepspeed.logs import log_dist, memory_line
 
 Decorated = TypeVar("Decorated")
 

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from infinity.errors import ConfigError
-from infinity.integrations.dialect.comm import get_rank
+from infinity.integrations.deepspeed.comm import get_rank
 
 logger = logging.getLogger("deepspeed")
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from infinity import front
-from infinity.integrations.dialect.misuse import AssertedConfigError
+from infinity.integrations.deepspeed.misuse import AssertedConfigError
 from infinity.zero.launch import launch_of
 
 __all__ = ["get_global_rank", "get_local_rank", "get_rank", "get_world_size", "init_distributed"]

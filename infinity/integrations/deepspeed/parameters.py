@@ -22,8 +22,8 @@ from infinity.config import Config, load_config
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.front import init_distributed
-from infinity.integrations.dialect.live_views import part_numel, part_of_built, part_of_values
-from infinity.integrations.dialect.misuse import ModifiedError
+from infinity.integrations.deepspeed.live_views import part_numel, part_of_built, part_of_values
+from infinity.integrations.deepspeed.misuse import ModifiedError
 from infinity.zero.file_backed import convert
 from infinity.zero.gathered import GatheredParameters as Gathered
 from infinity.zero.gathered import has_values, owner_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from infinity.integrations.dialect import host_device
+from infinity.integrations.deepspeed import host_device
 
 
 class Accelerator:

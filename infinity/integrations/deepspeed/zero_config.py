@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from infinity.integrations.dialect.config_model import DeepSpeedConfigModel
+from infinity.integrations.deepspeed.config_model import DeepSpeedConfigModel
 
 _Count = Annotated[int, Field(ge=0)]
 _Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.errors import ConfigError
-from infinity.integrations.dialect.comm import get_world_size
+from infinity.integrations.deepspeed.comm import get_world_size
 
 _INVALID = -1.0  # what a norm that is not finite is written as
 

@@ -9,14 +9,14 @@ from pydantic import BaseModel
 
 from infinity.config import Config, load_config
 from infinity.errors import ConfigError
-from infinity.integrations.dialect.misuse import AssertedConfigError
-from infinity.integrations.dialect.precision_config import (
+from infinity.integrations.deepspeed.misuse import AssertedConfigError
+from infinity.integrations.deepspeed.precision_config import (
     DeepSpeedBF16Config,
     DeepSpeedFP16Config,
     get_bfloat16_config,
     get_float16_config,
 )
-from infinity.integrations.dialect.zero_config import known_zero_config
+from infinity.integrations.deepspeed.zero_config import known_zero_config
 from infinity.zero.ranks import world_size
 
 

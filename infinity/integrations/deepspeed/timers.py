@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from infinity.errors import ConfigError
-from infinity.integrations.dialect.accelerator import get_accelerator
-from infinity.integrations.dialect.logs import log_dist, logger, memory_line
+from infinity.integrations.deepspeed.accelerator import get_accelerator
+from infinity.integrations.deepspeed.logs import log_dist, logger, memory_line
 
 _TRIMMED = 0.1  # of the longest and of the shortest times, which a mean leaves out
 

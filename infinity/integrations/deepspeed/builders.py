@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from infinity.errors import ConfigError
-from infinity.integrations.dialect.refused import REFUSED, refused_class
+from infinity.integrations.deepspeed.refused import REFUSED, refused_class
 
 
 class _Op:

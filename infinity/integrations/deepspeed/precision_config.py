@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import field_validator, model_validator
 
-from infinity.integrations.dialect.config_model import DeepSpeedConfigModel
+from infinity.integrations.deepspeed.config_model import DeepSpeedConfigModel
 
 
 class DeepSpeedBF16Config(DeepSpeedConfigModel):

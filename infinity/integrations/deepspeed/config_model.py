@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from infinity.integrations.dialect.misuse import AssertedConfigError
+from infinity.integrations.deepspeed.misuse import AssertedConfigError
 
 
 class DeepSpeedConfigModel(BaseModel):
