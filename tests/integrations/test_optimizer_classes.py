@@ -10,6 +10,7 @@ import torch
 import infinity
 from infinity.integrations.deepspeed import deepspeeds_settings
 from infinity.integrations.deepspeed.engine import initialize
+from infinity.integrations.deepspeed.named_optimizers import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam
 from infinity.integrations.deepspeed.optimizers import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
@@ -18,7 +19,6 @@ from infinity.integrations.deepspeed.optimizers import (
     FP16_UnfusedOptimizer,
     ZeROOptimizer,
 )
-from infinity.optim.named import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam
 from infinity.optim.optimizer import TieredOptimizer
 from tests.doors.small_models import CONFIG, WIDTH, Heads
 

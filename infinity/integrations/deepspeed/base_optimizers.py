@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from infinity.config import Config
-from infinity.optim import named
+from infinity.integrations.deepspeed import named_optimizers as named
 from infinity.optim.optimizer import check_no_states
 
 

@@ -1,3 +1,3 @@
-from infinity.optim.named import DeepSpeedCPUAdagrad
+from infinity.integrations.deepspeed.named_optimizers import DeepSpeedCPUAdagrad
 
 __all__ = ["DeepSpeedCPUAdagrad"]

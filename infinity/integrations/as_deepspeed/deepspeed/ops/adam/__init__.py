@@ -1,3 +1,3 @@
-from infinity.optim.named import DeepSpeedCPUAdam, FusedAdam
+from infinity.integrations.deepspeed.named_optimizers import DeepSpeedCPUAdam, FusedAdam
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]

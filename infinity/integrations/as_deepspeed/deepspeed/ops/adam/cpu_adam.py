@@ -1,3 +1,3 @@
-from infinity.optim.named import DeepSpeedCPUAdam
+from infinity.integrations.deepspeed.named_optimizers import DeepSpeedCPUAdam
 
 __all__ = ["DeepSpeedCPUAdam"]

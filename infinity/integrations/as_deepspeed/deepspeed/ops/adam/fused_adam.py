@@ -1,4 +1,4 @@
-from infinity.optim.named import FusedAdam
+from infinity.integrations.deepspeed.named_optimizers import FusedAdam
 
 from .multi_tensor_apply import MultiTensorApply
 

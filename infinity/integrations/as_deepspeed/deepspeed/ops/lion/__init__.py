@@ -1,3 +1,3 @@
-from infinity.optim.named import DeepSpeedCPULion, FusedLion
+from infinity.integrations.deepspeed.named_optimizers import DeepSpeedCPULion, FusedLion
 
 __all__ = ["DeepSpeedCPULion", "FusedLion"]

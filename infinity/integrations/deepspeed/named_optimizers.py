@@ -1,18 +1,20 @@
 """Optimizers under DeepSpeed's names: plain objects with parameter groups, which `initialize` takes over.
 
-Without an engine they update the parameters that they were given, in memory, by the same rules; see plain.py.
+Without an engine they update the parameters that they were given, in memory, by the same rules; see optim/plain.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from infinity.errors import ConfigError
-from infinity.kernels import AdagradHyper, Hyper, LionHyper, Rule
-from infinity.optim.plain import Group, load_plainly, step_plainly
+from infinity.kernels import Hyper, Rule
+from infinity.optim.kinds import adagrad_rule
+from infinity.optim.lion import Lion
+from infinity.optim.plain import Group, PlainOptimizer
 
 _Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -27,44 +29,7 @@ def _adam_rule(group: Group, step: int, grad_scale: float) -> Rule:
     return Hyper(*numbers, step, decoupled=bool(group["decoupled_weight_decay"]), grad_scale=grad_scale)
 
 
-def adagrad_rule(group: Group, step: int, grad_scale: float) -> Rule:
-    """Adagrad's numbers of an update."""
-    numbers = {name: float(group[name]) for name in ("lr", "lr_decay", "eps", "weight_decay")}
-    return AdagradHyper(**numbers, step=step, grad_scale=grad_scale)
-
-
-def lion_rule(group: Group, step: int, grad_scale: float) -> Rule:
-    """Lion's numbers of an update."""
-    beta1, beta2 = group["betas"]
-    return LionHyper(float(group["lr"]), float(beta1), float(beta2), float(group["weight_decay"]), step, grad_scale)
-
-
-class _Plain(torch.optim.Optimizer):
-    """What all of these do where no engine takes them over; comes before torch's class, if there is one.
-
-    Attributes:
-        _rule: the numbers of an update.
-    """
-
-    _rule: ClassVar[staticmethod[[Group, int, float], Rule]]
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters, where no engine does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            step_plainly(self, self._rule)
-        return loss
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a `state_dict` of this class, of DeepSpeed's or of torch's."""
-        super().load_state_dict(dict(state_dict))
-        load_plainly(self, state_dict)
-
-
-class DeepSpeedCPUAdam(_Plain, torch.optim.AdamW):
+class DeepSpeedCPUAdam(PlainOptimizer, torch.optim.AdamW):
     """AdamW, or Adam if `adamw_mode` is false.
 
     Args:
@@ -126,7 +91,7 @@ class FusedAdam(DeepSpeedCPUAdam):
         super().__init__(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
 
 
-class DeepSpeedCPUAdagrad(_Plain, torch.optim.Adagrad):
+class DeepSpeedCPUAdagrad(PlainOptimizer, torch.optim.Adagrad):
     """Adagrad. `adamw_mode`, which accelerate gives to all of these, is Adam's and changes nothing.
 
     Args:
@@ -148,27 +113,6 @@ class DeepSpeedCPUAdagrad(_Plain, torch.optim.Adagrad):
     ) -> None:
         super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps)
         self.state.clear()  # torch's are there from the start; these come with the first step, or never in an engine
-        self.defaults["fp32_optimizer_states"] = fp32_optimizer_states
-
-
-class Lion(_Plain):
-    """Lion.
-
-    Args:
-        fp32_optimizer_states: the moment of 16-bit parameters is float32; else it has the parameters' dtype.
-    """
-
-    _rule = staticmethod(lion_rule)
-
-    def __init__(
-        self,
-        params: _Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        fp32_optimizer_states: bool = True,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
         self.defaults["fp32_optimizer_states"] = fp32_optimizer_states
 
 
@@ -204,3 +148,18 @@ def _check_arguments(name: str, groups: Iterable[Any], *, bias_correction: bool,
             "states are offloaded accelerate takes it for every optimizer of a script. Set "
             '"zero_force_ds_cpu_optimizer": false in the configuration to train with the script\'s own'
         )
+
+
+class MultiTensorApply:
+    """Calls an operation on lists of tensors, which takes them in pieces of so many elements."""
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(
+        self, op: Callable[..., Any], noop_flag_buffer: torch.Tensor, tensor_lists: Sequence[Any], *args: Any
+    ) -> Any:
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)
