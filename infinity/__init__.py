@@ -5,6 +5,7 @@ Names are imported when they are first used, so that `infinity --help` does not 
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,8 +49,8 @@ _HOMES = {
 
 _PACKAGES = ("checkpoint", "config", "integrations", "optim", "zero")
 
-# DeepSpeed's packages of other names (`infinity.ops.adam`, `infinity.utils`) are found where its namespace has them.
-__path__.append(str(Path(__file__).parent / "integrations" / "as_deepspeed" / "deepspeed"))
+# Modules of other names, such as `infinity.ops.adam` and `infinity.utils`: those of `import infinity as deepspeed`.
+import_module("infinity.integrations.deepspeed.finder").FINDER.serve(sys.modules[__name__])
 _OF_DEEPSPEED = ("accelerator", "checkpointing", "comm", "monitor", "ops", "runtime", "utils")
 
 _installed = installed_package()

@@ -1,4 +1,5 @@
 """DeepSpeed's dialect: what its scripts and Hugging Face's libraries import from it, in terms of our own API.
 
-The packages under `as_deepspeed` give these things their places; here is what they are. What is not here is refused.
+`namespace.py` says in which module a name is found and which file here implements it, `finder.py` makes these modules
+as they are imported, and `installation.py` puts `deepspeed` on a process's path. What is not here is refused by name.
 """

@@ -160,6 +160,21 @@ def get_world_group() -> Any:
     return dist.group.WORLD
 
 
+def _get_sequence_parallel_rank() -> int:
+    """0: every rank has whole sequences."""
+    return 0
+
+
+def _get_sequence_parallel_world_size() -> int:
+    """1, likewise."""
+    return 1
+
+
+def of_torch(name: str) -> Any:
+    """What `torch.distributed` has of this name: all that `deepspeed.comm.torch` offers."""
+    return getattr(dist, name)
+
+
 def __getattr__(name: str) -> Any:
     try:
         return _collective(name) if name in _COLLECTIVES else getattr(dist, name)

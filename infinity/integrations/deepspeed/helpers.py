@@ -21,6 +21,11 @@ Decorated = TypeVar("Decorated")
 noop_context = nullcontext
 
 
+def is_compile_supported() -> bool:
+    """torch has it."""
+    return True
+
+
 def noop_decorator(func: Decorated) -> Decorated:
     """The function itself."""
     return func

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.config import Config
 from infinity.engine import Engine
@@ -21,6 +22,9 @@ from infinity.optim.kinds import ADAM, OptimizerKind
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.zero.gathered import owner_of
+
+DeepSpeedOptimizerCallable = Callable[[Any], torch.optim.Optimizer]
+DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 class NamedOptimizer(TieredOptimizer):

@@ -6,7 +6,7 @@ This is the one place that hangs attributes on a model's parameters: libraries a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -309,3 +309,18 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Nothing, as above."""
+
+
+# What else `deepspeed.runtime.zero.partition_parameters` has #
+
+partitioned_param_data_shape = [0]  # of DeepSpeed's parameters that are away; here they keep their own
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """The constructor itself: nothing is converted. transformers exchanges this function for a while."""
+    return fn
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """It has the attributes of a parameter under ZeRO-3."""
+    return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")

@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from pydantic import field_validator, model_validator
+from torch import nn
 
 from infinity.integrations.deepspeed.config_model import DeepSpeedConfigModel
 
@@ -83,3 +85,19 @@ def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
 def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
     """The section of a configuration, or its defaults."""
     return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
+
+
+# The dtype of a parameter's gradients between ranks #
+
+PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"  # of DeepSpeed's parameters; here gradients of all travel in one dtype
+
+
+def has_comm_dtype(param: nn.Parameter) -> bool:
+    """A script has set one."""
+    return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
+
+
+def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
+    """That, or the parameter's own."""
+    found: torch.dtype = getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
+    return found

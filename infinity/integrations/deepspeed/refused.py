@@ -85,5 +85,16 @@ def refused_class(name: str, **attributes: Any) -> type:
     return type(name, (), {"__init__": refuse, "__doc__": f"Not supported: {REFUSED[name]}.", **attributes})
 
 
+def refused_or_unknown(name: str) -> Callable[..., NoReturn]:
+    """A name of the package `deepspeed` itself that it does not offer.
+
+    Raises:
+        AttributeError: DeepSpeed has none of this name, either.
+    """
+    if name in REFUSED:
+        return refused(name)
+    raise AttributeError(f"module 'deepspeed', which is infinity's here, has no attribute {name!r}")
+
+
 def _error(name: str) -> ConfigError:
     return ConfigError(f"deepspeed.{name} is not supported by infinity: {REFUSED[name]}")

@@ -108,7 +108,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 # The file that lies beside the checkpoints, as DeepSpeed's does: `python zero_to_fp32.py . weights`.
 SCRIPT_NAME = "zero_to_fp32.py"
-SCRIPT = """from infinity.integrations.deepspeed.zero_to_fp32 import main
+SCRIPT = """from infinity.utils.zero_to_fp32 import main
 
 main()
 """

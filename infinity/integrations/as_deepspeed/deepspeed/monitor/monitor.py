@@ -1,3 +1,0 @@
-from infinity.integrations.deepspeed.monitor import MonitorMaster
-
-__all__ = ["MonitorMaster"]

@@ -1,3 +1,0 @@
-from infinity.integrations.deepspeed.named_optimizers import DeepSpeedCPUAdam, FusedAdam
-
-__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]

@@ -1,3 +1,0 @@
-from infinity.integrations.deepspeed.named_optimizers import DeepSpeedCPUAdam
-
-__all__ = ["DeepSpeedCPUAdam"]

@@ -1,3 +1,0 @@
-from infinity.integrations.deepspeed.builders import AsyncIOBuilder
-
-__all__ = ["AsyncIOBuilder"]

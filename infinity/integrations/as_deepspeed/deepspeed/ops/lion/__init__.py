@@ -1,3 +1,0 @@
-from infinity.integrations.deepspeed.named_optimizers import DeepSpeedCPULion, FusedLion
-
-__all__ = ["DeepSpeedCPULion", "FusedLion"]
