@@ -16,7 +16,6 @@ from infinity.extension import installed_package
 if TYPE_CHECKING:
     from infinity import checkpoint, config, integrations, optim, zero
     from infinity.config import load_config
-    from infinity.engine import Engine
     from infinity.errors import (
         CapacityError,
         CheckpointError,
@@ -26,16 +25,17 @@ if TYPE_CHECKING:
         RankError,
         StorageError,
     )
-    from infinity.front import add_config_arguments, init_distributed, initialize
     from infinity.integrations import from_pretrained
+    from infinity.integrations.deepspeed.front import add_config_arguments, init_distributed, initialize
+    from infinity.integrations.deepspeed.script_engine import Engine
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Engine": "infinity.engine",
-    "add_config_arguments": "infinity.front",
-    "init_distributed": "infinity.front",
-    "initialize": "infinity.front",
+    "Engine": "infinity.integrations.deepspeed.script_engine",
+    "add_config_arguments": "infinity.integrations.deepspeed.front",
+    "init_distributed": "infinity.integrations.deepspeed.front",
+    "initialize": "infinity.integrations.deepspeed.front",
     "from_pretrained": "infinity.integrations",
     "load_config": "infinity.config",
     "CapacityError": "infinity.errors",

@@ -115,7 +115,7 @@ def test_without_clipping_gradients_stay_until_the_step_where_nothing_is_offload
 
 def test_lightnings_engine_updates_during_backward_without_clipping() -> None:
     config = CONFIG | {"gradient_clipping": 0, "zero_optimization": {"stage": 3}}
-    with infinity.front.initialize(model=Heads(), config=config, engine_class=DeepSpeedEngine)[0] as engine:
+    with infinity.initialize(model=Heads(), config=config, engine_class=DeepSpeedEngine)[0] as engine:
         backward(engine)
         with pytest.raises(infinity.InfinityError, match='set the schedule to "deferred"'):
             safe_get_full_grad(engine.module.mix.weight)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infinity import front
+from infinity.integrations.deepspeed import front
 from infinity.integrations.deepspeed.misuse import AssertedConfigError
 from infinity.zero.launch import launch_of
 

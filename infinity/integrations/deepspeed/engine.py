@@ -15,18 +15,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from infinity import __version__, front
+from infinity import __version__
 from infinity.checkpoint.extra import persistent_buffers
 from infinity.config import Config
 from infinity.config.load import with_values
-from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError
+from infinity.integrations.deepspeed import front
 from infinity.integrations.deepspeed.comm import check_initialized, get_world_group
 from infinity.integrations.deepspeed.deepspeeds_settings import check_setting
 from infinity.integrations.deepspeed.logs import log_dist, logger
 from infinity.integrations.deepspeed.misuse import AssertedConfigError, AssertedError
 from infinity.integrations.deepspeed.optimizers import DeepSpeedZeroOptimizer_Stage3, NamedOptimizer, optimizer_class
 from infinity.integrations.deepspeed.parameters import mark
+from infinity.integrations.deepspeed.script_engine import Engine
 from infinity.integrations.deepspeed.section_facts import SectionFacts
 from infinity.integrations.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
 from infinity.integrations.deepspeed.zero_to_fp32 import SCRIPT, SCRIPT_NAME

@@ -156,7 +156,7 @@ MODULES: Mapping[str, Module] = {
         _CONFIG_ERROR,
         _OPTIMIZER,
         _LOGS,
-        _of("infinity.front", "add_config_arguments"),
+        _of(".front", "add_config_arguments"),
         _of(".accelerator", "get_accelerator"),
         _of(".comm", "init_distributed"),
         _of(".config", "DeepSpeedConfig"),

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from infinity.config import Config, load_config
 from infinity.engine import Engine
 from infinity.errors import ConfigError
-from infinity.front import init_distributed
+from infinity.integrations.deepspeed.front import init_distributed
 from infinity.integrations.deepspeed.live_views import part_numel, part_of_built, part_of_values
 from infinity.integrations.deepspeed.misuse import ModifiedError
 from infinity.zero.file_backed import convert

@@ -7,15 +7,15 @@ import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine import Engine
 from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.script_engine import Engine
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.setup import ConfigSource
 from infinity.setup import initialize as set_up
@@ -106,7 +106,7 @@ def initialize(
         init_distributed(distributed_port=distributed_port)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer) and isinstance(model, nn.Module):
         optimizer = _made(optimizer, model, model_parameters)
-    return set_up(
+    made = set_up(
         model,  # type: ignore[arg-type]  # it is looked at there
         source,
         model_parameters,
@@ -123,6 +123,7 @@ def initialize(
         engine_class=engine_class,
         adapt=adapt,
     )
+    return cast(tuple[Engine, TieredOptimizer | None, Any | None, Any | None], made)
 
 
 def _made(
