@@ -101,7 +101,7 @@ _WITHOUT_EFFECT = ("torch_adam", "adam_w_mode", "fused", "foreach", "fp32_optimi
 def kind_from_config(type_name: str, params: Values) -> tuple[OptimizerKind, dict[str, Any]]:
     """The optimizer of a configuration's section, and the hyper-parameters that it gives.
 
-    As in DeepSpeed, `Adam` decays weights in AdamW's way unless `adam_w_mode` is false.
+    `Adam` decays weights in AdamW's way unless `adam_w_mode` is false.
 
     Raises:
         ConfigError: an optimizer or a parameter that is not known, or an option that is not supported.

@@ -2,9 +2,9 @@
 
 [Note: dynamic scale]
 Micikevicius et al., arXiv 1710.03740, section 3.2. A step whose gradients are not finite is skipped and the scale is
-halved; after `window` steps in a row that were, the next one that is doubles it. As in DeepSpeed, `hysteresis` - 1 such
-steps are forgiven before the scale falls, and forgiveness is renewed when it rises (`consecutive_hysteresis`: at every
-finite step).
+halved; after `window` steps in a row that were, the next one that is doubles it. `hysteresis` - 1 such steps are
+forgiven before the scale falls, and forgiveness is renewed when it rises (`consecutive_hysteresis`: at every finite
+step).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LossScale:
             config.consecutive_hysteresis,
         )
 
-    # Under DeepSpeed's names #
+    # Under the names that training scripts read #
 
     @property
     def loss_scale(self) -> float:

@@ -1,7 +1,7 @@
-"""The shapes of DeepSpeed's learning-rate schedules, as torch schedulers; their names are in schedule_classes.py.
+"""The shapes of learning-rate schedules, as torch schedulers; their names are in schedule_classes.py.
 
-Each is a pure function from the index of the last finished step to a factor; -1 stands for "none yet". As in DeepSpeed,
-the first step therefore runs with the value at -1 and step `k` with the value at `k - 1`.
+Each is a pure function from the index of the last finished step to a factor; -1 stands for "none yet". The first step
+therefore runs with the value at -1 and step `k` with the value at `k - 1`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _stairs(height: float, count: int) -> float:
 class OneCycleLR(LRScheduler):
     """One cycle of the learning rate and, the other way round, of the momentum (`betas[0]`); then both decay.
 
-    As in DeepSpeed, but that `betas[1]` is left as it is, where DeepSpeed sets 0.99.
+    `betas[1]` is left as it is.
 
     Args:
         low, high: bounds of each group's learning rate.
@@ -157,7 +157,7 @@ class OneCycleLR(LRScheduler):
         if momenta is None or self._momentum is None:
             return
         if self.last_epoch == 0:
-            momenta = [low for low, _ in self._momentum]  # as DeepSpeed begins: both are low
+            momenta = [low for low, _ in self._momentum]  # before the first step both are low
         for group, beta1 in zip(self.optimizer.param_groups, momenta, strict=True):
             group["betas"] = (beta1, group["betas"][1])
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules by name: classes over an optimizer, with its arguments, defaults and attributes.
+"""The schedules that the section `scheduler` names: classes over an optimizer, whose arguments are its parameters.
 
 `step(k)` sets the schedule to where it is after batch `k`, counted from 0; without an argument it goes on by one.
 """

@@ -40,7 +40,7 @@ _GRADS_IN_FLIGHT = 3  # units whose gradients may be held at once where they are
 # device in backward, while the optimizer is busy with a large unit.
 _GRADS_LEFT_SHARE = 4
 _DEVICE_TILE_BYTES = 64 << 20
-_AHEAD_NUMEL = 50_000_000  # gathered ahead, beyond the next unit: DeepSpeed's default
+_AHEAD_NUMEL = 50_000_000  # gathered ahead, beyond the next unit: what stage3_prefetch_bucket_size is by default
 _DRIVE_COPIES = 3  # two slots, and a checkpoint
 _STAGING_UNITS = 3  # of those that lie apart: one uploaded, one read, one updated
 

@@ -59,7 +59,7 @@ class LastStep:
     def _events(self, counts: Counts) -> list[Event]:
         """Return what monitors are told.
 
-        As in DeepSpeed, the loss stands at the samples before the step, and everything else at those behind it.
+        The loss stands at the samples before the step, and everything else at those behind it.
         """
         config = self._config
         samples = counts.global_steps * config.train_batch_size

@@ -1,4 +1,4 @@
-"""DeepSpeedCPUAdam as a process: `bench_peer.py NUMEL`, then one step for every line on standard input.
+"""DeepSpeedCPUAdam as a process: `adam_peer.py NUMEL`, then one step for every line on standard input.
 
 It runs in an environment that has DeepSpeed and not infinity, so it imports nothing from here.
 """
