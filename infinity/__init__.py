@@ -5,6 +5,7 @@ Names are imported when they are first used, so that `infinity --help` does not 
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,6 @@ from infinity.extension import installed_package
 if TYPE_CHECKING:
     from infinity import checkpoint, config, integrations, optim, zero
     from infinity.config import load_config
-    from infinity.engine import Engine
     from infinity.errors import (
         CapacityError,
         CheckpointError,
@@ -25,16 +25,17 @@ if TYPE_CHECKING:
         RankError,
         StorageError,
     )
-    from infinity.front import add_config_arguments, init_distributed, initialize
     from infinity.integrations import from_pretrained
+    from infinity.integrations.deepspeed.front import add_config_arguments, init_distributed, initialize
+    from infinity.integrations.deepspeed.script_engine import Engine
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Engine": "infinity.engine",
-    "add_config_arguments": "infinity.front",
-    "init_distributed": "infinity.front",
-    "initialize": "infinity.front",
+    "Engine": "infinity.integrations.deepspeed.script_engine",
+    "add_config_arguments": "infinity.integrations.deepspeed.front",
+    "init_distributed": "infinity.integrations.deepspeed.front",
+    "initialize": "infinity.integrations.deepspeed.front",
     "from_pretrained": "infinity.integrations",
     "load_config": "infinity.config",
     "CapacityError": "infinity.errors",
@@ -48,8 +49,8 @@ _HOMES = {
 
 _PACKAGES = ("checkpoint", "config", "integrations", "optim", "zero")
 
-# DeepSpeed's packages of other names (`infinity.ops.adam`, `infinity.utils`) are found where its namespace has them.
-__path__.append(str(Path(__file__).parent / "integrations" / "as_deepspeed" / "deepspeed"))
+# Modules of other names, such as `infinity.ops.adam` and `infinity.utils`: those of `import infinity as deepspeed`.
+import_module("infinity.integrations.deepspeed.finder").FINDER.serve(sys.modules[__name__])
 _OF_DEEPSPEED = ("accelerator", "checkpointing", "comm", "monitor", "ops", "runtime", "utils")
 
 _installed = installed_package()

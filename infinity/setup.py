@@ -78,7 +78,7 @@ def initialize(
     Args:
         model: any `nn.Module`. Parameters on the meta device are initialised unit by unit, straight in their tier. One
             that `torch.distributed.tensor.parallel` has divided comes with its values. If this fails, it is as it was.
-        config: a DeepSpeed-style JSON file, or the same as a mapping.
+        config: a JSON file (docs/configuration.md), or the same as a mapping.
         model_parameters: parameters or parameter groups to train; all that require a gradient by default.
         optimizer: a torch Adam, AdamW, Adagrad or SGD whose groups and hyper-parameters are taken over; or an Adam or
             AdamW of `infinity.optim`, which is closed.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from infinity.integrations.dialect.accelerator import Accelerator
+from infinity.integrations.deepspeed.accelerator import Accelerator
 
 if os.environ["SUITE_WITHOUT_BF16"] == "1":
     Accelerator.is_bf16_supported = lambda self: False  # type: ignore[method-assign]

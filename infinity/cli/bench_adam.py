@@ -6,9 +6,11 @@ import argparse
 import json
 import os
 import platform
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infinity.cli import adam_peer
 from infinity.cli.arguments import path_argument, program_argument
 from infinity.cli.progress import Progress
 from infinity.errors import ConfigError
@@ -36,17 +38,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
-    from infinity.optim.bench import AdamBenchJob, run_adam_bench  # noqa: PLC0415  (torch takes seconds to load)
+    from infinity.optim.bench import AdamBenchJob, Peer, run_adam_bench  # noqa: PLC0415  (torch takes seconds to load)
 
     for name, least in (("rounds", args.rounds), ("threads", min(args.threads))):
         if least < 1:
             raise ConfigError(f"--{name} is {least}; it must be at least 1")
+    other = None
+    if args.peer_python is not None:
+        other = Peer(adam_peer.NAME, partial(adam_peer.PeerProcess, args.peer_python))
     records = []
     progress = Progress()
     for numel in args.size:
         for threads in args.threads:
             peers = tuple(_PEERS[name] for name in args.peer)
-            job = AdamBenchJob(numel, threads, tuple(args.format), peers, args.peer_python, args.rounds)
+            job = AdamBenchJob(numel, threads, tuple(args.format), peers, other, args.rounds)
             try:
                 results = run_adam_bench(job, progress.show)
             finally:

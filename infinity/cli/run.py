@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from infinity.errors import ConfigError
-from infinity.integrations.as_deepspeed import FOLDER
+from infinity.integrations.deepspeed.installation import FOLDER
 
 _COMMAND = Path(__file__).parent / "launch" / "command.py"  # not -m, which looks in the working directory first
 

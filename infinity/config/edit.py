@@ -15,7 +15,7 @@ def edited(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     """A copy of a file's content with new values at dotted paths.
 
     Keys keep their order and their spelling (`{"tiering.tile_size": ...}` stays dotted); new ones come last in their
-    section. One of DeepSpeed's old switches goes where the section that has replaced it is given a value.
+    section. A deprecated switch goes where the section that has replaced it is given a value.
 
     Raises:
         ConfigError: there is something else where a section should be.

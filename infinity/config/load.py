@@ -196,7 +196,7 @@ def _classify(values: dict[str, Any]) -> None:
 
 
 def _offload_to_cpu(values: dict[str, Any], path: str) -> None:
-    """Honour one of DeepSpeed's old switches, which like there excludes the section that has replaced it."""
+    """Honour a deprecated switch, which excludes the section that has replaced it."""
     section, _, name = DEPRECATED[path].rpartition(".")
     if values[section].get(name) not in (None, "auto"):
         raise ConfigError(f"{path} is deprecated and {DEPRECATED[path]} is given as well; remove {path}")

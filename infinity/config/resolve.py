@@ -114,7 +114,7 @@ def _grad_accum_dtype(section: DataTypesSection, precision: Precision, *, accumu
 
 
 def _offloaded(zero: ZeroSection) -> ZeroSection:
-    """With those sections switched off that the stage is below: as in DeepSpeed, they do nothing."""
+    """With those sections switched off that the stage is below: they do nothing."""
     off = {}
     for name, least in OFFLOADED_FROM.items():
         section = getattr(zero, name)

@@ -68,7 +68,7 @@ def _file_name(value: str) -> str:
 
 
 def _log_path(value: str) -> str:
-    """The empty one is the working directory, as in DeepSpeed."""
+    """The empty one is the working directory."""
     return value and _file_name(value)
 
 

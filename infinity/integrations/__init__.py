@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infinity.integrations.adapters import load_adapters, save_adapters
-    from infinity.integrations.dialect.values import full_fp32_values
+    from infinity.integrations.deepspeed.values import full_fp32_values
     from infinity.integrations.exports import save_pretrained
     from infinity.integrations.pretrained import from_pretrained, pretrained_model
     from infinity.integrations.reporting import report_tiers
 
 _HOMES = {
     "from_pretrained": "pretrained",
-    "full_fp32_values": "dialect.values",
+    "full_fp32_values": "deepspeed.values",
     "load_adapters": "adapters",
     "pretrained_model": "pretrained",
     "report_tiers": "reporting",

@@ -14,7 +14,7 @@ from infinity.checkpoint.inspection import trained_values
 from infinity.checkpoint.tensors import TensorReader, read_header
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError
-from infinity.integrations.dialect.values import full_fp32_values, safe_set_full_fp32_param
+from infinity.integrations.deepspeed.values import full_fp32_values, safe_set_full_fp32_param
 
 WEIGHTS = "adapter_model.safetensors"
 

@@ -17,7 +17,7 @@ from infinity.checkpoint.extra import persistent_buffers
 from infinity.config import parse_size
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError
-from infinity.integrations.dialect.values import full_fp32_values
+from infinity.integrations.deepspeed.values import full_fp32_values
 from infinity.zero.adapters import name_before_wrapping
 from infinity.zero.model_parts import has_numbers
 

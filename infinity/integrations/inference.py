@@ -9,8 +9,8 @@ import torch
 from transformers import DynamicCache
 
 from infinity.config import Config, format_size, size_to_set
-from infinity.engine import Engine
 from infinity.errors import CapacityError, ConfigError
+from infinity.integrations.deepspeed.script_engine import Engine
 
 
 class InferenceEngine(Engine):

@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from infinity.errors import CheckpointError, ConfigError
-from infinity.integrations.dialect.engine import DeepSpeedEngine
+from infinity.integrations.deepspeed.engine import DeepSpeedEngine
 from infinity.optim.torch_schedules import rebind
 from infinity.setup import initialize
 from infinity.zero.init import Init

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -17,8 +17,8 @@ from infinity.checkpoint import PretrainedWeights
 from infinity.config import Config, load_config, parse_size
 from infinity.config.read import read_text
 from infinity.config.values import shown
-from infinity.engine import Engine
 from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.script_engine import Engine
 from infinity.integrations.inference import InferenceEngine, leave_room
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.setup import ConfigSource, initialize
@@ -72,7 +72,7 @@ def from_pretrained(
     in_place = inference if in_place is None else in_place
     model, weights = pretrained_model(path, model_class=model_class, in_place=in_place)
     if not inference:
-        return initialize(model=model, config=config, weights=weights, **more)
+        return _initialize(model, config, weights, {"engine_class": Engine, **more})
     model.requires_grad_(False).eval()
     cache_bytes = None
     if kv_cache is not None:
@@ -81,10 +81,17 @@ def from_pretrained(
         resolved = config if isinstance(config, Config) else load_config(config, world_size=ranks)
         config = leave_room(resolved, cache_bytes, on_host=_computes_on_host(more))
     more = {"trains": False, "engine_class": InferenceEngine, **more}
-    made = initialize(model=model, config=config, weights=weights, **more)
+    made = _initialize(model, config, weights, more)
     if isinstance(made[0], InferenceEngine):
         made[0].cache_bytes = cache_bytes
     return made
+
+
+def _initialize(
+    model: nn.Module, config: ConfigSource, weights: PretrainedWeights, more: Mapping[str, Any]
+) -> tuple[Engine, TieredOptimizer | None, Any | None, Any | None]:
+    made = initialize(model=model, config=config, weights=weights, **more)
+    return cast(tuple[Engine, TieredOptimizer | None, Any | None, Any | None], made)
 
 
 def _size(name: str, value: int | str) -> int:

@@ -7,20 +7,14 @@ a = b + s * c, shows the bandwidth of a program that only streams: it reads two 
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from infinity.errors import ConfigError
 from infinity.kernels import Hyper, bare_loop, set_threads
 from infinity.memory import Arena
 from infinity.optim.formats import StateLayout, init_states, state_layout, update
@@ -28,8 +22,6 @@ from infinity.optim.formats import StateLayout, init_states, state_layout, updat
 ROOFLINE = "bare loop"
 TRIAD = "triad"
 TORCH_PEERS = ("torch fused", "torch foreach")
-DEEPSPEED = "DeepSpeedCPUAdam"
-_PEER_SCRIPT = Path(__file__).with_name("bench_peer.py")
 _LR = 1e-3
 _PAGE_BYTES = 4096
 _FP32_BYTES = 28  # read p, g, m, v; write p, m, v
@@ -39,20 +31,32 @@ Step = Callable[[], float]  # does one step and returns its seconds
 
 
 @dataclass(frozen=True)
+class Peer:
+    """An fp32 optimizer that is measured elsewhere.
+
+    Attributes:
+        start: its step, for (parameters, threads), until the context is left.
+    """
+
+    name: str
+    start: Callable[[int, int], AbstractContextManager[Step]]
+
+
+@dataclass(frozen=True)
 class AdamBenchJob:
     """Settings of a measurement.
 
     Attributes:
         formats: state formats; each with gradients of its parameter's dtype.
         peers: of `TORCH_PEERS`.
-        peer_python: interpreter that has DeepSpeed, or None to omit it.
+        other: takes part beside those.
     """
 
     numel: int
     threads: int
     formats: tuple[str, ...]
     peers: tuple[str, ...]
-    peer_python: Path | None
+    other: Peer | None
     rounds: int
 
 
@@ -135,9 +139,8 @@ def _contenders(job: AdamBenchJob, stack: ExitStack) -> Iterator[tuple[str, floa
     yield TRIAD, TRIAD_BYTES, triad(source)
     for name in job.peers:
         yield name, _FP32_BYTES, _torch_step(name, source)
-    if job.peer_python is not None:
-        peer = stack.enter_context(_DeepSpeed(job.peer_python, job.numel, job.threads))
-        yield DEEPSPEED, _FP32_BYTES, peer.step
+    if job.other is not None:
+        yield job.other.name, _FP32_BYTES, stack.enter_context(job.other.start(job.numel, job.threads))
 
 
 def triad(values: torch.Tensor) -> Step:
@@ -177,55 +180,3 @@ def _torch_step(name: str, values: torch.Tensor) -> Step:
     parameter.grad = values.clone()
     fused = name == "torch fused"
     return _timed(torch.optim.AdamW([parameter], lr=_LR, fused=fused, foreach=not fused).step)
-
-
-class _DeepSpeed:
-    """DeepSpeed's optimizer in its own process and environment; it makes a step for each line of input."""
-
-    def __init__(self, python: Path, numel: int, threads: int) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
-        # It compiles into this directory and loads files from it: no other user may have written to it.
-        self._built = tempfile.TemporaryDirectory(prefix="infinity-peer-")
-        environment.setdefault("TORCH_EXTENSIONS_DIR", self._built.name)
-        environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"  # its ninja
-        environment.pop("PYTHONPATH", None)
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in __exit__)
-        try:
-            self._process = subprocess.Popen(
-                [str(python), str(_PEER_SCRIPT), str(numel)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                env=environment,
-                text=True,
-            )
-        except OSError as error:
-            self._log.close()
-            self._built.cleanup()
-            raise ConfigError(f"--peer-python {python} does not start: {error}") from error
-
-    def __enter__(self) -> _DeepSpeed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._log.close()
-        self._built.cleanup()
-
-    def step(self) -> float:
-        """Run one step in the process and return its seconds.
-
-        Raises:
-            ConfigError: the process has ended, most likely because DeepSpeed does not work in its environment.
-        """
-        requests, answers = self._process.stdin, self._process.stdout
-        assert requests is not None and answers is not None  # noqa: PT018  (both are pipes)
-        with contextlib.suppress(BrokenPipeError):
-            requests.write("step\n")
-            requests.flush()
-        while line := answers.readline():  # DeepSpeed prints other lines, too
-            if line.startswith("seconds "):
-                return float(line.split()[1])
-        self._log.seek(0)
-        raise ConfigError(f"the DeepSpeed peer ended; its last words:\n{self._log.read()[-2000:]}")

@@ -10,8 +10,8 @@ import torch
 
 from infinity.config.values import number, switch
 from infinity.errors import ConfigError
-from infinity.kernels import Hyper, Rule, SgdHyper
-from infinity.optim.named import Lion, adagrad_rule, lion_rule
+from infinity.kernels import AdagradHyper, Hyper, Rule, SgdHyper
+from infinity.optim.lion import Lion, lion_rule
 
 Values = Mapping[str, Any]
 
@@ -47,6 +47,12 @@ def _adam(values: Values, step: int, grad_scale: float) -> Rule:
         decoupled=bool(values["decoupled"]),
         grad_scale=grad_scale,
     )
+
+
+def adagrad_rule(values: Values, step: int, grad_scale: float) -> Rule:
+    """Adagrad's numbers of an update."""
+    numbers = {name: float(values[name]) for name in ("lr", "lr_decay", "eps", "weight_decay")}
+    return AdagradHyper(**numbers, step=step, grad_scale=grad_scale)
 
 
 def _sgd(values: Values, step: int, grad_scale: float) -> Rule:
@@ -95,7 +101,7 @@ _WITHOUT_EFFECT = ("torch_adam", "adam_w_mode", "fused", "foreach", "fp32_optimi
 def kind_from_config(type_name: str, params: Values) -> tuple[OptimizerKind, dict[str, Any]]:
     """Return the optimizer of a configuration's section, and the hyper-parameters that the section gives.
 
-    As in DeepSpeed, `Adam` uses AdamW's weight decay unless `adam_w_mode` is false.
+    `Adam` uses AdamW's weight decay unless `adam_w_mode` is false.
 
     Raises:
         ConfigError: an unknown optimizer or parameter, or an unsupported option.

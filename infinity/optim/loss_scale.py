@@ -2,9 +2,9 @@
 
 [Note: dynamic scale]
 Micikevicius et al., arXiv 1710.03740, section 3.2. A step with gradients that are not finite is skipped, and the scale
-is halved. After `window` consecutive finite steps, the next finite step doubles it. As in DeepSpeed, `hysteresis` - 1
-overflows are skipped before the scale falls. The count starts again when the scale rises (with
-`consecutive_hysteresis`: at every finite step).
+is halved. After `window` consecutive finite steps, the next finite step doubles it. `hysteresis` - 1 overflows are
+skipped before the scale falls. The count starts again when the scale rises (with `consecutive_hysteresis`: at every
+finite step).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LossScale:
             config.consecutive_hysteresis,
         )
 
-    # DeepSpeed's names #
+    # Under the names that training scripts read #
 
     @property
     def loss_scale(self) -> float:

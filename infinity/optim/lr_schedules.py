@@ -1,7 +1,7 @@
-"""The curves of DeepSpeed's learning-rate schedules, as torch schedulers; schedule_classes.py has their names.
+"""The curves of learning-rate schedules, as torch schedulers; schedule_classes.py has their names.
 
-Each is a pure function from the index of the last finished step to a factor; -1 stands for no step. As in DeepSpeed,
-the first step therefore runs with the value at -1 and step `k` with the value at `k - 1`.
+Each is a pure function from the index of the last finished step to a factor; -1 stands for no step. The first step
+therefore runs with the value at -1 and step `k` with the value at `k - 1`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _stairs(height: float, count: int) -> float:
 class OneCycleLR(LRScheduler):
     """One cycle of the learning rate and the inverse cycle of the momentum (`betas[0]`); then both decay.
 
-    As in DeepSpeed, except that `betas[1]` is not changed; DeepSpeed sets 0.99.
+    `betas[1]` is not changed.
 
     Args:
         low, high: bounds of each group's learning rate.
@@ -157,7 +157,7 @@ class OneCycleLR(LRScheduler):
         if momenta is None or self._momentum is None:
             return
         if self.last_epoch == 0:
-            momenta = [low for low, _ in self._momentum]  # as in DeepSpeed: rate and momentum begin at their low bounds
+            momenta = [low for low, _ in self._momentum]  # rate and momentum begin at their low bounds
         for group, beta1 in zip(self.optimizer.param_groups, momenta, strict=True):
             group["betas"] = (beta1, group["betas"][1])
 

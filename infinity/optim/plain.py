@@ -1,15 +1,15 @@
 """Updates of plain torch parameters without an engine: the kernels' rules, with moments in float32.
 
 [Note: parameters of 16 bits without a master]
-A parameter is read as float32, updated, and rounded to nearest. Updates smaller than half of its last bit are lost, as
-in DeepSpeed's optimizers. Its moments should not have 16 bits, too: in bfloat16 `exp_avg_sq * 0.999` rounds to itself,
-so that the average never decays. `infinity.optim.AdamW` keeps exact masters.
+A parameter is read as float32, updated, and rounded to nearest. Updates smaller than half of its last bit are lost. Its
+moments should not have 16 bits, too: in bfloat16 `exp_avg_sq * 0.999` rounds to itself, so that the average never
+decays. `infinity.optim.AdamW` keeps exact masters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,6 +22,31 @@ RuleOf = Callable[[Group, int, float], Rule]  # at (values of a group, step, gra
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _REFUSED = ("amsgrad", "differentiable")
 _ELEMENTS = 1 << 22  # elements per piece if a float32 copy is made
+
+
+class PlainOptimizer(torch.optim.Optimizer):
+    """An optimizer that updates by the kernels' rules; comes before torch's class, if there is one.
+
+    Attributes:
+        _rule: the numbers of an update.
+    """
+
+    _rule: ClassVar[staticmethod[[Group, int, float], Rule]]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters, where no engine does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            step_plainly(self, self._rule)
+        return loss
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a `state_dict` of this class, or of another implementation of the same optimizer."""
+        super().load_state_dict(dict(state_dict))
+        load_plainly(self, state_dict)
 
 
 def step_plainly(optimizer: torch.optim.Optimizer, rule_of: RuleOf) -> None:

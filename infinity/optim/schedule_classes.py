@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules by name: classes with the same arguments, defaults and attributes.
+"""The schedules that the section `scheduler` names: classes over an optimizer, whose arguments are its parameters.
 
 `step(k)` sets the schedule to its position after batch `k`, counted from 0; `step()` advances it by one batch.
 """

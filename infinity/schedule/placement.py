@@ -40,7 +40,7 @@ _GRADS_IN_FLIGHT = 3  # units whose gradients may be held at once if they are up
 # forward pass, and the device would idle in backward while the optimizer updates a large unit.
 _GRADS_LEFT_SHARE = 4
 _DEVICE_TILE_BYTES = 64 << 20
-_AHEAD_NUMEL = 50_000_000  # gathered early, beyond the next unit: DeepSpeed's default
+_AHEAD_NUMEL = 50_000_000  # gathered early, beyond the next unit: the default of stage3_prefetch_bucket_size
 _DRIVE_COPIES = 3  # two slots, and a checkpoint
 _STAGING_UNITS = 3  # units whose shards lie apart: one uploaded, one read, one updated
 

@@ -1,6 +1,6 @@
 """What training tells TensorBoard, Weights & Biases or CSV files, as the configuration's sections say.
 
-Names and axis are DeepSpeed's: an event is (name, value, samples so far).
+An event is (name, value, samples so far).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity.zero.estimates import (
+    from infinity.integrations.deepspeed.estimates import (
         estimate_zero2_model_states_mem_needs,
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,
@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from infinity.zero.init import Init
     from infinity.zero.tiling import TiledLinear
 
+_ESTIMATES = "infinity.integrations.deepspeed.estimates"  # by name: nothing of ZeRO stands on them
+
 _HOMES = {
     "GatheredParameters": "infinity.zero.gathered",
     "Init": "infinity.zero.init",
     "TiledLinear": "infinity.zero.tiling",
-    "estimate_zero2_model_states_mem_needs": "infinity.zero.estimates",
-    "estimate_zero2_model_states_mem_needs_all_cold": "infinity.zero.estimates",
-    "estimate_zero2_model_states_mem_needs_all_live": "infinity.zero.estimates",
-    "estimate_zero3_model_states_mem_needs": "infinity.zero.estimates",
-    "estimate_zero3_model_states_mem_needs_all_cold": "infinity.zero.estimates",
-    "estimate_zero3_model_states_mem_needs_all_live": "infinity.zero.estimates",
+    "estimate_zero2_model_states_mem_needs": _ESTIMATES,
+    "estimate_zero2_model_states_mem_needs_all_cold": _ESTIMATES,
+    "estimate_zero2_model_states_mem_needs_all_live": _ESTIMATES,
+    "estimate_zero3_model_states_mem_needs": _ESTIMATES,
+    "estimate_zero3_model_states_mem_needs_all_cold": _ESTIMATES,
+    "estimate_zero3_model_states_mem_needs_all_live": _ESTIMATES,
 }
 
 __all__ = [

@@ -22,7 +22,7 @@ class Init:
 
     Args:
         config: the configuration that will be used, checked here, before the time is spent; `config_dict_or_path` is
-            its name in DeepSpeed.
+            its other name.
         enabled: False to build in memory.
 
     Raises:

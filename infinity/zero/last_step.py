@@ -59,8 +59,7 @@ class LastStep:
     def _events(self, counts: Counts) -> list[Event]:
         """Return the events for monitors.
 
-        As in DeepSpeed, the loss is plotted at the sample count before the step, and all other values at the count
-        after it.
+        The loss is plotted at the sample count before the step, and all other values at the count after it.
         """
         config = self._config
         samples = counts.global_steps * config.train_batch_size

@@ -1,7 +1,7 @@
 """Leaf modules: those that are gathered whole, as experts of which ranks use different ones.
 
 Each is one unit, or part of one, however large it is. A list of modules is never called, so the module that has it is
-gathered whole in its place. The functions and their arguments are DeepSpeed's.
+gathered whole in its place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from infinity.config import LeafModules
 
 _log = logging.getLogger(__name__)
 _LISTS = (nn.ModuleList, nn.ModuleDict)
-_MARK = "_z3_leaf"  # an attribute of the module, which its copies have; DeepSpeed's name, which accelerate's users read
+_MARK = "_z3_leaf"  # an attribute of the module, which its copies have; accelerate's users read it
 
 
 def set_z3_leaf_modules(

@@ -48,8 +48,7 @@ class TiledLinear(nn.Module):
     Products over the inputs' parts are added in the compute dtype, so with `in_splits > 1` results differ from
     `nn.Linear`'s by rounding; with `in_splits = 1` each output is the same sum.
 
-    After "memory-centric tiling" of ZeRO-Infinity (Rajbhandari et al. 2021, section 5.1.3), with the arguments of
-    DeepSpeed's class of the same name.
+    After "memory-centric tiling" of ZeRO-Infinity (Rajbhandari et al. 2021, section 5.1.3).
 
     Args:
         in_splits, out_splits: parts of the inputs and of the outputs.

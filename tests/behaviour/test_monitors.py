@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import infinity
 from infinity.config import load_config
-from infinity.integrations.dialect.config import DeepSpeedConfig
-from infinity.integrations.dialect.monitor import MonitorMaster, get_monitor_config
+from infinity.integrations.deepspeed.config import DeepSpeedConfig
+from infinity.integrations.deepspeed.monitor import MonitorMaster, get_monitor_config
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, batches, tiny_llama, train_on
 from tests.doors.small_models import CONFIG, WIDTH, Heads, engine_of, train

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
-from infinity.integrations.dialect.values import (
+from infinity.integrations.deepspeed.values import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity as deepspeed
-from infinity.optim import named
+from infinity.integrations.deepspeed import named_optimizers as named
 from infinity.optim import schedule_classes as schedules
 from tests.behaviour.ranks import run_ranks
 from tests.doors.small_models import CONFIG, WIDTH, Heads, train, weights

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.integrations.dialect import values
+from infinity.integrations.deepspeed import values
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import batches, loss_of, tiny_llama
 from tests.doors.small_models import WIDTH, Heads

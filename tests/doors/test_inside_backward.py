@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.integrations.dialect.engine import initialize
-from infinity.integrations.dialect.parameters import GatheredParameters
-from infinity.integrations.dialect.values import safe_get_full_fp32_param, safe_get_full_grad
+from infinity.integrations.deepspeed.engine import initialize
+from infinity.integrations.deepspeed.parameters import GatheredParameters
+from infinity.integrations.deepspeed.values import safe_get_full_fp32_param, safe_get_full_grad
 from tests.doors.small_models import CONFIG
 
 WIDTH = 64

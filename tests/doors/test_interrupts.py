@@ -24,7 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 import infinity
-from infinity.integrations.dialect import parameters as dialect
+from infinity.integrations.deepspeed import parameters as deepspeeds
 from infinity.tiers import Link, Params, SameMemory
 from infinity.zero import GatheredParameters
 from infinity.zero.foresight import Foresight
@@ -358,7 +358,7 @@ def test_an_interrupt_while_gradients_spill_is_refused_or_nothing(file, tmp_path
     assert outcomes["nothing"] > 0
 
 
-@pytest.mark.parametrize("context", [GatheredParameters, dialect.GatheredParameters])
+@pytest.mark.parametrize("context", [GatheredParameters, deepspeeds.GatheredParameters])
 def test_an_interrupt_on_the_way_into_gathered_parameters_leaves_none_gathered(context, tmp_path) -> None:
     case = Case("deferred", "cpu")
     lines = 0

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.integrations.dialect.parameters import GatheredParameters as DeepSpeedsGathered
-from infinity.integrations.dialect.parameters import Init
+from infinity.integrations.deepspeed.parameters import GatheredParameters as DeepSpeedsGathered
+from infinity.integrations.deepspeed.parameters import Init
 from infinity.zero import GatheredParameters
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import (

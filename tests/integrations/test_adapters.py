@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import infinity
 from infinity.integrations import load_adapters, pretrained_model, save_adapters, save_pretrained
-from infinity.integrations.dialect.values import full_fp32_values
+from infinity.integrations.deepspeed.values import full_fp32_values
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2, tiny_llama, train_on
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
-from infinity.integrations.dialect import activation_checkpointing, comm, data, values
-from infinity.integrations.dialect.accelerator import get_accelerator
-from infinity.integrations.dialect.config import DeepSpeedConfig
-from infinity.integrations.dialect.engine import DeepSpeedEngine, initialize
-from infinity.integrations.dialect.logs import log_dist, logger
-from infinity.integrations.dialect.parameters import (
+from infinity.integrations.deepspeed import activation_checkpointing, comm, data, values
+from infinity.integrations.deepspeed.accelerator import get_accelerator
+from infinity.integrations.deepspeed.config import DeepSpeedConfig
+from infinity.integrations.deepspeed.engine import DeepSpeedEngine, initialize
+from infinity.integrations.deepspeed.logs import log_dist, logger
+from infinity.integrations.deepspeed.parameters import (
     GatheredParameters,
     Init,
     ZeroParamStatus,
@@ -382,6 +382,6 @@ def test_ranks_that_accelerate_does_not_know_of_are_refused(monkeypatch) -> None
     """Each would train on all samples."""
     state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state={"num_processes": 1}))
     monkeypatch.setitem(sys.modules, "accelerate.state", state)
-    monkeypatch.setattr("infinity.integrations.dialect.engine.world_size", lambda: 2)
+    monkeypatch.setattr("infinity.integrations.deepspeed.engine.world_size", lambda: 2)
     with pytest.raises(infinity.ConfigError, match=r"2 ranks .* one process.*PartialState\(backend=\"gloo\"\)"):
         initialize(model=tiny_llama(), config={})

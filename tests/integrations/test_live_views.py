@@ -12,10 +12,10 @@ from torch.nn.utils import skip_init
 
 import infinity
 from infinity.config import format_size
-from infinity.integrations.dialect.engine import DeepSpeedEngine, initialize
-from infinity.integrations.dialect.live_views import LiveView, part_of_built
-from infinity.integrations.dialect.parameters import Init
-from infinity.integrations.dialect.values import (
+from infinity.integrations.deepspeed.engine import DeepSpeedEngine, initialize
+from infinity.integrations.deepspeed.live_views import LiveView, part_of_built
+from infinity.integrations.deepspeed.parameters import Init
+from infinity.integrations.deepspeed.values import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -115,7 +115,7 @@ def test_without_clipping_gradients_stay_until_the_step_where_nothing_is_offload
 
 def test_lightnings_engine_updates_during_backward_without_clipping() -> None:
     config = CONFIG | {"gradient_clipping": 0, "zero_optimization": {"stage": 3}}
-    with infinity.front.initialize(model=Heads(), config=config, engine_class=DeepSpeedEngine)[0] as engine:
+    with infinity.initialize(model=Heads(), config=config, engine_class=DeepSpeedEngine)[0] as engine:
         backward(engine)
         with pytest.raises(infinity.InfinityError, match='set the schedule to "deferred"'):
             safe_get_full_grad(engine.module.mix.weight)
@@ -150,7 +150,7 @@ def test_nobody_changes_them_and_words_say_how_to() -> None:
 def test_what_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_at(2) as engine:
         (view,) = engine.optimizer.single_partition_of_fp32_groups
-        monkeypatch.setattr("infinity.integrations.dialect.live_views.free_bytes", lambda device: 100)
+        monkeypatch.setattr("infinity.integrations.deepspeed.live_views.free_bytes", lambda device: 100)
         with pytest.raises(infinity.CapacityError, match=f"needs {format_size(view.numel() * 4)} of host memory"):
             view.sum()
 

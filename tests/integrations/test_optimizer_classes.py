@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import infinity
-from infinity.integrations.dialect import deepspeeds_settings
-from infinity.integrations.dialect.engine import initialize
-from infinity.integrations.dialect.optimizers import (
+from infinity.integrations.deepspeed import deepspeeds_settings
+from infinity.integrations.deepspeed.engine import initialize
+from infinity.integrations.deepspeed.named_optimizers import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam
+from infinity.integrations.deepspeed.optimizers import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
     DeepSpeedZeroOptimizer_Stage3,
@@ -18,7 +19,6 @@ from infinity.integrations.dialect.optimizers import (
     FP16_UnfusedOptimizer,
     ZeROOptimizer,
 )
-from infinity.optim.named import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam
 from infinity.optim.optimizer import TieredOptimizer
 from tests.doors.small_models import CONFIG, WIDTH, Heads
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.integrations.dialect import helpers, norms
-from infinity.integrations.dialect.config import DeepSpeedConfig
-from infinity.integrations.dialect.engine import initialize
+from infinity.integrations.deepspeed import helpers, norms
+from infinity.integrations.deepspeed.config import DeepSpeedConfig
+from infinity.integrations.deepspeed.engine import initialize
 from tests.doors.small_models import CONFIG, WIDTH, Heads
 
 

@@ -12,20 +12,20 @@ from torch import nn
 
 import infinity
 from infinity.errors import ConfigError
-from infinity.integrations.dialect import logs
-from infinity.integrations.dialect import tuning_arguments as tuning
-from infinity.integrations.dialect.accelerator import Accelerator
-from infinity.integrations.dialect.builders import AsyncIOBuilder, CPUAdamBuilder, FusedLambBuilder, compatible_ops
-from infinity.integrations.dialect.config_model import DeepSpeedConfigModel
-from infinity.integrations.dialect.engine import DeepSpeedEngine, initialize
-from infinity.integrations.dialect.experts import (
+from infinity.integrations.deepspeed import logs
+from infinity.integrations.deepspeed import tuning_arguments as tuning
+from infinity.integrations.deepspeed.accelerator import Accelerator
+from infinity.integrations.deepspeed.builders import AsyncIOBuilder, CPUAdamBuilder, FusedLambBuilder, compatible_ops
+from infinity.integrations.deepspeed.config_model import DeepSpeedConfigModel
+from infinity.integrations.deepspeed.engine import DeepSpeedEngine, initialize
+from infinity.integrations.deepspeed.experts import (
     has_moe_layers,
     is_moe_param,
     split_params_into_different_moe_groups_for_optimizer,
 )
-from infinity.integrations.dialect.precision_config import DeepSpeedFP16Config, get_bfloat16_config
-from infinity.integrations.dialect.refused import refused_class
-from infinity.integrations.dialect.zero_config import (
+from infinity.integrations.deepspeed.precision_config import DeepSpeedFP16Config, get_bfloat16_config
+from infinity.integrations.deepspeed.refused import refused_class
+from infinity.integrations.deepspeed.zero_config import (
     DeepSpeedZeroConfig,
     DeepSpeedZeroOffloadOptimizerConfig,
     OffloadDeviceEnum,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import infinity
-from infinity.integrations.as_deepspeed import FOLDER
-from infinity.integrations.dialect import timers
-from infinity.integrations.dialect.engine import initialize
-from infinity.integrations.dialect.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
+from infinity.integrations.deepspeed import timers
+from infinity.integrations.deepspeed.engine import initialize
+from infinity.integrations.deepspeed.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
 from tests.doors.small_models import CONFIG, WIDTH, Heads
 
 
@@ -103,11 +102,7 @@ def test_an_engine_counts_micro_batches_and_steps() -> None:
 
 
 def test_a_function_with_a_range_is_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("nvtx_alone", FOLDER / "deepspeed" / "utils" / "nvtx.py")
-    assert spec is not None
-    assert spec.loader is not None
-    nvtx = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(nvtx)
+    nvtx = importlib.import_module("infinity.utils.nvtx")
     calls: list[Any] = []
     domains = SimpleNamespace(
         supports_nvtx_domain=True,

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import infinity
-from infinity.integrations.dialect import values, zero_to_fp32
+from infinity.integrations.deepspeed import values, zero_to_fp32
 from tests.behaviour.reference import batches, loss_of, tiny_gpt2, tiny_llama
 
 

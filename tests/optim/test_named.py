@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.optim.named import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion, Lion
+from infinity.integrations.deepspeed.named_optimizers import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLion,
+)
+from infinity.optim.lion import Lion
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -1,4 +1,0 @@
-from infinity.integrations.dialect.accelerator import Accelerator as DeepSpeedAccelerator
-from infinity.integrations.dialect.accelerator import get_accelerator, is_current_accelerator_supported
-
-__all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported"]

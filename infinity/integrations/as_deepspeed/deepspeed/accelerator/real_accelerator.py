@@ -1,3 +1,0 @@
-from infinity.integrations.dialect.accelerator import get_accelerator, is_current_accelerator_supported
-
-__all__ = ["get_accelerator", "is_current_accelerator_supported"]

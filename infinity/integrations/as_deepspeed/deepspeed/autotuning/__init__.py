@@ -1,1 +1,0 @@
-raise ImportError("deepspeed.autotuning is not supported by infinity: use `infinity tune`")

@@ -1,1 +1,0 @@
-raise ImportError("deepspeed.compression is not supported by infinity: quantise the model with torchao")

@@ -1,1 +1,0 @@
-DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"

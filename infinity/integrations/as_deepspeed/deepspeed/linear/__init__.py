@@ -1,1 +1,0 @@
-raise ImportError("deepspeed.linear is not supported by infinity: use PEFT for adapters")

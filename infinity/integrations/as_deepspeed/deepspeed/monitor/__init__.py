@@ -1,3 +1,0 @@
-from . import config, monitor
-
-__all__ = ["config", "monitor"]

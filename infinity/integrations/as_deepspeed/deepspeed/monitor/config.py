@@ -1,4 +1,0 @@
-from infinity.config import MonitorConfig as DeepSpeedMonitorConfig
-from infinity.integrations.dialect.monitor import get_monitor_config
-
-__all__ = ["DeepSpeedMonitorConfig", "get_monitor_config"]

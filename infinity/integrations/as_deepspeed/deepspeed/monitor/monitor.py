@@ -1,3 +1,0 @@
-from infinity.integrations.dialect.monitor import MonitorMaster
-
-__all__ = ["MonitorMaster"]

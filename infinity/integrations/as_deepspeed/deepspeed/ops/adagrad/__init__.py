@@ -1,3 +1,0 @@
-from infinity.optim.named import DeepSpeedCPUAdagrad
-
-__all__ = ["DeepSpeedCPUAdagrad"]

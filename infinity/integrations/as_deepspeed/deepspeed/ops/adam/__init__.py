@@ -1,3 +1,0 @@
-from infinity.optim.named import DeepSpeedCPUAdam, FusedAdam
-
-__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]

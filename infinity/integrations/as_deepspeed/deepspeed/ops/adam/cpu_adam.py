@@ -1,3 +1,0 @@
-from infinity.optim.named import DeepSpeedCPUAdam
-
-__all__ = ["DeepSpeedCPUAdam"]

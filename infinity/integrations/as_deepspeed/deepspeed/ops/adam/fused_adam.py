@@ -1,7 +1,0 @@
-from infinity.optim.named import FusedAdam
-
-from .multi_tensor_apply import MultiTensorApply
-
-__all__ = ["FusedAdam", "MultiTensorApply", "multi_tensor_applier"]
-
-multi_tensor_applier = MultiTensorApply(2048 * 32)

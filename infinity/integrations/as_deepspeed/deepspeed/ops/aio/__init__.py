@@ -1,3 +1,0 @@
-from infinity.integrations.dialect.builders import AsyncIOBuilder
-
-__all__ = ["AsyncIOBuilder"]

@@ -1,3 +1,0 @@
-from infinity.optim.named import DeepSpeedCPULion, FusedLion
-
-__all__ = ["DeepSpeedCPULion", "FusedLion"]

@@ -1,7 +1,0 @@
-from infinity.integrations.dialect.refused import refused_class
-
-__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
-
-LayerSpec = refused_class("LayerSpec")
-PipelineModule = refused_class("PipelineModule")
-TiedLayerSpec = refused_class("TiedLayerSpec")

@@ -1,1 +1,0 @@
-raise ImportError("deepspeed.profiling is not supported by infinity: use torch.profiler, or tiering.timeline")

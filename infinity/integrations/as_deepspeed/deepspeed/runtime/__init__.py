@@ -1,3 +1,0 @@
-from . import lr_schedules, zero
-
-__all__ = ["lr_schedules", "zero"]

@@ -1,9 +1,0 @@
-from infinity.integrations.dialect.activation_checkpointing import (
-    checkpoint,
-    configure,
-    is_configured,
-    non_reentrant_checkpoint,
-    reset,
-)
-
-__all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]

@@ -1,3 +1,0 @@
-from infinity.integrations.dialect.comm import reduce_scatter_coalesced
-
-__all__ = ["reduce_scatter_coalesced"]

@@ -1,3 +1,0 @@
-from infinity.integrations.dialect.optimizers import FP16_UnfusedOptimizer
-
-__all__ = ["FP16_UnfusedOptimizer"]

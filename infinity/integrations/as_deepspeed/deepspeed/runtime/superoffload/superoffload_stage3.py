@@ -1,5 +1,0 @@
-from infinity.integrations.dialect.refused import refused_class
-
-__all__ = ["SuperOffloadOptimizer_Stage3"]
-
-SuperOffloadOptimizer_Stage3 = refused_class("SuperOffloadOptimizer_Stage3")

@@ -1,3 +1,0 @@
-from infinity.integrations.dialect.engine import get_state_devices
-
-__all__ = ["get_state_devices"]

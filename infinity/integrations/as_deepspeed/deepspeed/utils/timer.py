@@ -1,3 +1,0 @@
-from infinity.integrations.dialect.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
-
-__all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "trim_mean"]

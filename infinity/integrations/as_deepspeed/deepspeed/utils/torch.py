@@ -1,3 +1,0 @@
-from infinity.integrations.dialect.logs import required_torch_version
-
-__all__ = ["required_torch_version"]

@@ -1,0 +1,182 @@
+"""`deepspeed.comm`: torch.distributed, which can be asked before it is initialised."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from infinity.integrations.deepspeed import front
+from infinity.integrations.deepspeed.misuse import AssertedConfigError
+from infinity.zero.launch import launch_of
+
+__all__ = ["get_global_rank", "get_local_rank", "get_rank", "get_world_size", "init_distributed"]
+
+
+def init_distributed(*args: Any, **more: Any) -> None:
+    """`infinity.init_distributed`.
+
+    Raises:
+        AssertedConfigError: it must not, and nobody has.
+    """
+    given = inspect.signature(front.init_distributed).bind(*args, **more).arguments
+    check_initialized(given.get("dist_init_required"))
+    front.init_distributed(*args, **more)
+
+
+def check_initialized(required: bool | None) -> None:
+    """Somebody has initialised `torch.distributed`, where this must not.
+
+    Raises:
+        AssertedConfigError: nobody has.
+    """
+    if required is False and not dist.is_initialized():
+        raise AssertedConfigError(
+            "dist_init_required is False, but torch.distributed is not initialized: do that first, or leave it out"
+        )
+
+
+def get_rank(group: Any = None) -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    """How many ranks there are; 1 without a process group."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    """This process among those on this machine."""
+    launch = launch_of(os.environ)
+    return 0 if launch is None else launch.local_rank
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """The rank in the whole of the rank in a group."""
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+_FOR_ITS_LOG = ("prof", "log_name", "debug")  # DeepSpeed's arguments of every collective
+_OTHER_NAMES = {"output_tensor": ("output",), "tensor": ("input_tensor", "input")}  # where it is of one flat tensor
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
+
+
+def _collective(name: str) -> Callable[..., Any]:
+    """torch's of this name, which also takes DeepSpeed's arguments."""
+    torchs = getattr(dist, name)
+    own = inspect.signature(torchs).parameters
+
+    @functools.wraps(torchs)
+    def call(*args: Any, **more: Any) -> Any:
+        named = {key: value for key, value in more.items() if key not in _FOR_ITS_LOG}
+        for key in named.keys() - own.keys():
+            name = next((other for other in _OTHER_NAMES.get(key, ()) if other in own), key)
+            named[name] = named.pop(key)
+        return torchs(*args, **named)
+
+    return call
+
+
+def inference_all_reduce(
+    tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False, **for_its_log: Any
+) -> Any:
+    """`all_reduce`."""
+    return dist.all_reduce(tensor, op, group, async_op)
+
+
+def allgather_fn(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False, **more: Any) -> Any:
+    """`all_gather_into_tensor`."""
+    return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+def reduce_scatter_fn(
+    output_tensor: Any, tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False, **more: Any
+) -> Any:
+    """`reduce_scatter_tensor`."""
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+
+
+def reduce_scatter_coalesced(tensors: Sequence[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
+    """This rank's part of each tensor's mean over the ranks, flat, by one collective; the last parts may be shorter."""
+    count, rank = get_world_size(group), get_rank(group)
+    lengths = [-(-tensor.numel() // count) for tensor in tensors]
+    padded = [
+        torch.nn.functional.pad(tensor.reshape(-1), (0, length * count - tensor.numel())).view(count, length)
+        for tensor, length in zip(tensors, lengths, strict=True)
+    ]
+    together = torch.cat(padded, dim=1) / count
+    mine = torch.empty_like(together[0])
+    dist.reduce_scatter_tensor(mine, together.view(-1), group=group)
+    parts = mine.split(lengths)
+    ends = [
+        max(0, min(length, tensor.numel() - rank * length)) for tensor, length in zip(tensors, lengths, strict=True)
+    ]
+    return [part[:end] for part, end in zip(parts, ends, strict=True)]
+
+
+def has_all_gather_into_tensor() -> bool:
+    """torch has it."""
+    return True
+
+
+has_reduce_scatter_tensor = has_all_gather_into_tensor
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """The ranks in the whole of those in a group."""
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+
+
+def get_world_group() -> Any:
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
+def _get_sequence_parallel_rank() -> int:
+    """0: every rank has whole sequences."""
+    return 0
+
+
+def _get_sequence_parallel_world_size() -> int:
+    """1, likewise."""
+    return 1
+
+
+def of_torch(name: str) -> Any:
+    """What `torch.distributed` has of this name: all that `deepspeed.comm.torch` offers."""
+    return getattr(dist, name)
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return _collective(name) if name in _COLLECTIVES else getattr(dist, name)
+    except AttributeError:
+        raise AttributeError(f"deepspeed.comm has no {name!r} here, and torch.distributed has none") from None

@@ -1,0 +1,58 @@
+"""DeepSpeed's base of configuration sections: pydantic's model with "auto" left out and deprecated names taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from infinity.integrations.deepspeed.misuse import AssertedConfigError
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """A section whose unknown keys are errors.
+
+    A field with `json_schema_extra={"deprecated": True, "new_param": name}` hands its value to the field of that name,
+    through `new_param_fn` if there is one, unless `set_new_param` is false.
+
+    Args:
+        strict: take "auto" as a value; by default such keys are left to their defaults.
+
+    Raises:
+        AssertedConfigError: a deprecated name is given together with the one that has replaced it.
+    """
+
+    model_config = ConfigDict(
+        validate_default=True,
+        validate_assignment=True,
+        use_enum_values=True,
+        populate_by_name=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        given = {key: value for key, value in data.items() if strict or not _is_auto(value)}
+        super().__init__(**_renamed(type(self), given))
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def _renamed(section: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values under the names that are no longer, or not yet, deprecated."""
+    values = dict(given)
+    for old, field in section.model_fields.items():
+        facts = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        new: Any = facts.get("new_param")
+        if old not in values or not facts.get("deprecated") or not new or not facts.get("set_new_param", True):
+            continue
+        value = values.pop(old)
+        if {new, section.model_fields[new].alias} & values.keys():
+            raise AssertedConfigError(f"{section.__name__}: {old} is deprecated, and {new} is given, too; give {new}")
+        convert: Any = facts.get("new_param_fn")
+        values[new] = value if convert is None else convert(value)
+    return values

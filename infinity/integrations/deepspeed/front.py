@@ -1,0 +1,212 @@
+"""The calls that a training script begins with, under DeepSpeed's names and in its order of arguments."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from infinity.config import Config
+from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.script_engine import Engine
+from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
+from infinity.setup import ConfigSource
+from infinity.setup import initialize as set_up
+from infinity.tiers import Link
+from infinity.zero.ending import leave_at_exit
+from infinity.zero.initial_values import WeightSource
+from infinity.zero.meta import InitFunction
+from infinity.zero.ranks import join_ranks
+
+OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
+
+_BACKENDS = (None, "gloo", "nccl", "xccl", "hccl", "cncl")  # torch's own for a kind of device, which join_ranks chooses
+
+
+def initialize(
+    args: argparse.Namespace | nn.Module | None = None,
+    model: nn.Module | ConfigSource | None = None,
+    optimizer: OptimizerOrFactory | None = None,
+    model_parameters: ParamsOrGroups | None = None,
+    training_data: Any | None = None,
+    lr_scheduler: Any | None = None,
+    distributed_port: int = 29500,
+    mpu: Any | None = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: ConfigSource | None = None,
+    mesh_param: Any | None = None,
+    config_params: ConfigSource | None = None,
+    *,
+    init_function: InitFunction | None = None,
+    weights: WeightSource | None = None,
+    device: torch.device | str | None = None,
+    link: Link | None = None,
+    process_group: Any | None = None,
+    trains: bool | None = True,
+    engine_class: type[Engine] = Engine,
+    adapt: Callable[[Config], Config] | None = None,
+) -> tuple[Engine, TieredOptimizer | None, Any | None, Any | None]:
+    """Place a model's states in the tiers and return what a training loop needs.
+
+    `initialize(model, config)` and `initialize(model=..., config=...)` are all that most scripts need; the names and
+    the order of the arguments up to `config_params` are DeepSpeed's.
+
+    Args:
+        args: what a script's parser gave: `args.deepspeed_config` is the configuration, if there is no other.
+        model: any `nn.Module`. Parameters on the meta device are initialised unit by unit, straight in their tier. One
+            that `torch.distributed.tensor.parallel` has divided comes with its values. If this fails, it is as it was.
+        optimizer: a torch Adam, AdamW, Adagrad or SGD whose groups are taken over (they stay the optimizer's, too, so
+            that a scheduler of it goes on), one of `infinity.optim`, or a callable that makes one from the parameters.
+        model_parameters: parameters or parameter groups to train; all that require a gradient by default.
+        training_data: a dataset, map-style or iterable; a `DataLoader` with the configured micro-batch size is returned
+            for it, and `collate_fn` makes its batches.
+        lr_scheduler: a torch scheduler of `optimizer`, or a callable that makes one from the returned optimizer.
+        distributed_port: where processes meet that no launcher has told.
+        dist_init_required: True to initialise `torch.distributed` for a single process as well.
+        config: a DeepSpeed-style JSON file, or the same as a mapping; `config_params` is its older name.
+        init_function: initialises the parameters of one module that was built on the meta device or by `zero.Init`.
+        weights: stored values of parameters that were built on the meta device or by `zero.Init`, read unit by unit;
+            see `infinity.integrations.pretrained_model`. Parameters that are missing there are initialised.
+        device: the compute device; by default a CUDA device if there is one, else the CPU.
+        link: copies bytes to and from a device of another kind.
+        process_group: the ranks that share the states; all of `torch.distributed`'s by default, which is initialised
+            here under a launcher (`infinity run`, `torchrun`) if it was not before.
+        trains: False for an engine that evaluates and generates, without optimizer states; None to train if there is an
+            optimizer, given or in the configuration.
+        engine_class: of the engine.
+        adapt: makes of the configuration, once it is read, the one that is in force.
+
+    Returns:
+        (engine, optimizer or None, dataloader or None, lr_scheduler or None)
+
+    Raises:
+        ConfigError: a key, value or combination that cannot work, by name.
+        CapacityError: a memory budget that is too small, with the number that is needed.
+        StorageError: an nvme path that cannot be used.
+        RankError: another rank has failed.
+    """
+    if isinstance(args, nn.Module):  # initialize(model, config)
+        args, model, config = None, args, _one_of({"the second argument": model, "config": config})
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise ConfigError(
+                f"`{name}` is not supported: divide the model with torch.distributed.tensor.parallel, and give the "
+                "ranks that share the states as process_group"
+            )
+    source = _configuration(args, config, config_params)
+    if dist_init_required:
+        init_distributed(distributed_port=distributed_port)
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer) and isinstance(model, nn.Module):
+        optimizer = _made(optimizer, model, model_parameters)
+    made = set_up(
+        model,  # type: ignore[arg-type]  # it is looked at there
+        source,
+        model_parameters,
+        optimizer,  # type: ignore[arg-type]
+        training_data,
+        lr_scheduler,
+        collate_fn=collate_fn,
+        init_function=init_function,
+        weights=weights,
+        device=device,
+        link=link,
+        process_group=process_group,
+        trains=trains,
+        engine_class=engine_class,
+        adapt=adapt,
+    )
+    return cast(tuple[Engine, TieredOptimizer | None, Any | None, Any | None], made)
+
+
+def _made(
+    factory: Callable[[list[Any]], Any], model: nn.Module, parameters: ParamsOrGroups | None
+) -> torch.optim.Optimizer:
+    """The optimizer that a callable makes."""
+    if parameters is None:
+        parameters = [param for param in model.parameters() if param.requires_grad]
+    made = factory(list(parameters))
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"`optimizer` is a callable that gave a {type(made).__name__}; it must give a torch optimizer"
+        )
+    return made
+
+
+def _configuration(args: Any, config: Any, config_params: Any) -> Any:
+    """The configuration, wherever it was given; None if it was not.
+
+    Raises:
+        ConfigError: it was given twice.
+    """
+    of_args = None if isinstance(args, Mapping) else getattr(args, "deepspeed_config", None)
+    return _one_of({"config": config, "config_params": config_params, "args.deepspeed_config": of_args})
+
+
+def _one_of(given: Mapping[str, Any]) -> Any:
+    there = {name: value for name, value in given.items() if value is not None}
+    if len(there) > 1:
+        raise ConfigError(f"the configuration is given twice, as {' and '.join(there)}; give one")
+    return next(iter(there.values()), None)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta = timedelta(seconds=300),
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Initialise `torch.distributed` as the launcher says, or for this process alone; nothing where it is already.
+
+    Args:
+        dist_backend: must be one of torch's; which of them serves host memory and which the device is chosen here.
+        distributed_port: used where the launcher gives an address and no port.
+        timeout: how long a rank waits for the others.
+        dist_init_required: False to do nothing.
+        init_method, rank, world_size: as torch's `init_process_group` takes them, in place of the launcher's.
+
+    Raises:
+        ConfigError: the environment is half of a launcher's, or the backend is none of torch's.
+        RankError: not all ranks came.
+    """
+    if dist_init_required is False or dist.is_initialized():
+        return
+    if dist_backend not in _BACKENDS:
+        names = ", ".join(name for name in _BACKENDS if name)
+        raise ConfigError(
+            f"dist_backend is {dist_backend!r}, which is not supported: leave it out, or choose of {names}"
+        )
+    if init_method is not None or rank >= 0 or world_size > 0:
+        dist.init_process_group(dist_backend, init_method, timeout, max(1, world_size), max(0, rank))
+        return
+    if os.environ.get("MASTER_ADDR"):
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    join_ranks(timeout_s=timeout.total_seconds())
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        leave_at_exit()
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the options `--deepspeed` and `--deepspeed_config` to a script's parser."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", action="store_true", help="train with the configuration below")
+    group.add_argument("--deepspeed_config", type=_path, metavar="FILE", help="the JSON configuration")
+    return parser
+
+
+def _path(text: str) -> str:
+    return str(Path(text))

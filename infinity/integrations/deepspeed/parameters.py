@@ -1,0 +1,326 @@
+"""Parameters under ZeRO-3 as DeepSpeed's users look at them: `ds_` attributes, `Init`, `GatheredParameters`.
+
+This is the one place that hangs attributes on a model's parameters: libraries ask `hasattr(param, "ds_id")`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from infinity.config import Config, load_config
+from infinity.engine import Engine
+from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.front import init_distributed
+from infinity.integrations.deepspeed.live_views import part_numel, part_of_built, part_of_values
+from infinity.integrations.deepspeed.misuse import ModifiedError
+from infinity.zero.file_backed import convert
+from infinity.zero.gathered import GatheredParameters as Gathered
+from infinity.zero.gathered import has_values, owner_of
+from infinity.zero.init import Init as InFiles
+from infinity.zero.ranks import join_ranks, world_size
+from infinity.zero.sizing import compute_dtype
+from infinity.zero.views import version_of
+
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
+_ids = count()
+
+
+@dataclass
+class _Look:
+    """Of a parameter that no engine has, in GatheredParameters: its version when it was as it is to stay."""
+
+    version: int
+    contexts: int = 0
+
+
+_looked_at: dict[int, _Look] = {}  # by identity
+
+
+class ZeroParamStatus(Enum):
+    """Where a parameter's values are."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(Enum):
+    """How a parameter is kept."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class _Status:
+    """Equal to what the parameter's status is at that moment."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = weakref.ref(param)
+
+    def now(self) -> ZeroParamStatus:
+        param = self._param()
+        if param is None:
+            return ZeroParamStatus.NOT_AVAILABLE
+        available = id(param) in _looked_at if owner_of(param) is None else has_values(param)
+        return ZeroParamStatus.AVAILABLE if available else ZeroParamStatus.NOT_AVAILABLE
+
+    def __eq__(self, other: object) -> bool:
+        return self.now() is (other.now() if isinstance(other, _Status) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.now())
+
+    def __repr__(self) -> str:
+        return repr(self.now())
+
+    def __reduce__(self) -> tuple[Any, ...]:  # what it is now, in a copy that is pickled
+        return ZeroParamStatus, (self.now().value,)
+
+
+class _Uses(Collection[int]):
+    """The unit that has the parameter, by number, while a pass of the model uses it; nothing otherwise."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = weakref.ref(param)
+
+    def _now(self) -> list[int]:
+        param = self._param()
+        found = None if param is None else owner_of(param)
+        if found is None:
+            return []
+        engine, place = found
+        here = (place.unit.index, place.index)
+        return [place.unit.index] if engine.shows(*here) and not engine.lends(*here) else []
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._now()
+
+    def clear(self) -> None:
+        """Nothing: a use ends by itself."""
+
+    def __reduce__(self) -> tuple[Any, ...]:  # what it is now, in a copy that is pickled
+        return set, (self._now(),)
+
+
+def mark(engine: Engine) -> None:
+    """Give the parameters of an engine's model the attributes that DeepSpeed's have under ZeRO-3.
+
+    `ds_tensor` is this rank's part, to look at, see [Note: live views]; all ranks read it together.
+    """
+    partition = engine.begin_gathering("initialize", stores=False).partition
+    for param in engine.module.parameters():
+        _mark(param)
+        if param.numel() > 0:
+            param.ds_tensor = part_of_values(param, part_numel(param, partition))  # type: ignore[attr-defined]
+
+
+def _mark(param: nn.Parameter) -> None:
+    if param.numel() == 0:  # there is nothing to divide
+        return
+    attributes: dict[str, Any] = {
+        "ds_id": next(_ids),
+        "ds_shape": param.shape,
+        "ds_numel": param.numel(),
+        "ds_status": _Status(param),
+        "ds_persist": False,
+        "ds_active_sub_modules": _Uses(param),
+        "is_external_param": False,  # one that another module uses is noticed as it is used
+    }
+    for name, value in attributes.items():
+        setattr(param, name, value)
+
+
+class Init(InFiles):
+    """`infinity.zero.Init` with DeepSpeed's arguments; those that say how it does its work change nothing.
+
+    Parameters have their values until `initialize` moves them, and the attributes that DeepSpeed's have: their
+    `ds_status` is that of DeepSpeed's, so that scripts gather them, and `ds_tensor` is this rank's part of rank 0's
+    values, to look at, which all ranks read together. When the context is left they are of the configuration's
+    precision, or of `dtype`; buffers keep their own.
+
+    Raises:
+        ConfigError: parameters are to be divided among some ranks only.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **more: Any,
+    ) -> None:
+        given = {"data_parallel_group": data_parallel_group, "mpu": mpu, **more}
+        for name, value in given.items():
+            if value not in (None, False):
+                raise ConfigError(f"zero.Init: `{name}` is not supported; leave it out, or use infinity.initialize")
+        if enabled:
+            init_distributed()
+        source = config if config is not None else config_dict_or_path
+        known = source if source is None or isinstance(source, Config) else load_config(source, world_size=world_size())
+        self._dtype = dtype if dtype is not None or known is None else compute_dtype(known)
+        # A module that is there already keeps its values until `initialize` moves them.
+        super().__init__(known, enabled=enabled)
+        self._built: dict[int, weakref.ref[nn.Module]] = {}  # by identity
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        if self._enabled:
+            self._undo.callback(register_module_parameter_registration_hook(self._take).remove)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        built = [module for reference in self._built.values() if (module := reference()) is not None]
+        for module in built:
+            for name, param in module.named_parameters(recurse=False):
+                if type(param) is nn.Parameter and not hasattr(param, "ds_id"):  # now that it has its shape
+                    self._settle(param, f"{type(module).__name__}.{name}")
+        self._built.clear()
+
+    def _settle(self, param: nn.Parameter, name: str) -> None:
+        if self._dtype not in (None, param.dtype) and param.dtype in _CAST and owner_of(param) is None:
+            convert(param, self._dtype, self._directory, name)
+        _mark(param)
+        if param.numel() > 0:
+            param.ds_tensor = part_of_built(param)  # type: ignore[attr-defined]
+
+    def _take(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        self._built[id(module)] = weakref.ref(module)  # and not the parameter, which `skip_init` exchanges later
+
+
+class GatheredParameters(Gathered):
+    """`infinity.zero.GatheredParameters` with DeepSpeed's arguments; `fwd_module` changes nothing.
+
+    Parameters of `zero.Init` that no engine has yet are there on every rank. `initialize` takes rank 0's values, so
+    those that another rank changes, as `modifier_rank`, are sent to all ranks at the end; changes without a
+    `modifier_rank` are refused at the end, as those of an engine's parameters are.
+
+    Inside a model's forward, where what an operation reads is brought for it, looking needs nothing more; nor does it
+    inside its backward, in a function with a backward of its own.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | nn.Parameter | nn.Module,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(params, modifier_rank, enabled=enabled)
+        if modifier_rank is None:
+            self._params = [param for param in self._params if not _is_in_pass(param)]
+        self._in_init: list[nn.Parameter] = []
+
+    def __enter__(self) -> None:
+        try:
+            for param in self._params:
+                if hasattr(param, "ds_id") and owner_of(param) is None:
+                    self._in_init.append(param)
+                    _looked_at.setdefault(id(param), _Look(version_of(param))).contexts += 1
+            super().__enter__()  # last: an interrupt leaves nothing gathered
+        except BaseException:
+            self._end_looks()
+            self._in_init = []
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        changed = self._end_looks()
+        try:
+            if self._in_init and self._modifier_rank:
+                self._send(self._modifier_rank, failed=kind is not None)
+            if changed and kind is None:
+                raise ModifiedError(
+                    "in-place modification of a parameter of zero.Init in GatheredParameters without modifier_rank: it "
+                    "would count on rank 0 alone. Give modifier_rank=0, whose values every rank gets"
+                )
+        finally:
+            self._in_init = []
+            super().__exit__(kind, error, trace)
+
+    def _end_looks(self) -> bool:
+        """The context no longer looks at parameters; whether one of them was changed that may not be."""
+        changed = False
+        for param in self._in_init:
+            look = _looked_at.get(id(param))
+            if look is None:  # an interrupt came before it
+                continue
+            look.contexts -= 1
+            if self._modifier_rank is not None:
+                look.version = version_of(param)
+            elif not look.contexts:
+                changed |= look.version != version_of(param)
+            if not look.contexts:
+                del _looked_at[id(param)]
+        return changed
+
+    def _send(self, source: int, *, failed: bool) -> None:
+        ranks = join_ranks()
+        if ranks.size == 1 or ranks.any(failed):
+            return
+        for param in self._in_init:
+            values = param.data.cpu()
+            ranks.broadcast(values, source)
+            param.data.copy_(values)
+
+
+def _is_in_pass(param: nn.Parameter) -> bool:
+    found = owner_of(param)
+    return found is not None and isinstance(found[0], Engine) and (found[0].in_forward or found[0].in_backward)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """An engine whose parameters are gathered, so that generating reads no drive and waits for no rank."""
+    with GatheredParameters(model.parameters()):
+        yield model
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing: a parameter that another module uses is noticed as it is used."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing, as above."""
+
+
+# What else `deepspeed.runtime.zero.partition_parameters` has #
+
+partitioned_param_data_shape = [0]  # of DeepSpeed's parameters that are away; here they keep their own
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """The constructor itself: nothing is converted. transformers exchanges this function for a while."""
+    return fn
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """It has the attributes of a parameter under ZeRO-3."""
+    return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")

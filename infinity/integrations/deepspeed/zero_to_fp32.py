@@ -1,0 +1,135 @@
+"""`deepspeed.utils.zero_to_fp32`: the float32 weights of a checkpoint, as a state dict in memory or as a file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from infinity.checkpoint.directory import latest_tag
+from infinity.checkpoint.extra import read_extra
+from infinity.checkpoint.format import FROZEN_FIELD, MASTER, frozen_params, read_manifest, trained_params
+from infinity.checkpoint.stored import StoredReader, check_files
+from infinity.config import parse_size
+from infinity.errors import CheckpointError, ConfigError
+from infinity.zero.gathered import owner_of
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The exact float32 masters of a checkpoint by name, with frozen parameters and buffers, in host memory.
+
+    Of parameters that have several names, all of them are there, for one tensor.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: `lazy_mode` is asked for.
+    """
+    if lazy_mode:
+        raise ConfigError("lazy_mode is not supported: leave it out, or read the checkpoint's safetensors yourself")
+    tag = tag or latest_tag(Path(checkpoint_dir))
+    if tag is None:
+        raise CheckpointError(f"{checkpoint_dir} has no checkpoint: give the directory that save_checkpoint was given")
+    path = Path(checkpoint_dir) / tag
+    manifest = read_manifest(path)
+    state: dict[str, torch.Tensor] = {}
+    with StoredReader(path, check_files(path, manifest.tensors)) as reader:
+        wanted = {name: (MASTER.name, shape) for name, shape in trained_params(manifest.tensors).items()}
+        if not exclude_frozen_parameters:
+            wanted |= {name: (FROZEN_FIELD, shape) for name, shape in frozen_params(manifest.tensors).items()}
+        for name, (field, shape) in wanted.items():
+            state[name] = reader.read(f"{field}.{name}", 0, torch.Size(shape).numel()).float().view(shape)
+    extra = read_extra(path, manifest)
+    buffers: dict[str, torch.Tensor] = extra["buffers"]
+    names = extra.get("tied")  # not in checkpoints of before
+    tied = {name: state[first] for name, first in names.items() if first in state} if isinstance(names, dict) else {}
+    return state | tied | buffers
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """Load the float32 weights of a checkpoint into a model, which becomes float32 unless an engine has it.
+
+    Raises:
+        CheckpointError: it is no checkpoint of this model.
+    """
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    if all(owner_of(param) is None for param in model.parameters()):
+        model.float()
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    first = {id(param): name for name, param in model.named_parameters()}
+    tied = {name for name, param in model.named_parameters(remove_duplicate=False) if first[id(param)] in state}
+    lacking = [name for name in missing if name not in tied]
+    if lacking or unexpected:
+        name = (lacking or unexpected)[0]
+        side = "the checkpoint has not" if lacking else "the model has not"
+        raise CheckpointError(f"{checkpoint_dir} is of another model: `{name}` is a parameter that {side}")
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the float32 weights of a checkpoint into one file, `pytorch_model.bin` or `model.safetensors`.
+
+    Raises:
+        ConfigError: they are more than `max_shard_size`.
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    once = {id(value): name for name, value in reversed(state.items())}  # a file of safetensors has no tied ones
+    nbytes = sum(state[name].nbytes for name in once.values())
+    if max_shard_size is not None and nbytes > parse_size(max_shard_size):
+        raise ConfigError(
+            f"the weights have {nbytes} bytes and max_shard_size is {max_shard_size}, but one file is written: pass "
+            "max_shard_size=None, or use engine.save_16bit_model, which writes several"
+        )
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    if safe_serialization:
+        weights = {name: value for name, value in state.items() if once[id(value)] == name}
+        save_file(weights, Path(output_dir) / "model.safetensors", {"format": "pt"})
+    else:
+        torch.save(state, Path(output_dir) / "pytorch_model.bin")
+
+
+# The file that lies beside the checkpoints, as DeepSpeed's does: `python zero_to_fp32.py . weights`.
+SCRIPT_NAME = "zero_to_fp32.py"
+SCRIPT = """from infinity.utils.zero_to_fp32 import main
+
+main()
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The script's command line."""
+    parser = argparse.ArgumentParser(description="Write the float32 weights of a checkpoint into one file.")
+    parser.add_argument("checkpoint_dir", help="the directory that save_checkpoint was given")
+    parser.add_argument("output_dir", help="where pytorch_model.bin is written")
+    parser.add_argument("-t", "--tag", help="of the checkpoint; the last one by default")
+    parser.add_argument("--max_shard_size", default=None, help="refuse to write more than this, such as 5GB")
+    parser.add_argument("--safe_serialization", action="store_true", help="write model.safetensors")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true", help="changes nothing")
+    args = parser.parse_args(arguments)
+    convert_zero_checkpoint_to_fp32_state_dict(
+        args.checkpoint_dir,
+        args.output_dir,
+        args.max_shard_size,
+        args.safe_serialization,
+        args.tag,
+        args.exclude_frozen_parameters,
+    )
