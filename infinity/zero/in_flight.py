@@ -62,10 +62,10 @@ class InFlight:
         self._pipeline = pipeline
         self._counters = counters
         self._device = device
-        self._ended: SimpleQueue[Unit] = SimpleQueue()  # units whose updates are computed or have failed
+        self._ended: SimpleQueue[int] = SimpleQueue()  # units whose updates are computed or have failed
         # These give the order of units; their state is in the rows. An interrupt may leave a stale entry here.
         self._due: dict[Unit, None] = {}
-        self._submitted: dict[Unit, None] = {}
+        self._submitted: dict[int, Unit] = {}
         self._computed: dict[Unit, None] = {}  # subset of `_submitted`; their writes may be in flight
 
     def __bool__(self) -> bool:
@@ -78,7 +78,7 @@ class InFlight:
 
     @property
     def submitted(self) -> list[Unit]:
-        return list(self._submitted)
+        return list(self._submitted.values())
 
     def ask(self, each: Unit, segments: tuple[Segment, ...]) -> None:
         self._due[each] = None
@@ -148,10 +148,10 @@ class InFlight:
             tells_param=tells_param,
         )
         ticket = self._pipeline.submit(job)
-        ticket.computed.add_done_callback(partial(_put, self._ended, each))
+        ticket.computed.add_done_callback(partial(_put, self._ended, unit))
         written = each.params.write_through(ticket) if write else None
         reconstructable = self._pipeline.undoing.can_recover_param(segments, self._grads.dtype)
-        self._submitted[each] = None
+        self._submitted[unit] = each
         each.submit(Submitted(ticket, written, keeps=before is not None), reconstructable=reconstructable)
         return ticket
 
@@ -307,7 +307,7 @@ class InFlight:
         with self._handing_over:
             aheads = [each.ahead for each in rows]
             tickets = [ahead.ticket for ahead in aheads if ahead is not None]
-            submitted = [each for each in self._submitted if each in rows]
+            submitted = [each for each in self._submitted.values() if each in rows]
             for each in submitted:
                 assert each.submitted is not None
                 each.submitted.ticket.recovers = False  # its gradients are still in memory
@@ -413,7 +413,7 @@ class InFlight:
     @property
     def all_computed(self) -> bool:
         """Whether no update is still to be computed and none has failed. Writes may be in flight."""
-        tickets = [each.submitted.ticket for each in self._submitted if each.submitted is not None]
+        tickets = [each.submitted.ticket for each in self._submitted.values() if each.submitted is not None]
         return not self._due and all(each.computed.done() and each.computed.exception() is None for each in tickets)
 
     @staticmethod
@@ -437,11 +437,11 @@ class InFlight:
         self._take_ended()
         while self._submitted and not self._computed:
             # an interrupt may have lost an entry of `_ended`
-            self._computed |= {each: None for each in self._submitted if self._is_computed(each)}
+            self._computed |= {each: None for each in self._submitted.values() if self._is_computed(each)}
             if not self._computed:
                 with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
-                    each = self._ended.get()
-                self._note_computed(each)
+                    unit = self._ended.get()
+                self._note_computed(unit)
         for each in self._computed:
             self.finish(each)
             return True
@@ -456,8 +456,9 @@ class InFlight:
         while not self._ended.empty():
             self._note_computed(self._ended.get())
 
-    def _note_computed(self, each: Unit) -> None:
-        if self._is_computed(each):  # and not an earlier update of the unit
+    def _note_computed(self, unit: int) -> None:
+        each = self._submitted.get(unit)
+        if each is not None and self._is_computed(each):  # and the queue's word is not of an earlier update
             self._computed[each] = None
 
     def settle(self) -> None:
@@ -482,7 +483,7 @@ class InFlight:
     def _note(self, each: Unit) -> None:
         with self._handing_over:
             submitted, unit = each.finish(), each.index
-            self._submitted.pop(each, None)
+            self._submitted.pop(each.index, None)
             self._computed.pop(each, None)
             for move in submitted.ticket.missing:  # a withdrawn update has not waited for its inputs
                 move.wait(self._counters)
@@ -500,5 +501,6 @@ class InFlight:
             self.finished.append(each)
 
 
-def _put(ended: SimpleQueue[Unit], each: Unit, _: Future[None]) -> None:
-    ended.put(each)
+def _put(ended: SimpleQueue[int], unit: int, _: Future[None]) -> None:
+    """Not given the row: the row leads to the update's ticket, the ticket to this callback."""
+    ended.put(unit)

@@ -21,7 +21,6 @@ from infinity.optim.pipeline import UpdatePipeline
 from infinity.tiers.grads import Arrival
 from infinity.tiers.link import _EventToken
 from infinity.zero import build, in_flight
-from infinity.zero.unit import Unit
 
 WORLDS = ("prompt", "late")
 
@@ -117,13 +116,13 @@ class _Inline(UpdatePipeline):
         self.work(lambda: False)
 
 
-class _Ended(deque[Unit]):
+class _Ended(deque[int]):
     """Units whose updates have ended; who waits for the next one has the optimizer work."""
 
-    def put(self, row: Unit) -> None:
-        self.append(row)
+    def put(self, unit: int) -> None:
+        self.append(unit)
 
-    def get(self) -> Unit:
+    def get(self) -> int:
         _Inline.current[-1].work(lambda: bool(self))
         return self.popleft()
 

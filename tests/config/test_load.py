@@ -201,7 +201,7 @@ def test_nvme_paths_come_from_tiering_or_from_the_offload_sections() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "drives", "mib"), [("none", 2, 64), ("cpu", 2, 64), ("nvme", 1, 4), ("nvme", 3, 12), ("nvme", 8, 16)]
+    ("device", "drives", "mib"), [("none", 2, 256), ("cpu", 2, 256), ("nvme", 1, 4), ("nvme", 3, 12), ("nvme", 8, 16)]
 )
 def test_a_tile_is_large_in_host_memory_and_small_on_few_drives(device: str, drives: int, mib: int) -> None:
     values = {
