@@ -472,9 +472,10 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     units = 1 if rules.states.home is Memory.DEVICE else _STAGING_UNITS
     staging = units * max(spec.shard_nbytes for spec in specs)
     homes = sum(spec.shard_nbytes for spec in moving if not spec.beside)
-    # Where parameters stay on the device, each update needs an image of its unit. With room for all of them no update
-    # waits for another one's upload.
-    images = 0 if moving or units == 1 else sum(spec.shard_nbytes for spec in specs)
+    # Beside parameters that stay on a device, each update needs an image of its unit in host memory. With room for all
+    # images, no update waits for another one's upload.
+    need_images = units > 1 and not (moving or rules.one_memory)
+    images = sum(spec.shard_nbytes for spec in specs) if need_images else 0
     least = staging + (0 if rules.params.home is Memory.NVME else homes)
     return ParamBytes(computed, Share(0, least, max(staging, images) + homes), staging)
 
