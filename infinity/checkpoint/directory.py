@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from infinity.checkpoint.files import discard, is_file_name, read_plain, sync_directory, write_file
+from infinity.checkpoint.files import discard, is_file_name, read_plain, write_file
 from infinity.errors import CheckpointError, ConfigError, StorageError
+from infinity.io.directory import make_lasting, sync_directory
 from infinity.zero.shared_directory import MARK
 
 _LATEST = "latest"
@@ -54,6 +55,7 @@ def remove(directory: Path, tag: str) -> None:
     """Remove a checkpoint, so that a crash leaves it whole or leaves what the next save removes."""
     gone = directory / f"{_NEW}{tag}"
     (directory / tag).rename(gone)
+    sync_directory(directory)  # else its files may go before its name
     shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -201,19 +203,22 @@ def _restore(directory: Path) -> None:
 def _remove_leftovers(directory: Path) -> None:
     """What an interrupted save left, and whatever else has such a name."""
     found = [path for prefix in (_NEW, _OLD, MARK) for path in directory.glob(f"{prefix}*")]
+    if found:
+        # What they were replaced by has its name from a process that may have died before that was on the drive.
+        sync_directory(directory)
     for stale in (*found, directory / _MARK):
         discard(stale)
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory to save in, unless it is there.
+    """Make a directory to save in, unless it is there; a crash leaves its name.
 
     Raises:
         CheckpointError: there is something else.
         OSError: it cannot be made.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_lasting(path)
     except (FileExistsError, NotADirectoryError) as error:
         raise CheckpointError(f"{error.filename or path} is no directory: remove it, or save elsewhere") from error
 
