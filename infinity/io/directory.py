@@ -71,8 +71,9 @@ def make_lasting(path: Path, mode: int = 0o777) -> None:
     made = [each for each in path.parents if not each.exists()]
     path.mkdir(mode, parents=True, exist_ok=True)
     for each in (*reversed(made), path):
-        with suppress(PermissionError):  # whose names may not be read, and cannot be flushed
-            sync_directory(each.parent)
+        if each.stat().st_dev == each.parent.stat().st_dev:  # else it is a drive, whose name is not on it
+            with suppress(PermissionError):  # names that may not be read cannot be flushed
+                sync_directory(each.parent)
 
 
 def sync_directory(path: Path) -> None:

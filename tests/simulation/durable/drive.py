@@ -1,13 +1,13 @@
 """Drives that keep what was flushed, and of everything else whatever a crash leaves.
 
 [Note: the drive]
-The engine works on files of a directory in memory, by its own system calls. `Recorder` stands where `os` is and looks at
-the directory before and after each call: what has changed is a mutation, of one block of one file or of the names that
-one call has changed. A mutation lasts when its file (of names: one of their directories) is flushed after it. At a
+The engine works on files of a directory in memory, by its own system calls. `Recorder` stands where `os` is and looks
+at the directory before and after each call. What has changed is a mutation: of one block of one file, or of the names
+that one call changes. A mutation lasts when its file (of names: one of their directories) is flushed after it. At a
 crash any others may be there and any may be missing: that covers writes that are torn between blocks, and reordered.
 A flush that fails leaves its file's writes in doubt for ever, as a kernel does that drops what it could not write:
-later flushes say nothing of them. So each crash is a list of mutations to apply, and the directory that a new process
-finds is built from it. A process that dies without the machine finds all of them.
+later flushes say nothing of them. So a crash is a list of mutations that are there, and a new process finds the
+directory that they make. A process that dies without the machine finds all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every order of a few durable operations, a crash at every point of each, and what the engine makes of what is left."""
+"""Every order of a few durable operations, a crash at every point of each, and what is made of what it leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from tests.simulation.durable.drive import (
     losses,
 )
 from tests.simulation.durable.turns import Numbers, in_turns
-from tests.simulation.durable.world import BEFORE, CHECKPOINTS, Trainer, World, blocks_of
+from tests.simulation.durable.world import BEFORE, Layout, Trainer, World, blocks_of
 
 MEMORY = Path("/dev/shm")
 _LATER = 1 << 20  # names that no earlier process has had
@@ -50,9 +50,11 @@ OPERATIONS: dict[str, Callable[[Trainer, int], object]] = {
 }
 STEPS = ("step", "part", "undo")
 BASES: dict[str, tuple[str, ...]] = {"new": (), "trained": ("step", "step", "save")}
+AFTER_FAILURES = ("step", "save", "commit"), ("restart", "step", "save")
+AFTER_DEATHS = ("restart", "step", "commit"), ("restart", "save", "keep")
 
 
-class Violation(AssertionError):
+class Violation(AssertionError):  # noqa: N818  (as in invariants.py)
     """A promise is broken; the message has the operations and what was lost."""
 
 
@@ -81,10 +83,15 @@ class Counts:
     crash_points: int = 0
     states: int = 0
     examined: int = 0
+    damages: int = 0
     adopted: int = 0
     nothing: int = 0
     loaded: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Counts) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 @contextmanager
@@ -99,7 +106,7 @@ def directory() -> Iterator[Path]:
 # What is left of a run #
 
 
-def _outcome(outcomes: Sequence[int | None | Exception], digests: Sequence[str]) -> Found:
+def _outcome(outcomes: Sequence[int | Exception | None], digests: Sequence[str]) -> Found:
     errors = [each for each in outcomes if isinstance(each, Exception)]
     for error in errors:
         if not isinstance(error, InfinityError):
@@ -116,35 +123,35 @@ def _outcome(outcomes: Sequence[int | None | Exception], digests: Sequence[str])
 
 
 @contextmanager
-def _built(disk: Disk, size: int, names: Sequence[str], *, keeps: bool) -> Iterator[World]:
+def _built(disk: Disk, layout: Layout, *, keeps: bool) -> Iterator[World]:
     """Ranks that begin on parts of a disk."""
     with directory() as root, in_turns(Numbers(_LATER)):
-        disk.build(root, names)
-        with World(root, size, keeps=keeps).dropped() as world:
+        disk.build(root, layout.slots if keeps else layout.checkpoints)
+        with World(root, layout, keeps=keeps).dropped() as world:
             yield world
 
 
 def _opened(world: World, action: Callable[[Trainer], int | None]) -> Found:
-    outcomes: Sequence[int | None | Exception] = world.open()
+    outcomes: Sequence[int | Exception | None] = world.open()
     if not any(isinstance(each, Exception) for each in outcomes):
         outcomes = world.each(action)
     return _outcome(outcomes, [trainer.digest for _, trainer in sorted(world.trainers.items())])
 
 
-def resumed(disk: Disk, size: int) -> Found:
+def resumed(disk: Disk, layout: Layout) -> Found:
     """The step that new processes go on from."""
-    with _built(disk, size, [f"drive-{rank}" for rank in range(size)], keeps=True) as world:
+    with _built(disk, layout, keeps=True) as world:
         return _opened(world, Trainer.resume)
 
 
-def loaded(disk: Disk, size: int) -> dict[str | None, Found]:
-    """What new processes load: the last checkpoint, and each by its tag."""
-    with _built(disk, size, [CHECKPOINTS], keeps=False) as world:
-        found: dict[str | None, Found] = {None: _opened(world, lambda trainer: trainer.load(None))}
+def loaded(disk: Disk, layout: Layout) -> dict[str, Found]:
+    """What new processes load: the last checkpoint, and each by its tag where all ranks see the same."""
+    with _built(disk, layout, keeps=False) as world:
+        found = {"": _opened(world, lambda trainer: trainer.load(None))}
         path = world.trainers[0].checkpoints
-        tags = sorted(each.name for each in path.iterdir() if each.name[0] != "." and each.is_dir()) if path.is_dir() else []
-        for tag in tags:
-            found[tag] = _opened(world, lambda trainer: trainer.load(tag))  # noqa: B023 (called now)
+        if path.is_dir() and not layout.apart:
+            for tag in sorted(each.name for each in path.iterdir() if each.name[0] != "." and each.is_dir()):
+                found[tag] = _opened(world, lambda trainer: trainer.load(tag))  # noqa: B023 (called now)
         return found
 
 
@@ -175,9 +182,9 @@ class History:
         dead: labels that nobody may go on from once a later process has resumed an older step.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.shadow = {0: (BEFORE,) * size}
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.shadow = {0: (BEFORE,) * layout.ranks}
         self.dead: dict[int, set[int]] = {}
         self.labels: dict[tuple[Any, ...], int] = {}
         self._numbers = Numbers()
@@ -245,7 +252,7 @@ class History:
         disk.build(root)
         self._recorder = Recorder(root, disk)
         self._held.callback(self._recorder.close)
-        self._world = self._held.enter_context(World(root, self.size, self._recorder).dropped())
+        self._world = self._held.enter_context(World(root, self.layout, self._recorder).dropped())
 
     def __enter__(self) -> History:
         return self
@@ -305,6 +312,16 @@ def _told(change: Write | Size | Names) -> str:
     return f"{change.block} of {change.file}" if isinstance(change, Write) else f"{change.nbytes} of {change.file}"
 
 
+def told_of(cached: Cached, kept: Sequence[bool]) -> str:
+    """A crash in words."""
+    lost = [
+        f"{type(each).__name__} {_told(each)}"
+        for (each, _), there in zip(cached.waiting, kept, strict=True)
+        if not there
+    ]
+    return f"crash with {len(kept)} mutations that wait, of which these are lost: {lost}"
+
+
 def _used(name: str) -> Callable[[int], bool]:
     """What is unfinished by its name is removed by it, and never read."""
     unread = name.startswith(".tmp-new-") or name.endswith((".new", ".swap"))
@@ -328,12 +345,12 @@ class Search:
         most: waiting mutations of which all subsets are tried.
     """
 
-    def __init__(self, size: int, most: int = 6) -> None:
+    def __init__(self, layout: Layout, most: int = 6) -> None:
         self.counts = Counts()
-        self._size = size
+        self._layout = layout
         self._most = most
         self._resumed: dict[tuple[Image, ...], Found] = {}
-        self._loaded: dict[Image, dict[str | None, Found]] = {}
+        self._loaded: dict[Image, dict[str, Found]] = {}
 
     def run(self, operations: Sequence[str], first: int, **how: int) -> Last:
         """Perform operations on a new machine, with all crashes from one of them on, which is returned.
@@ -343,7 +360,7 @@ class Search:
             how: see `History.perform`, for that one.
         """
         self.counts.sequences += 1
-        with History(self._size) as history:
+        with History(self._layout) as history:
             for index, operation in enumerate(operations):
                 last = history.perform(operation, **(how if index == first else {}))
                 if index < first:
@@ -355,7 +372,11 @@ class Search:
                         continue
                 self._raised(last, told, may_fail="fails" in how)
                 self.crash(history, last, told)
-                if last.errors and operation in ("open", "restart") and operations[index + 1 : index + 2] != ("restart",):
+                if (
+                    last.errors
+                    and operation in ("open", "restart")
+                    and operations[index + 1 : index + 2] != ("restart",)
+                ):
                     break  # a process that could not begin
         return seen
 
@@ -370,20 +391,16 @@ class Search:
             self.counts.crash_points += 1
             for kept in losses(len(cached.waiting), self._most):
                 self.counts.states += 1
-                self._check(history, cached.after(kept), keys, lambda: f"{told}, {self._lost(cached, kept)}")  # noqa: B023
-
-    def _lost(self, cached: Cached, kept: Sequence[bool]) -> str:
-        said = [f"{type(change).__name__} {_told(change)}" for (change, _), there in zip(cached.waiting, kept, strict=True) if not there]
-        return f"crash with {len(kept)} mutations that wait, of which these are lost: {said}"
+                self._check(history, cached.after(kept), keys, lambda: f"{told}, {told_of(cached, kept)}")  # noqa: B023
 
     def _check(self, history: History, disk: Disk, told: frozenset[tuple[Any, ...]], where: Callable[[], str]) -> None:
-        drives = tuple(self._drive(disk, disk.at(f"drive-{rank}")) for rank in range(self._size))
+        drives = tuple(self._drive(disk, disk.at(name)) for name in self._layout.slots)
         if drives not in self._resumed:
-            self._resumed[drives] = resumed(disk, self._size)
+            self._resumed[drives] = resumed(disk, self._layout)
             self.counts.examined += 1
-        image = disk.image(disk.at(CHECKPOINTS), _used)
+        image = tuple(disk.image(disk.at(name), _used) for name in self._layout.checkpoints)
         if image not in self._loaded:
-            self._loaded[image] = loaded(disk, self._size)
+            self._loaded[image] = loaded(disk, self._layout)
             self.counts.examined += 1
         step, checkpoints = self._resumed[drives], self._loaded[image]
         back = {key[1] for key in told if key[0] == "resumed"}
@@ -392,8 +409,8 @@ class Search:
         self._judge("resume", step, history, floor, dead, where)
         saved = max((key[1] for key in told if key[0] == "saved"), default=0)
         for tag, found in checkpoints.items():
-            self._judge(f"load {tag}", found, history, saved if tag is None else -1, set(), where)
-        newest = checkpoints[None].label
+            self._judge(f"load {tag}", found, history, -1 if tag else saved, set(), where)
+        newest = checkpoints[""].label
         if newest is not None and (step.label or 0) < newest:
             raise Violation(f"the checkpoint is of step {newest} and resume finds {step}: {where()}")
         self.counts.loaded += newest is not None
@@ -405,7 +422,7 @@ class Search:
         """
         names = {} if directory is None else disk.directories.get(directory, {})
         records = [disk.content(file) for name, file in names.items() if name.endswith(".record")]
-        if self._size == 1 or not records:
+        if self._layout.ranks == 1 or not records:
             return disk.image(directory, _used)
         return disk.image(directory, lambda name: _blocks(records[0]) if name.endswith(".slots") else _used(name))
 
@@ -427,60 +444,55 @@ class Search:
 
     # What is searched #
 
-    def sequences(self, length: int, operations: Sequence[str] = tuple(OPERATIONS)) -> None:
-        """All of up to so many operations, with a crash in the last of each."""
-        for sequence in _sequences(length, operations):
-            self.run(sequence, len(sequence) - 1)
+    def crashing(self, sequence: Sequence[str]) -> None:
+        """A crash in the last operation."""
+        self.run(sequence, len(sequence) - 1)
 
-    def failing(self, length: int, operations: Sequence[str] = tuple(OPERATIONS)) -> None:
-        """The same; one flush fails, then training goes on, or begins again on the machine that went on."""
-        for sequence in _sequences(length, operations):
-            for after in (("step", "save", "commit"), ("restart", "step", "save")):
-                with History(self._size) as history:
-                    last = [history.perform(operation) for operation in sequence][-1]
-                for number in range(1, 1 + sum(isinstance(event, Flush) for _, event in last.events)):
-                    self.run((*sequence, *after), len(sequence) - 1, fails=number)
+    def failing(self, sequence: Sequence[str]) -> None:
+        """Each flush of the last operation fails; training goes on, or begins again on the machine that went on."""
+        flushes = sum(isinstance(event, Flush) for event in self._last_of(sequence))
+        for number, after in itertools.product(range(1, 1 + flushes), AFTER_FAILURES):
+            self.run((*sequence, *after), len(sequence) - 1, fails=number)
 
-    def killed(self, length: int, operations: Sequence[str] = tuple(OPERATIONS)) -> None:
-        """The same; the processes die at any point of it and begin again on the machine that went on."""
-        for sequence in _sequences(length, operations):
-            with History(self._size) as history:
-                last = [history.perform(operation) for operation in sequence][-1]
-            for number, (_, event) in enumerate(last.events):
-                if not isinstance(event, Tell | Hear):
-                    for after in (("restart", "step", "commit"), ("restart", "save", "keep")):
-                        self.run((*sequence, *after), len(sequence) - 1, until=number)
+    def killed(self, sequence: Sequence[str], first: int = 0) -> None:
+        """The processes die at each point of the last operation, and begin again on the machine that went on."""
+        events = self._last_of(sequence)
+        for number in range(first, len(events)):
+            for after in () if isinstance(events[number], Tell | Hear) else AFTER_DEATHS:
+                self.run((*sequence, *after), len(sequence) - 1, until=number)
 
-    def damaged(self) -> None:
-        """A drive that has lost or changed one block or one name of what it was told to flush."""
-        sequence = ("open", *BASES["trained"], "step", "keep")
-        with History(self._size) as history:
+    def _last_of(self, sequence: Sequence[str]) -> list[Any]:
+        with History(self._layout) as history:
+            last = [history.perform(operation) for operation in sequence][-1]
+        return [event for _, event in last.events]
+
+    def damaged(self, sequence: Sequence[str]) -> None:
+        """Afterwards a drive has lost or changed one block or one name of what it was told to flush."""
+        with History(self._layout) as history:
             for operation in sequence:
-                history.perform(operation)
+                self._raised(history.perform(operation), f"in {operation} of {sequence}", may_fail=False)
             history.spoil()
             disk = history.survived
             for directory, names in disk.directories.items():
                 for name, file in names.items():
                     for other in _spoilt(disk, directory, name, file):
-                        if not name.endswith(".slots"):  # whose content nothing checks in another process
-                            self.counts.crash_points += 1
-                            self._found(history, other, f"{name} is spoilt")
-
-    def _found(self, history: History, disk: Disk, where: str) -> None:
-        """Nothing but a step that there was, or a refusal."""
-        founds = resumed(disk, self._size), *loaded(disk, self._size).values()
-        self.counts.examined += 2
-        for found in founds:
-            self._judge("after damage", found, history, 0, set(), lambda: where)
+                        self.counts.damages += 1
+                        found = [resumed(other, self._layout)]
+                        if not name.endswith(".record"):
+                            found += loaded(other, self._layout).values()
+                        for each in found:
+                            self._judge(f"{name} is spoilt", each, history, 0, set(), lambda: "a damage")
 
 
 def _spoilt(disk: Disk, directory: int, name: str, file: int) -> Iterator[Disk]:
     lost = disk.copy()
     lost.apply(Names(((directory, name, None),)))
     yield lost
-    size, blocks = disk.files.get(file, (0, {}))
-    for block, data in blocks.items():
-        for other in (bytes(len(data)), data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]):
+    if name.endswith(".slots"):
+        return  # nothing checks its content in another process
+    for block, data in disk.files.get(file, (0, {}))[1].items():
+        places = range(0, len(data), 4) if name.endswith(".record") and not block else (len(data) // 2, len(data) - 1)
+        for other in (bytes(len(data)), *(data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :] for i in places)):
             changed = disk.copy()
             changed.apply(Write(file, block, other))
             yield changed
@@ -489,12 +501,11 @@ def _spoilt(disk: Disk, directory: int, name: str, file: int) -> Iterator[Disk]:
         yield changed
 
 
-def _sequences(length: int, operations: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def sequences(length: int, operations: Sequence[str] = tuple(OPERATIONS)) -> Iterator[tuple[str, ...]]:
     """Each base with up to so many operations more."""
-    for base in BASES.values():
-        for count in range(length + 1):
-            for more in itertools.product(operations, repeat=count):
-                yield ("open", *base, *more)
+    for base, count in itertools.product(BASES.values(), range(length + 1)):
+        for more in itertools.product(operations, repeat=count):
+            yield ("open", *base, *more)
 
 
 logging.getLogger("infinity").setLevel(logging.CRITICAL)

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -47,8 +47,38 @@ TILES = 2
 SHARD = TILE * TILES
 _LAYOUT = layout_with_moments("fp32", "exp_avg", "exp_avg_sq")
 _STATES, _PARAMS = _LAYOUT.tile_bytes(TILE), TILE * 4
-CHECKPOINTS = "checkpoints"
+
 BEFORE = hashlib.sha256(bytes(TILES * (_STATES + _PARAMS))).hexdigest()  # the digest before the first step
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who has what.
+
+    Attributes:
+        drives: of each rank.
+        apart: each rank saves in a directory that no other one sees.
+    """
+
+    ranks: int = 1
+    drives: int = 1
+    apart: bool = False
+
+    def of_rank(self, rank: int) -> list[str]:
+        """Directories of its slots."""
+        return [f"drive-{rank}-{drive}" for drive in range(self.drives)]
+
+    @property
+    def slots(self) -> list[str]:
+        return [name for rank in range(self.ranks) for name in self.of_rank(rank)]
+
+    def saves(self, rank: int) -> str:
+        """Its directory of checkpoints."""
+        return f"checkpoints-{rank}" if self.apart else "checkpoints"
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted({self.saves(rank) for rank in range(self.ranks)})
 
 
 def blocks_of(newest: bytes) -> set[int]:
@@ -96,7 +126,7 @@ class PlainEngine(IoEngine):
     def _submit(self, write: bool, file: IoFile, offset: int, span: Span, priority: Priority, nbytes: int) -> IoFuture:
         memory = (ctypes.c_char * span.nbytes).from_address(span.address)
         descriptor = cast(PlainFile, file).descriptor
-        return _Over((os.pwrite if write else os.preadv)(descriptor, memory if write else [memory], offset))  # type: ignore[operator, arg-type]
+        return _Over((os.pwrite if write else os.preadv)(descriptor, memory if write else [memory], offset))  # type: ignore[arg-type]
 
     def stats(self) -> IoStats:
         return IoStats(0, 0, 0, 0)
@@ -112,12 +142,12 @@ class Trainer:
         label: of the last step; every step of a search has a number of its own.
     """
 
-    def __init__(self, root: Path, rank: int, turns: Turns, *, keeps: bool) -> None:
+    def __init__(self, root: Path, rank: int, layout: Layout, turns: Turns, *, keeps: bool) -> None:
         self.rank = rank
         self.label = 0
         self._turns = turns
         self._saving: int | None = None  # label of a checkpoint on its way
-        self.checkpoints = root / CHECKPOINTS
+        self.checkpoints = root / layout.saves(rank)
         self.flat = torch.zeros(SHARD)
         self._memory = [torch.zeros(_STATES, dtype=torch.uint8) for _ in range(TILES)]
         self.tiles = [
@@ -125,9 +155,14 @@ class Trainer:
             for i, memory in enumerate(self._memory)
         ]
         ranks = TurnRanks(rank, turns.size, neighbours=turns.size, turns=turns)
-        self.swap = self._open(root / f"drive-{rank}", ranks) if keeps else SwapSpace((), ())
+        self.swap = self._open([root / name for name in layout.of_rank(rank)], ranks) if keeps else SwapSpace((), ())
         unit = lay_out_unit(
-            0, "unit", {"w": (SHARD * turns.size,)}, {"w": 0}, Alignment.of(_LAYOUT).for_ranks(turns.size), persistent=False
+            0,
+            "unit",
+            {"w": (SHARD * turns.size,)},
+            {"w": 0},
+            Alignment.of(_LAYOUT).for_ranks(turns.size),
+            persistent=False,
         )
         self.pipeline = SimpleNamespace(
             before_update=None,
@@ -179,10 +214,10 @@ class Trainer:
 
     # Its drive #
 
-    def _open(self, directory: Path, ranks: TurnRanks) -> SwapSpace:
-        run = open_run([directory], {"model": {"elements": SHARD}}, ranks)
-        stripes = run.stripes or [Stripe(directory, 1.0, sys.maxsize)]
-        swap = SwapSpace([PlainEngine()], stripes, checksum=True, rank=self.rank, run=run)
+    def _open(self, directories: list[Path], ranks: TurnRanks) -> SwapSpace:
+        run = open_run(directories, {"model": {"elements": SHARD}}, ranks)
+        stripes = run.stripes or [Stripe(path, 1.0, sys.maxsize) for path in directories]
+        swap = SwapSpace([PlainEngine()] * len(stripes), stripes, checksum=True, rank=self.rank, run=run)
         self._states = swap.reserve_slots(TILES * _STATES, [i * _STATES for i in range(TILES + 1)])
         self._params = swap.reserve_slots(TILES * _PARAMS, [i * _PARAMS for i in range(TILES + 1)])
         swap.create()
@@ -251,9 +286,7 @@ class Trainer:
                 self._write(tile)
         self.label = label
         counts = self.step_.counts
-        self.step_.counts = replace(
-            counts, global_steps=counts.global_steps + 1, micro_steps=counts.micro_steps + 1
-        )
+        self.step_.counts = replace(counts, global_steps=counts.global_steps + 1, micro_steps=counts.micro_steps + 1)
         self.step_.updates.steps = {"w": self.step_.updates.steps["w"] + 1}
         commits.step_over()
         self._turns.labels[cast(Gate, commits._gate).key] = label
@@ -311,18 +344,19 @@ class World:
         keeps: every step is committed; else they are there for checkpoints alone.
     """
 
-    def __init__(self, root: Path, size: int, recorder: Recorder | None = None, *, keeps: bool = True) -> None:
+    def __init__(self, root: Path, layout: Layout, recorder: Recorder | None = None, *, keeps: bool = True) -> None:
         self.trainers: dict[int, Trainer] = {}
-        self.turns = Turns(size, recorder)
+        self.turns = Turns(layout.ranks, recorder)
+        self._layout = layout
         self.turns.commit = self._commit
         self._root = root
         self._keeps = keeps
 
-    def open(self) -> list[None | Exception]:
+    def open(self) -> list[Exception | None]:
         """As `infinity.initialize` does."""
 
         def begin(rank: int) -> None:
-            self.trainers[rank] = Trainer(self._root, rank, self.turns, keeps=self._keeps)
+            self.trainers[rank] = Trainer(self._root, rank, self._layout, self.turns, keeps=self._keeps)
 
         return self.turns.run(begin)
 

@@ -1,0 +1,81 @@
+"""`python -m tests.simulation.durable` runs the whole search; see docs/simulation.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+
+from tests.simulation.durable import exports
+from tests.simulation.durable.mutants import MUTANTS, find
+from tests.simulation.durable.search import BASES, OPERATIONS, Counts, Search, sequences
+from tests.simulation.durable.world import Layout
+
+DAMAGED = ("open", *BASES["trained"], "step", "keep")
+ONE, TWO = Layout(), Layout(ranks=2)
+_OTHER_TAGS = tuple(each for each in OPERATIONS if each not in ("save", "begin"))  # than those that are there
+
+
+def plans(length: int) -> Iterator[tuple[str, Layout, int, str, Iterable[Sequence[str]]]]:
+    """Name, layout, mutations of which all subsets are tried, method of `Search`, and what it is given."""
+    for name, layout, most in (("1 rank", ONE, 6), ("2 ranks", TWO, 4)):
+        yield name, layout, most, "crashing", sequences(length)
+        yield name, layout, most, "failing", sequences(min(length, 3 - layout.ranks))
+        yield name, layout, most, "killed", sequences(min(length, 1))
+        yield name, layout, most, "damaged", [DAMAGED]
+    yield "2 drives", Layout(drives=2), 6, "crashing", sequences(min(length, 2))
+    yield (
+        "2 directories",
+        Layout(ranks=2, apart=True),
+        4,
+        "crashing",
+        sequences(min(length, 2), _OTHER_TAGS),
+    )
+
+
+def whole(length: int, tell: Callable[[str], None] = lambda what: None) -> dict[str, Counts]:
+    """Everything, with sequences of up to so many operations; raises `Violation`."""
+    found = {}
+    for name, layout, most, method, given in plans(length):
+        search = Search(layout, most)
+        for sequence in given:
+            getattr(search, method)(sequence)
+        found[f"{method}, {name}"] = search.counts
+        tell(_row(f"{method}, {name}", search.counts))
+    total = Counts()
+    for kinds in exports.sequences(length):
+        total.add(exports.search(kinds, 6))
+    tell(_row("exports", total))
+    return found | {"exports": total}
+
+
+def _row(name: str, counts: Counts) -> str:
+    return f"{name:20} {counts}"
+
+
+def main() -> int:
+    """Returns 1 if a mutant is not found; a violation is raised."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.durable", description=__doc__)
+    parser.add_argument("--length", type=int, default=3, help="most operations of a sequence")
+    parser.add_argument("--mutants", action="store_true", help="look for each planted fault instead")
+    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
+    arguments = parser.parse_args()
+    if arguments.mutants:
+        missed = [name for name in MUTANTS if find(name) is None]
+        print(f"{len(MUTANTS)} planted faults, not found: {missed}")
+        return int(bool(missed))
+    begun_s = time.monotonic()
+    found = whole(arguments.length, (lambda what: None) if arguments.json else print)
+    seconds = time.monotonic() - begun_s
+    if arguments.json:
+        print(json.dumps({name: asdict(counts) for name, counts in found.items()} | {"seconds": round(seconds, 1)}))
+    else:
+        print(f"all holds, {seconds:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""No crash leaves anything but the last step and checkpoint that were told of; the search would notice if one did."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.durable import exports
+from tests.simulation.durable.__main__ import DAMAGED
+from tests.simulation.durable.drive import BLOCK, ROOT, Cached, Disk, Flush, Names, Write, losses
+from tests.simulation.durable.mutants import MUTANTS, find, planted
+from tests.simulation.durable.search import BASES, Search, Violation, sequences
+from tests.simulation.durable.world import Layout
+
+
+def test_a_small_search_of_one_rank() -> None:
+    search = Search(Layout(), most=4)
+    for sequence in sequences(1):
+        search.crashing(sequence)
+    for sequence in sequences(0):
+        search.failing(sequence)
+    search.damaged(DAMAGED)
+    assert search.counts.adopted > 1000
+    assert search.counts.loaded > 500
+
+
+def test_a_small_search_of_two_ranks() -> None:
+    search = Search(Layout(2), most=2)
+    for more in (("commit",), ("begin", "part", "step"), ("restart",)):
+        search.crashing(("open", *BASES["trained"], *more))
+    assert not search.counts.refused
+
+
+@pytest.mark.parametrize("kinds", exports.sequences(2), ids=" then ".join)
+def test_a_crash_leaves_an_export_that_is_whole_or_refused(kinds: tuple[str, ...]) -> None:
+    assert exports.search(kinds, most=4).loaded
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_fault_is_found(name: str) -> None:
+    assert find(name) is not None, MUTANTS[name].why
+
+
+def test_a_planted_fault_is_gone_afterwards() -> None:
+    with planted("slots_not_flushed"), pytest.raises(Violation, match="other values"):
+        Search(Layout()).crashing(("open", "step", "commit"))
+    Search(Layout()).crashing(("open", "step", "commit"))
+
+
+def test_what_a_drive_keeps() -> None:
+    one, two = bytes([1]) * BLOCK, bytes([2]) * BLOCK
+    cached = Cached(Disk(directories={ROOT: {}}), [])
+    for event in (Names(((ROOT, "new", 1),)), Write(1, 0, one), Flush(1), Write(1, 1, two)):
+        cached.take(event)
+    assert [type(change) for change, _ in cached.waiting] == [Names, Write]  # flushed, and without a name
+    cached.take(Names(((ROOT, "new", None), (ROOT, "old", 1))))
+    cached.take(Flush(1, failed=True))
+    cached.take(Flush(1))  # says nothing of what the one before has dropped
+    cached.take(Flush(ROOT))
+    left = {cached.after(kept).content(1) for kept in losses(len(cached.waiting), 6)}
+    assert left == {one, one + two}
+    assert cached.lasting.directories == {ROOT: {"old": 1}}
