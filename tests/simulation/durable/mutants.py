@@ -29,6 +29,7 @@ from tests.simulation.durable import exports
 from tests.simulation.durable.search import Search, Violation
 from tests.simulation.durable.world import Layout
 
+_ONE, _TWO = Layout(), Layout(ranks=2)
 _STEP = ("open", "step", "commit")
 _SECOND = ("open", "step", "step", "commit")
 _SAVED = ("open", "step", "step", "save")
@@ -138,7 +139,7 @@ class Mutant:
     Attributes:
         why: what it does wrong.
         owner, name, value: the attribute that is another one.
-        sequence: in which it is found, by `method` of `Search` for so many `ranks`; or of exports.
+        sequence: in which it is found, by `method` of `Search` in a `layout`; or of exports.
         first: event at which processes die that are killed.
     """
 
@@ -148,7 +149,7 @@ class Mutant:
     value: Any
     sequence: Sequence[str]
     method: str = "crashing"
-    ranks: int = 1
+    layout: Layout = _ONE
     first: int = 0
 
 
@@ -189,7 +190,7 @@ MUTANTS = {
         "the record names the slots that are written next", Slots, "close_epoch", _close_with_other_bits, _SECOND
     ),
     "told_before_record": Mutant(
-        "ranks are told before the record is there", Commits, "_commit", _tell_before_record, _STEP, ranks=2
+        "ranks are told before the record is there", Commits, "_commit", _tell_before_record, _STEP, layout=_TWO
     ),
     "alone": Mutant(
         "a rank goes on without the others' records",
@@ -197,7 +198,7 @@ MUTANTS = {
         "_tell_ranks",
         _nothing,
         ("open", "step", "step", "step"),
-        ranks=2,
+        layout=_TWO,
     ),
     "step_before_forgotten": Mutant(
         "a record has one step, where another rank may have the one before only",
@@ -205,7 +206,7 @@ MUTANTS = {
         "record",
         lambda space, steps: _record(space, steps[:1]),
         _SECOND,
-        ranks=2,
+        layout=_TWO,
     ),
     "newest_of_any": Mutant(
         "ranks go on from the newest step that any of them has",
@@ -213,7 +214,7 @@ MUTANTS = {
         "_agreed",
         lambda told, path: max((max(each.steps) for each in told if each), default=None),
         _SECOND,
-        ranks=2,
+        layout=_TWO,
     ),
     "left_step_kept": Mutant(
         "a record keeps a step that the ranks have not gone on from",
@@ -222,7 +223,7 @@ MUTANTS = {
         _adopt_without_record,
         _SECOND,
         "killed",
-        ranks=2,
+        layout=_TWO,
         first=8,
     ),
     "record_believed": Mutant("nobody checks a record's sum", records, "hashlib", _BELIEVED, _SAVED, "damaged"),
@@ -245,6 +246,14 @@ MUTANTS = {
         "restore_interrupted",
         _nothing,
         (*_SAVED, "save"),
+    ),
+    "not_settled": Mutant(
+        "nobody asks which of two machines' checkpoints counts",
+        load,
+        "settle_replaced",
+        _nothing,
+        (*_SAVED, "step", "save"),
+        layout=Layout(ranks=2, apart=True),
     ),
     "saved_before_committed": Mutant(
         "a checkpoint comes before its step is committed",
@@ -294,7 +303,7 @@ def planted(name: str) -> Iterator[None]:
 
 def find(name: str) -> Violation | None:
     """What the search says of it."""
-    mutant, search = MUTANTS[name], Search(Layout(MUTANTS[name].ranks), 4)
+    mutant, search = MUTANTS[name], Search(MUTANTS[name].layout, 4)
     with planted(name):
         try:
             if mutant.method == "exports":
