@@ -15,7 +15,8 @@ from infinity.checkpoint.export import write_model
 from infinity.checkpoint.pretrained import PretrainedWeights
 from infinity.errors import InfinityError
 from tests.simulation.durable.drive import ROOT, Cached, Disk, Hear, Image, Recorder, Tell, losses
-from tests.simulation.durable.search import Counts, Last, Violation, cuts, directory, told_of
+from tests.simulation.durable.history import Last, Violation, cuts, directory
+from tests.simulation.durable.search import Counts, told_of
 from tests.simulation.durable.turns import Numbers, in_turns
 
 NAMES = ("first", "second")

@@ -26,7 +26,8 @@ from infinity.tiers.slots import Slots
 from infinity.tiers.swap import SwapSpace
 from infinity.zero import adoption
 from tests.simulation.durable import exports
-from tests.simulation.durable.search import Search, Violation
+from tests.simulation.durable.history import Violation
+from tests.simulation.durable.search import Search
 from tests.simulation.durable.world import Layout
 
 _ONE, _TWO = Layout(), Layout(ranks=2)

@@ -7,8 +7,9 @@ import pytest
 from tests.simulation.durable import exports
 from tests.simulation.durable.__main__ import DAMAGED
 from tests.simulation.durable.drive import BLOCK, ROOT, Cached, Disk, Flush, Names, Write, losses
+from tests.simulation.durable.history import Violation
 from tests.simulation.durable.mutants import MUTANTS, find, planted
-from tests.simulation.durable.search import BASES, Search, Violation, sequences
+from tests.simulation.durable.search import BASES, Search, sequences
 from tests.simulation.durable.world import Layout
 
 
@@ -24,9 +25,28 @@ def test_a_small_search_of_one_rank() -> None:
 
 
 def test_a_small_search_of_two_ranks() -> None:
-    search = Search(Layout(2), most=2)
+    search = Search(Layout(ranks=2), most=2)
     for more in (("commit",), ("begin", "part", "step"), ("restart",)):
         search.crashing(("open", *BASES["trained"], *more))
+    assert not search.counts.refused
+
+
+def test_a_checkpoint_that_is_replaced_on_two_machines() -> None:
+    search = Search(Layout(ranks=2, apart=True), most=1)
+    search.crashing(("open", *BASES["trained"], "step", "save"))
+    assert not search.counts.refused
+
+
+def test_a_save_after_one_that_died_between_its_renames() -> None:
+    search = Search(Layout(), most=2)
+    search.killed(("open", *BASES["trained"], "save"), first=26)
+    assert not search.counts.refused
+
+
+def test_states_on_two_drives() -> None:
+    search = Search(Layout(drives=2), most=4)
+    for sequence in sequences(1):
+        search.crashing(sequence)
     assert not search.counts.refused
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import time
 import uuid
@@ -220,10 +221,14 @@ def in_turns(numbers: Numbers) -> Iterator[None]:
         (time, "time", numbers.time),
     )
     real = [getattr(owner, name) for owner, name, _ in places]
+    log = logging.getLogger("infinity")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)  # of errors that are looked for
     for owner, name, value in places:
         setattr(owner, name, value)
     try:
         yield
     finally:
+        log.setLevel(level)
         for (owner, name, _), value in zip(places, real, strict=True):
             setattr(owner, name, value)
