@@ -164,9 +164,9 @@ def cuts(last: Last) -> Iterator[tuple[Cached, frozenset[tuple[Any, ...]]]]:
             if not isinstance(event, Tell | Hear):
                 cached.take(event)
         yield cached, told
-        for lane, name in enumerate(names):
-            if at[lane] < len(lanes[name]) and not isinstance(last.events[lanes[name][at[lane]]][1], Tell | Hear):
-                stack.append((tuple(stop + (i == lane) for i, stop in enumerate(at)), told))
+        for i, (name, stop) in enumerate(zip(names, at, strict=True)):
+            if stop < len(lanes[name]) and not isinstance(last.events[lanes[name][stop]][1], Tell | Hear):
+                stack.append(((*at[:i], stop + 1, *at[i + 1 :]), told))
 
 
 def _silently(
