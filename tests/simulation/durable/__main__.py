@@ -8,27 +8,30 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 
 from tests.simulation.durable import exports
 from tests.simulation.durable.mutants import MUTANTS, find
 from tests.simulation.durable.search import BASES, Counts, Search, sequences
 from tests.simulation.durable.world import Layout
 
-DAMAGED = ("open", *BASES["trained"], "step", "keep")
-ONE, TWO = Layout(), Layout(ranks=2)
+COMMITTED, SAVED = ("open", "step", "step", "commit"), ("open", *BASES["trained"])
+DAMAGED = (*SAVED, "step", "keep")
 
 
 def plans(length: int) -> Iterator[tuple[str, Layout, int, str, Iterable[Sequence[str]]]]:
     """Name, layout, mutations of which all subsets are tried, method of `Search`, and what it is given."""
-    for name, layout, most in (("1 rank", ONE, 6), ("2 ranks", TWO, 4)):
-        yield name, layout, most, "crashing", sequences(length)
-        yield name, layout, most, "failing", sequences(min(length, 3 - layout.ranks))
-        yield name, layout, most, "killed", sequences(min(length, 1))
-        yield name, layout, most, "damaged", [DAMAGED]
-    yield "2 drives", Layout(drives=2), 6, "crashing", sequences(min(length, 2))
-    apart = Layout(ranks=2, apart=True)
-    yield "2 directories", apart, 4, "crashing", sequences(min(length, 2))
-    yield "2 directories", apart, 4, "killed", [("open", *BASES["trained"], "step", "save")]
+    one, two, apart = Layout(), Layout(ranks=2), Layout(ranks=2, apart=True)
+    yield "1 rank", one, 6, "crashing", sequences(length)
+    yield "1 rank", one, 6, "failing", sequences(min(length, 1))
+    yield "1 rank", one, 6, "killed", sequences(min(length, 1))
+    yield "1 rank", one, 6, "damaged", [DAMAGED]
+    yield "1 rank, 2 drives", Layout(drives=2), 6, "crashing", sequences(min(length, 2))
+    yield "2 ranks", two, 4, "crashing", sequences(length)
+    yield "2 ranks", two, 4, "failing", [COMMITTED, SAVED]
+    yield "2 ranks", two, 4, "killed", [COMMITTED, SAVED]
+    yield "2 ranks, 2 directories", apart, 4, "crashing", [*sequences(min(length, 1)), (*SAVED, "step", "save")]
+    yield "2 ranks, 2 directories", apart, 4, "killed", [(*SAVED, "step", "save")]
 
 
 def whole(length: int, tell: Callable[[str], None] = lambda what: None) -> dict[str, Counts]:
@@ -48,7 +51,7 @@ def whole(length: int, tell: Callable[[str], None] = lambda what: None) -> dict[
 
 
 def _row(name: str, counts: Counts) -> str:
-    return f"{name:20} {counts}"
+    return f"{name:34} {counts}"
 
 
 def main() -> int:
@@ -63,7 +66,7 @@ def main() -> int:
         print(f"{len(MUTANTS)} planted faults, not found: {missed}")
         return int(bool(missed))
     begun_s = time.monotonic()
-    found = whole(arguments.length, (lambda what: None) if arguments.json else print)
+    found = whole(arguments.length, (lambda what: None) if arguments.json else partial(print, flush=True))
     seconds = time.monotonic() - begun_s
     if arguments.json:
         print(json.dumps({name: asdict(counts) for name, counts in found.items()} | {"seconds": round(seconds, 1)}))

@@ -15,9 +15,10 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from threading import local
 from typing import Any
@@ -29,7 +30,7 @@ _FLUSHES = ("fsync", "fdatasync")
 _open = os.open  # past a recorder
 _unused = itertools.count(2)  # numbers
 Image = tuple[Any, ...]  # all that a directory holds, to compare
-Used = Callable[[str], Callable[[int], bool]]  # by name, then by block
+Used = Callable[[str], Collection[int] | None]  # blocks by name; None for all
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,31 @@ Mutation = Write | Size | Names
 Event = tuple[str, Mutation | Flush | Tell | Hear]  # of a lane: what one thread does, in order
 
 
+@dataclass(frozen=True)
+class File:
+    """Length and blocks; those of zeros are left out."""
+
+    nbytes: int = 0
+    blocks: Mapping[int, bytes] = field(default_factory=dict)
+
+    @cached_property
+    def image(self) -> Image:
+        return self.nbytes, *sorted(self.blocks.items())
+
+    @cached_property
+    def content(self) -> bytes:
+        blocks = (self.blocks.get(i, b"") for i in range(-(-self.nbytes // BLOCK)))
+        return b"".join(block.ljust(BLOCK, b"\0") for block in blocks)[: self.nbytes]
+
+
+_EMPTY = File()
+
+
 @dataclass
 class Disk:
-    """Files as length and blocks, and directories as names; blocks of zeros are left out."""
+    """Files, and directories as names."""
 
-    files: dict[int, tuple[int, dict[int, bytes]]] = field(default_factory=dict)
+    files: dict[int, File] = field(default_factory=dict)
     directories: dict[int, dict[str, int]] = field(default_factory=dict)
 
     def copy(self) -> Disk:
@@ -100,40 +121,38 @@ class Disk:
                 if target is not None:
                     names[name] = target
             return
-        size, blocks = self.files.get(change.file, (0, {}))
+        file = self.files.get(change.file, _EMPTY)
         if isinstance(change, Size):
             last = -(-change.nbytes // BLOCK)
-            self.files[change.file] = change.nbytes, {i: data for i, data in blocks.items() if i < last}
+            self.files[change.file] = File(change.nbytes, {i: data for i, data in file.blocks.items() if i < last})
         else:
-            blocks = {i: data for i, data in blocks.items() if i != change.block}
+            blocks = {i: data for i, data in file.blocks.items() if i != change.block}
             if any(change.data):
                 blocks[change.block] = change.data
-            self.files[change.file] = max(size, change.block * BLOCK + len(change.data)), blocks
+            self.files[change.file] = File(max(file.nbytes, change.block * BLOCK + len(change.data)), blocks)
 
     def content(self, file: int) -> bytes:
-        size, blocks = self.files.get(file, (0, {}))
-        return b"".join(blocks.get(i, b"").ljust(BLOCK, b"\0") for i in range(-(-size // BLOCK)))[:size]
+        return self.files.get(file, _EMPTY).content
 
     def at(self, name: str) -> int | None:
         """What has a name at the top."""
         return self.directories.get(ROOT, {}).get(name)
 
-    def image(self, target: int | None, used: Used) -> Image:
-        """All that is in a directory, by name.
+    def image(self, target: int | None, used: Used = lambda name: None) -> Image:
+        """All that a file or directory holds.
 
         Args:
-            used: which blocks of a file somebody reads who finds it under this name, or none of a directory's content.
+            used: which blocks somebody reads who finds a file under this name; for a directory, all or none.
         """
-        if target is None:
-            return ()
-        names = []
+        if target is None or target > 0:
+            return () if target is None else self.files.get(target, _EMPTY).image
+        names: list[tuple[str, Image]] = []
         for name, inner in sorted(self.directories.get(target, {}).items()):
             reads = used(name)
-            if inner < 0:
-                names.append((name, self.image(inner, used) if reads(0) else ()))
-            else:
-                size, blocks = self.files.get(inner, (0, {}))
-                names.append((name, (size, *sorted(each for each in blocks.items() if reads(each[0])))))
+            image = self.image(inner, used) if reads is None or (reads and inner > 0) else ()
+            if reads is not None:
+                image = tuple(each for each in image[1:] if each[0] in reads)
+            names.append((name, image))
         return tuple(names)
 
     def build(self, path: Path, only: Sequence[str] | None = None, target: int = ROOT) -> None:
@@ -276,12 +295,12 @@ class Recorder:
     def _compare(self, file: int) -> None:
         descriptor = self._held[file]
         size = os.fstat(descriptor).st_size
-        data, (_, blocks) = os.pread(descriptor, size, 0), self._now.files.get(file, (0, {}))
+        data, blocks = os.pread(descriptor, size, 0), self._now.files.get(file, _EMPTY).blocks
         for start in range(0, size, BLOCK):
             block = data[start : start + BLOCK]
             if block.ljust(BLOCK, b"\0") != blocks.get(start // BLOCK, b"").ljust(BLOCK, b"\0"):
                 self.add(Write(file, start // BLOCK, block))
-        if size != self._now.files.get(file, (0, {}))[0]:
+        if size != self._now.files.get(file, _EMPTY).nbytes:
             self.add(Size(file, size))
 
     def flush(self, descriptor: int) -> None:

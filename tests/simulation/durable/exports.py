@@ -73,7 +73,7 @@ def search(kinds: Sequence[str], most: int) -> Counts:
         for kept in losses(len(cached.waiting), most):
             counts.states += 1
             disk = cached.after(kept)
-            image = disk.image(disk.at(_FOLDER), lambda name: lambda block: True)
+            image = disk.image(disk.at(_FOLDER))
             if image not in seen:
                 seen[image] = _read(disk)
                 counts.examined += 1

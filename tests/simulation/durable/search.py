@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -52,6 +52,20 @@ class Found:
     digests: tuple[str, ...] = ()
     refusal: str | None = None
     wrong: str | None = None
+
+
+@dataclass(frozen=True)
+class Promised:
+    """What was told of before a crash.
+
+    Attributes:
+        step, checkpoint: labels of the last ones.
+        dead: of steps that the run has left behind.
+    """
+
+    step: int
+    checkpoint: int
+    dead: frozenset[int]
 
 
 @dataclass
@@ -118,9 +132,9 @@ def loaded(disk: Disk, layout: Layout) -> dict[str, Found]:
     """What new processes load: the last checkpoint, and each by its tag where all ranks see the same."""
     with _built(disk, layout, keeps=False) as world:
         found = {"": _opened(world, lambda trainer: trainer.load(None))}
-        path = world.trainers[0].checkpoints
-        if path.is_dir() and not layout.apart:
-            for tag in sorted(each.name for each in path.iterdir() if each.name[0] != "." and each.is_dir()):
+        first = world.trainers[0]
+        for tag in () if layout.apart else first.tags():
+            if tag != first.loaded:
                 found[tag] = _opened(world, lambda trainer: trainer.load(tag))  # noqa: B023 (called now)
         return found
 
@@ -144,20 +158,26 @@ def told_of(cached: Cached, kept: Sequence[bool]) -> str:
     return f"crash with {len(kept)} mutations that wait, of which these are lost: {lost}"
 
 
-def _used(name: str) -> Callable[[int], bool]:
+def _used(name: str) -> Collection[int] | None:
     """What is unfinished by its name is removed by it, and never read."""
-    unread = name.startswith(".tmp-new-") or name.endswith((".new", ".swap"))
-    return lambda block: not unread
+    return () if name.endswith((".new", ".swap")) else None
+
+
+def _saved(disk: Disk, directory: int | None) -> Image:
+    """What loading looks at; the rest is the next save's to remove."""
+    names = {} if directory is None else disk.directories.get(directory, {})
+    seen = [name for name in names if name[0] != "." or name.startswith(".tmp-old-")]
+    return directory is None, *((name, disk.image(names[name])) for name in sorted(seen))
 
 
 @lru_cache(1 << 12)
-def _blocks(record: bytes) -> Callable[[int], bool]:
+def _blocks(record: bytes) -> Collection[int] | None:
     """Those that a record leads to; all if it is damaged."""
     try:
         generations = parse_record(Path("record"), record).generations
     except InfinityError:
-        return lambda block: True
-    return set().union(*(blocks_of(each.slots) for each in generations)).__contains__
+        return None
+    return set().union(*(blocks_of(each.slots) for each in generations))
 
 
 class Search:
@@ -211,27 +231,32 @@ class Search:
         """All crashes in an operation."""
         for cached, keys in cuts(last):
             self.counts.crash_points += 1
+            promised = self._promised(history, keys)
             for kept in losses(len(cached.waiting), self._most):
                 self.counts.states += 1
-                self._check(history, cached.after(kept), keys, lambda: f"{told}, {told_of(cached, kept)}")  # noqa: B023
+                self._check(history, cached.after(kept), promised, lambda: f"{told}, {told_of(cached, kept)}")  # noqa: B023
 
-    def _check(self, history: History, disk: Disk, told: frozenset[tuple[Any, ...]], where: Callable[[], str]) -> None:
+    def _promised(self, history: History, told: frozenset[tuple[Any, ...]]) -> Promised:
+        back = {key[1] for key in told if key[0] == "resumed"}
+        return Promised(
+            max(back | {history.labels.get(key, 0) for key in told if key[0] == "gate"}, default=0),
+            max((key[1] for key in told if key[0] == "saved"), default=0),
+            frozenset().union(*(history.dead.get(label, set()) for label in back)),
+        )
+
+    def _check(self, history: History, disk: Disk, promised: Promised, where: Callable[[], str]) -> None:
         drives = tuple(self._drive(disk, disk.at(name)) for name in self._layout.slots)
         if drives not in self._resumed:
             self._resumed[drives] = resumed(disk, self._layout)
             self.counts.examined += 1
-        image = tuple(disk.image(disk.at(name), _used) for name in self._layout.checkpoints)
+        image = tuple(_saved(disk, disk.at(name)) for name in self._layout.checkpoints)
         if image not in self._loaded:
             self._loaded[image] = loaded(disk, self._layout)
             self.counts.examined += 1
         step, checkpoints = self._resumed[drives], self._loaded[image]
-        back = {key[1] for key in told if key[0] == "resumed"}
-        floor = max(back | {history.labels.get(key, 0) for key in told if key[0] == "gate"}, default=0)
-        dead = set().union(*(history.dead.get(label, set()) for label in back))
-        self._judge("resume", step, history, floor, dead, where)
-        saved = max((key[1] for key in told if key[0] == "saved"), default=0)
+        self._judge("resume", step, history, promised.step, promised.dead, where)
         for tag, found in checkpoints.items():
-            self._judge(f"load {tag}", found, history, -1 if tag else saved, set(), where)
+            self._judge(f"load {tag}", found, history, -1 if tag else promised.checkpoint, frozenset(), where)
         newest = checkpoints[""].label
         if newest is not None and (step.label or 0) < newest:
             raise Violation(f"the checkpoint is of step {newest} and resume finds {step}: {where()}")
@@ -249,7 +274,7 @@ class Search:
         return disk.image(directory, lambda name: _blocks(records[0]) if name.endswith(".slots") else _used(name))
 
     def _judge(
-        self, what: str, found: Found, history: History, floor: int, dead: set[int], where: Callable[[], str]
+        self, what: str, found: Found, history: History, floor: int, dead: frozenset[int], where: Callable[[], str]
     ) -> None:
         """A step that is not older than what was told of, or nothing where nothing was."""
         if found.wrong is not None:
@@ -303,7 +328,7 @@ class Search:
                         if not name.endswith(".record"):
                             found += loaded(other, self._layout).values()
                         for each in found:
-                            self._judge(f"{name} is spoilt", each, history, 0, set(), lambda: "a damage")
+                            self._judge(f"{name} is spoilt", each, history, 0, frozenset(), lambda: "a damage")
 
 
 def _spoilt(disk: Disk, directory: int, name: str, file: int) -> Iterator[Disk]:
@@ -312,7 +337,7 @@ def _spoilt(disk: Disk, directory: int, name: str, file: int) -> Iterator[Disk]:
     yield lost
     if name.endswith(".slots"):
         return  # nothing checks its content in another process
-    for block, data in disk.files.get(file, (0, {}))[1].items():
+    for block, data in disk.files[file].blocks.items() if file > 0 else ():
         places = range(0, len(data), 4) if name.endswith(".record") and not block else (len(data) // 2, len(data) - 1)
         for other in (bytes(len(data)), *(data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :] for i in places)):
             changed = disk.copy()

@@ -145,6 +145,7 @@ class Trainer:
     def __init__(self, root: Path, rank: int, layout: Layout, turns: Turns, *, keeps: bool) -> None:
         self.rank = rank
         self.label = 0
+        self.loaded: str | None = None  # tag
         self._turns = turns
         self._saving: int | None = None  # label of a checkpoint on its way
         self.checkpoints = root / layout.saves(rank)
@@ -315,8 +316,14 @@ class Trainer:
 
     def load(self, tag: str | None) -> int | None:
         """The label of what was loaded."""
-        _, state = self.session.load(self.checkpoints, tag, Parts(), strict_model=True)
+        path, state = self.session.load(self.checkpoints, tag, Parts(), strict_model=True)
+        self.loaded = None if path is None else path.name
         return None if state is None else int(state["label"])
+
+    def tags(self) -> list[str]:
+        """Of all checkpoints that can be seen."""
+        found = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return sorted(path.name for path in found if path.name[0] != "." and path.is_dir())
 
     def resume(self) -> int | None:
         """The label of the step that it goes on from."""
