@@ -187,8 +187,8 @@ def settle_replaced(ranks: Ranks, directory: Path, manifest: str) -> None:
 
     [Note: what is replaced]
     A checkpoint that is replaced stays under another name until the new one is in the directories of all ranks, of
-    which rank 0's is the last. A crash before that leaves the old one: it gets its name back where it has lost it
-    (`restore_interrupted`), and where the new one has the name already and rank 0 has the old one still.
+    which rank 0's is the last. A crash before that leaves the old one: it gets its name back where nothing has it, and
+    where the new one has it although rank 0 has the old one still.
 
     Args:
         manifest: name of the file by which two checkpoints are told apart.
@@ -196,6 +196,7 @@ def settle_replaced(ranks: Ranks, directory: Path, manifest: str) -> None:
     Raises:
         CheckpointError: it cannot be renamed.
     """
+    ranks.each(lambda: restore_interrupted(directory), "what an interrupted save has left")
     replaced = {path.name.removeprefix(_OLD) for path in directory.glob(f"{_OLD}*")}
     found = sorted(set().union(*ranks.of_all(replaced)))
     if not found:
@@ -203,7 +204,7 @@ def settle_replaced(ranks: Ranks, directory: Path, manifest: str) -> None:
     counts = ranks.on_rank_0(lambda: {tag: _content(directory / tag / manifest) for tag in found})
 
     def settle() -> None:
-        if not replaced:
+        if not directory.is_dir():
             return
         with locked(directory) as alone:
             for tag in sorted(replaced) if alone else ():  # else a rank beside this one does
@@ -212,7 +213,7 @@ def settle_replaced(ranks: Ranks, directory: Path, manifest: str) -> None:
                     discard(directory / f"{_NEW}{tag}")
                     new.rename(directory / f"{_NEW}{tag}")
                     old.rename(new)
-                    sync_directory(directory)
+        sync_directory(directory)  # everywhere, before the next save removes what is replaced anywhere
 
     try:
         ranks.each(settle, "what an interrupted save has replaced")

@@ -11,7 +11,7 @@ import torch
 
 from infinity.checkpoint.codes import Codes, check_codes, load_codes
 from infinity.checkpoint.conversion import moments_of
-from infinity.checkpoint.directory import restore_interrupted, settle_replaced
+from infinity.checkpoint.directory import settle_replaced
 from infinity.checkpoint.extra import read_extra
 from infinity.checkpoint.find import Found, find_checkpoint
 from infinity.checkpoint.fit import check_fit
@@ -84,7 +84,6 @@ def open_checkpoint(
         CheckpointError: the checkpoint is missing, damaged or of another model, or is not the same for all ranks.
     """
     ranks = runtime.ranks
-    ranks.each(lambda: restore_interrupted(directory), "loading: the directory")
     settle_replaced(ranks, directory, MANIFEST)
     damaged: dict[str, CheckpointError] = {}
     while True:

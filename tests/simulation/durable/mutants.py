@@ -243,7 +243,7 @@ MUTANTS = {
     ),
     "not_restored": Mutant(
         "a save that died between its renames is not undone",
-        load,
+        directory,
         "restore_interrupted",
         _nothing,
         (*_SAVED, "save"),

@@ -297,18 +297,27 @@ class Search:
 
     def failing(self, sequence: Sequence[str]) -> None:
         """Each flush of the last operation fails; training goes on, or begins again on the machine that went on."""
-        flushes = sum(isinstance(event, Flush) for event in self._last_of(sequence))
+        flushes = sum(isinstance(event, Flush) for event in self.events_of(sequence))
         for number, after in itertools.product(range(1, 1 + flushes), AFTER_FAILURES):
             self.run((*sequence, *after), len(sequence) - 1, fails=number)
 
     def killed(self, sequence: Sequence[str], first: int = 0) -> None:
         """The processes die at each point of the last operation, and begin again on the machine that went on."""
-        events = self._last_of(sequence)
+        events = self.events_of(sequence)
         for number in range(first, len(events)):
             for after in () if isinstance(events[number], Tell | Hear) else AFTER_DEATHS:
                 self.run((*sequence, *after), len(sequence) - 1, until=number)
 
-    def _last_of(self, sequence: Sequence[str]) -> list[Any]:
+    def killed_publishing(self, sequence: Sequence[str]) -> None:
+        """The same, from where the last operation begins to have a checkpoint be there."""
+        named = [
+            isinstance(each, Names) and any(name == ".tmp-latest" for _, name, _ in each.changes)
+            for each in self.events_of(sequence)
+        ]
+        self.killed(sequence, named.index(True))
+
+    def events_of(self, sequence: Sequence[str]) -> list[Any]:
+        """Of the last operation."""
         with History(self._layout) as history:
             last = [history.perform(operation) for operation in sequence][-1]
         return [event for _, event in last.events]

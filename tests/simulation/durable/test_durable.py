@@ -37,6 +37,14 @@ def test_a_checkpoint_that_is_replaced_on_two_machines() -> None:
     assert not search.counts.refused
 
 
+def test_a_save_after_one_that_died_on_two_machines() -> None:
+    """Rank 0's new checkpoint has its name, and that is not on the drive, while the next save removes the old one."""
+    search, sequence = Search(Layout(ranks=2, apart=True), most=1), ("open", *BASES["trained"], "step", "save")
+    named = [isinstance(each, Names) and each.changes[-1][1] == "tag" for each in search.events_of(sequence)]
+    search.run((*sequence, "restart", "save"), len(sequence) - 1, until=len(named) - named[::-1].index(True))
+    assert not search.counts.refused
+
+
 def test_a_save_after_one_that_died_between_its_renames() -> None:
     search = Search(Layout(), most=2)
     search.killed(("open", *BASES["trained"], "save"), first=26)
