@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 
 from tests.simulation.durable import exports
@@ -15,7 +14,8 @@ from tests.simulation.durable.mutants import MUTANTS, find
 from tests.simulation.durable.search import BASES, Counts, Search, sequences
 from tests.simulation.durable.world import Layout
 
-COMMITTED, SAVED = ("open", "step", "step", "commit"), ("open", *BASES["trained"])
+FIRST, COMMITTED = ("open", "step", "commit"), ("open", "step", "step", "commit")
+SAVED = ("open", *BASES["trained"])
 DAMAGED = (*SAVED, "step", "keep")
 
 
@@ -27,6 +27,7 @@ def plans(length: int) -> Iterator[tuple[str, Layout, int, str, Iterable[Sequenc
     yield "1 rank", one, 6, "killed", sequences(min(length, 1))
     yield "1 rank", one, 6, "damaged", [DAMAGED]
     yield "1 rank, 2 drives", Layout(drives=2), 6, "crashing", sequences(min(length, 2))
+    yield "1 rank, 2 drives", Layout(drives=2), 6, "killed", [FIRST, COMMITTED]
     yield "2 ranks", two, 4, "crashing", sequences(length)
     yield "2 ranks", two, 4, "failing", [COMMITTED, SAVED]
     yield "2 ranks", two, 4, "killed", [COMMITTED]
@@ -76,7 +77,7 @@ def main() -> int:
     )
     seconds = time.monotonic() - begun_s
     if arguments.json:
-        print(json.dumps({name: asdict(counts) for name, counts in found.items()} | {"seconds": round(seconds, 1)}))
+        print(json.dumps({name: vars(counts) for name, counts in found.items()} | {"seconds": round(seconds, 1)}))
     else:
         print(f"all holds, {seconds:.0f} s")
     return 0

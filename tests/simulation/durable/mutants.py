@@ -227,6 +227,16 @@ MUTANTS = {
         layout=_TWO,
         first=8,
     ),
+    "found_not_flushed": Mutant(
+        "what a dead process has left unflushed is told of",
+        adoption,
+        "flush_names",
+        _nothing,
+        _SECOND,
+        "killed",
+        layout=_TWO,
+        first=18,
+    ),
     "record_believed": Mutant("nobody checks a record's sum", records, "hashlib", _BELIEVED, _SAVED, "damaged"),
     "reads_believed": Mutant(
         "what is read is not compared", Checksums, "verified", lambda sums, read, *where: read, _SAVED, "damaged"

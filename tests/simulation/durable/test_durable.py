@@ -51,6 +51,13 @@ def test_a_save_after_one_that_died_between_its_renames() -> None:
     assert not search.counts.refused
 
 
+def test_a_step_that_a_dead_process_has_left_lasts_before_the_step_before_is_forgotten() -> None:
+    search, sequence = Search(Layout(ranks=2), most=2), ("open", "step", "step", "commit")
+    named = [isinstance(each, Names) and each.changes[-1][1].endswith(".record") for each in search.events_of(sequence)]
+    search.run((*sequence, "restart"), len(sequence) - 1, until=len(named) - named[::-1].index(True))
+    assert not search.counts.refused
+
+
 def test_states_on_two_drives() -> None:
     search = Search(Layout(drives=2), most=4)
     for sequence in sequences(1):
