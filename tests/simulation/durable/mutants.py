@@ -14,7 +14,6 @@ from typing import Any
 
 from infinity.checkpoint import blocks, directory, load, publish, save, stored
 from infinity.checkpoint.commits import Commits
-from infinity.checkpoint.files import discard
 from infinity.checkpoint.session import Session
 from infinity.checkpoint.snapshot import Snapshot
 from infinity.errors import StorageError
@@ -121,11 +120,6 @@ def _swap_after_removal(path: Path, temporary: Path, tag: str, mark_latest: bool
 def _remove_without_flush(path: Path, tag: str) -> None:
     (path / tag).rename(path / f".tmp-new-{tag}")
     shutil.rmtree(path / f".tmp-new-{tag}")
-
-
-def _remove_leftovers_without_flush(path: Path) -> None:
-    for stale in [each for each in path.iterdir() if each.name.startswith(".tmp-")]:
-        discard(stale)
 
 
 _sha256 = hashlib.sha256
@@ -282,15 +276,6 @@ MUTANTS = {
     ),
     "pruned_by_its_name": Mutant(
         "files of an older checkpoint go before its name", save, "remove", _remove_without_flush, (*_SAVED, "keep")
-    ),
-    "leftovers_first": Mutant(
-        "what a dead save has replaced goes before that save's names last",
-        directory,
-        "_remove_leftovers",
-        _remove_leftovers_without_flush,
-        (*_SAVED, "save"),
-        "killed",
-        first=24,
     ),
     # Exports.
     "moves_not_flushed": Mutant(
