@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from infinity.checkpoint.files import discard, is_file_name, read_plain, sync_directory, write_file
+from infinity.checkpoint.files import discard, is_file_name, read_plain, write_file
 from infinity.errors import CheckpointError, ConfigError, StorageError
+from infinity.io.directory import make_lasting, sync_directory
+from infinity.zero.ranks import Ranks
 from infinity.zero.shared_directory import MARK
 
 _LATEST = "latest"
 _NEW = ".tmp-new-"  # + tag: being filled
-_OLD = ".tmp-old-"  # + tag: was replaced; after a crash between the two renames of `_swap`, the only one of its tag
+_OLD = ".tmp-old-"  # + tag: is being replaced, see [Note: what is replaced]
 _MARK = ".tmp-latest"
 _MAX_TAG_BYTES = 4096
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOLCK)  # where a filesystem has none
@@ -54,6 +56,7 @@ def remove(directory: Path, tag: str) -> None:
     """Remove a checkpoint, so that a crash leaves it whole or leaves what the next save removes."""
     gone = directory / f"{_NEW}{tag}"
     (directory / tag).rename(gone)
+    sync_directory(directory)  # else its files may go before its name
     shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -120,6 +123,10 @@ class Replacement:
         _swap(self._directory, self.path, self._tag, self._mark_latest)
         self._begun = False
 
+    def remove_replaced(self) -> None:
+        """Remove what it has taken the place of, once the new checkpoint is in the directories of all ranks."""
+        shutil.rmtree(self._directory / f"{_OLD}{self._tag}", ignore_errors=True)
+
     def close(self) -> None:
         """Remove what is not published, and let others save here."""
         with self._held:
@@ -142,6 +149,7 @@ def replacing(directory: Path, tag: str, *, mark_latest: bool = True) -> Iterato
         new.begin()
         yield new.path
         new.publish()
+        new.remove_replaced()
 
 
 @contextmanager
@@ -174,6 +182,52 @@ def restore_interrupted(directory: Path) -> None:
         ) from error
 
 
+def settle_replaced(ranks: Ranks, directory: Path, manifest: str) -> None:
+    """See [Note: what is replaced]; all ranks call this together.
+
+    [Note: what is replaced]
+    A checkpoint that is replaced stays under another name until the new one is in the directories of all ranks, of
+    which rank 0's is the last. A crash before that leaves the old one: it gets its name back where nothing has it, and
+    where the new one has it although rank 0 has the old one still.
+
+    Args:
+        manifest: name of the file by which two checkpoints are told apart.
+
+    Raises:
+        CheckpointError: it cannot be renamed.
+    """
+    ranks.each(lambda: restore_interrupted(directory), "what an interrupted save has left")
+    replaced = {path.name.removeprefix(_OLD) for path in directory.glob(f"{_OLD}*")}
+    found = sorted(set().union(*ranks.of_all(replaced)))
+    if not found:
+        return
+    counts = ranks.on_rank_0(lambda: {tag: _content(directory / tag / manifest) for tag in found})
+
+    def settle() -> None:
+        if not directory.is_dir():
+            return
+        with locked(directory) as alone:
+            for tag in sorted(replaced) if alone else ():  # else a rank beside this one does
+                new, old = directory / tag, directory / f"{_OLD}{tag}"
+                if counts[tag] is not None and _content(old / manifest) == counts[tag] != _content(new / manifest):
+                    discard(directory / f"{_NEW}{tag}")
+                    new.rename(directory / f"{_NEW}{tag}")
+                    old.rename(new)
+        sync_directory(directory)  # everywhere, before the next save removes what is replaced anywhere
+
+    try:
+        ranks.each(settle, "what an interrupted save has replaced")
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or directory} cannot be renamed: {error.strerror}") from error
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return read_plain(path)
+    except CheckpointError:
+        return None
+
+
 def _swap(directory: Path, temporary: Path, tag: str, mark_latest: bool) -> None:
     final = directory / tag
     replaced = directory / f"{_OLD}{tag}"
@@ -182,12 +236,12 @@ def _swap(directory: Path, temporary: Path, tag: str, mark_latest: bool) -> None
         write_file(mark, tag.encode())  # first: from here on nothing needs space
     if final.exists():
         final.rename(replaced)
+        sync_directory(directory)  # before the name has two claimants, of which a crash might leave the new one alone
     temporary.rename(final)
     sync_directory(directory)
     if mark_latest:
         mark.rename(directory / _LATEST)
         sync_directory(directory)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _restore(directory: Path) -> None:
@@ -201,19 +255,22 @@ def _restore(directory: Path) -> None:
 def _remove_leftovers(directory: Path) -> None:
     """What an interrupted save left, and whatever else has such a name."""
     found = [path for prefix in (_NEW, _OLD, MARK) for path in directory.glob(f"{prefix}*")]
+    if found:
+        # What they were replaced by has its name from a process that may have died before that was on the drive.
+        sync_directory(directory)
     for stale in (*found, directory / _MARK):
         discard(stale)
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory to save in, unless it is there.
+    """Make a directory to save in, unless it is there; a crash leaves its name.
 
     Raises:
         CheckpointError: there is something else.
         OSError: it cannot be made.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_lasting(path)
     except (FileExistsError, NotADirectoryError) as error:
         raise CheckpointError(f"{error.filename or path} is no directory: remove it, or save elsewhere") from error
 

@@ -19,12 +19,13 @@ from torch import nn
 from infinity.checkpoint.blocks import Staging
 from infinity.checkpoint.directory import locked, make_directory, storage_error
 from infinity.checkpoint.extra import persistent_buffers
-from infinity.checkpoint.files import discard, is_file_name, sync_directory, write_file
+from infinity.checkpoint.files import discard, is_file_name, write_file
 from infinity.checkpoint.pretrained import INDEX, WEIGHTS
 from infinity.checkpoint.publish import new_stem, publish
 from infinity.checkpoint.tensors import TensorFile, read_header
 from infinity.config import parse_size
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StorageError
+from infinity.io.directory import sync_directory
 from infinity.zero.build import Runtime
 from infinity.zero.model_parts import has_numbers
 from infinity.zero.outside_units import codes

@@ -14,9 +14,10 @@ import os
 import re
 from pathlib import Path
 
-from infinity.checkpoint.files import discard, open_plain, sync_directory
+from infinity.checkpoint.files import discard, open_plain
 from infinity.checkpoint.pretrained import INDEX, WEIGHTS
 from infinity.errors import CheckpointError
+from infinity.io.directory import sync_directory
 
 _SHARD = re.compile(r"(model(?:-g\d+)?)-\d{5}-of-\d{5}\.safetensors")
 

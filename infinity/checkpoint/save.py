@@ -3,7 +3,7 @@
 [Note: several directories]
 Ranks on several machines may give directories that they do not share. The lowest rank of each directory leads there: it
 holds the lock, writes the manifest, which is the same everywhere, and renames. Rank 0 is the last to rename. A kill
-meanwhile leaves directories of two checkpoints, which `load.py` tells by their manifests.
+meanwhile leaves directories of two checkpoints, of which rank 0's counts: see `settle_replaced`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.codes import Codes, write_codes
-from infinity.checkpoint.directory import Replacement, latest_tag, make_directory, remove, tags, writing
+from infinity.checkpoint.directory import (
+    Replacement,
+    latest_tag,
+    make_directory,
+    remove,
+    settle_replaced,
+    tags,
+    writing,
+)
 from infinity.checkpoint.files import write_file
 from infinity.checkpoint.format import EXTRA, MANIFEST, Manifest, check_replaceable, read_manifest
 from infinity.checkpoint.runs import Run
@@ -107,6 +115,7 @@ class Saving:
             given = extra if ranks.rank == 0 else None
             self._content = ranks.each(lambda: _begin(directory, given), "saving: the beginning")[0]
             self._leads = directory_leaders(ranks, directory)[ranks.rank] == ranks.rank
+            settle_replaced(ranks, directory, MANIFEST)
             self._on_leaders(lambda: _take(self._new, self.path, self._run), "saving: the directory")
             self._on_leaders(lambda: self._write_codes(codes), "saving: the codes")
 
@@ -129,6 +138,7 @@ class Saving:
             self._on_leaders(lambda: self._complete(written), "saving: the manifest")
             ranks.each(lambda: new.publish() if self._leads and ranks.rank else None, "saving: the other directories")
             ranks.each(lambda: None if ranks.rank else new.publish(), "saving: the end")
+            self._on_leaders(new.remove_replaced, "saving: what it replaces")
             keep_last = options.keep_last
             if keep_last is not None:
                 prune = partial(_prune, self._directory, self.path.name, self._run, keep_last)

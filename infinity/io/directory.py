@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from infinity.errors import StorageError
@@ -31,7 +32,9 @@ def open_directory(path: Path, kind: str = "path", *, make: bool = False, lastin
         StorageError: it is missing and cannot be created, is not a directory, or others may rename its files.
     """
     try:
-        if make:
+        if make and lasting:
+            make_lasting(path, 0o700)
+        elif make:
             path.mkdir(0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -58,6 +61,28 @@ def open_directory(path: Path, kind: str = "path", *, make: bool = False, lastin
         os.close(descriptor)
         raise
     return descriptor
+
+
+def make_lasting(path: Path, mode: int = 0o777) -> None:
+    """Make a directory, and those above it, unless it is there; a crash leaves its name. Raises OSError.
+
+    One that is there may have been made a moment ago, by a process that died before its name was on the drive.
+    """
+    made = [each for each in path.parents if not each.exists()]
+    path.mkdir(mode, parents=True, exist_ok=True)
+    for each in (*reversed(made), path):
+        if each.stat().st_dev == each.parent.stat().st_dev:  # else it is a drive, whose name is not on it
+            with suppress(PermissionError):  # names that may not be read cannot be flushed
+                sync_directory(each.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's names to the drive; raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _renaming(found: os.stat_result, *, lasting: bool) -> str | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.errors import CheckpointError, StorageError
-from infinity.io.directory import check_private, create_private, foreign
+from infinity.io.directory import check_private, create_private, foreign, sync_directory
 from infinity.tiers.records import MOST_BYTES, Generation, Record, parse_record
 from infinity.tiers.striping import Stripe
 from infinity.tiers.swap_file import open_swap_directory, swap_directory
@@ -143,16 +143,33 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
     return record
 
 
+def flush_names(directories: Sequence[Path]) -> None:
+    """Have on the drives which files there are in these directories.
+
+    Raises:
+        StorageError: a drive has failed.
+    """
+    for path in dict.fromkeys(directories):
+        try:
+            sync_directory(path)
+        except OSError as error:
+            raise StorageError(error.errno or errno.EIO, "cannot flush the names of states", str(path), 0) from error
+
+
 def remove(files: Sequence[KeptFile]) -> None:
-    """Remove a dead run's files, except files of other users.
+    """Remove a dead run's files, except files of other users. A crash does not bring a removed file back.
 
     Raises:
         CheckpointError: a living process has one of them.
+        StorageError: a drive has failed.
     """
     own = [file for file in files if file.foreign is None]
     check_not_held(own)
-    for file in own:
-        file.path.unlink(missing_ok=True)
+    for records in (False, True):  # last, since states without a record are refused
+        chosen = [file for file in own if file.is_record == records]
+        for file in chosen:
+            file.path.unlink(missing_ok=True)
+        flush_names([file.path.parent for file in chosen])
 
 
 def check_not_held(files: Sequence[KeptFile]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from infinity.errors import CheckpointError
 from infinity.tiers.records import Record, first_difference
-from infinity.tiers.run_files import RunFiles, find_record, kept_files, remove
+from infinity.tiers.run_files import RunFiles, find_record, flush_names, kept_files, remove
 from infinity.zero.ranks import Ranks
 
 RunFacts = Mapping[str, Mapping[str, Any]]  # plain values by name, by topic
@@ -26,7 +26,9 @@ class _Told(NamedTuple):
 def open_run(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> RunFiles:
     """The run that the ranks train: the one that has left its states here, or a new one. All ranks call this.
 
-    Several ranks may have come one commit apart; what counts is the newest step that all of them have.
+    Several ranks may have come one commit apart; what counts is the newest step that all of them have. What a rank has
+    is on its drives before it says so: the process that wrote it may have died before it had flushed its name, and the
+    other ranks are about to forget the step before.
 
     Raises:
         CheckpointError: the states cannot be gone on from: of other facts, damaged, or not those of all ranks.
@@ -62,6 +64,7 @@ def _record(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> Recor
     record = find_record(directories, ranks.rank)
     if record is None:
         return None
+    flush_names(directories)
     difference = first_difference(record.facts, facts)
     if len(record.stripes) != len(directories):
         there = ", ".join(str(stripe.path) for stripe in record.stripes)
