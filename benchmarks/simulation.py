@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.simulation.model import draw
+from infinity.simulation.model import draw
+from infinity.simulation.run import Outcome, simulate
 from tests.simulation.mutants import MUTANTS, find
-from tests.simulation.run import Outcome, simulate
 
 _STEPS = (4, 12, 60, 400)  # of a scenario
 _MUTANT_S = 60.0

@@ -8,10 +8,10 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-from tests.simulation.invariants import PROMISES
-from tests.simulation.model import Scenario, draw
+from infinity.simulation.invariants import PROMISES
+from infinity.simulation.model import Scenario, draw
+from infinity.simulation.run import Outcome, simulate
 from tests.simulation.mutants import MUTANTS, find, planted
-from tests.simulation.run import Outcome, simulate
 from tests.simulation.shrink import parse, shrink, text
 
 

@@ -31,18 +31,18 @@ from infinity.schedule.actions import (
 from infinity.schedule.cycle import Cycle
 from infinity.schedule.scheduler import Scheduler
 from infinity.schedule.update_queue import UpdateQueue
+from infinity.simulation import performer as performer_module
+from infinity.simulation.clock import Tempo
+from infinity.simulation.gradients import GradMemory
+from infinity.simulation.model import Config, Pass, RankSpec, Scenario, Step, UnitSpec, draw
+from infinity.simulation.performer import Performer
+from infinity.simulation.rank import Rank
+from infinity.simulation.rows import Due, Row
+from infinity.simulation.run import simulate
+from infinity.simulation.worker import Worker
 from infinity.tiers import Residency
 from infinity.tiers.copies import State
 from infinity.zero.gathering import Gathering
-from tests.simulation import performer as performer_module
-from tests.simulation.clock import Tempo
-from tests.simulation.gradients import GradMemory
-from tests.simulation.model import Config, Pass, RankSpec, Scenario, Step, UnitSpec, draw
-from tests.simulation.performer import Performer
-from tests.simulation.rank import Rank
-from tests.simulation.rows import Due, Row
-from tests.simulation.run import simulate
-from tests.simulation.worker import Worker
 
 Patch = Callable[[Any, Any, Any], None]
 Plant = Callable[[Patch], None]

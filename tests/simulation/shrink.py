@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from tests.simulation import clock, model
-from tests.simulation.clock import Tempo
-from tests.simulation.model import Call, Change, Death, Fault, Look, Pass, RankSpec, Scenario, UnitSpec
-from tests.simulation.run import simulate
+from infinity.simulation import clock, model
+from infinity.simulation.clock import Tempo
+from infinity.simulation.model import Call, Change, Death, Fault, Look, Pass, RankSpec, Scenario, UnitSpec
+from infinity.simulation.run import simulate
 
 _SEEDS = 3  # what is left out changes how long everything else takes: a few other times are tried
 

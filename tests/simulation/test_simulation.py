@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from tests.simulation.clock import Tempo
-from tests.simulation.model import Config, Death, Pass, RankSpec, Scenario, Step, UnitSpec, draw
+from infinity.simulation.clock import Tempo
+from infinity.simulation.model import Config, Death, Pass, RankSpec, Scenario, Step, UnitSpec, draw
+from infinity.simulation.run import simulate, with_last
 from tests.simulation.mutants import MUTANTS, find, planted
-from tests.simulation.run import simulate, with_last
 from tests.simulation.shrink import parse, shrink, text
 
 _SEARCH_S = 12.0  # a run of the tests takes seeds that no run before has taken

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.simulation.clock import Clock
-from tests.simulation.invariants import violate
-from tests.simulation.rows import Row
+from infinity.simulation.clock import Clock
+from infinity.simulation.invariants import violate
+from infinity.simulation.rows import Row
 
 
 class Staging:

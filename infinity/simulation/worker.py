@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from infinity.errors import StorageError
 from infinity.schedule.update_queue import UpdateQueue
-from tests.simulation.clock import Clock, Operation
-from tests.simulation.invariants import violate
-from tests.simulation.rows import Due, Row
+from infinity.simulation.clock import Clock, Operation
+from infinity.simulation.invariants import violate
+from infinity.simulation.rows import Due, Row
 
 
 @dataclass(eq=False)

@@ -19,10 +19,7 @@ from infinity.schedule.actions import (
     UpdateDue,
     UseBegins,
 )
-from infinity.tiers import Residency
-from infinity.zero.foresight import Foresight
-from infinity.zero.gathering import Gathering
-from tests.simulation.invariants import (
+from infinity.simulation.invariants import (
     check_at_rest,
     check_closed,
     check_committed,
@@ -30,9 +27,12 @@ from tests.simulation.invariants import (
     check_world,
     violate,
 )
-from tests.simulation.model import Call, Change, Config, Drain, Look, Pass, RankSpec, Step, ZeroGrad
-from tests.simulation.performer import Performer, Trace
-from tests.simulation.rows import NOTHING, Due, Row
+from infinity.simulation.model import Call, Change, Config, Drain, Look, Pass, RankSpec, Step, ZeroGrad
+from infinity.simulation.performer import Performer, Trace
+from infinity.simulation.rows import NOTHING, Due, Row
+from infinity.tiers import Residency
+from infinity.zero.foresight import Foresight
+from infinity.zero.gathering import Gathering
 
 Agree = Callable[[object], None]
 

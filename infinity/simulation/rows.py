@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from infinity.schedule.unit_state import UnitState
+from infinity.simulation.clock import Operation
+from infinity.simulation.invariants import violate
 from infinity.tiers import Residency
 from infinity.tiers.copies import State
-from tests.simulation.clock import Operation
-from tests.simulation.invariants import violate
 
 if TYPE_CHECKING:
-    from tests.simulation.gradients import GradMemory
-    from tests.simulation.model import UnitSpec
-    from tests.simulation.worker import Ticket
+    from infinity.simulation.gradients import GradMemory
+    from infinity.simulation.model import UnitSpec
+    from infinity.simulation.worker import Ticket
 
 TORN, NOTHING = -1, -2  # in the place of a version on a drive
 Gradient = tuple[int, int]  # the step that it is of, and how many uses have added to it

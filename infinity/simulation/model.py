@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from tests.simulation.clock import Tempo
+from infinity.simulation.clock import Tempo
 
 SCHEDULES = ("backward", "deferred", "speculative", "barrier")
 STAGING_UNITS = 3  # as in infinity/schedule/placement.py

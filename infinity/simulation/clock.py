@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from random import Random
 
 from infinity.errors import StorageError
-from tests.simulation.invariants import violate
+from infinity.simulation.invariants import violate
 
 
 class Crash(BaseException):

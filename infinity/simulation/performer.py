@@ -33,14 +33,14 @@ from infinity.schedule.actions import (
     UpdateOnDevice,
 )
 from infinity.schedule.scheduler import Scheduler
+from infinity.simulation.clock import Clock
+from infinity.simulation.gradients import GradMemory
+from infinity.simulation.invariants import check_settled, check_world, most_actions, ready_updates, violate
+from infinity.simulation.model import Config, RankSpec
+from infinity.simulation.rows import NOTHING, Ahead, Due, Row
+from infinity.simulation.staging import Staging
+from infinity.simulation.worker import Ticket, Worker
 from infinity.tiers import Residency
-from tests.simulation.clock import Clock
-from tests.simulation.gradients import GradMemory
-from tests.simulation.invariants import check_settled, check_world, most_actions, ready_updates, violate
-from tests.simulation.model import Config, RankSpec
-from tests.simulation.rows import NOTHING, Ahead, Due, Row
-from tests.simulation.staging import Staging
-from tests.simulation.worker import Ticket, Worker
 
 _STORED, _FETCHING, _RESIDENT = Residency.STORED, Residency.FETCHING, Residency.RESIDENT
 Trace = Callable[[str], None]

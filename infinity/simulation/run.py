@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.errors import CapacityError, StorageError
-from tests.simulation.clock import Crash
-from tests.simulation.invariants import Violation, check_committed, violate
-from tests.simulation.model import Call, Death, Fault, Pass, Scenario, Step
-from tests.simulation.rank import Rank
+from infinity.simulation.clock import Crash
+from infinity.simulation.invariants import Violation, check_committed, violate
+from infinity.simulation.model import Call, Death, Fault, Pass, Scenario, Step
+from infinity.simulation.rank import Rank
 
 
 @dataclass

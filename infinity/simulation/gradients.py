@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from infinity.simulation.clock import Clock, Operation
+from infinity.simulation.invariants import most_actions, violate
+from infinity.simulation.rows import Row
 from infinity.tiers.copies import State
 from infinity.tiers.grads import ARRIVING_UNITS
-from tests.simulation.clock import Clock, Operation
-from tests.simulation.invariants import most_actions, violate
-from tests.simulation.rows import Row
 
 _ABSENT, _ARRIVING, _VALID, _WRITING, _LEAVING = State.ABSENT, State.ARRIVING, State.VALID, State.WRITING, State.LEAVING
 
