@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from infinity.simulation.model import draw
 from infinity.simulation.run import Outcome, simulate
+from tests.simulation.drawn import draw
 from tests.simulation.mutants import MUTANTS, find
 
 _STEPS = (4, 12, 60, 400)  # of a scenario

@@ -162,7 +162,7 @@ class GradMemory:
             violate("legal", f"gradients of {row.name} are to spill, and are {row.gradients.name}")
         if row.grad_drive is None and not row.grad_moves:
             self._move(row, "spill", lambda move: self._end_spill(row, move))
-        row.gradients = _LEAVING if any(not move.done for move in row.grad_moves) or row.grad_drive is None else _ABSENT
+        row.gradients = _LEAVING if row.grad_moves else _ABSENT  # as long as nobody has noted that they are over
 
     @staticmethod
     def _end_spill(row: Row, move: Operation) -> None:

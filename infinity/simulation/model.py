@@ -1,8 +1,8 @@
-"""What is simulated: a model, its budgets, and what a training loop calls; all of it drawn from one seed."""
+"""What is simulated: a model, its budgets, and what a training loop calls."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 
 from infinity.simulation.clock import Tempo
@@ -26,6 +26,7 @@ class UnitSpec:
         recovers: its gradients can be recovered from the optimizer states.
         made: its first values are made in memory.
         streams: its gradients leave the device while that computes on.
+        host: its home is host memory, apart from what is computed on; else a drive.
     """
 
     nbytes: int
@@ -40,6 +41,7 @@ class UnitSpec:
     recovers: bool = False
     made: bool = False
     streams: bool = False
+    host: bool = False
 
     @property
     def beside(self) -> bool:
@@ -66,6 +68,7 @@ class Config:
         images: tiles of before-images that there is room for.
         ahead_bytes: of units that are gathered ahead, beyond the next one.
         staging_bytes: host memory that units pass through where the device has a memory of its own; 0 if it has none.
+        gathers: each of several ranks has a part of every unit, and all parts are gathered for a use.
     """
 
     units: tuple[UnitSpec, ...]
@@ -77,6 +80,7 @@ class Config:
     images: int = 0
     ahead_bytes: int = 0
     staging_bytes: int = 0
+    gathers: bool = True
 
 
 @dataclass(frozen=True)
@@ -159,108 +163,30 @@ class Scenario:
     seed: int = 0
 
 
-def draw(seed: int, *, steps: int = 12) -> Scenario:
-    """The scenario of a seed."""
-    random = Random(seed)
-    config, uses = _Drawn(random).config()
-    return Scenario(config, tuple(_calls(random, config, uses, steps)), seed)
+@dataclass(frozen=True)
+class Loop:
+    """What a training loop repeats.
+
+    Attributes:
+        uses: units that a module computes on together, module by module, in a pass that goes through all branches.
+        accumulation: micro-batches of a step; None where that is drawn.
+        norms: what a step's may be, the usual one first, and as often as it is more usual.
+        rare: probabilities of what is rare, of which one is drawn.
+        settles: a step is over when every update is.
+    """
+
+    uses: tuple[tuple[int, ...], ...]
+    accumulation: int | None = None
+    norms: tuple[str, ...] = ("quiet", "quiet", "quiet", "clipped", "overflow")
+    rare: tuple[float, ...] = (0.0, 0.05, 0.2)
+    settles: bool = False
 
 
-class _Drawn:
-    """Draws a config; `chance` is the probability of what is rare."""
-
-    def __init__(self, random: Random) -> None:
-        self.random = random
-
-    def config(self) -> tuple[Config, list[tuple[int, ...]]]:
-        random = self.random
-        schedule = random.choice(SCHEDULES)
-        keeps = random.random() < 0.25
-        memory = random.choice(("own", "slot", "slot", "shared" if schedule == "backward" else "slot"))
-        slots = random.randint(1, 4) if memory == "slot" else 0
-        streams = random.random() < 0.3
-        count = random.randint(1, 10)
-        units = tuple(self._unit(schedule, memory, keeps=keeps, streams=streams) for _ in range(count))
-        if random.random() < 0.3:  # as blocks are
-            units = tuple(replace(unit, nbytes=units[0].nbytes) for unit in units)
-        uses = self._uses(units)
-        least = max(least_bytes(units, use) for use in uses)
-        alone = random.random() < 0.5
-        if alone and random.random() < 0.3:  # what is used together, and no unit beside it
-            least = max(sum(units[unit].nbytes for unit in set(use) if units[unit].moves) for use in uses)
-            least = max([least, *(unit.nbytes for unit in units if unit.moves)])
-        spare = random.choice((0, 0, random.randint(0, 9), sum(unit.nbytes for unit in units)))
-        count = 1 if alone else random.choice((2, 3, random.randint(2, 8)))
-        ranks = tuple(
-            RankSpec(least + spare + random.choice((0, random.randint(0, 9))), self._tempo()) for _ in range(count)
-        )
-        shared = [unit.grad_bytes for unit in units if unit.grads == "shared"]
-        several = [unit for unit in range(len(units)) if sum(unit in use for use in uses) > 1]
-        open_bytes = sum(units[unit].grad_bytes for unit in several)
-        shared_bytes = open_bytes + sum(sorted(shared)[-2:]) + random.choice((0, 0, 3)) if shared else 0
-        images = random.randint(0, 4)
-        ahead_bytes = random.choice((0, 0, random.randint(1, 20)))
-        largest = max((unit.nbytes for unit in units if unit.moves), default=0)
-        staging_bytes = STAGING_UNITS * largest if streams or random.random() < 0.2 else 0
-        return Config(units, ranks, schedule, slots, shared_bytes, keeps, images, ahead_bytes, staging_bytes), uses
-
-    def _unit(self, schedule: str, memory: str, *, keeps: bool, streams: bool) -> UnitSpec:
-        random = self.random
-        moves, frozen = random.random() < 0.85, random.random() < 0.1
-        tiles = random.randint(1, 3)
-        on_device = not (frozen or keeps) and random.random() < 0.08
-        grads = "" if frozen else "own" if on_device or random.random() < 0.25 else memory
-        old_params = ""
-        if schedule == "speculative" and grads and not on_device:
-            told = ["slots", "states"] if moves else ["images", "states"]
-            if keeps:  # else a crash would find neither what was before nor what is then
-                told = ["slots"] if moves else []
-            old_params = random.choice([*told, *told, ""])
-        return UnitSpec(
-            nbytes=random.choice((1, random.randint(1, 9), random.randint(1, 30))),
-            tiles=tiles,
-            moves=moves,
-            grads=grads,
-            grad_bytes=random.randint(1, 5),
-            on_device=on_device,
-            old_params=old_params,
-            has_slots=keeps or (old_params == "slots"),
-            ahead=random.choice((tiles, random.randint(1, tiles))),
-            recovers=random.random() < 0.5,
-            made=moves and not on_device and random.random() < 0.2,
-            streams=streams and not on_device,
-        )
-
-    def _uses(self, units: tuple[UnitSpec, ...]) -> list[tuple[int, ...]]:
-        """What a pass uses that goes through all branches."""
-        random, count = self.random, len(units)
-        order = list(range(count)) if random.random() < 0.7 else random.sample(range(count), random.randint(1, count))
-        uses: list[tuple[int, ...]] = [(unit,) for unit in order]
-        if random.random() < 0.4:  # one unit is used twice, as tied weights are
-            uses.insert(random.randint(0, len(uses)), (random.choice(order),))
-        if count > 1 and random.random() < 0.3:  # a module has parameters in two units
-            at = random.randrange(len(uses))
-            uses[at] = (uses[at][0], random.choice([unit for unit in range(count) if unit != uses[at][0]]))
-        return uses
-
-    def _tempo(self) -> Tempo:
-        random = self.random
-        longest = random.choice((0, 3, 20, 200, 10**6))
-        return Tempo(random.choice((0.0, 0.3, 0.9)), longest, random.choice((1, 1, 16)))
-
-
-def least_bytes(units: tuple[UnitSpec, ...], use: tuple[int, ...]) -> int:
-    """What a use needs: its units, and the largest of the others, which comes next or is updated meanwhile."""
-    moving = {index: unit.nbytes for index, unit in enumerate(units) if unit.moves}
-    others = [nbytes for index, nbytes in moving.items() if index not in use]
-    return sum(moving.get(unit, 0) for unit in use) + max(others, default=0)
-
-
-def _calls(random: Random, config: Config, uses: list[tuple[int, ...]], steps: int) -> list[Call]:
-    """What a training loop calls in so many steps."""
-    rare = random.choice((0.0, 0.05, 0.2))
+def calls_of(loop: Loop, random: Random, config: Config, steps: int) -> tuple[Call, ...]:
+    """What a training loop calls in so many steps, and what happens to it; of more steps the first are the same."""
+    rare = random.choice(loop.rare)
     branches = random.random() < 0.3
-    accumulation = random.choice((1, 1, 2, 3)) if not config.shared_bytes else 1
+    accumulation = loop.accumulation or random.choice((1, 1, 2, 3))
     calls: list[Call] = []
     count = len(config.units)
     for _ in range(steps):
@@ -272,16 +198,17 @@ def _calls(random: Random, config: Config, uses: list[tuple[int, ...]], steps: i
             if random.random() < rare:
                 calls.append(_between(random, count))
             if random.random() < rare:
-                calls.append(Pass(tuple(uses), evaluates=True))
-            taken = [use for use in uses if not branches or random.random() < 0.8] or uses[:1]
+                calls.append(Pass(loop.uses, evaluates=True))
+            taken = tuple(use for use in loop.uses if not branches or random.random() < 0.8) or loop.uses[:1]
             looks = [(random.randrange(2 * len(taken)), random.randrange(count))] if random.random() < rare else []
             stop = random.randrange(2 * len(taken)) if random.random() < rare / 2 else None
-            calls.append(Pass(tuple(taken), looks=tuple(looks), stop=stop))
+            calls.append(Pass(taken, looks=tuple(looks), stop=stop))
         if random.random() < rare:
             calls.append(_between(random, count))
-        norms = ("quiet", "quiet", "quiet", "clipped", "overflow") if rare else ("quiet",)
-        calls.append(Step(random.choice(norms)))
-    return calls
+        calls.append(Step(random.choice(loop.norms if rare else loop.norms[:1])))
+        if loop.settles:
+            calls.append(Drain())
+    return tuple(calls)
 
 
 def _between(random: Random, count: int) -> Call:

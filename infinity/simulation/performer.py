@@ -102,7 +102,7 @@ class Performer:
             config.slots,
             self.grads.leased,
             writes_all=config.keeps,
-            writes_unreconstructable=any(unit.has_slots for unit in config.units),
+            writes_unreconstructable=config.keeps or config.schedule == "speculative",
         )
 
     def do(self, event: Event) -> bool:
@@ -139,7 +139,7 @@ class Performer:
         self.budget.take(row.nbytes, row.name)
         row.residency = _FETCHING
         row.begin_read_home()
-        fetch = row.fetch = self.clock.start("fetch", row.index)
+        fetch = row.fetch = self.clock.start("copy" if row.spec.host else "fetch", row.index)
         fetch.end = lambda: row.end_read_home(failed=fetch.failed)
 
     def await_fetch(self, action: AwaitFetch | AwaitNewest) -> None:
@@ -235,7 +235,7 @@ class Performer:
         if not self.staging.is_needed(row):  # else the fetch goes on with the values that the update makes
             row.residency = _RESIDENT
         row.is_reconstructable = row.spec.old_params == "states"
-        ticket = Ticket(row, due, deque(tiles), ready, needed, write and (row.moves or row.spec.has_slots))
+        ticket = Ticket(row, due, deque(tiles), ready, needed, write and row.is_written_home)
         row.ticket = ticket
         self.worker.submit(ticket)
         return ticket
@@ -337,9 +337,7 @@ class Performer:
         row, foreseen = self.rows[action.unit], self.foreseen
         if row.is_updating or row.residency is not _RESIDENT or foreseen is None:
             violate("legal", f"{row.name} is updated ahead, and is not at rest")
-        kind = row.spec.old_params
-        if kind == "slots" and (row.home != row.mem or row.home != row.protected):
-            return
+        kind = self._old_params(row, write=action.write)
         if not kind or (kind == "images" and not self._has_images(row, action.needed)):
             return
         tiles = list(range(row.spec.ahead))
@@ -350,6 +348,15 @@ class Performer:
         self.images -= ticket.images
         row.ahead = Ahead(foreseen, frozenset(tiles), ticket, kind)
         self.aheads[row] = None
+
+    @staticmethod
+    def _old_params(row: Row, *, write: bool) -> str:
+        """Where a speculative update keeps what it replaces; better in slots if it is to be written anyway."""
+        kind = row.spec.old_params
+        if kind == "slots" or (kind == "states" and write and row.spec.has_slots):
+            has_both = row.home == row.mem == row.protected
+            return "slots" if has_both else kind.replace("slots", "")
+        return kind
 
     def _has_images(self, row: Row, needed: int) -> bool:
         """There is room for before-images, for which what is needed later makes way."""
@@ -421,7 +428,7 @@ class Performer:
 
     @staticmethod
     def _needs_memory(row: Row) -> bool:
-        return row.ahead is not None and row.ahead.old_params == "states"
+        return row.ahead is not None and row.ahead.old_params == "states" and not row.spec.host
 
     def _undo(self, rows: list[Row], *, grads: bool) -> None:
         tickets = [row.ticket for row in rows if row.ticket is not None]
@@ -435,9 +442,9 @@ class Performer:
             ahead = self._decide(row)
             before = [row.wanted] * row.spec.tiles
             if ahead.old_params != "slots":
-                if row.residency is not _RESIDENT:
+                if row.residency is not _RESIDENT and not row.spec.host:
                     violate("lost", f"{row.name} is to be what it was, and is {row.residency.name}")
-                row.mem = before
+                row.put(before)
             else:
                 for tile, version in enumerate(row.home):
                     if version != row.wanted:

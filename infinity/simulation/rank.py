@@ -60,12 +60,13 @@ class Rank(Performer):
         self.failed = False
         self._agree = agree
         self._schedule = config.schedule
-        self._is_shared = len(config.ranks) > 1
+        self._is_shared = len(config.ranks) > 1 and config.gathers
         self._whole: dict[int, int] = {}  # the version at which each unit was gathered
-        self._gathering = self._gathers(len(config.ranks))
+        self._gathering = self._gathers(len(config.ranks) if config.gathers else 1)
         self._foresight = Foresight()
         self._added: dict[int, int] = {}  # uses that have added to each unit's gradients in this step
         self._finals: list[int] = []
+        self._asked: dict[Row, None] = {}  # in the order in which their updates were asked for
         self._under_way = False  # some units have had this step's update asked for
         self._pass_failed = False
         self._uncommitted = False
@@ -209,8 +210,9 @@ class Rank(Performer):
 
     def _update_others(self) -> None:
         """Update the units that had no part in the step's last pass."""
-        for unit in list(self._added):
+        for unit in sorted(self._added):
             self._update(self.rows[unit])
+            self.settle()
 
     def _user_code(self, call: Pass, position: int, *, backward: bool) -> None:
         """What the user's code does between two modules."""
@@ -310,6 +312,7 @@ class Rank(Performer):
         if last and self._schedule == "backward":
             self._finals.append(row.index)
             self._update(row)
+            self.settle()
         elif last and self._schedule == "speculative":
             self._foresee(row)
             if runs_ahead and self.run_ahead(row.index, self._due(row, clips=False)):
@@ -345,8 +348,7 @@ class Rank(Performer):
         """Update the unit as soon as its values are in memory."""
         self._under_way = True
         row.due = self._due(row, clips=clips)
-        row.wanted += 1
-        del self._added[row.index]
+        self._asks(row)
         self._gathering.changed(row.index)
         if row.residency is not Residency.STORED or row.spec.beside:
             self.do(UpdateDue(row.index))
@@ -355,10 +357,15 @@ class Rank(Performer):
         """What ran ahead is the unit's update."""
         self._under_way = True
         self.commit_ahead(row, self._due(row, clips=clips))
-        row.wanted += 1
-        del self._added[row.index]
+        self._asks(row)
         if row.residency is not Residency.STORED:
             self.do(UpdateDue(row.index))
+
+    def _asks(self, row: Row) -> None:
+        row.wanted += 1
+        del self._added[row.index]
+        self._asked.pop(row, None)
+        self._asked[row] = None
 
     def _finish_step(self, norm: str) -> None:
         if self._pass_failed:
@@ -370,6 +377,7 @@ class Rank(Performer):
             self._update_others()
         else:
             self.settle()
+            norm = norm if self._added else "quiet"  # that of no gradients is 0
             if norm == "overflow":
                 self._foresight.after_step(quiet=False)
                 self._drop()
@@ -384,11 +392,10 @@ class Rank(Performer):
         self._uncommitted = self.config.keeps
         self._noted = [row.wanted for row in self.rows]
         self._commit_if_computed()
-        self.settle()
 
     def _update_all(self, *, clips: bool) -> None:
         """The norm is known: what ran ahead stands or is undone, and the others are updated."""
-        rows = [self.rows[unit] for unit in sorted(self._added, key=self.cycle.first_use)]
+        rows = [self.rows[unit] for unit in sorted(sorted(self._added), key=self.cycle.first_use)]
         others = [row.index for row in rows if row.ahead is None or clips]
         self.undo(*others)
         if self._schedule != "barrier":
@@ -406,10 +413,9 @@ class Rank(Performer):
         return bool(units)
 
     def _start_pending(self) -> None:
-        for row in self.rows:
-            if row.due is not None:
-                with self._pinned(row):
-                    self.do(ParametersNeeded(row.index))
+        for row in [row for row in self._asked if row.due is not None]:
+            with self._pinned(row):
+                self.do(ParametersNeeded(row.index))
 
     def drain(self) -> None:
         """Carry out every update, and wait for all of them."""
@@ -452,7 +458,7 @@ class Rank(Performer):
                 self.clock.wait(write)
                 write.check()
             noted = self._noted[row.index]
-            if (row.moves or row.spec.has_slots) and not all(noted <= version <= row.wanted for version in row.home):
+            if row.is_written_home and not all(noted <= version <= row.wanted for version in row.home):
                 violate("crash", f"{row.name} is committed at {noted}, and the drive has {row.home}")
         self._uncommitted = False
         self.committed = self.step
@@ -460,10 +466,8 @@ class Rank(Performer):
 
     def _write_changed(self) -> None:
         for row in self.rows:
-            written = row.moves or row.spec.has_slots
-            if not written or not self.scheduler.is_written(row) or row.ticket is not None or row.due is not None:
-                continue
-            if row.residency is Residency.RESIDENT and row.is_dirty:
+            at_rest = row.ticket is None and row.due is None and row.residency is Residency.RESIDENT
+            if row.is_written_home and at_rest and row.is_dirty and self.scheduler.is_written(row):
                 with self._pinned(row):
                     self.undo(row.index)
                     self.do(ParametersNeeded(row.index))
@@ -523,9 +527,7 @@ class Rank(Performer):
             if row.ticket is not None:
                 self.finish(row.ticket)
             row.wanted += 1
-            row.mem = [row.wanted] * row.spec.tiles
-            if row.spec.beside:
-                row.home = list(row.mem)
+            row.put([row.wanted] * row.spec.tiles)
             self._gathering.changed(unit)
 
     # The end #

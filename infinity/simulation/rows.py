@@ -176,7 +176,19 @@ class Row(UnitState):
     def is_updating(self) -> bool:
         return self.due is not None or self.ticket is not None or self.ahead is not None
 
-    # What the drive has #
+    # Home #
+
+    @property
+    def is_written_home(self) -> bool:
+        """A drive has a place for the values."""
+        return (self.moves and not self.spec.host) or self.spec.has_slots
+
+    def put(self, values: list[int]) -> None:
+        """Change the values where they are in memory."""
+        if self.residency is not Residency.STORED or not self.spec.host:
+            self.mem = list(values)
+        if self.spec.beside or self.spec.host:
+            self.home = list(values)
 
     @property
     def is_dirty(self) -> bool:

@@ -37,6 +37,7 @@ class Outcome:
         self.events += other.events
         self.crashes += other.crashes
         self.failures += other.failures
+        self.violation = self.violation or other.violation
 
 
 class _Agreement:

@@ -153,6 +153,8 @@ class Worker:
             return
         self._check_may_update(ticket)
         row.mem[tile] = ticket.due.target
+        if row.spec.host:
+            row.home[tile] = ticket.due.target
         if ticket.write:
             self._write(ticket, tile)
         ticket.tiles.popleft()
@@ -177,7 +179,7 @@ class Worker:
         self.at = None
         self._end(ticket)
         if self.queue:
-            self._pick()
+            self._wake()
 
     def _end(self, ticket: Ticket) -> None:
         if ticket.tiles:

@@ -32,9 +32,10 @@ from infinity.schedule.cycle import Cycle
 from infinity.schedule.scheduler import Scheduler
 from infinity.schedule.update_queue import UpdateQueue
 from infinity.simulation import performer as performer_module
+from infinity.simulation import rank as rank_module
 from infinity.simulation.clock import Tempo
 from infinity.simulation.gradients import GradMemory
-from infinity.simulation.model import Config, Pass, RankSpec, Scenario, Step, UnitSpec, draw
+from infinity.simulation.model import Config, Fault, Look, Pass, RankSpec, Scenario, Step, UnitSpec
 from infinity.simulation.performer import Performer
 from infinity.simulation.rank import Rank
 from infinity.simulation.rows import Due, Row
@@ -43,6 +44,7 @@ from infinity.simulation.worker import Worker
 from infinity.tiers import Residency
 from infinity.tiers.copies import State
 from infinity.zero.gathering import Gathering
+from tests.simulation.drawn import draw
 
 Patch = Callable[[Any, Any, Any], None]
 Plant = Callable[[Patch], None]
@@ -75,14 +77,14 @@ MUTANTS: dict[str, Mutant] = {}
 # Seeds of mutants that those from 0 on take longer to find; `python -m tests.simulation --mutants` shows them.
 SEEDS = {
     "blocked_while_stored": 29,
-    "clipped_stands": 16,
+    "clipped_stands": 36,
     "error_swallowed": 48,
-    "fetch_forgotten": 20,
+    "fetch_forgotten": 39,
     "made_forgotten": 33,
     "pins_stay": 18,
-    "plan_evicts_arriving": 20,
+    "plan_evicts_arriving": 35,
     "prefetch_past_budget": 20,
-    "streams_into_used": 16,
+    "streams_into_used": 35,
     "undone_keeps_gradients": 48,
     "upcoming_by_memory": 19,
     "withdrawn_while_run": 321,
@@ -90,12 +92,18 @@ SEEDS = {
 }
 
 _BLOCK, _STAYS = UnitSpec(1), UnitSpec(1, moves=False, old_params="images")
+_KEPT, _THREE = UnitSpec(1, tiles=3, has_slots=True), Pass(((0,), (1,), (2,)))
 _LATE = RankSpec(0, Tempo(0.3, 20))
 # Scenarios for those that seeds seldom find: shrunk from violations.
 SCENARIOS = {
     "ahead_keeps_room": Scenario(
         Config((_BLOCK, _BLOCK, UnitSpec(5), _BLOCK), (RankSpec(7), RankSpec(7)), ahead_bytes=7),
         (Pass(((0,), (1,), (2, 3))), Pass(((0,), (1,))), Pass(((0,), (1,), (2, 3)))),
+    ),
+    "failed_counts_as_computed": Scenario(
+        Config((_KEPT,) * 3, (RankSpec(3, Tempo(0.3, 20)),), keeps=True),
+        (_THREE, Step(), Look((0,)), Look((1,)), Look((0,)), Fault(0, "update"), _THREE),
+        seed=1,
     ),
     "gathered_where_ahead": Scenario(
         Config((replace(_STAYS, tiles=2, ahead=2), _STAYS), (_LATE, _LATE), "speculative", images=2),
@@ -621,6 +629,11 @@ def _slot_unprotected(patch: Patch) -> None:
             self.protected = protected
 
     patch(Row, "begin_write_home", begin)
+
+
+@_mutant("a step is committed although an update of it has failed")
+def _failed_counts_as_computed(patch: Patch) -> None:
+    patch(rank_module, "_is_computed", lambda row: row.ticket is None or row.ticket.computed)
 
 
 @_mutant("an exception in a pass leaves its units in use")

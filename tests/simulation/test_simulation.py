@@ -7,8 +7,9 @@ import time
 import pytest
 
 from infinity.simulation.clock import Tempo
-from infinity.simulation.model import Config, Death, Pass, RankSpec, Scenario, Step, UnitSpec, draw
+from infinity.simulation.model import Config, Death, Pass, RankSpec, Scenario, Step, UnitSpec
 from infinity.simulation.run import simulate, with_last
+from tests.simulation.drawn import draw
 from tests.simulation.mutants import MUTANTS, find, planted
 from tests.simulation.shrink import parse, shrink, text
 
@@ -69,7 +70,7 @@ def test_a_committed_step_survives_a_death_at_every_moment() -> None:
     unit = UnitSpec(4, tiles=2, has_slots=True)
     config = Config((unit, unit, unit), (RankSpec(8, Tempo(0.2, 9)),), "deferred", keeps=True)
     step = (Pass(((0,), (1,), (2,))), Step())
-    for ticks in range(1, 120):
+    for ticks in range(1, 110):
         outcome = simulate(Scenario(config, (*step, *step, Death(0, ticks), *step, *step, *step, *step), seed=ticks))
         assert outcome.violation is None
         assert outcome.crashes == 1
