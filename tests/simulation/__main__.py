@@ -76,14 +76,13 @@ def _compare(scenario: Scenario) -> int:
     scenario, left_out = expressed(scenario)
     print("".join(f"left out: {each}\n" for each in left_out) + text(scenario))
     here, there = simulated(scenario), on_engine(scenario)
-    same = sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(here.decisions, there.decisions, strict=False))
-    )
+    pairs = zip(here.decisions, there.decisions, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     for name, log in (("simulation", here), ("engine", there)):
         print(f"\n{name}: {len(log.decisions)} decisions, the first {same} alike; {log.error or 'no error'}")
         for event, actions in log.decisions[same : same + _SHOWN]:
             print(f"  {event} -> {', '.join(map(str, actions))}")
-    return int(here != there)
+    return int(here.decisions != there.decisions or bool(here.error) is not bool(there.error))
 
 
 def _find_all(most_s: float) -> int:
