@@ -268,9 +268,7 @@ class Performer:
             self.staging.upload(ticket.row)
 
     def _await_update(self, action: AwaitUpdate) -> None:
-        ticket = self.rows[action.unit].ticket
-        if ticket is None:
-            violate("legal", f"somebody waits for an update of u{action.unit}, which has none")
+        ticket = self.rows[action.unit].ticket or violate("legal", f"nothing updates u{action.unit}, which is awaited")
         self.finish(ticket)
 
     def finish(self, ticket: Ticket) -> None:
@@ -279,10 +277,6 @@ class Performer:
         for write in ticket.writes:
             self.clock.wait(write)
         self._note(ticket)
-
-    def _await_any_update(self, _: AwaitAnyUpdate) -> None:
-        if not self.finish_one():
-            violate("legal", "somebody waits for any update, and there is none")
 
     def finish_one(self) -> bool:
         """Wait for the update that is the first to be computed; False if there is none."""
@@ -479,22 +473,6 @@ class Performer:
             self.some_rest = False
             self.do(GradientsRest())
 
-    def _await_gradients(self, action: AwaitGradients) -> None:
-        self.grads.finish_moves(self.rows[action.unit])
-
-    def _spill(self, action: Spill) -> None:
-        self.grads.spill(self.rows[action.unit])
-
-    def _await_spill(self, action: AwaitSpill) -> None:
-        self.grads.await_spill(self.rows[action.unit])
-
-    # Commits #
-
-    def protect(self) -> None:
-        """What the drives have now stays there until the next call."""
-        for row in self.rows:
-            row.protected = list(row.home)
-
 
 _PERFORMERS: dict[type[Action], Callable[[Performer, Any], None]] = {
     Fetch: Performer._fetch,
@@ -505,8 +483,8 @@ _PERFORMERS: dict[type[Action], Callable[[Performer, Any], None]] = {
     UpdateOnDevice: Performer._update_on_device,
     AwaitUpdate: Performer._await_update,
     AwaitNewest: Performer._await_newest,
-    AwaitAnyUpdate: Performer._await_any_update,
-    AwaitGradients: Performer._await_gradients,
-    Spill: Performer._spill,
-    AwaitSpill: Performer._await_spill,
+    AwaitAnyUpdate: lambda self, _: self.finish_one() or violate("legal", "any update is awaited, and there is none"),
+    AwaitGradients: lambda self, action: self.grads.finish_moves(self.rows[action.unit]),
+    Spill: lambda self, action: self.grads.spill(self.rows[action.unit]),
+    AwaitSpill: lambda self, action: self.grads.await_spill(self.rows[action.unit]),
 }

@@ -431,7 +431,12 @@ class Rank(Performer):
     def _begin_ahead(self) -> None:
         self._write_changed()
         if not self.config.keeps:
-            self.protect()
+            self._protect()
+
+    def _protect(self) -> None:
+        """What the drives have now stays there until the next call."""
+        for row in self.rows:
+            row.protected = list(row.home)
 
     def _before_updates(self) -> None:
         """Updates are about to begin: what the last step has made must be kept before it is overwritten."""
@@ -462,7 +467,7 @@ class Rank(Performer):
                 violate("crash", f"{row.name} is committed at {noted}, and the drive has {row.home}")
         self._uncommitted = False
         self.committed = self.step
-        self.protect()
+        self._protect()
 
     def _write_changed(self) -> None:
         for row in self.rows:

@@ -68,79 +68,38 @@ class Row(UnitState):
         elsewhere: the optimizer states tell the gradients, which are nowhere else.
     """
 
-    __slots__ = (
-        "ahead",
-        "begun",
-        "computing",
-        "due",
-        "elsewhere",
-        "fetch",
-        "grad_drive",
-        "grad_host",
-        "grad_moves",
-        "grad_pins",
-        "gradients",
-        "home",
-        "home_readers",
-        "home_writers",
-        "host_pins",
-        "is_reconstructable",
-        "kept",
-        "mem",
-        "memory",
-        "on_device",
-        "pins",
-        "protected",
-        "readers",
-        "residency",
-        "slot",
-        "spec",
-        "staged",
-        "stale",
-        "streams_in",
-        "ticket",
-        "updating_tile",
-        "upload",
-        "wanted",
-    )
-
-    residency: Residency
-    gradients: State
-    is_reconstructable: bool
+    residency = Residency.RESIDENT
+    gradients = State.ABSENT
+    is_reconstructable = False
+    stale = False
+    fetch: Operation | None = None
+    readers = home_readers = home_writers = 0
+    staged = False
+    host_pins = 0
+    upload: Operation | None = None
+    updating_tile: int | None = None
+    computing = False
+    pins = 0
+    due: Due | None = None
+    begun: frozenset[int] | None = None
+    ticket: Ticket | None = None
+    ahead: Ahead | None = None
+    grad_host: Gradient | None = None
+    grad_drive: Gradient | None = None
+    grad_pins = 0
+    slot: int | None = None
+    streams_in: bool | None = None
+    elsewhere = False
 
     def __init__(self, index: int, spec: UnitSpec, memory: GradMemory, version: int) -> None:
         super().__init__(index, f"u{index}", spec.nbytes, moves=spec.moves, spills=spec.grads == "slot")
         self.spec = spec
         self.memory = memory
-        self.on_device = spec.on_device
         self.residency = Residency.STORED if spec.moves else Residency.RESIDENT
-        self.gradients = State.ABSENT
-        self.is_reconstructable = False
         self.wanted = version
-        self.mem = [version] * spec.tiles
-        self.home = [version] * spec.tiles
-        self.kept = [NOTHING] * spec.tiles
-        self.protected = [NOTHING] * spec.tiles
-        self.stale = False
-        self.fetch: Operation | None = None
-        self.readers = self.home_readers = self.home_writers = 0
-        self.staged = False
-        self.host_pins = 0
-        self.upload: Operation | None = None
-        self.updating_tile: int | None = None
-        self.computing = False
-        self.pins = 0
-        self.due: Due | None = None
-        self.begun: frozenset[int] | None = None
-        self.ticket: Ticket | None = None
-        self.ahead: Ahead | None = None
-        self.grad_host: Gradient | None = None
-        self.grad_drive: Gradient | None = None
+        self.mem, self.home = [version] * spec.tiles, [version] * spec.tiles
+        self.kept, self.protected = [NOTHING] * spec.tiles, [NOTHING] * spec.tiles
         self.grad_moves: list[Operation] = []
-        self.grad_pins = 0
-        self.slot: int | None = None
-        self.streams_in: bool | None = None
-        self.elsewhere = False
 
     # What the scheduler sees #
 
@@ -158,7 +117,7 @@ class Row(UnitState):
 
     @property
     def is_updated_on_device(self) -> bool:
-        return self.on_device
+        return self.spec.on_device
 
     @property
     def update_is_due(self) -> bool:
