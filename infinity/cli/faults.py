@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
     from infinity.cli.planning import Draft
-    from infinity.simulation.planned import Search
+    from infinity.simulation.planned import Planned
+    from infinity.simulation.run import Outcome
 
 _LAST = 12  # events and actions of a violation that are shown
 
@@ -39,63 +41,86 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Faults:
-    """What simulated steps of a plan came to, for people and for JSON."""
+    """What simulated steps of a plan came to, for people and for JSON.
 
-    search: Search
+    Attributes:
+        seeds: the first one, and the one behind the last.
+        names: of units.
+    """
+
+    planned: Planned
+    outcome: Outcome
+    seeds: tuple[int, int]
     names: list[str]
 
     @property
     def broken(self) -> bool:
-        return self.search.seed is not None
+        return self.outcome.violation is not None
+
+    @property
+    def _steps(self) -> int:
+        """That all ranks took together."""
+        return self.outcome.steps // len(self.planned.config.ranks)
 
     def facts(self) -> dict[str, Any]:
         """As plain values."""
-        search, outcome = self.search, self.search.outcome
         return {
-            "first_seed": search.seeds[0],
-            "seeds": search.seeds[1],
-            "steps": search.steps,
-            "events": outcome.events,
-            "crashes": outcome.crashes,
-            "failures": outcome.failures,
+            "first_seed": self.seeds[0],
+            "seeds": self.seeds[1] - self.seeds[0],
+            "steps": self._steps,
+            "events": self.outcome.events,
+            "crashes": self.outcome.crashes,
+            "failures": self.outcome.failures,
             "violations": int(self.broken),
             "violation": self._violation(),
-            "notes": list(search.planned.notes),
+            "notes": list(self.planned.notes),
         }
 
     def _violation(self) -> dict[str, Any] | None:
-        violation = self.search.violation
+        from infinity.simulation.planned import SCENARIO_STEPS  # noqa: PLC0415  (torch takes seconds)
+
+        violation, seed = self.outcome.violation, self.seeds[1] - 1
         if violation is None:
             return None
-        units = {f"u{index}": self.names[int(index)] for index in re.findall(r"\bu(\d+)\b", str(violation))}
         return {
-            "seed": self.search.seed,
+            "seed": seed,
             "promise": violation.promise,
             "what": str(violation),
-            "units": units,
-            "repeat": f"--simulate-faults {self.search.scenario_steps} --seed {self.search.seed}",
+            "units": {f"u{index}": self.names[int(index)] for index in re.findall(r"\bu(\d+)\b", str(violation))},
+            "repeat": f"--simulate-faults {SCENARIO_STEPS} --seed {seed}",
         }
 
     def lines(self) -> list[str]:
         """For people."""
-        search, outcome = self.search, self.search.outcome
-        first, count = search.seeds
+        outcome, (first, end) = self.outcome, self.seeds
         lines = [
-            f"faults          {search.steps:,} steps simulated, seeds {first} to {first + count - 1}: "
-            f"{outcome.events:,} events, {outcome.crashes:,} crashes, {outcome.failures:,} failures, "
+            f"faults          {self._steps:,} steps simulated, seeds {first} to {end - 1}: {outcome.events:,} events, "
+            f"{outcome.crashes:,} crashes, {outcome.failures:,} failures, "
             f"{'1 promise broken' if self.broken else 'no promise broken'}",
-            *(f"  not as it is  {note}" for note in search.planned.notes),
+            *(f"  not as it is  {note}" for note in self.planned.notes),
         ]
-        violation = self._violation()
-        if violation is not None:
-            units = ", ".join(f"{short} is {name}" for short, name in violation["units"].items())
+        found = self._violation()
+        if found is not None:
+            units = ", ".join(f"{short} is {name}" for short, name in found["units"].items())
             lines += [
-                f"  broken        {violation['what']}{f' ({units})' if units else ''}",
-                f"  promised      {search.promise}",
-                f"  repeat it     with {violation['repeat']}; its last events and actions:",
-                *search.last_lines(_LAST),
+                f"  broken        {found['what']}{f' ({units})' if units else ''}",
+                f"  promised      {self._promise()}",
+                f"  repeat it     with {found['repeat']}; its last events and actions:",
+                *self._last_lines(found["seed"]),
             ]
         return lines
+
+    def _promise(self) -> str:
+        from infinity.simulation.invariants import PROMISES  # noqa: PLC0415  (torch takes seconds)
+
+        return "" if self.outcome.violation is None else PROMISES[self.outcome.violation.promise]
+
+    def _last_lines(self, seed: int) -> list[str]:
+        from infinity.simulation.run import simulate  # noqa: PLC0415  (torch takes seconds)
+
+        lines: deque[str] = deque(maxlen=_LAST)
+        simulate(self.planned.scenario(seed), lines.append)
+        return list(lines)
 
 
 def simulate_faults(args: argparse.Namespace, draft: Draft, later: list[int]) -> Faults | None:
@@ -110,8 +135,9 @@ def simulate_faults(args: argparse.Namespace, draft: Draft, later: list[int]) ->
     if args.simulate_faults is None:
         return None
     from infinity.planner import once_filled  # noqa: PLC0415  (torch takes seconds)
-    from infinity.simulation.planned import planned_of, search  # noqa: PLC0415  (the same)
+    from infinity.simulation.planned import planned_of, search_planned  # noqa: PLC0415  (the same)
 
-    config = draft.asked.config
+    config, first = draft.asked.config, args.seed or 0
     planned = planned_of(once_filled(draft.plan, config, later), config, len(later))
-    return Faults(search(planned, args.simulate_faults, args.seed or 0), [unit.name for unit in draft.plan.units])
+    outcome, end = search_planned(planned, args.simulate_faults, first)
+    return Faults(planned, outcome, (first, end), [unit.name for unit in draft.plan.units])

@@ -49,10 +49,15 @@ class Operation:
         self.done = False
         self.failed = False
 
+    @property
+    def error(self) -> StorageError:
+        """What goes wrong if it fails."""
+        return StorageError(5, f"the {self.kind} of unit {self.unit} fails", "drive", 0)
+
     def check(self) -> None:
         """Raise what went wrong."""
         if self.failed:
-            raise StorageError(5, f"the {self.kind} of unit {self.unit} fails", "drive", 0)
+            raise self.error
 
 
 class Clock:

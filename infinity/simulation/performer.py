@@ -138,9 +138,7 @@ class Performer:
         self.changed_memory = True
         self.budget.take(row.nbytes, row.name)
         row.residency = _FETCHING
-        row.begin_read_home()
-        fetch = row.fetch = self.clock.start("copy" if row.spec.host else "fetch", row.index)
-        fetch.end = lambda: row.end_read_home(failed=fetch.failed)
+        row.fetch = row.read_home(self.clock)
 
     def await_fetch(self, action: AwaitFetch | AwaitNewest) -> None:
         row = self.rows[action.unit]
@@ -182,15 +180,8 @@ class Performer:
         if row.fetch is not None:
             self.clock.wait(row.fetch)
             row.fetch.check()
-        tiles = [tile for tile, version in enumerate(row.mem) if row.home[tile] != version]
-        writes = [(tile, row.begin_write_home(tile)) for tile in tiles]
-        write = self.clock.start("write", row.index)
-
-        def end() -> None:
-            for tile, beside in writes:
-                row.end_write_home(tile, row.mem[tile], beside=beside, failed=write.failed)
-
-        write.end = end
+        changed = {tile: version for tile, version in enumerate(row.mem) if row.home[tile] != version}
+        write = row.write_home(self.clock, changed)
         self.clock.wait(write)
         self.staging.close(row)
         write.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
@@ -12,15 +11,14 @@ from infinity.errors import ConfigError
 from infinity.planner import TrainingPlan
 from infinity.schedule.placement import Home, cut_into_tiles
 from infinity.simulation.clock import Tempo
-from infinity.simulation.invariants import PROMISES, Violation
 from infinity.simulation.model import Config, Loop, RankSpec, Scenario, UnitSpec, calls_of
-from infinity.simulation.run import Outcome, simulate
+from infinity.simulation.run import Outcome, search
 from infinity.tiers import Memory
 from infinity.zero.updates import UpdateSchedule
 
 _MOST_TILES = 4  # of a unit, that are told apart
 _MOST_RANKS = 8
-_STEPS = 12  # of a scenario
+SCENARIO_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Planned:
     loop: Loop
     notes: tuple[str, ...]
 
-    def scenario(self, seed: int, steps: int = _STEPS) -> Scenario:
+    def scenario(self, seed: int, steps: int = SCENARIO_STEPS) -> Scenario:
         """So many steps of the training, with times, failures and user calls drawn from a seed."""
         random = Random(seed)
         made = random.random() < 0.5
@@ -52,50 +50,15 @@ def _may_be_made(unit: UnitSpec) -> bool:
     return unit.moves and not unit.on_device and not unit.host
 
 
-@dataclass(frozen=True)
-class Search:
-    """What simulated steps of a training came to.
+def search_planned(planned: Planned, steps: int, first: int = 0) -> tuple[Outcome, int]:
+    """Simulate so many steps, seed after seed, up to a violation; see `search`."""
+    ranks = len(planned.config.ranks)
 
-    Attributes:
-        seeds: the first one, and how many.
-        steps: of the training, which all ranks take together.
-        seed: the one that breaks a promise; None if none does.
-    """
+    def scenario_of(seed: int, total: Outcome) -> Scenario | None:
+        left = steps - total.steps // ranks
+        return planned.scenario(seed, min(SCENARIO_STEPS, left)) if left > 0 else None
 
-    planned: Planned
-    seeds: tuple[int, int]
-    steps: int
-    outcome: Outcome
-    seed: int | None
-    scenario_steps: int = _STEPS
-
-    @property
-    def violation(self) -> Violation | None:
-        return self.outcome.violation
-
-    @property
-    def promise(self) -> str:
-        """What was promised and does not hold."""
-        return "" if self.violation is None else PROMISES[self.violation.promise]
-
-    def last_lines(self, most: int) -> list[str]:
-        """The last events and actions before the violation."""
-        lines: deque[str] = deque(maxlen=most)
-        if self.seed is not None:
-            simulate(self.planned.scenario(self.seed), lines.append)
-        return list(lines)
-
-
-def search(planned: Planned, steps: int, first: int = 0) -> Search:
-    """Simulate so many steps, seed after seed, up to a violation."""
-    total, seed, ranks = Outcome(), first, len(planned.config.ranks)
-    while total.steps < steps * ranks:
-        outcome = simulate(planned.scenario(seed, min(_STEPS, steps - total.steps // ranks)))
-        total.add(outcome)
-        seed += 1
-        if total.violation is not None:
-            return Search(planned, (first, seed - first), total.steps // ranks, total, seed - 1)
-    return Search(planned, (first, seed - first), total.steps // ranks, total, None)
+    return search(scenario_of, first)
 
 
 def planned_of(plan: TrainingPlan, config: Configuration, filled: int = 0) -> Planned:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from infinity.schedule.unit_state import UnitState
-from infinity.simulation.clock import Operation
+from infinity.simulation.clock import Clock, Operation
 from infinity.simulation.invariants import violate
 from infinity.tiers import Residency
 from infinity.tiers.copies import State
@@ -154,6 +154,22 @@ class Row(UnitState):
         """The drive has not what memory has."""
         return not self.stale and self.home != self.mem
 
+    def write_home(self, clock: Clock, versions: dict[int, int]) -> Operation:
+        """Start to write tiles of these versions to the drive."""
+        beside = {tile: self.begin_write_home(tile) for tile in versions}
+        write = clock.start("write", self.index)
+
+        def end() -> None:
+            self.home_writers -= len(versions)
+            self.readers -= len(versions)
+            for tile, version in versions.items() if not write.failed else ():
+                if beside[tile]:
+                    self.kept[tile] = self.home[tile]
+                self.home[tile] = version
+
+        write.end = end
+        return write
+
     def begin_write_home(self, tile: int) -> bool:
         """A tile is being written to the drive; whether that is to the other slot."""
         if self.home_readers:
@@ -164,23 +180,18 @@ class Row(UnitState):
         (self.kept if beside else self.home)[tile] = TORN
         return beside
 
-    def end_write_home(self, tile: int, version: int, *, beside: bool, failed: bool) -> None:
-        self.home_writers -= 1
-        self.readers -= 1
-        if failed:
-            return
-        if beside:
-            self.kept[tile] = self.home[tile]
-        self.home[tile] = version
-
-    def begin_read_home(self) -> None:
+    def read_home(self, clock: Clock) -> Operation:
+        """Start to read what is at home into memory."""
         if self.home_writers:
             violate("race", f"the home of {self.name} is read while it is written")
         if any(version < 0 for version in self.home):
             violate("lost", f"the home of {self.name} has {self.home}")
         self.home_readers += 1
+        read = clock.start("copy" if self.spec.host else "fetch", self.index)
 
-    def end_read_home(self, *, failed: bool) -> None:
-        self.home_readers -= 1
-        if not failed:
-            self.mem = list(self.home)
+        def end() -> None:
+            self.home_readers -= 1
+            self.mem = self.mem if read.failed else list(self.home)
+
+        read.end = end
+        return read

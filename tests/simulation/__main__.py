@@ -11,7 +11,7 @@ from pathlib import Path
 
 from infinity.simulation.invariants import PROMISES
 from infinity.simulation.model import Scenario
-from infinity.simulation.run import Outcome, simulate
+from infinity.simulation.run import Outcome, search, simulate
 from tests.simulation.drawn import draw
 from tests.simulation.mutants import MUTANTS, find, planted
 from tests.simulation.shrink import parse, shrink, text
@@ -46,14 +46,11 @@ def main() -> int:
 
 
 def _search(seed: int, steps: int, seconds: float) -> int:
-    begun_s, total = time.monotonic(), Outcome()
-    while time.monotonic() - begun_s < seconds:
-        outcome = simulate(draw(seed, steps=steps))
-        if outcome.violation is not None:
-            print(f"seed {seed}")
-            return _tell(draw(seed, steps=steps), outcome)
-        total.add(outcome)
-        seed += 1
+    end_s = time.monotonic() + seconds
+    total, end = search(lambda seed, _: draw(seed, steps=steps) if time.monotonic() < end_s else None, seed)
+    if total.violation is not None:
+        print(f"seed {end - 1}")
+        return _tell(draw(end - 1, steps=steps), total)
     print(f"{total.steps} steps, {total.events} events, {total.crashes} crashes, {total.failures} failures: all holds")
     return 0
 

@@ -12,7 +12,7 @@ from infinity.cli.main import main
 from infinity.config import load_config
 from infinity.errors import CapacityError, ConfigError
 from infinity.planner import Machine, TrainingPlan, plan_training
-from infinity.simulation.planned import Planned, planned_of, search
+from infinity.simulation.planned import Planned, planned_of, search_planned
 from tests.action_logs.cases import CASES, LARGE, ON_DEVICE, Case, config_of
 from tests.action_logs.test_planner import Counted
 from tests.behaviour.reference import named_budget
@@ -46,9 +46,9 @@ def test_no_promise_is_broken_in(name: str, tmp_path: Path) -> None:
     assert len(config.ranks) == ALL[name].ranks
     assert [unit.nbytes for unit in config.units] == [unit.nbytes for unit in plan.units]
     assert [unit.moves for unit in config.units] == [unit.offloaded for unit in plan.units]
-    found = search(simulated, STEPS, first=1)
-    assert found.outcome.violation is None
-    assert found.steps == STEPS
+    outcome, _ = search_planned(simulated, STEPS, first=1)
+    assert outcome.violation is None
+    assert outcome.steps == STEPS * ALL[name].ranks
 
 
 def test_budgets_are_those_of_the_plan(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from infinity.simulation.clock import Tempo
 from infinity.simulation.model import Config, Death, Pass, RankSpec, Scenario, Step, UnitSpec
-from infinity.simulation.run import simulate, with_last
+from infinity.simulation.run import search, simulate, with_last
 from tests.simulation.drawn import draw
 from tests.simulation.mutants import MUTANTS, find, planted
 from tests.simulation.shrink import parse, shrink, text
@@ -18,13 +18,9 @@ _MUTANT_S = 60.0
 
 
 def test_new_seeds_break_no_promise() -> None:
-    first = time.time_ns() // 1_000_000
     end_s = time.monotonic() + _SEARCH_S
-    seed = first
-    while time.monotonic() < end_s:
-        violation = simulate(draw(seed)).violation
-        assert violation is None, f"python -m tests.simulation {seed} shows and shrinks it: {violation}"
-        seed += 1
+    total, end = search(lambda seed, _: draw(seed) if time.monotonic() < end_s else None, time.time_ns() // 1_000_000)
+    assert total.violation is None, f"python -m tests.simulation {end - 1} shows and shrinks it: {total.violation}"
 
 
 @pytest.mark.parametrize("seed", range(40))
