@@ -9,29 +9,7 @@ from typing import Any
 
 from infinity.errors import CapacityError
 from infinity.memory import Budget
-from infinity.schedule import Cycle
-from infinity.schedule.actions import (
-    Action,
-    AwaitAnyUpdate,
-    AwaitFetch,
-    AwaitGradients,
-    AwaitNewest,
-    AwaitSpill,
-    AwaitUpdate,
-    Event,
-    Evict,
-    Fetch,
-    GradientsNeedRoom,
-    GradientsRest,
-    MemoryFreed,
-    OldParametersNeeded,
-    ParametersStale,
-    Spill,
-    Submit,
-    SubmitAhead,
-    UpdateForeseen,
-    UpdateOnDevice,
-)
+from infinity.schedule import Cycle, actions
 from infinity.schedule.scheduler import Scheduler
 from infinity.simulation.clock import Clock
 from infinity.simulation.gradients import GradMemory
@@ -105,7 +83,7 @@ class Performer:
             writes_unreconstructable=config.keeps or config.schedule == "speculative",
         )
 
-    def do(self, event: Event) -> bool:
+    def do(self, event: actions.Event) -> bool:
         """Perform what the scheduler asks for because of an event; False if that is nothing."""
         self.events += 1
         if self.trace is not None:
@@ -127,7 +105,7 @@ class Performer:
 
     # Parameters #
 
-    def _fetch(self, action: Fetch) -> None:
+    def _fetch(self, action: actions.Fetch) -> None:
         row = self.rows[action.unit]
         if row.residency is not _STORED:
             violate("legal", f"{row.name} is fetched, and is {row.residency.name}")
@@ -140,7 +118,7 @@ class Performer:
         row.residency = _FETCHING
         row.fetch = row.read_home(self.clock)
 
-    def await_fetch(self, action: AwaitFetch | AwaitNewest) -> None:
+    def await_fetch(self, action: actions.AwaitFetch | actions.AwaitNewest) -> None:
         row = self.rows[action.unit]
         if row.residency is _STORED:
             violate("legal", f"somebody waits for {row.name}, which is not under way")
@@ -157,7 +135,7 @@ class Performer:
             self.staging.close(row)
             row.fetch.check()
 
-    def _evict(self, action: Evict) -> None:
+    def _evict(self, action: actions.Evict) -> None:
         row = self.rows[action.unit]
         if row.residency is not _RESIDENT or not row.moves:
             violate("legal", f"{row.name} is evicted, and is {row.residency.name}")
@@ -194,9 +172,9 @@ class Performer:
             fetched = next((each for each in self.rows if each.residency is _FETCHING and each is not row), None)
             if fetched is None:
                 violate("refusal", f"no host memory is left for the values of {row.name} on their way")
-            self.await_fetch(AwaitFetch(fetched.index))
+            self.await_fetch(actions.AwaitFetch(fetched.index))
 
-    def _await_newest(self, action: AwaitNewest) -> None:
+    def _await_newest(self, action: actions.AwaitNewest) -> None:
         row = self.rows[action.unit]
         if row.ticket is not None:
             self.wait_computed(row.ticket)
@@ -204,7 +182,7 @@ class Performer:
 
     # Updates #
 
-    def _submit(self, action: Submit) -> None:
+    def _submit(self, action: actions.Submit) -> None:
         row = self.rows[action.unit]
         due, begun = row.due, row.begun
         if due is None or row.ticket is not None or row.residency is _STORED:
@@ -231,13 +209,13 @@ class Performer:
         self.worker.submit(ticket)
         return ticket
 
-    def _update_on_device(self, action: UpdateOnDevice) -> None:
+    def _update_on_device(self, action: actions.UpdateOnDevice) -> None:
         row = self.rows[action.unit]
         due = row.due
         if due is None or (row.residency is _STORED and not row.spec.beside):
             violate("legal", f"{row.name} is updated on the device, and is not there")
         if row.residency is not _STORED:
-            self.await_fetch(AwaitFetch(row.index))  # in the device's queue
+            self.await_fetch(actions.AwaitFetch(row.index))  # in the device's queue
         if row.spec.beside:
             row.mem = list(row.home)
         if row.mem != [due.target - 1] * row.spec.tiles or row.grad_host != due.grad:
@@ -258,7 +236,7 @@ class Performer:
         if ticket.row.residency is _RESIDENT:
             self.staging.upload(ticket.row)
 
-    def _await_update(self, action: AwaitUpdate) -> None:
+    def _await_update(self, action: actions.AwaitUpdate) -> None:
         ticket = self.rows[action.unit].ticket or violate("legal", f"nothing updates u{action.unit}, which is awaited")
         self.finish(ticket)
 
@@ -287,7 +265,7 @@ class Performer:
         self.spill_ahead()
         ready = ready_updates(self)
         if self.scheduler.waits_for_memory:
-            self.do(MemoryFreed())
+            self.do(actions.MemoryFreed())
         if ready:
             check_settled(ready)
 
@@ -318,7 +296,7 @@ class Performer:
 
     # Speculative updates #
 
-    def _submit_ahead(self, action: SubmitAhead) -> None:
+    def _submit_ahead(self, action: actions.SubmitAhead) -> None:
         row, foreseen = self.rows[action.unit], self.foreseen
         if row.is_updating or row.residency is not _RESIDENT or foreseen is None:
             violate("legal", f"{row.name} is updated ahead, and is not at rest")
@@ -370,7 +348,7 @@ class Performer:
     def run_ahead(self, unit: int, due: Due) -> bool:
         """Update of a unit what can be undone; False if that is nothing."""
         self.foreseen = due
-        self.do(UpdateForeseen(unit))
+        self.do(actions.UpdateForeseen(unit))
         self.foreseen = None
         return self.rows[unit].ahead is not None
 
@@ -394,18 +372,18 @@ class Performer:
             return
         for row in ahead:
             if row.residency is _FETCHING:
-                self.do(OldParametersNeeded(row.index))
+                self.do(actions.OldParametersNeeded(row.index))
         away = [row for row in ahead if row.residency is _STORED and self._needs_memory(row)]
         self._undo([row for row in ahead if row not in away], grads=grads)
         self.spill_ahead()
         for row in away:  # one by one, since there may not be room for all of them
-            self.do(OldParametersNeeded(row.index))
+            self.do(actions.OldParametersNeeded(row.index))
             self._undo([row], grads=grads)
         self.spill_ahead()
         for row in ahead:
             self.changed(row)
             if row.stale:
-                self.do(ParametersStale(row.index))
+                self.do(actions.ParametersStale(row.index))
             row.stale = False
 
     def changed(self, row: Row) -> None:
@@ -456,26 +434,26 @@ class Performer:
 
     def free_gradients(self, unit: int) -> bool:
         """Free memory that the unit's gradients may take; False if there is none."""
-        return self.do(GradientsNeedRoom(unit))
+        return self.do(actions.GradientsNeedRoom(unit))
 
     def spill_ahead(self) -> None:
         """Gradients that updates have given back may spill."""
         if self.some_rest:
             self.some_rest = False
-            self.do(GradientsRest())
+            self.do(actions.GradientsRest())
 
 
-_PERFORMERS: dict[type[Action], Callable[[Performer, Any], None]] = {
-    Fetch: Performer._fetch,
-    AwaitFetch: Performer.await_fetch,
-    Evict: Performer._evict,
-    Submit: Performer._submit,
-    SubmitAhead: Performer._submit_ahead,
-    UpdateOnDevice: Performer._update_on_device,
-    AwaitUpdate: Performer._await_update,
-    AwaitNewest: Performer._await_newest,
-    AwaitAnyUpdate: lambda self, _: self.finish_one() or violate("legal", "any update is awaited, and there is none"),
-    AwaitGradients: lambda self, action: self.grads.finish_moves(self.rows[action.unit]),
-    Spill: lambda self, action: self.grads.spill(self.rows[action.unit]),
-    AwaitSpill: lambda self, action: self.grads.await_spill(self.rows[action.unit]),
+_PERFORMERS: dict[type[actions.Action], Callable[[Performer, Any], None]] = {
+    actions.Fetch: Performer._fetch,
+    actions.AwaitFetch: Performer.await_fetch,
+    actions.Evict: Performer._evict,
+    actions.Submit: Performer._submit,
+    actions.SubmitAhead: Performer._submit_ahead,
+    actions.UpdateOnDevice: Performer._update_on_device,
+    actions.AwaitUpdate: Performer._await_update,
+    actions.AwaitNewest: Performer._await_newest,
+    actions.AwaitAnyUpdate: lambda self, _: self.finish_one() or violate("legal", "there is no update to wait for"),
+    actions.AwaitGradients: lambda self, action: self.grads.finish_moves(self.rows[action.unit]),
+    actions.Spill: lambda self, action: self.grads.spill(self.rows[action.unit]),
+    actions.AwaitSpill: lambda self, action: self.grads.await_spill(self.rows[action.unit]),
 }

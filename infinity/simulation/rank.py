@@ -9,16 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from infinity.errors import CapacityError, StorageError
-from infinity.schedule.actions import (
-    GradientsRest,
-    ParametersMade,
-    ParametersNeeded,
-    PassBegins,
-    PassEnds,
-    RoomNeeded,
-    UpdateDue,
-    UseBegins,
-)
+from infinity.schedule import actions
 from infinity.simulation.invariants import (
     check_at_rest,
     check_closed,
@@ -78,10 +69,10 @@ class Rank(Performer):
     def _make(self, row: Row) -> None:
         row.home = [NOTHING] * row.spec.tiles
         while not self.budget.fits(row.nbytes):
-            self.do(RoomNeeded(row.index))
+            self.do(actions.RoomNeeded(row.index))
         self.budget.take(row.nbytes, row.name)
         row.residency = Residency.RESIDENT
-        self.do(ParametersMade(row.index))
+        self.do(actions.ParametersMade(row.index))
 
     def _gathers(self, ranks: int) -> Gathering:
         """The engine's own, over this rank's rows."""
@@ -152,7 +143,7 @@ class Rank(Performer):
 
     def _begin_cycle(self) -> None:
         self._agree("pass begins")
-        self.do(PassBegins())
+        self.do(actions.PassBegins())
         self._gathering.begin_cycle()
         self.settle()
 
@@ -161,7 +152,7 @@ class Rank(Performer):
         self._gathering.end_cycle()
         for row in self.rows:
             row.pins, row.computing = int(row.ticket is not None), False
-        self.do(PassEnds(learn))
+        self.do(actions.PassEnds(learn))
 
     def _evaluate(self, call: Pass) -> None:
         self._begin_cycle()
@@ -247,7 +238,7 @@ class Rank(Performer):
         for unit in units:
             self.settle()
             self._agree(unit)
-            self.do(UseBegins(unit))
+            self.do(actions.UseBegins(unit))
             self._gather_owed(unit)
             self._gathering.enter(unit)
             self._look_ahead()
@@ -267,14 +258,14 @@ class Rank(Performer):
     def _gather_owed(self, unit: int | None) -> None:
         """Gather what all ranks gather before this unit; None before they exchange something else."""
         for other in self._gathering.owed(unit):
-            self.do(ParametersNeeded(other))
+            self.do(actions.ParametersNeeded(other))
             self._gathering.gather(other)
 
     def _look_ahead(self) -> None:
         while (unit := self._gathering.due(self.cycle.upcoming)) is not None:
             self.undo(unit)
             self._pin(unit)
-            self.do(ParametersNeeded(unit))
+            self.do(actions.ParametersNeeded(unit))
             self._gathering.look_ahead(unit)
 
     def _leave(self, units: tuple[int, ...]) -> None:
@@ -320,7 +311,7 @@ class Rank(Performer):
                 self._foresight.tried()
         self.grads.rest(row)
         if row.spills:
-            self.do(GradientsRest())
+            self.do(actions.GradientsRest())
 
     def _foresee(self, row: Row) -> None:
         """The unit is gathered anew, on all ranks, also on those where its update does not run ahead."""
@@ -345,27 +336,20 @@ class Rank(Performer):
         return Due(row.wanted + 1, (self.step, self._added[row.index]), clips)
 
     def _update(self, row: Row, *, clips: bool = False) -> None:
-        """Update the unit as soon as its values are in memory."""
+        """Update the unit as soon as its values are in memory; what ran ahead is its update."""
         self._under_way = True
-        row.due = self._due(row, clips=clips)
-        self._asks(row)
-        self._gathering.changed(row.index)
-        if row.residency is not Residency.STORED or row.spec.beside:
-            self.do(UpdateDue(row.index))
-
-    def _confirm(self, row: Row, *, clips: bool) -> None:
-        """What ran ahead is the unit's update."""
-        self._under_way = True
-        self.commit_ahead(row, self._due(row, clips=clips))
-        self._asks(row)
-        if row.residency is not Residency.STORED:
-            self.do(UpdateDue(row.index))
-
-    def _asks(self, row: Row) -> None:
+        due = self._due(row, clips=clips)
+        if row.ahead is not None:
+            self.commit_ahead(row, due)
+        else:
+            row.due = due
+            self._gathering.changed(row.index)
         row.wanted += 1
         del self._added[row.index]
         self._asked.pop(row, None)
         self._asked[row] = None
+        if row.residency is not Residency.STORED or row.spec.beside:
+            self.do(actions.UpdateDue(row.index))
 
     def _finish_step(self, norm: str) -> None:
         if self._pass_failed:
@@ -401,10 +385,7 @@ class Rank(Performer):
         if self._schedule != "barrier":
             self.worker.queue.expect(others)
         for row in rows:
-            if row.ahead is not None:
-                self._confirm(row, clips=clips)
-            else:
-                self._update(row, clips=clips)
+            self._update(row, clips=clips)
 
     def undo_all(self, *, grads: bool = True) -> bool:
         """What runs ahead, or has done so, is undone; whether there was any."""
@@ -415,7 +396,7 @@ class Rank(Performer):
     def _start_pending(self) -> None:
         for row in [row for row in self._asked if row.due is not None]:
             with self._pinned(row):
-                self.do(ParametersNeeded(row.index))
+                self.do(actions.ParametersNeeded(row.index))
 
     def drain(self) -> None:
         """Carry out every update, and wait for all of them."""
@@ -475,7 +456,7 @@ class Rank(Performer):
             if row.is_written_home and at_rest and row.is_dirty and self.scheduler.is_written(row):
                 with self._pinned(row):
                     self.undo(row.index)
-                    self.do(ParametersNeeded(row.index))
+                    self.do(actions.ParametersNeeded(row.index))
                     self.write_home(row)
 
     # Users #
@@ -500,7 +481,7 @@ class Rank(Performer):
                     self._gathering.drop_ahead()
                 self._pin(unit)
                 pinned.append(unit)
-                self.do(ParametersNeeded(unit))
+                self.do(actions.ParametersNeeded(unit))
                 if whole:
                     self._gathering.gather(unit)
                 check_newest(self.rows[unit])
@@ -527,7 +508,7 @@ class Rank(Performer):
             return
         with self._pinned(row):
             self.undo(unit)
-            self.do(ParametersNeeded(unit))
+            self.do(actions.ParametersNeeded(unit))
             check_newest(row)
             if row.ticket is not None:
                 self.finish(row.ticket)

@@ -17,18 +17,8 @@ import pytest
 
 from infinity.errors import CapacityError
 from infinity.memory import Budget
+from infinity.schedule import actions
 from infinity.schedule import scheduler as scheduler_module
-from infinity.schedule.actions import (
-    AwaitAnyUpdate,
-    AwaitFetch,
-    AwaitNewest,
-    AwaitSpill,
-    AwaitUpdate,
-    Evict,
-    Fetch,
-    Spill,
-    Submit,
-)
 from infinity.schedule.cycle import Cycle
 from infinity.schedule.scheduler import Scheduler
 from infinity.schedule.update_queue import UpdateQueue
@@ -81,6 +71,7 @@ SEEDS = {
     "error_swallowed": 48,
     "fetch_forgotten": 39,
     "made_forgotten": 33,
+    "old_unit_not_awaited": 60,
     "pins_stay": 18,
     "plan_evicts_arriving": 35,
     "prefetch_past_budget": 20,
@@ -193,11 +184,11 @@ def _none(*_: object, **__: object) -> None:
 
 # Parameters #
 
-_add("unit_not_awaited", "a unit is used without waiting for it", _without("_bring", AwaitNewest))
-_add("old_unit_not_awaited", "old parameters are taken before they are read", _without("_bring_old", AwaitFetch))
-_add("fetch_left_out", "a unit that is needed now is not fetched", _without("_fetch_now", Fetch))
-_add("stale_unit_stays", "what an undone update has left in memory is kept", _without("_drop_stale", Evict))
-_add("room_without_waiting", "room is refused while updates hold some", _without("_make_room", AwaitAnyUpdate))
+_add("unit_not_awaited", "a unit is used without waiting for it", _without("_bring", actions.AwaitNewest))
+_add("old_unit_not_awaited", "old parameters are not waited for", _without("_bring_old", actions.AwaitFetch))
+_add("fetch_left_out", "a unit that is needed now is not fetched", _without("_fetch_now", actions.Fetch))
+_add("stale_unit_stays", "what an undone update has left in memory is kept", _without("_drop_stale", actions.Evict))
+_add("room_without_waiting", "room is refused while updates hold some", _without("_make_room", actions.AwaitAnyUpdate))
 _add("update_left_out", "a unit is used before the update that is due", (Scheduler, "_update_now", _nothing))
 _add("arrival_forgotten", "a unit that was fetched never makes room", (Scheduler, "_arrived", _none))
 _add("made_forgotten", "a unit whose first values are made is not known to be there", (Scheduler, "_made", _nothing))
@@ -237,7 +228,7 @@ def _room_by_pinned(original: Any, self: Scheduler, row: Any) -> Any:
 def _prefetch_past_budget(original: Any, self: Scheduler, row: Any, *, urgent: bool) -> Any:
     if urgent:
         return (yield from original(self, row, urgent=urgent))
-    yield Fetch(row.index, urgent)
+    yield actions.Fetch(row.index, urgent)
     self._fetching[row] = None
     return True
 
@@ -257,7 +248,7 @@ def _fetch_forgotten(original: Any, self: Scheduler, row: Any, *, urgent: bool) 
 
 # Updates #
 
-_add("no_room_awaited", "an update that has no room is not helped", _without("_free_gradients", AwaitAnyUpdate))
+_add("no_room_awaited", "an update that has no room is not helped", _without("_free_gradients", actions.AwaitAnyUpdate))
 _add("blocked_never_retried", "blocked updates are never tried again", (Scheduler, "_retry_updates", _nothing))
 _add(
     "kept_steps_not_written",
@@ -276,7 +267,7 @@ _add(
 def _submitted_twice(original: Any, self: Scheduler, row: Any) -> Any:
     for action in original(self, row):
         yield action
-        if isinstance(action, Submit):
+        if isinstance(action, actions.Submit):
             yield action
 
 
@@ -291,27 +282,27 @@ def _blocked_while_stored(self: Scheduler) -> Any:
     for row in list(self.blocked):
         if row.update_is_due and row.gradients_have_room and not row.update_is_submitted:
             del self.blocked[row]
-            yield Submit(row.index, True, 0)
+            yield actions.Submit(row.index, True, 0)
 
 
 @_mutant("an update is submitted although its gradients have no room", Scheduler, "_try_update")
 def _submitted_without_room(self: Scheduler, row: Any) -> Any:
     if row.update_is_due and not row.is_updated_on_device:
         if row.update_is_submitted:
-            yield AwaitUpdate(row.index)
-        yield Submit(row.index, *self._urgency(row))
+            yield actions.AwaitUpdate(row.index)
+        yield actions.Submit(row.index, *self._urgency(row))
 
 
 @_mutant("the rest of an update is submitted beside the part that runs", Scheduler, "_try_update")
 def _parts_together(self: Scheduler, row: Any) -> Any:
     if row.update_is_due and row.gradients_have_room and not row.is_updated_on_device:
-        yield Submit(row.index, *self._urgency(row))
+        yield actions.Submit(row.index, *self._urgency(row))
 
 
 # Gradients #
 
-_add("spill_not_awaited", "a slot is taken before its gradients are written", _without("_free_gradients", AwaitSpill))
-_add("spill_left_out", "a slot is given back, and its gradients were not written", _without("_free_gradients", Spill))
+_add("spill_not_awaited", "a slot is taken before it is written", _without("_free_gradients", actions.AwaitSpill))
+_add("spill_left_out", "a slot is given back unwritten", _without("_free_gradients", actions.Spill))
 
 
 @_mutant("gradients spill that an update uses", Scheduler, "_first_in_slot")
@@ -420,7 +411,7 @@ def _fetch_is_over(self: Performer, action: Any) -> None:
 _add(
     "fetch_is_over",
     "a fetch counts as over when it is asked for",
-    (_PERFORMERS, AwaitFetch, _fetch_is_over),
+    (_PERFORMERS, actions.AwaitFetch, _fetch_is_over),
     (Performer, "await_fetch", _fetch_is_over),
 )
 
@@ -479,8 +470,7 @@ def _rest_forgotten(original: Any, self: Performer, row: Row, due: Due) -> None:
 @_mutant("an update that ran ahead stands although the norm was clipped", Rank, "_update_all")
 def _clipped_stands(self: Rank, *, clips: bool) -> None:
     for unit in list(self._added):
-        row = self.rows[unit]
-        (self._update if row.ahead is None else self._confirm)(row, clips=clips)
+        self._update(self.rows[unit], clips=clips)
 
 
 @_mutant("the drive's protected slot is written over", Row, "begin_write_home")
