@@ -82,13 +82,8 @@ class Rank(Performer):
         params = SimpleNamespace(specs=specs, pin=self._pin, unpin=self._unpin, tensor=lambda unit: unit)
         others = SimpleNamespace(all_gather=self._all_gather)
         counters = SimpleNamespace(stalled=_stalled)
-        return Gathering(
-            cast(Any, params),
-            cast(Any, others),
-            self.cycle.capacity_bytes,
-            cast(Any, counters),
-            self.cycle.ahead_bytes,
-        )
+        made: Any = Gathering  # by whoever has what it asks of these
+        return cast(Gathering, made(params, others, self.cycle.capacity_bytes, counters, self.cycle.ahead_bytes))
 
     def _all_gather(self, unit: int, _pieces: object, _name: str) -> Sequence[Any]:
         row = self.rows[unit]
@@ -116,9 +111,10 @@ class Rank(Performer):
         """
         try:
             match call:
+                case Pass() if self._under_way:
+                    pass  # the step's last pass is over, and the engine refuses another
                 case Pass(evaluates=True):
-                    if not self._under_way:
-                        self._evaluate(call)
+                    self._evaluate(call)
                 case Pass():
                     self._train(call, last=last)
                 case Step(norm):
@@ -167,8 +163,6 @@ class Rank(Performer):
             self._leave(units)
 
     def _train(self, call: Pass, *, last: bool) -> None:
-        if self._under_way:
-            return  # the step's last pass is over, and the engine refuses another
         self._begin_cycle()
         self._forward(call)
         self._gather_owed(None)
@@ -231,8 +225,8 @@ class Rank(Performer):
 
     def _enter(self, units: tuple[int, ...]) -> None:
         """A module is about to compute on the units."""
-        self._make_way(units[0])
         self.undo(*units)
+        self._gathering.make_way(units)
         for unit in units:
             self._pin(unit)
         for unit in units:
@@ -249,11 +243,6 @@ class Rank(Performer):
                 violate("newest", f"{row.name} was gathered at {self._whole.get(unit)}, and the newest is {row.wanted}")
             row.computing = True
         self._commit_if_computed()
-
-    def _make_way(self, unit: int) -> None:
-        """What was gathered ahead for other uses goes first: there may be no room beside it."""
-        if self.cycle.expected != unit:
-            self._gathering.drop_ahead()
 
     def _gather_owed(self, unit: int | None) -> None:
         """Gather what all ranks gather before this unit; None before they exchange something else."""

@@ -346,7 +346,7 @@ def _begun_stays(self: Any, update: Any) -> None:
 
 # Ranks #
 
-_add("ahead_keeps_room", "units that were gathered ahead keep their room", (Rank, "_make_way", _none))
+_add("ahead_keeps_room", "units that were gathered ahead keep their room", (Gathering, "make_way", _none))
 _add("gathered_once", "a unit that was updated is not gathered again", (Gathering, "changed", _none))
 
 
