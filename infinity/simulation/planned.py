@@ -68,8 +68,11 @@ def planned_of(plan: TrainingPlan, config: Configuration, filled: int = 0) -> Pl
         filled: units whose optimizer states come to the device after the first step; in `plan` they are there.
 
     Raises:
-        ConfigError: it has units that the simulation does not know.
+        ConfigError: it has units that the simulation does not know, or `initialize` refuses it.
     """
+    problem = plan.sizing.rules.commit_problem() if plan.sizing.keeps_steps else ""
+    if problem:
+        raise ConfigError(problem)
     tiles = _tiles(plan)
     units = tuple(_unit(plan, unit, tiles[unit]) for unit in range(len(plan.units)))
     sizing, rules, homes = plan.sizing, plan.sizing.rules, plan.placement.grad_homes
@@ -124,7 +127,7 @@ def _unit(plan: TrainingPlan, unit: int, homes: list[Home]) -> UnitSpec:
     stored = sum(each.memory is Memory.NVME for each in homes)
     old_params = ""
     if trained and not there and sizing.schedule is UpdateSchedule.SPECULATIVE:
-        old_params = _old_params(plan, has_slots=has_slots, all_stored=stored == len(homes))
+        old_params = _old_params(plan, has_slots=has_slots and moves, all_stored=stored == len(homes))
     in_slots = -(-stored * tiles // max(1, len(homes))) if old_params in ("slots", "states") else 0
     ahead = in_slots or tiles
     return UnitSpec(
@@ -153,7 +156,7 @@ def _old_params(plan: TrainingPlan, *, has_slots: bool, all_stored: bool) -> str
     sizing = plan.sizing
     if not sizing.keeps_steps and sizing.has_slots and not sizing.writes_updates and all_stored:
         return "states"
-    return "slots" if has_slots else "images"
+    return "slots" if has_slots else "" if sizing.keeps_steps else "images"
 
 
 def _images(plan: TrainingPlan, tiles: int) -> int:

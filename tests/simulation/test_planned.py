@@ -18,7 +18,16 @@ from tests.action_logs.test_planner import Counted
 from tests.behaviour.reference import named_budget
 from tests.simulation.mutants import planted
 
-ALL = CASES | ON_DEVICE
+_KEPT = {"crash_consistent": True}
+MORE = {
+    "kept_and_staying": Case("none", "nvme", stage=1, schedule="speculative", clip=1.0, tiering=_KEPT),
+    "kept_in_host_memory": Case("cpu", "nvme", schedule="deferred", clip=1.0, device="discrete", tiering=_KEPT),
+    "ahead_in_host_memory": Case("cpu", "cpu", schedule="speculative", clip=1.0, device="discrete"),
+    "ahead_in_slots": Case(room=0.2, schedule="speculative", clip=1.0, bf16=True, device="discrete"),
+    "four_ranks": Case(room=0.2, ranks=4, schedule="speculative", clip=1.0),
+    "four_ranks_stage_1": Case("none", "nvme", stage=1, ranks=4),
+}
+ALL = CASES | ON_DEVICE | MORE
 STEPS = 24
 
 
@@ -124,3 +133,9 @@ def test_units_that_the_simulation_does_not_know_are_refused(tmp_path: Path) -> 
     plan = replace(plan, sizing=replace(plan.sizing, specs=specs))
     with pytest.raises(ConfigError, match="cannot be simulated"):
         planned_of(plan, load_config(config_of(ALL["tight"], tmp_path, LARGE)))
+    there = Case("cpu", "nvme", device="discrete", tiering=_KEPT)
+    values = config_of(there, tmp_path, LARGE)
+    values["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
+    plan = plan_training(Counted(), load_config(values), Machine(device_bytes=1 << 30))
+    with pytest.raises(ConfigError, match="crash_consistent writes through"):
+        planned_of(plan, load_config(values))
