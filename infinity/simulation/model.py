@@ -27,6 +27,7 @@ class UnitSpec:
         made: its first values are made in memory.
         streams: its gradients leave the device while that computes on.
         host: its home is host memory, apart from what is computed on; else a drive.
+        parts: some of its gradients come with each use in a pass; else their sum comes with the last one.
     """
 
     nbytes: int
@@ -42,6 +43,7 @@ class UnitSpec:
     made: bool = False
     streams: bool = False
     host: bool = False
+    parts: bool = False
 
     @property
     def beside(self) -> bool:

@@ -443,7 +443,7 @@ class Performer:
             self.do(actions.GradientsRest())
 
 
-_PERFORMERS: dict[type[actions.Action], Callable[[Performer, Any], None]] = {
+_PERFORMERS: dict[type[actions.Action], Callable[[Performer, Any], object]] = {
     actions.Fetch: Performer._fetch,
     actions.AwaitFetch: Performer.await_fetch,
     actions.Evict: Performer._evict,

@@ -143,6 +143,7 @@ def _unit(plan: TrainingPlan, unit: int, homes: list[Home]) -> UnitSpec:
         recovers=sizing.rules.grads.recovers and ahead == tiles,
         streams=sizing.rules.grads.stream and not there,
         host=host,
+        parts=unit in sizing.shards.standing,
     )
 
 

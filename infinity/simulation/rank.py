@@ -182,7 +182,8 @@ class Rank(Performer):
             self._enter(units)
             for unit in units:
                 left[unit] -= 1
-                if self.rows[unit].spec.grads:
+                spec = self.rows[unit].spec
+                if spec.grads and (spec.parts or not left[unit]):
                     self._add(self.rows[unit])
             for unit in units:
                 self.rows[unit].computing = False

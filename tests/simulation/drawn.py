@@ -13,16 +13,18 @@ def draw(seed: int, *, steps: int = 12) -> Scenario:
     """The scenario of a seed."""
     random = Random(seed)
     config, loop = _Drawn(random).world()
-    return Scenario(_with_homes_in_memory(config, Random(-1 - seed)), calls_of(loop, random, config, steps), seed)
+    return Scenario(_varied(config, Random(-1 - seed)), calls_of(loop, random, config, steps), seed)
 
 
-def _with_homes_in_memory(config: Config, random: Random) -> Config:
-    """Where the device has a memory of its own, some units live in the host's."""
+def _varied(config: Config, random: Random) -> Config:
+    """Where the device has a memory of its own, some units live in the host's; gradients of some come in parts."""
     share = random.choice((0.0, 0.5, 1.0)) if config.staging_bytes and not config.keeps else 0.0
-    return replace(config, units=tuple(_moved_home(unit, random.random() < share) for unit in config.units))
+    units = tuple(_with_home(unit, random.random() < share, random.random() < 0.5) for unit in config.units)
+    return replace(config, units=units)
 
 
-def _moved_home(unit: UnitSpec, host: bool) -> UnitSpec:
+def _with_home(unit: UnitSpec, host: bool, parts: bool) -> UnitSpec:
+    unit = replace(unit, parts=parts)
     if not host or unit.on_device or not unit.moves:
         return unit
     old_params = "images" if unit.old_params == "slots" else unit.old_params

@@ -111,9 +111,11 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
             made=unit.moves,
             streams=False,
             host=False,
+            parts=False,
         )
         for unit in config.units
     )
+    leave("gradients that come in parts", any(unit.parts for unit in config.units))
     leave("where speculative updates keep old parameters", speculative and units != config.units)
     if leave("a model of frozen units alone", not any(unit.grads for unit in units)):
         old_params = "slots" if units[0].has_slots else ""
@@ -140,9 +142,7 @@ def _expressed_calls(scenario: Scenario, leave: Callable[[str, bool], bool]) -> 
             case Pass():
                 leave("exceptions within a pass", call.stop is not None)
                 leave("modules with parameters of several units", any(len(use) > 1 for use in call.uses))
-                units = [unit for use in call.uses for unit in use]
-                leave("second uses, whose gradients autograd adds up", len(set(units)) < len(units))
-                uses = tuple((unit,) for unit in dict.fromkeys(units))
+                uses = tuple((unit,) for use in call.uses for unit in use)
                 if not call.evaluates:
                     passes += 1
                     if most and leave("steps of other numbers of micro-batches", passes > most):

@@ -57,7 +57,6 @@ def test_what_cannot_be_expressed_is_named() -> None:
         "gradients in shared memory",
         "exceptions within a pass",
         "modules with parameters of several units",
-        "second uses, whose gradients autograd adds up",
     ]
     assert expressed(scenario) == (scenario, [])
     assert simulate(scenario).violation is None
