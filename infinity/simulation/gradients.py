@@ -99,7 +99,7 @@ class GradMemory:
 
     def rest(self, row: Row) -> None:
         """Nothing is added for a while: what spills may spill."""
-        if row.streams_in:
+        if row.streams_in is not None:
             row.streams_in = False
             self._finish_arrivals(ARRIVING_UNITS)
         if row.spills and row.gradients is _WRITING:

@@ -25,7 +25,7 @@ class Staging:
 
     def is_needed(self, row: Row) -> bool:
         """The unit passes through host memory."""
-        return self._capacity_bytes > 0 and row.moves and not row.spec.beside
+        return self._capacity_bytes > 0 and not row.spec.on_device
 
     def open(self, row: Row) -> bool:
         """Have memory for the unit's values, for a fetch, an update or a write; False if others hold it all."""

@@ -66,7 +66,7 @@ class _Drawn:
         shared_bytes = open_bytes + sum(sorted(shared)[-2:]) + random.choice((0, 0, 3)) if shared else 0
         images = random.randint(0, 4)
         ahead_bytes = random.choice((0, 0, random.randint(1, 20)))
-        largest = max((unit.nbytes for unit in units if unit.moves), default=0)
+        largest = max((unit.nbytes for unit in units if not unit.on_device), default=0)
         staging_bytes = STAGING_UNITS * largest if streams or random.random() < 0.2 else 0
         config = Config(units, ranks, schedule, slots, shared_bytes, keeps, images, ahead_bytes, staging_bytes)
         return config, Loop(tuple(uses), accumulation=1 if shared_bytes else None)

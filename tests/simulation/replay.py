@@ -26,15 +26,16 @@ from infinity.schedule.scheduler import Scheduler
 from infinity.simulation import performer
 from infinity.simulation.clock import Clock, Operation, Tempo
 from infinity.simulation.invariants import violate
-from infinity.simulation.model import Call, Change, Drain, Look, Pass, Scenario, Step, ZeroGrad
+from infinity.simulation.model import STAGING_UNITS, Call, Change, Drain, Look, Pass, Scenario, Step, ZeroGrad
 from infinity.simulation.run import Outcome, simulate, with_last
-from infinity.tiers.grads import GradHomes
+from infinity.tiers import GradHomes, Memory, SameMemory
 from infinity.zero import build, sizing
 from tests.action_logs.worlds import world_of
 
 PROMPT, LATE = Tempo(), Tempo(0.0, 10**6)
 _WORLDS = {PROMPT: "prompt", LATE: "late"}
 _NUMEL = 4096  # of a parameter whose unit has one byte in the scenario
+_SIZE = 4 * _NUMEL  # in bytes
 _LARGE, _GRADS = 1 << 28, 1 << 24  # bytes
 _NORM = 1.0  # gradients are clipped to this
 _SCALES = {"quiet": 1e-6, "clipped": 1e6, "overflow": float("inf")}  # of a loss
@@ -88,14 +89,15 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
 
     leave("other ranks than the first", len(config.ranks) > 1)
     tempo = config.ranks[0].tempo
-    speculative = config.schedule == "speculative"
+    speculative, apart = config.schedule == "speculative", config.staging_bytes > 0
     if leave("an order that is drawn: operations end when they are looked at", tempo not in _WORLDS):
+        tempo = PROMPT
+    if leave("operations of a device that end late", apart and tempo is not PROMPT):
         tempo = PROMPT
     # Where updates run ahead, states are on the drives, and their writes are not simulated.
     if leave("updates ahead whose writes end late", speculative and tempo is not PROMPT):
         tempo = PROMPT
     leave("states on the device", any(unit.on_device for unit in config.units))
-    leave("a memory of the device", bool(config.staging_bytes))
     leave("steps that stay on the drives", config.keeps)
     leave("gradients in shared memory", any(unit.grads == "shared" for unit in config.units))
     units = tuple(
@@ -108,9 +110,9 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
             tiles=1,
             ahead=1,
             recovers=False,
-            made=unit.moves,
-            streams=False,
-            host=False,
+            made=unit.moves and not apart,
+            streams=apart,
+            host=unit.host and not speculative,
             parts=False,
         )
         for unit in config.units
@@ -129,7 +131,7 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
         keeps=False,
         images=0,
         ahead_bytes=0,
-        staging_bytes=0,
+        staging_bytes=STAGING_UNITS * max(unit.nbytes for unit in units) if apart else 0,
     )
     return Scenario(config, calls, scenario.seed), list(dict.fromkeys(left_out))
 
@@ -276,19 +278,33 @@ class _Model(nn.Module):
 def _laid_out(scenario: Scenario) -> Iterator[None]:
     """What engines have inside: the scenario's budgets, units that stay, and homes of gradients."""
     config = scenario.config
-    split_memory, place, flat_spec = build.split_memory, build.place, sizing._flat_spec
+    split_memory, place, device_budgets = build.split_memory, build.place, build.device_budgets
+    flat_spec, param_bytes = sizing._flat_spec, sizing.param_bytes
 
     def split(needs: Any, *args: Any) -> Any:
-        params_bytes = 4 * _NUMEL * config.ranks[0].capacity
-        made = split_memory(needs, *args)
-        made = replace(made, params_bytes=params_bytes, grads_bytes=_GRADS, images_bytes=0)
+        homes_bytes = _SIZE * (config.staging_bytes + sum(unit.nbytes for unit in config.units if unit.host))
+        made = replace(split_memory(needs, *args), grads_bytes=_GRADS, images_bytes=0, homes_bytes=homes_bytes)
         return replace(made, states_bytes=0) if config.schedule == "speculative" else made
+
+    def budgets(*args: Any) -> Any:
+        made = device_budgets(*args)
+        made.params.capacity_bytes = _SIZE * config.ranks[0].capacity
+        made.sums.capacity_bytes = 0  # gradients of each micro-batch leave the device
+        return made
+
+    def sizes(*args: Any) -> Any:
+        return replace(param_bytes(*args), staging=_SIZE * config.staging_bytes)
 
     def homes(rules: Any, specs: Any, shards: Any, split: Any) -> Any:
         slots = [unit for unit, spec in enumerate(config.units) if spec.grads == "slot"]
         own = tuple(unit for unit in range(len(config.units)) if unit not in slots)
         homes = GradHomes(own, tuple(slots), config.slots if slots else 0)
-        return replace(place(rules, specs, shards, split), grad_homes=homes)
+        made = place(rules, specs, shards, split)
+        params = tuple(
+            replace(home, memory=Memory.HOST if unit.host else Memory.NVME) if unit.moves else home
+            for home, unit in zip(made.params, config.units, strict=True)
+        )
+        return replace(made, grad_homes=homes, params=params)
 
     def spec(unit: Any, *args: Any, **options: Any) -> Any:
         stays = not config.units[unit.index].moves
@@ -296,7 +312,9 @@ def _laid_out(scenario: Scenario) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(build, "split_memory", split)
+        monkeypatch.setattr(build, "device_budgets", budgets)
         monkeypatch.setattr(build, "place", homes)
+        monkeypatch.setattr(sizing, "param_bytes", sizes)
         monkeypatch.setattr(sizing, "_flat_spec", spec)
         yield
 
@@ -310,7 +328,8 @@ def on_engine(scenario: Scenario) -> Log:
         values = _configuration(Path(path), config.schedule, micro)
         with _recording() as log:
             try:
-                engine = infinity.initialize(model=_Model(scenario), config=values, device="cpu")[0]
+                where: dict[str, Any] = {"link": SameMemory()} if config.staging_bytes else {"device": "cpu"}
+                engine = infinity.initialize(model=_Model(scenario), config=values, **where)[0]
                 _Loop(engine, calls, config.schedule).run()
                 stack.callback(engine.close)
             except Exception as error:  # what a planted fault leads to
@@ -345,6 +364,8 @@ def _configuration(path: Path, schedule: str, micro: int) -> dict[str, Any]:
             "tile_size": "16MiB",
             "update_schedule": schedule,
             "host_memory": _LARGE,
+            "device_memory": _LARGE,
+            "fill_device": False,
         },
     }
 

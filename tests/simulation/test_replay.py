@@ -52,7 +52,6 @@ def test_what_cannot_be_expressed_is_named() -> None:
         "other ranks than the first",
         "an order that is drawn: operations end when they are looked at",
         "states on the device",
-        "a memory of the device",
         "steps that stay on the drives",
         "gradients in shared memory",
         "exceptions within a pass",
