@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -81,7 +81,7 @@ class Rank(Performer):
             spec.sharding = SimpleNamespace(count=ranks)
         params = SimpleNamespace(specs=specs, pin=self._pin, unpin=self._unpin, tensor=lambda unit: unit)
         others = SimpleNamespace(all_gather=self._all_gather)
-        counters = SimpleNamespace(stalled=_stalled)
+        counters = SimpleNamespace(stalled=nullcontext)
         made: Any = Gathering  # by whoever has what it asks of these
         return cast(Gathering, made(params, others, self.cycle.capacity_bytes, counters, self.cycle.ahead_bytes))
 
@@ -385,7 +385,7 @@ class Rank(Performer):
 
     def _start_pending(self) -> None:
         for row in [row for row in self._asked if row.due is not None]:
-            with self._pinned(row):
+            with self._pinned(row.index):
                 self.do(actions.ParametersNeeded(row.index))
 
     def drain(self) -> None:
@@ -444,46 +444,44 @@ class Rank(Performer):
         for row in self.rows:
             at_rest = row.ticket is None and row.due is None and row.residency is Residency.RESIDENT
             if row.is_written_home and at_rest and row.is_dirty and self.scheduler.is_written(row):
-                with self._pinned(row):
-                    self.undo(row.index)
-                    self.do(actions.ParametersNeeded(row.index))
+                with self._resident(row.index):
                     self.write_home(row)
 
     # Users #
 
     @contextmanager
-    def _pinned(self, row: Row) -> Iterator[None]:
-        self._pin(row.index)
+    def _pinned(self, unit: int) -> Iterator[None]:
+        self._pin(unit)
         try:
             yield
         finally:
-            self._unpin(row.index)
+            self._unpin(unit)
+
+    @contextmanager
+    def _resident(self, unit: int, *, whole: bool = False) -> Iterator[Row]:
+        """The unit's newest parameters are in memory as long as the context lasts, if `whole` on all ranks together."""
+        row = self.rows[unit]
+        self.undo(unit)
+        if whole:
+            self._gathering.drop_ahead()
+        with self._pinned(unit), ExitStack() as end:
+            self.do(actions.ParametersNeeded(unit))
+            if whole:
+                end.callback(self._gathering.let_go, unit)
+                self._gathering.gather(unit)
+            check_newest(row)
+            yield row
 
     def _look(self, units: tuple[int, ...], *, whole: bool) -> None:
         """Somebody wants the newest parameters of units, of all of them at once."""
         if self._under_way:
             return
-        pinned = []
         try:
-            for unit in units:
-                self.undo(unit)
-                if whole:
-                    self._gathering.drop_ahead()
-                self._pin(unit)
-                pinned.append(unit)
-                self.do(actions.ParametersNeeded(unit))
-                if whole:
-                    self._gathering.gather(unit)
-                check_newest(self.rows[unit])
-            for unit in units:
-                check_newest(self.rows[unit])
+            with ExitStack() as looks:
+                for row in [looks.enter_context(self._resident(unit, whole=whole)) for unit in units]:
+                    check_newest(row)
         except CapacityError:
             self._check_refusal(units)
-        finally:
-            for unit in pinned:
-                if whole:
-                    self._gathering.let_go(unit)
-                self._unpin(unit)
 
     def _check_refusal(self, units: tuple[int, ...]) -> None:
         used = sum(row.nbytes for row in self.rows if row.moves and (row.pins or row.index in units))
@@ -493,13 +491,9 @@ class Rank(Performer):
 
     def _change(self, unit: int) -> None:
         """The user writes a unit's parameters, between two steps."""
-        row = self.rows[unit]
         if self._under_way or self._added:
             return
-        with self._pinned(row):
-            self.undo(unit)
-            self.do(actions.ParametersNeeded(unit))
-            check_newest(row)
+        with self._resident(unit) as row:
             if row.ticket is not None:
                 self.finish(row.ticket)
             row.wanted += 1
@@ -533,7 +527,3 @@ class Rank(Performer):
 
 def _is_computed(row: Row) -> bool:
     return row.ticket is None or (row.ticket.computed and row.ticket.error is None)
-
-
-def _stalled(_: object) -> AbstractContextManager[None]:
-    return nullcontext()

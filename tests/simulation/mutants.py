@@ -66,16 +66,16 @@ class Found:
 MUTANTS: dict[str, Mutant] = {}
 # Seeds of mutants that those from 0 on take longer to find; `python -m tests.simulation --mutants` shows them.
 SEEDS = {
-    "blocked_while_stored": 29,
+    "blocked_while_stored": 79,
     "clipped_stands": 36,
     "error_swallowed": 48,
-    "fetch_forgotten": 39,
+    "fetch_forgotten": 41,
     "made_forgotten": 33,
-    "old_unit_not_awaited": 60,
+    "old_unit_not_awaited": 124,
     "pins_stay": 18,
-    "plan_evicts_arriving": 35,
+    "plan_evicts_arriving": 84,
     "prefetch_past_budget": 20,
-    "streams_into_used": 35,
+    "streams_into_used": 123,
     "undone_keeps_gradients": 48,
     "upcoming_by_memory": 19,
     "withdrawn_while_run": 321,
