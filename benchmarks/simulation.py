@@ -15,9 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.simulation.model import draw
+from infinity.simulation.model import Scenario
+from infinity.simulation.run import Outcome, search
+from tests.simulation.drawn import draw
 from tests.simulation.mutants import MUTANTS, find
-from tests.simulation.run import Outcome, simulate
 
 _STEPS = (4, 12, 60, 400)  # of a scenario
 _MUTANT_S = 60.0
@@ -31,17 +32,19 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the result as one line of JSON at the end")
     arguments = parser.parse_args()
     first = time.time_ns() // 1_000_000 if arguments.seed is None else arguments.seed
-    total, violations, seeds = Outcome(), 0, 0
+    total, violations, end = Outcome(), 0, first
     begun_s = time.monotonic()
+
+    def scenario_of(seed: int, _: Outcome) -> Scenario | None:
+        return draw(seed, steps=_steps_of(seed)) if time.monotonic() - begun_s < arguments.seconds else None
+
     while time.monotonic() - begun_s < arguments.seconds:
-        seed, steps = first + seeds, random.Random(first + seeds).choice(_STEPS)
-        outcome = simulate(draw(seed, steps=steps))
+        outcome, end = search(scenario_of, end)
         if outcome.violation is not None:
             violations += 1
-            print(f"python -m tests.simulation {seed} --steps {steps}: {outcome.violation}", flush=True)
+            print(f"python -m tests.simulation {end - 1} --steps {_steps_of(end - 1)}: {outcome.violation}", flush=True)
         total.add(outcome)
-        seeds += 1
-    seconds = time.monotonic() - begun_s
+    seconds, seeds = time.monotonic() - begun_s, end - first
     rate = f"{total.steps / seconds:.0f} steps/s, {total.events / seconds:.0f} events/s"
     print(f"{seeds} seeds from {first}: {total.steps} steps of one rank, {total.events} events, {rate}")
     found = 0
@@ -54,6 +57,10 @@ def main() -> int:
         mutants = {"found": found, "of": len(MUTANTS)}
         print(json.dumps({**counts, "violations": violations, "seeds": seeds, "seconds": seconds, "mutants": mutants}))
     return int(violations > 0 or found < len(MUTANTS))
+
+
+def _steps_of(seed: int) -> int:
+    return random.Random(seed).choice(_STEPS)
 
 
 if __name__ == "__main__":

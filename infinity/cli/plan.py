@@ -7,9 +7,10 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from infinity.cli import faults
 from infinity.cli.arguments import path_argument, size_argument
 from infinity.cli.estimate import estimate_lines, report_problems
-from infinity.cli.planning import add_arguments, lay_out
+from infinity.cli.planning import Draft, add_arguments, lay_out
 from infinity.config import format_size
 from infinity.errors import ConfigError
 
@@ -26,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "plan",
         help="show what a training will need and do, and how long a step takes, before it starts",
-        description="Exits with 2 where a tier is too small.",
+        description="Exits with 2 where a tier is too small, and with 1 where a simulated fault breaks a promise.",
     )
     add_arguments(parser)
     parser.add_argument(
@@ -35,6 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--sweep", choices=["tokens", "host-memory", "drives"], help="predict over a range of this")
     parser.add_argument("--plot", type=path_argument, help="draw the sweep into this image file")
     parser.add_argument("--explain", action="store_true", help="list what is fetched and evicted at every use")
+    faults.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=run)
 
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; returns the exit code."""
     if args.plot is not None and args.sweep is None:
         raise ConfigError("--plot draws a sweep: give --sweep tokens, host-memory or drives, too")
+    faults.check_arguments(args)
     draft = lay_out(args, "plan")
     from infinity.planner import Sweep, filled_later, predict_step, states_on_device  # noqa: PLC0415  (torch takes seconds)
 
@@ -55,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         from infinity.cli.plots import plot_sweep  # noqa: PLC0415  (matplotlib is an extra)
 
         plot_sweep(args.plot, args.sweep, points)
+    found = faults.simulate_faults(args, draft, later)
     if args.json:
         facts = {"model": asked.name, **plan.facts(), **asdict(needs), "disk_s_per_step": step.parts["disk"]}
         facts |= {
@@ -65,9 +69,10 @@ def run(args: argparse.Namespace) -> int:
             "filled_later": [plan.units[unit].name for unit in later],
             "emulated": asked.emulated or None,
             "measured": False,
+            "faults": None if found is None else found.facts(),
         }
         print(json.dumps(facts))
-        return report_problems(draft.problems)
+        return _exit_code(draft, found)
     print(f"model           {asked.name}")
     if asked.emulated:
         print(f"machine         {asked.emulated}, which is not here: all of this is computed, nothing measured on it")
@@ -86,7 +91,15 @@ def run(args: argparse.Namespace) -> int:
             print(f"{point.label:<16}{point.step_s:>8.2f} s{point.tokens_per_s:>12.1f}  {point.bottleneck}")
     if args.explain:
         _print_steps(plan)
-    return report_problems(draft.problems)
+    if found is not None:
+        print("\n".join(found.lines()))
+    return _exit_code(draft, found)
+
+
+def _exit_code(draft: Draft, found: faults.Faults | None) -> int:
+    """Says why it does not fit, too."""
+    code = report_problems(draft.problems)
+    return 1 if found is not None and found.broken else code
 
 
 def _step_facts(step: StepTime, rated_bytes: int | None) -> dict[str, Any]:

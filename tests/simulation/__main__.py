@@ -6,22 +6,27 @@ import argparse
 import sys
 import time
 from contextlib import nullcontext
+from itertools import takewhile
 from pathlib import Path
 
-from tests.simulation.invariants import PROMISES
-from tests.simulation.model import Scenario, draw
+from infinity.simulation.invariants import PROMISES
+from infinity.simulation.model import Scenario
+from infinity.simulation.run import Outcome, search, simulate
+from tests.simulation.drawn import draw
 from tests.simulation.mutants import MUTANTS, find, planted
-from tests.simulation.run import Outcome, simulate
 from tests.simulation.shrink import parse, shrink, text
+
+_SHOWN = 5  # decisions behind the first that differs
 
 
 def main() -> int:
-    """Returns 1 if a promise is broken, or a mutant is not found."""
+    """Returns 1 if a promise is broken, a mutant is not found, or the engine decides otherwise."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("seed", nargs="?", type=int, default=0, help="of the scenario, or the first of those searched")
     parser.add_argument("--seconds", type=float, help="run one seed after the other for so long, up to a violation")
     parser.add_argument("--steps", type=int, default=12, help="of each scenario")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run the scenario that an earlier run has printed")
+    parser.add_argument("--engine", action="store_true", help="run it on the engine, too, and compare the decisions")
     parser.add_argument("--mutant", choices=sorted(MUTANTS), help="plant a fault")
     parser.add_argument("--mutants", action="store_true", help="look for the seed that finds each planted fault")
     arguments = parser.parse_args()
@@ -34,19 +39,18 @@ def main() -> int:
             scenario = parse(arguments.replay.read_text())
         else:
             scenario = draw(arguments.seed, steps=arguments.steps)
+        if arguments.engine:
+            return _compare(scenario)
         outcome = simulate(scenario, print)
         return _tell(scenario, outcome)
 
 
 def _search(seed: int, steps: int, seconds: float) -> int:
-    begun_s, total = time.monotonic(), Outcome()
-    while time.monotonic() - begun_s < seconds:
-        outcome = simulate(draw(seed, steps=steps))
-        if outcome.violation is not None:
-            print(f"seed {seed}")
-            return _tell(draw(seed, steps=steps), outcome)
-        total.add(outcome)
-        seed += 1
+    end_s = time.monotonic() + seconds
+    total, end = search(lambda seed, _: draw(seed, steps=steps) if time.monotonic() < end_s else None, seed)
+    if total.violation is not None:
+        print(f"seed {end - 1}")
+        return _tell(draw(end - 1, steps=steps), total)
     print(f"{total.steps} steps, {total.events} events, {total.crashes} crashes, {total.failures} failures: all holds")
     return 0
 
@@ -60,6 +64,22 @@ def _tell(scenario: Scenario, outcome: Outcome) -> int:
     print(simulate(short, print).violation)
     print(f"\nTo replay it with --replay:\n\n{text(short)}")
     return 1
+
+
+def _compare(scenario: Scenario) -> int:
+    """Replay what can be expressed of a scenario on the engine."""
+    from tests.simulation.replay import expressed, on_engine, simulated  # noqa: PLC0415  (torch takes seconds)
+
+    scenario, left_out = expressed(scenario)
+    print("".join(f"left out: {each}\n" for each in left_out) + text(scenario))
+    here, there = simulated(scenario), on_engine(scenario)
+    pairs = zip(here.decisions, there.decisions, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    for name, log in (("simulation", here), ("engine", there)):
+        print(f"\n{name}: {len(log.decisions)} decisions, the first {same} alike; {log.error or 'no error'}")
+        for event, actions in log.decisions[same : same + _SHOWN]:
+            print(f"  {event} -> {', '.join(map(str, actions))}")
+    return int(here.decisions != there.decisions or bool(here.error) is not bool(there.error))
 
 
 def _find_all(most_s: float) -> int:

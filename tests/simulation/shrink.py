@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
-from tests.simulation import clock, model
-from tests.simulation.clock import Tempo
-from tests.simulation.model import Call, Change, Death, Fault, Look, Pass, RankSpec, Scenario, UnitSpec
-from tests.simulation.run import simulate
+from infinity.simulation import clock, model
+from infinity.simulation.clock import Tempo
+from infinity.simulation.model import Call, Change, Death, Fault, Look, Pass, RankSpec, Scenario, UnitSpec
+from infinity.simulation.run import Outcome, simulate
 
+Run = Callable[[Scenario], Outcome]
 _SEEDS = 3  # what is left out changes how long everything else takes: a few other times are tried
 
 
-def shrink(scenario: Scenario, most_s: float = 30.0) -> Scenario:
+def shrink(scenario: Scenario, most_s: float = 30.0, run: Run = simulate) -> Scenario:
     """The shortest scenario found that breaks the same promise; the same one if it breaks none."""
-    violation = simulate(scenario).violation
+    violation = run(scenario).violation
     end_s = time.monotonic() + most_s
+
+    def breaks(each: Scenario) -> bool:
+        found = run(each).violation
+        return found is not None and violation is not None and found.promise == violation.promise
+
     smaller: Scenario | None = scenario
     while violation is not None and smaller is not None:
         scenario = smaller
-        smaller = next((each for each in _tries(scenario, end_s) if _breaks(each, violation.promise)), None)
+        smaller = next((each for each in _tries(scenario, end_s) if breaks(each)), None)
     return scenario
-
-
-def _breaks(scenario: Scenario, promise: str) -> bool:
-    violation = simulate(scenario).violation
-    return violation is not None and violation.promise == promise
 
 
 def _tries(scenario: Scenario, end_s: float) -> Iterator[Scenario]:

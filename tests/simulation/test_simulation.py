@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from tests.simulation.clock import Tempo
-from tests.simulation.model import Config, Death, Pass, RankSpec, Scenario, Step, UnitSpec, draw
+from infinity.simulation.clock import Tempo
+from infinity.simulation.model import Config, Death, Pass, RankSpec, Scenario, Step, UnitSpec
+from infinity.simulation.run import search, simulate, with_last
+from tests.simulation.drawn import draw
 from tests.simulation.mutants import MUTANTS, find, planted
-from tests.simulation.run import simulate, with_last
 from tests.simulation.shrink import parse, shrink, text
 
 _SEARCH_S = 12.0  # a run of the tests takes seeds that no run before has taken
@@ -17,13 +18,9 @@ _MUTANT_S = 60.0
 
 
 def test_new_seeds_break_no_promise() -> None:
-    first = time.time_ns() // 1_000_000
     end_s = time.monotonic() + _SEARCH_S
-    seed = first
-    while time.monotonic() < end_s:
-        violation = simulate(draw(seed)).violation
-        assert violation is None, f"python -m tests.simulation {seed} shows and shrinks it: {violation}"
-        seed += 1
+    total, end = search(lambda seed, _: draw(seed) if time.monotonic() < end_s else None, time.time_ns() // 1_000_000)
+    assert total.violation is None, f"python -m tests.simulation {end - 1} shows and shrinks it: {total.violation}"
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -69,7 +66,7 @@ def test_a_committed_step_survives_a_death_at_every_moment() -> None:
     unit = UnitSpec(4, tiles=2, has_slots=True)
     config = Config((unit, unit, unit), (RankSpec(8, Tempo(0.2, 9)),), "deferred", keeps=True)
     step = (Pass(((0,), (1,), (2,))), Step())
-    for ticks in range(1, 120):
+    for ticks in range(1, 110):
         outcome = simulate(Scenario(config, (*step, *step, Death(0, ticks), *step, *step, *step, *step), seed=ticks))
         assert outcome.violation is None
         assert outcome.crashes == 1

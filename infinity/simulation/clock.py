@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from random import Random
 
 from infinity.errors import StorageError
-from tests.simulation.invariants import violate
+from infinity.simulation.invariants import violate
 
 
 class Crash(BaseException):
@@ -29,6 +29,12 @@ class Tempo:
     longest: int = 0
     together: int = 1
 
+    @classmethod
+    def drawn(cls, random: Random) -> Tempo:
+        """At once, late or never, one by one or together."""
+        longest = random.choice((0, 3, 20, 200, 10**6))
+        return cls(random.choice((0.0, 0.3, 0.9)), longest, random.choice((1, 1, 16)))
+
 
 class Operation:
     """Bytes on their way, or an update of a tile."""
@@ -43,10 +49,15 @@ class Operation:
         self.done = False
         self.failed = False
 
+    @property
+    def error(self) -> StorageError:
+        """What goes wrong if it fails."""
+        return StorageError(5, f"the {self.kind} of unit {self.unit} fails", "drive", 0)
+
     def check(self) -> None:
         """Raise what went wrong."""
         if self.failed:
-            raise StorageError(5, f"the {self.kind} of unit {self.unit} fails", "drive", 0)
+            raise self.error
 
 
 class Clock:
@@ -109,7 +120,9 @@ class Clock:
         self._end_next()
 
     def _end_next(self) -> None:
-        operation = heappop(self._under_way)[2]
+        self._end(heappop(self._under_way)[2])
+
+    def _end(self, operation: Operation) -> None:
         operation.done = True
         self.ended += 1
         if self.trace is not None:

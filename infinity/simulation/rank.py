@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
 from infinity.errors import CapacityError, StorageError
-from infinity.schedule.actions import (
-    GradientsRest,
-    ParametersMade,
-    ParametersNeeded,
-    PassBegins,
-    PassEnds,
-    RoomNeeded,
-    UpdateDue,
-    UseBegins,
-)
-from infinity.tiers import Residency
-from infinity.zero.foresight import Foresight
-from infinity.zero.gathering import Gathering
-from tests.simulation.invariants import (
+from infinity.schedule import actions
+from infinity.simulation.invariants import (
     check_at_rest,
     check_closed,
     check_committed,
@@ -30,9 +18,12 @@ from tests.simulation.invariants import (
     check_world,
     violate,
 )
-from tests.simulation.model import Call, Change, Config, Drain, Look, Pass, RankSpec, Step, ZeroGrad
-from tests.simulation.performer import Performer, Trace
-from tests.simulation.rows import NOTHING, Due, Row
+from infinity.simulation.model import Call, Change, Config, Drain, Look, Pass, RankSpec, Step, ZeroGrad
+from infinity.simulation.performer import Performer, Trace
+from infinity.simulation.rows import NOTHING, Due, Row
+from infinity.tiers import Residency
+from infinity.zero.foresight import Foresight
+from infinity.zero.gathering import Gathering
 
 Agree = Callable[[object], None]
 
@@ -60,12 +51,13 @@ class Rank(Performer):
         self.failed = False
         self._agree = agree
         self._schedule = config.schedule
-        self._is_shared = len(config.ranks) > 1
+        self._is_shared = len(config.ranks) > 1 and config.gathers
         self._whole: dict[int, int] = {}  # the version at which each unit was gathered
-        self._gathering = self._gathers(len(config.ranks))
+        self._gathering = self._gathers(len(config.ranks) if config.gathers else 1)
         self._foresight = Foresight()
         self._added: dict[int, int] = {}  # uses that have added to each unit's gradients in this step
         self._finals: list[int] = []
+        self._asked: dict[Row, None] = {}  # in the order in which their updates were asked for
         self._under_way = False  # some units have had this step's update asked for
         self._pass_failed = False
         self._uncommitted = False
@@ -77,10 +69,10 @@ class Rank(Performer):
     def _make(self, row: Row) -> None:
         row.home = [NOTHING] * row.spec.tiles
         while not self.budget.fits(row.nbytes):
-            self.do(RoomNeeded(row.index))
+            self.do(actions.RoomNeeded(row.index))
         self.budget.take(row.nbytes, row.name)
         row.residency = Residency.RESIDENT
-        self.do(ParametersMade(row.index))
+        self.do(actions.ParametersMade(row.index))
 
     def _gathers(self, ranks: int) -> Gathering:
         """The engine's own, over this rank's rows."""
@@ -89,14 +81,9 @@ class Rank(Performer):
             spec.sharding = SimpleNamespace(count=ranks)
         params = SimpleNamespace(specs=specs, pin=self._pin, unpin=self._unpin, tensor=lambda unit: unit)
         others = SimpleNamespace(all_gather=self._all_gather)
-        counters = SimpleNamespace(stalled=_stalled)
-        return Gathering(
-            cast(Any, params),
-            cast(Any, others),
-            self.cycle.capacity_bytes,
-            cast(Any, counters),
-            self.cycle.ahead_bytes,
-        )
+        counters = SimpleNamespace(stalled=nullcontext)
+        made: Any = Gathering  # by whoever has what it asks of these
+        return cast(Gathering, made(params, others, self.cycle.capacity_bytes, counters, self.cycle.ahead_bytes))
 
     def _all_gather(self, unit: int, _pieces: object, _name: str) -> Sequence[Any]:
         row = self.rows[unit]
@@ -124,9 +111,10 @@ class Rank(Performer):
         """
         try:
             match call:
+                case Pass() if self._under_way:
+                    pass  # the step's last pass is over, and the engine refuses another
                 case Pass(evaluates=True):
-                    if not self._under_way:
-                        self._evaluate(call)
+                    self._evaluate(call)
                 case Pass():
                     self._train(call, last=last)
                 case Step(norm):
@@ -151,7 +139,7 @@ class Rank(Performer):
 
     def _begin_cycle(self) -> None:
         self._agree("pass begins")
-        self.do(PassBegins())
+        self.do(actions.PassBegins())
         self._gathering.begin_cycle()
         self.settle()
 
@@ -160,7 +148,7 @@ class Rank(Performer):
         self._gathering.end_cycle()
         for row in self.rows:
             row.pins, row.computing = int(row.ticket is not None), False
-        self.do(PassEnds(learn))
+        self.do(actions.PassEnds(learn))
 
     def _evaluate(self, call: Pass) -> None:
         self._begin_cycle()
@@ -175,8 +163,6 @@ class Rank(Performer):
             self._leave(units)
 
     def _train(self, call: Pass, *, last: bool) -> None:
-        if self._under_way:
-            return  # the step's last pass is over, and the engine refuses another
         self._begin_cycle()
         self._forward(call)
         self._gather_owed(None)
@@ -196,7 +182,8 @@ class Rank(Performer):
             self._enter(units)
             for unit in units:
                 left[unit] -= 1
-                if self.rows[unit].spec.grads:
+                spec = self.rows[unit].spec
+                if spec.grads and (spec.parts or not left[unit]):
                     self._add(self.rows[unit])
             for unit in units:
                 self.rows[unit].computing = False
@@ -209,8 +196,9 @@ class Rank(Performer):
 
     def _update_others(self) -> None:
         """Update the units that had no part in the step's last pass."""
-        for unit in list(self._added):
+        for unit in sorted(self._added):
             self._update(self.rows[unit])
+            self.settle()
 
     def _user_code(self, call: Pass, position: int, *, backward: bool) -> None:
         """What the user's code does between two modules."""
@@ -238,14 +226,14 @@ class Rank(Performer):
 
     def _enter(self, units: tuple[int, ...]) -> None:
         """A module is about to compute on the units."""
-        self._make_way(units[0])
         self.undo(*units)
+        self._gathering.make_way(units)
         for unit in units:
             self._pin(unit)
         for unit in units:
             self.settle()
             self._agree(unit)
-            self.do(UseBegins(unit))
+            self.do(actions.UseBegins(unit))
             self._gather_owed(unit)
             self._gathering.enter(unit)
             self._look_ahead()
@@ -257,22 +245,17 @@ class Rank(Performer):
             row.computing = True
         self._commit_if_computed()
 
-    def _make_way(self, unit: int) -> None:
-        """What was gathered ahead for other uses goes first: there may be no room beside it."""
-        if self.cycle.expected != unit:
-            self._gathering.drop_ahead()
-
     def _gather_owed(self, unit: int | None) -> None:
         """Gather what all ranks gather before this unit; None before they exchange something else."""
         for other in self._gathering.owed(unit):
-            self.do(ParametersNeeded(other))
+            self.do(actions.ParametersNeeded(other))
             self._gathering.gather(other)
 
     def _look_ahead(self) -> None:
         while (unit := self._gathering.due(self.cycle.upcoming)) is not None:
             self.undo(unit)
             self._pin(unit)
-            self.do(ParametersNeeded(unit))
+            self.do(actions.ParametersNeeded(unit))
             self._gathering.look_ahead(unit)
 
     def _leave(self, units: tuple[int, ...]) -> None:
@@ -310,6 +293,7 @@ class Rank(Performer):
         if last and self._schedule == "backward":
             self._finals.append(row.index)
             self._update(row)
+            self.settle()
         elif last and self._schedule == "speculative":
             self._foresee(row)
             if runs_ahead and self.run_ahead(row.index, self._due(row, clips=False)):
@@ -317,7 +301,7 @@ class Rank(Performer):
                 self._foresight.tried()
         self.grads.rest(row)
         if row.spills:
-            self.do(GradientsRest())
+            self.do(actions.GradientsRest())
 
     def _foresee(self, row: Row) -> None:
         """The unit is gathered anew, on all ranks, also on those where its update does not run ahead."""
@@ -342,23 +326,20 @@ class Rank(Performer):
         return Due(row.wanted + 1, (self.step, self._added[row.index]), clips)
 
     def _update(self, row: Row, *, clips: bool = False) -> None:
-        """Update the unit as soon as its values are in memory."""
+        """Update the unit as soon as its values are in memory; what ran ahead is its update."""
         self._under_way = True
-        row.due = self._due(row, clips=clips)
+        due = self._due(row, clips=clips)
+        if row.ahead is not None:
+            self.commit_ahead(row, due)
+        else:
+            row.due = due
+            self._gathering.changed(row.index)
         row.wanted += 1
         del self._added[row.index]
-        self._gathering.changed(row.index)
+        self._asked.pop(row, None)
+        self._asked[row] = None
         if row.residency is not Residency.STORED or row.spec.beside:
-            self.do(UpdateDue(row.index))
-
-    def _confirm(self, row: Row, *, clips: bool) -> None:
-        """What ran ahead is the unit's update."""
-        self._under_way = True
-        self.commit_ahead(row, self._due(row, clips=clips))
-        row.wanted += 1
-        del self._added[row.index]
-        if row.residency is not Residency.STORED:
-            self.do(UpdateDue(row.index))
+            self.do(actions.UpdateDue(row.index))
 
     def _finish_step(self, norm: str) -> None:
         if self._pass_failed:
@@ -370,6 +351,7 @@ class Rank(Performer):
             self._update_others()
         else:
             self.settle()
+            norm = norm if self._added else "quiet"  # that of no gradients is 0
             if norm == "overflow":
                 self._foresight.after_step(quiet=False)
                 self._drop()
@@ -384,20 +366,16 @@ class Rank(Performer):
         self._uncommitted = self.config.keeps
         self._noted = [row.wanted for row in self.rows]
         self._commit_if_computed()
-        self.settle()
 
     def _update_all(self, *, clips: bool) -> None:
         """The norm is known: what ran ahead stands or is undone, and the others are updated."""
-        rows = [self.rows[unit] for unit in sorted(self._added, key=self.cycle.first_use)]
+        rows = [self.rows[unit] for unit in sorted(sorted(self._added), key=self.cycle.first_use)]
         others = [row.index for row in rows if row.ahead is None or clips]
         self.undo(*others)
         if self._schedule != "barrier":
             self.worker.queue.expect(others)
         for row in rows:
-            if row.ahead is not None:
-                self._confirm(row, clips=clips)
-            else:
-                self._update(row, clips=clips)
+            self._update(row, clips=clips)
 
     def undo_all(self, *, grads: bool = True) -> bool:
         """What runs ahead, or has done so, is undone; whether there was any."""
@@ -406,10 +384,9 @@ class Rank(Performer):
         return bool(units)
 
     def _start_pending(self) -> None:
-        for row in self.rows:
-            if row.due is not None:
-                with self._pinned(row):
-                    self.do(ParametersNeeded(row.index))
+        for row in [row for row in self._asked if row.due is not None]:
+            with self._pinned(row.index):
+                self.do(actions.ParametersNeeded(row.index))
 
     def drain(self) -> None:
         """Carry out every update, and wait for all of them."""
@@ -425,7 +402,12 @@ class Rank(Performer):
     def _begin_ahead(self) -> None:
         self._write_changed()
         if not self.config.keeps:
-            self.protect()
+            self._protect()
+
+    def _protect(self) -> None:
+        """What the drives have now stays there until the next call."""
+        for row in self.rows:
+            row.protected = list(row.home)
 
     def _before_updates(self) -> None:
         """Updates are about to begin: what the last step has made must be kept before it is overwritten."""
@@ -452,58 +434,54 @@ class Rank(Performer):
                 self.clock.wait(write)
                 write.check()
             noted = self._noted[row.index]
-            if (row.moves or row.spec.has_slots) and not all(noted <= version <= row.wanted for version in row.home):
+            if row.is_written_home and not all(noted <= version <= row.wanted for version in row.home):
                 violate("crash", f"{row.name} is committed at {noted}, and the drive has {row.home}")
         self._uncommitted = False
         self.committed = self.step
-        self.protect()
+        self._protect()
 
     def _write_changed(self) -> None:
         for row in self.rows:
-            written = row.moves or row.spec.has_slots
-            if not written or not self.scheduler.is_written(row) or row.ticket is not None or row.due is not None:
-                continue
-            if row.residency is Residency.RESIDENT and row.is_dirty:
-                with self._pinned(row):
-                    self.undo(row.index)
-                    self.do(ParametersNeeded(row.index))
+            at_rest = row.ticket is None and row.due is None and row.residency is Residency.RESIDENT
+            if row.is_written_home and at_rest and row.is_dirty and self.scheduler.is_written(row):
+                with self._resident(row.index):
                     self.write_home(row)
 
     # Users #
 
     @contextmanager
-    def _pinned(self, row: Row) -> Iterator[None]:
-        self._pin(row.index)
+    def _pinned(self, unit: int) -> Iterator[None]:
+        self._pin(unit)
         try:
             yield
         finally:
-            self._unpin(row.index)
+            self._unpin(unit)
+
+    @contextmanager
+    def _resident(self, unit: int, *, whole: bool = False) -> Iterator[Row]:
+        """The unit's newest parameters are in memory as long as the context lasts, if `whole` on all ranks together."""
+        row = self.rows[unit]
+        self.undo(unit)
+        if whole:
+            self._gathering.drop_ahead()
+        with self._pinned(unit), ExitStack() as end:
+            self.do(actions.ParametersNeeded(unit))
+            if whole:
+                end.callback(self._gathering.let_go, unit)
+                self._gathering.gather(unit)
+            check_newest(row)
+            yield row
 
     def _look(self, units: tuple[int, ...], *, whole: bool) -> None:
         """Somebody wants the newest parameters of units, of all of them at once."""
         if self._under_way:
             return
-        pinned = []
         try:
-            for unit in units:
-                self.undo(unit)
-                if whole:
-                    self._gathering.drop_ahead()
-                self._pin(unit)
-                pinned.append(unit)
-                self.do(ParametersNeeded(unit))
-                if whole:
-                    self._gathering.gather(unit)
-                check_newest(self.rows[unit])
-            for unit in units:
-                check_newest(self.rows[unit])
+            with ExitStack() as looks:
+                for row in [looks.enter_context(self._resident(unit, whole=whole)) for unit in units]:
+                    check_newest(row)
         except CapacityError:
             self._check_refusal(units)
-        finally:
-            for unit in pinned:
-                if whole:
-                    self._gathering.let_go(unit)
-                self._unpin(unit)
 
     def _check_refusal(self, units: tuple[int, ...]) -> None:
         used = sum(row.nbytes for row in self.rows if row.moves and (row.pins or row.index in units))
@@ -513,19 +491,13 @@ class Rank(Performer):
 
     def _change(self, unit: int) -> None:
         """The user writes a unit's parameters, between two steps."""
-        row = self.rows[unit]
         if self._under_way or self._added:
             return
-        with self._pinned(row):
-            self.undo(unit)
-            self.do(ParametersNeeded(unit))
-            check_newest(row)
+        with self._resident(unit) as row:
             if row.ticket is not None:
                 self.finish(row.ticket)
             row.wanted += 1
-            row.mem = [row.wanted] * row.spec.tiles
-            if row.spec.beside:
-                row.home = list(row.mem)
+            row.put([row.wanted] * row.spec.tiles)
             self._gathering.changed(unit)
 
     # The end #
@@ -555,7 +527,3 @@ class Rank(Performer):
 
 def _is_computed(row: Row) -> bool:
     return row.ticket is None or (row.ticket.computed and row.ticket.error is None)
-
-
-def _stalled(_: object) -> AbstractContextManager[None]:
-    return nullcontext()

@@ -12,8 +12,8 @@ from infinity.tiers import Residency
 from infinity.tiers.copies import State
 
 if TYPE_CHECKING:
-    from tests.simulation.performer import Performer
-    from tests.simulation.rows import Row
+    from infinity.simulation.performer import Performer
+    from infinity.simulation.rows import Row
 
 PROMISES = {
     "ledger": "no memory is used above its budget, and its ledger counts what is in it",

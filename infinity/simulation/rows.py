@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from infinity.schedule.unit_state import UnitState
+from infinity.simulation.clock import Clock, Operation
+from infinity.simulation.invariants import violate
 from infinity.tiers import Residency
 from infinity.tiers.copies import State
-from tests.simulation.clock import Operation
-from tests.simulation.invariants import violate
 
 if TYPE_CHECKING:
-    from tests.simulation.gradients import GradMemory
-    from tests.simulation.model import UnitSpec
-    from tests.simulation.worker import Ticket
+    from infinity.simulation.gradients import GradMemory
+    from infinity.simulation.model import UnitSpec
+    from infinity.simulation.worker import Ticket
 
 TORN, NOTHING = -1, -2  # in the place of a version on a drive
 Gradient = tuple[int, int]  # the step that it is of, and how many uses have added to it
@@ -68,79 +68,38 @@ class Row(UnitState):
         elsewhere: the optimizer states tell the gradients, which are nowhere else.
     """
 
-    __slots__ = (
-        "ahead",
-        "begun",
-        "computing",
-        "due",
-        "elsewhere",
-        "fetch",
-        "grad_drive",
-        "grad_host",
-        "grad_moves",
-        "grad_pins",
-        "gradients",
-        "home",
-        "home_readers",
-        "home_writers",
-        "host_pins",
-        "is_reconstructable",
-        "kept",
-        "mem",
-        "memory",
-        "on_device",
-        "pins",
-        "protected",
-        "readers",
-        "residency",
-        "slot",
-        "spec",
-        "staged",
-        "stale",
-        "streams_in",
-        "ticket",
-        "updating_tile",
-        "upload",
-        "wanted",
-    )
-
-    residency: Residency
-    gradients: State
-    is_reconstructable: bool
+    residency = Residency.RESIDENT
+    gradients = State.ABSENT
+    is_reconstructable = False
+    stale = False
+    fetch: Operation | None = None
+    readers = home_readers = home_writers = 0
+    staged = False
+    host_pins = 0
+    upload: Operation | None = None
+    updating_tile: int | None = None
+    computing = False
+    pins = 0
+    due: Due | None = None
+    begun: frozenset[int] | None = None
+    ticket: Ticket | None = None
+    ahead: Ahead | None = None
+    grad_host: Gradient | None = None
+    grad_drive: Gradient | None = None
+    grad_pins = 0
+    slot: int | None = None
+    streams_in: bool | None = None
+    elsewhere = False
 
     def __init__(self, index: int, spec: UnitSpec, memory: GradMemory, version: int) -> None:
         super().__init__(index, f"u{index}", spec.nbytes, moves=spec.moves, spills=spec.grads == "slot")
         self.spec = spec
         self.memory = memory
-        self.on_device = spec.on_device
         self.residency = Residency.STORED if spec.moves else Residency.RESIDENT
-        self.gradients = State.ABSENT
-        self.is_reconstructable = False
         self.wanted = version
-        self.mem = [version] * spec.tiles
-        self.home = [version] * spec.tiles
-        self.kept = [NOTHING] * spec.tiles
-        self.protected = [NOTHING] * spec.tiles
-        self.stale = False
-        self.fetch: Operation | None = None
-        self.readers = self.home_readers = self.home_writers = 0
-        self.staged = False
-        self.host_pins = 0
-        self.upload: Operation | None = None
-        self.updating_tile: int | None = None
-        self.computing = False
-        self.pins = 0
-        self.due: Due | None = None
-        self.begun: frozenset[int] | None = None
-        self.ticket: Ticket | None = None
-        self.ahead: Ahead | None = None
-        self.grad_host: Gradient | None = None
-        self.grad_drive: Gradient | None = None
+        self.mem, self.home = [version] * spec.tiles, [version] * spec.tiles
+        self.kept, self.protected = [NOTHING] * spec.tiles, [NOTHING] * spec.tiles
         self.grad_moves: list[Operation] = []
-        self.grad_pins = 0
-        self.slot: int | None = None
-        self.streams_in: bool | None = None
-        self.elsewhere = False
 
     # What the scheduler sees #
 
@@ -158,7 +117,7 @@ class Row(UnitState):
 
     @property
     def is_updated_on_device(self) -> bool:
-        return self.on_device
+        return self.spec.on_device
 
     @property
     def update_is_due(self) -> bool:
@@ -176,12 +135,40 @@ class Row(UnitState):
     def is_updating(self) -> bool:
         return self.due is not None or self.ticket is not None or self.ahead is not None
 
-    # What the drive has #
+    # Home #
+
+    @property
+    def is_written_home(self) -> bool:
+        """A drive has a place for the values."""
+        return (self.moves and not self.spec.host) or self.spec.has_slots
+
+    def put(self, values: list[int]) -> None:
+        """Change the values where they are in memory."""
+        if self.residency is not Residency.STORED or not self.spec.host:
+            self.mem = list(values)
+        if self.spec.beside or self.spec.host:
+            self.home = list(values)
 
     @property
     def is_dirty(self) -> bool:
         """The drive has not what memory has."""
         return not self.stale and self.home != self.mem
+
+    def write_home(self, clock: Clock, versions: dict[int, int]) -> Operation:
+        """Start to write tiles of these versions to the drive."""
+        beside = {tile: self.begin_write_home(tile) for tile in versions}
+        write = clock.start("write", self.index)
+
+        def end() -> None:
+            self.home_writers -= len(versions)
+            self.readers -= len(versions)
+            for tile, version in versions.items() if not write.failed else ():
+                if beside[tile]:
+                    self.kept[tile] = self.home[tile]
+                self.home[tile] = version
+
+        write.end = end
+        return write
 
     def begin_write_home(self, tile: int) -> bool:
         """A tile is being written to the drive; whether that is to the other slot."""
@@ -193,23 +180,18 @@ class Row(UnitState):
         (self.kept if beside else self.home)[tile] = TORN
         return beside
 
-    def end_write_home(self, tile: int, version: int, *, beside: bool, failed: bool) -> None:
-        self.home_writers -= 1
-        self.readers -= 1
-        if failed:
-            return
-        if beside:
-            self.kept[tile] = self.home[tile]
-        self.home[tile] = version
-
-    def begin_read_home(self) -> None:
+    def read_home(self, clock: Clock) -> Operation:
+        """Start to read what is at home into memory."""
         if self.home_writers:
             violate("race", f"the home of {self.name} is read while it is written")
         if any(version < 0 for version in self.home):
             violate("lost", f"the home of {self.name} has {self.home}")
         self.home_readers += 1
+        read = clock.start("copy" if self.spec.host else "fetch", self.index)
 
-    def end_read_home(self, *, failed: bool) -> None:
-        self.home_readers -= 1
-        if not failed:
-            self.mem = list(self.home)
+        def end() -> None:
+            self.home_readers -= 1
+            self.mem = self.mem if read.failed else list(self.home)
+
+        read.end = end
+        return read

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from infinity.errors import StorageError
 from infinity.schedule.update_queue import UpdateQueue
-from tests.simulation.clock import Clock, Operation
-from tests.simulation.invariants import violate
-from tests.simulation.rows import Due, Row
+from infinity.simulation.clock import Clock, Operation
+from infinity.simulation.invariants import violate
+from infinity.simulation.rows import Due, Row
 
 
 @dataclass(eq=False)
@@ -121,13 +121,10 @@ class Worker:
         if missing is not None:
             missing.then = self._begin
             return
-        try:
-            for each in ticket.ready:
-                each.check()
-        except StorageError as error:
-            self._finish(ticket, error)
-            return
-        if ticket.tiles:
+        failed = next((each for each in ticket.ready if each.failed), None)
+        if failed is not None:
+            self._finish(ticket, failed.error)
+        elif ticket.tiles:
             self._check_may_update(ticket)
             ticket.row.updating_tile = ticket.tiles[0]
             tile = self._clock.start("update", ticket.unit)
@@ -149,12 +146,14 @@ class Worker:
         row, tile = ticket.row, ticket.tiles[0]
         row.updating_tile = None
         if update.failed:
-            self._finish(ticket, _error(update))
+            self._finish(ticket, update.error)
             return
         self._check_may_update(ticket)
         row.mem[tile] = ticket.due.target
+        if row.spec.host:
+            row.home[tile] = ticket.due.target
         if ticket.write:
-            self._write(ticket, tile)
+            ticket.writes.append(row.write_home(self._clock, {tile: ticket.due.target}))
         ticket.tiles.popleft()
         if not ticket.begun and not ticket.stops:
             self.queue.begin(ticket)
@@ -164,31 +163,16 @@ class Worker:
             self.at = None
             self._pick()
 
-    def _write(self, ticket: Ticket, tile: int) -> None:
-        row = ticket.row
-        beside = row.begin_write_home(tile)
-        write = self._clock.start("write", ticket.unit)
-        write.end = lambda: row.end_write_home(tile, ticket.due.target, beside=beside, failed=write.failed)
-        ticket.writes.append(write)
-
     def _finish(self, ticket: Ticket, error: StorageError | None = None) -> None:
         self.queue.remove(ticket)
         ticket.error = error
         self.at = None
         self._end(ticket)
         if self.queue:
-            self._pick()
+            self._wake()
 
     def _end(self, ticket: Ticket) -> None:
         if ticket.tiles:
             ticket.recovers = False
         ticket.computed = True
         self.ended.append(ticket)
-
-
-def _error(operation: Operation) -> StorageError:
-    try:
-        operation.check()
-    except StorageError as error:
-        return error
-    raise AssertionError

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.errors import CapacityError, StorageError
-from tests.simulation.clock import Crash
-from tests.simulation.invariants import Violation, check_committed, violate
-from tests.simulation.model import Call, Death, Fault, Pass, Scenario, Step
-from tests.simulation.rank import Rank
+from infinity.simulation.clock import Crash
+from infinity.simulation.invariants import Violation, check_committed, violate
+from infinity.simulation.model import Call, Death, Fault, Pass, Scenario, Step
+from infinity.simulation.rank import Rank
 
 
 @dataclass
@@ -33,10 +33,9 @@ class Outcome:
 
     def add(self, other: Outcome) -> None:
         """Count another one's, too."""
-        self.steps += other.steps
-        self.events += other.events
-        self.crashes += other.crashes
-        self.failures += other.failures
+        for name in ("steps", "events", "crashes", "failures"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.violation = self.violation or other.violation
 
 
 class _Agreement:
@@ -171,3 +170,19 @@ def with_last(calls: tuple[Call, ...]) -> list[tuple[Call, bool]]:
 def simulate(scenario: Scenario, trace: Callable[[str], None] | None = None) -> Outcome:
     """Run a scenario from its start to its end, or to the first promise that is broken."""
     return World(scenario, trace).run()
+
+
+def search(scenario_of: Callable[[int, Outcome], Scenario | None], seed: int) -> tuple[Outcome, int]:
+    """Simulate seed after seed, up to a violation or to where there are no more scenarios.
+
+    Args:
+        scenario_of: the scenario of a seed, given what those before it came to together.
+
+    Returns:
+        What they came to, and the first seed that was not simulated.
+    """
+    total = Outcome()
+    while total.violation is None and (scenario := scenario_of(seed, total)) is not None:
+        total.add(simulate(scenario))
+        seed += 1
+    return total, seed

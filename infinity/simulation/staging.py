@@ -1,10 +1,13 @@
-"""Host memory that units pass through, where the device has a memory of its own; what tiers/params.py does."""
+"""Host memory that units pass through, where the device has a memory of its own; what tiers/params.py does.
+
+A unit whose home is host memory passes through that, and takes nothing of the budget.
+"""
 
 from __future__ import annotations
 
-from tests.simulation.clock import Clock
-from tests.simulation.invariants import violate
-from tests.simulation.rows import Row
+from infinity.simulation.clock import Clock
+from infinity.simulation.invariants import violate
+from infinity.simulation.rows import Row
 
 
 class Staging:
@@ -22,7 +25,7 @@ class Staging:
 
     def is_needed(self, row: Row) -> bool:
         """The unit passes through host memory."""
-        return self._capacity_bytes > 0 and row.moves and not row.spec.beside
+        return self._capacity_bytes > 0 and not row.spec.on_device
 
     def open(self, row: Row) -> bool:
         """Have memory for the unit's values, for a fetch, an update or a write; False if others hold it all."""
@@ -33,11 +36,12 @@ class Staging:
         for other in [each for each in self._leaving if each.upload is None or each.upload.done]:
             self._finish(other)
         if not row.staged:
-            while self._used_bytes + row.nbytes > self._capacity_bytes and self._leaving:
+            nbytes = self._bytes(row)
+            while self._used_bytes + nbytes > self._capacity_bytes and self._leaving:
                 self._finish(next(iter(self._leaving)))
-            if self._used_bytes + row.nbytes > self._capacity_bytes:
+            if self._used_bytes + nbytes > self._capacity_bytes:
                 return False
-            self._used_bytes += row.nbytes
+            self._used_bytes += nbytes
             row.staged = True
         row.host_pins += 1
         return True
@@ -59,7 +63,11 @@ class Staging:
         if row.upload is not None:
             self._clock.wait(row.upload)
         row.upload, row.staged = None, False
-        self._used_bytes -= row.nbytes
+        self._used_bytes -= self._bytes(row)
+
+    @staticmethod
+    def _bytes(row: Row) -> int:
+        return 0 if row.spec.host else row.nbytes
 
     def check(self) -> None:
         if self._used_bytes > self._capacity_bytes:

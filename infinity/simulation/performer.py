@@ -9,38 +9,16 @@ from typing import Any
 
 from infinity.errors import CapacityError
 from infinity.memory import Budget
-from infinity.schedule import Cycle
-from infinity.schedule.actions import (
-    Action,
-    AwaitAnyUpdate,
-    AwaitFetch,
-    AwaitGradients,
-    AwaitNewest,
-    AwaitSpill,
-    AwaitUpdate,
-    Event,
-    Evict,
-    Fetch,
-    GradientsNeedRoom,
-    GradientsRest,
-    MemoryFreed,
-    OldParametersNeeded,
-    ParametersStale,
-    Spill,
-    Submit,
-    SubmitAhead,
-    UpdateForeseen,
-    UpdateOnDevice,
-)
+from infinity.schedule import Cycle, actions
 from infinity.schedule.scheduler import Scheduler
+from infinity.simulation.clock import Clock
+from infinity.simulation.gradients import GradMemory
+from infinity.simulation.invariants import check_settled, check_world, most_actions, ready_updates, violate
+from infinity.simulation.model import Config, RankSpec
+from infinity.simulation.rows import NOTHING, Ahead, Due, Row
+from infinity.simulation.staging import Staging
+from infinity.simulation.worker import Ticket, Worker
 from infinity.tiers import Residency
-from tests.simulation.clock import Clock
-from tests.simulation.gradients import GradMemory
-from tests.simulation.invariants import check_settled, check_world, most_actions, ready_updates, violate
-from tests.simulation.model import Config, RankSpec
-from tests.simulation.rows import NOTHING, Ahead, Due, Row
-from tests.simulation.staging import Staging
-from tests.simulation.worker import Ticket, Worker
 
 _STORED, _FETCHING, _RESIDENT = Residency.STORED, Residency.FETCHING, Residency.RESIDENT
 Trace = Callable[[str], None]
@@ -102,10 +80,10 @@ class Performer:
             config.slots,
             self.grads.leased,
             writes_all=config.keeps,
-            writes_unreconstructable=any(unit.has_slots for unit in config.units),
+            writes_unreconstructable=config.keeps or config.schedule == "speculative",
         )
 
-    def do(self, event: Event) -> bool:
+    def do(self, event: actions.Event) -> bool:
         """Perform what the scheduler asks for because of an event; False if that is nothing."""
         self.events += 1
         if self.trace is not None:
@@ -127,7 +105,7 @@ class Performer:
 
     # Parameters #
 
-    def _fetch(self, action: Fetch) -> None:
+    def _fetch(self, action: actions.Fetch) -> None:
         row = self.rows[action.unit]
         if row.residency is not _STORED:
             violate("legal", f"{row.name} is fetched, and is {row.residency.name}")
@@ -138,11 +116,9 @@ class Performer:
         self.changed_memory = True
         self.budget.take(row.nbytes, row.name)
         row.residency = _FETCHING
-        row.begin_read_home()
-        fetch = row.fetch = self.clock.start("fetch", row.index)
-        fetch.end = lambda: row.end_read_home(failed=fetch.failed)
+        row.fetch = row.read_home(self.clock)
 
-    def await_fetch(self, action: AwaitFetch | AwaitNewest) -> None:
+    def await_fetch(self, action: actions.AwaitFetch | actions.AwaitNewest) -> None:
         row = self.rows[action.unit]
         if row.residency is _STORED:
             violate("legal", f"somebody waits for {row.name}, which is not under way")
@@ -159,7 +135,7 @@ class Performer:
             self.staging.close(row)
             row.fetch.check()
 
-    def _evict(self, action: Evict) -> None:
+    def _evict(self, action: actions.Evict) -> None:
         row = self.rows[action.unit]
         if row.residency is not _RESIDENT or not row.moves:
             violate("legal", f"{row.name} is evicted, and is {row.residency.name}")
@@ -182,15 +158,8 @@ class Performer:
         if row.fetch is not None:
             self.clock.wait(row.fetch)
             row.fetch.check()
-        tiles = [tile for tile, version in enumerate(row.mem) if row.home[tile] != version]
-        writes = [(tile, row.begin_write_home(tile)) for tile in tiles]
-        write = self.clock.start("write", row.index)
-
-        def end() -> None:
-            for tile, beside in writes:
-                row.end_write_home(tile, row.mem[tile], beside=beside, failed=write.failed)
-
-        write.end = end
+        changed = {tile: version for tile, version in enumerate(row.mem) if row.home[tile] != version}
+        write = row.write_home(self.clock, changed)
         self.clock.wait(write)
         self.staging.close(row)
         write.check()
@@ -203,9 +172,9 @@ class Performer:
             fetched = next((each for each in self.rows if each.residency is _FETCHING and each is not row), None)
             if fetched is None:
                 violate("refusal", f"no host memory is left for the values of {row.name} on their way")
-            self.await_fetch(AwaitFetch(fetched.index))
+            self.await_fetch(actions.AwaitFetch(fetched.index))
 
-    def _await_newest(self, action: AwaitNewest) -> None:
+    def _await_newest(self, action: actions.AwaitNewest) -> None:
         row = self.rows[action.unit]
         if row.ticket is not None:
             self.wait_computed(row.ticket)
@@ -213,7 +182,7 @@ class Performer:
 
     # Updates #
 
-    def _submit(self, action: Submit) -> None:
+    def _submit(self, action: actions.Submit) -> None:
         row = self.rows[action.unit]
         due, begun = row.due, row.begun
         if due is None or row.ticket is not None or row.residency is _STORED:
@@ -235,18 +204,18 @@ class Performer:
         if not self.staging.is_needed(row):  # else the fetch goes on with the values that the update makes
             row.residency = _RESIDENT
         row.is_reconstructable = row.spec.old_params == "states"
-        ticket = Ticket(row, due, deque(tiles), ready, needed, write and (row.moves or row.spec.has_slots))
+        ticket = Ticket(row, due, deque(tiles), ready, needed, write and row.is_written_home)
         row.ticket = ticket
         self.worker.submit(ticket)
         return ticket
 
-    def _update_on_device(self, action: UpdateOnDevice) -> None:
+    def _update_on_device(self, action: actions.UpdateOnDevice) -> None:
         row = self.rows[action.unit]
         due = row.due
         if due is None or (row.residency is _STORED and not row.spec.beside):
             violate("legal", f"{row.name} is updated on the device, and is not there")
         if row.residency is not _STORED:
-            self.await_fetch(AwaitFetch(row.index))  # in the device's queue
+            self.await_fetch(actions.AwaitFetch(row.index))  # in the device's queue
         if row.spec.beside:
             row.mem = list(row.home)
         if row.mem != [due.target - 1] * row.spec.tiles or row.grad_host != due.grad:
@@ -267,10 +236,8 @@ class Performer:
         if ticket.row.residency is _RESIDENT:
             self.staging.upload(ticket.row)
 
-    def _await_update(self, action: AwaitUpdate) -> None:
-        ticket = self.rows[action.unit].ticket
-        if ticket is None:
-            violate("legal", f"somebody waits for an update of u{action.unit}, which has none")
+    def _await_update(self, action: actions.AwaitUpdate) -> None:
+        ticket = self.rows[action.unit].ticket or violate("legal", f"nothing updates u{action.unit}, which is awaited")
         self.finish(ticket)
 
     def finish(self, ticket: Ticket) -> None:
@@ -279,10 +246,6 @@ class Performer:
         for write in ticket.writes:
             self.clock.wait(write)
         self._note(ticket)
-
-    def _await_any_update(self, _: AwaitAnyUpdate) -> None:
-        if not self.finish_one():
-            violate("legal", "somebody waits for any update, and there is none")
 
     def finish_one(self) -> bool:
         """Wait for the update that is the first to be computed; False if there is none."""
@@ -302,7 +265,7 @@ class Performer:
         self.spill_ahead()
         ready = ready_updates(self)
         if self.scheduler.waits_for_memory:
-            self.do(MemoryFreed())
+            self.do(actions.MemoryFreed())
         if ready:
             check_settled(ready)
 
@@ -333,13 +296,11 @@ class Performer:
 
     # Speculative updates #
 
-    def _submit_ahead(self, action: SubmitAhead) -> None:
+    def _submit_ahead(self, action: actions.SubmitAhead) -> None:
         row, foreseen = self.rows[action.unit], self.foreseen
         if row.is_updating or row.residency is not _RESIDENT or foreseen is None:
             violate("legal", f"{row.name} is updated ahead, and is not at rest")
-        kind = row.spec.old_params
-        if kind == "slots" and (row.home != row.mem or row.home != row.protected):
-            return
+        kind = self._old_params(row, write=action.write)
         if not kind or (kind == "images" and not self._has_images(row, action.needed)):
             return
         tiles = list(range(row.spec.ahead))
@@ -350,6 +311,15 @@ class Performer:
         self.images -= ticket.images
         row.ahead = Ahead(foreseen, frozenset(tiles), ticket, kind)
         self.aheads[row] = None
+
+    @staticmethod
+    def _old_params(row: Row, *, write: bool) -> str:
+        """Where a speculative update keeps what it replaces; better in slots if it is to be written anyway."""
+        kind = row.spec.old_params
+        if kind == "slots" or (kind == "states" and write and row.spec.has_slots):
+            has_both = row.home == row.mem == row.protected
+            return "slots" if has_both else kind.replace("slots", "")
+        return kind
 
     def _has_images(self, row: Row, needed: int) -> bool:
         """There is room for before-images, for which what is needed later makes way."""
@@ -378,7 +348,7 @@ class Performer:
     def run_ahead(self, unit: int, due: Due) -> bool:
         """Update of a unit what can be undone; False if that is nothing."""
         self.foreseen = due
-        self.do(UpdateForeseen(unit))
+        self.do(actions.UpdateForeseen(unit))
         self.foreseen = None
         return self.rows[unit].ahead is not None
 
@@ -402,18 +372,18 @@ class Performer:
             return
         for row in ahead:
             if row.residency is _FETCHING:
-                self.do(OldParametersNeeded(row.index))
+                self.do(actions.OldParametersNeeded(row.index))
         away = [row for row in ahead if row.residency is _STORED and self._needs_memory(row)]
         self._undo([row for row in ahead if row not in away], grads=grads)
         self.spill_ahead()
         for row in away:  # one by one, since there may not be room for all of them
-            self.do(OldParametersNeeded(row.index))
+            self.do(actions.OldParametersNeeded(row.index))
             self._undo([row], grads=grads)
         self.spill_ahead()
         for row in ahead:
             self.changed(row)
             if row.stale:
-                self.do(ParametersStale(row.index))
+                self.do(actions.ParametersStale(row.index))
             row.stale = False
 
     def changed(self, row: Row) -> None:
@@ -421,7 +391,7 @@ class Performer:
 
     @staticmethod
     def _needs_memory(row: Row) -> bool:
-        return row.ahead is not None and row.ahead.old_params == "states"
+        return row.ahead is not None and row.ahead.old_params == "states" and not row.spec.host
 
     def _undo(self, rows: list[Row], *, grads: bool) -> None:
         tickets = [row.ticket for row in rows if row.ticket is not None]
@@ -435,9 +405,9 @@ class Performer:
             ahead = self._decide(row)
             before = [row.wanted] * row.spec.tiles
             if ahead.old_params != "slots":
-                if row.residency is not _RESIDENT:
+                if row.residency is not _RESIDENT and not row.spec.host:
                     violate("lost", f"{row.name} is to be what it was, and is {row.residency.name}")
-                row.mem = before
+                row.put(before)
             else:
                 for tile, version in enumerate(row.home):
                     if version != row.wanted:
@@ -464,42 +434,26 @@ class Performer:
 
     def free_gradients(self, unit: int) -> bool:
         """Free memory that the unit's gradients may take; False if there is none."""
-        return self.do(GradientsNeedRoom(unit))
+        return self.do(actions.GradientsNeedRoom(unit))
 
     def spill_ahead(self) -> None:
         """Gradients that updates have given back may spill."""
         if self.some_rest:
             self.some_rest = False
-            self.do(GradientsRest())
-
-    def _await_gradients(self, action: AwaitGradients) -> None:
-        self.grads.finish_moves(self.rows[action.unit])
-
-    def _spill(self, action: Spill) -> None:
-        self.grads.spill(self.rows[action.unit])
-
-    def _await_spill(self, action: AwaitSpill) -> None:
-        self.grads.await_spill(self.rows[action.unit])
-
-    # Commits #
-
-    def protect(self) -> None:
-        """What the drives have now stays there until the next call."""
-        for row in self.rows:
-            row.protected = list(row.home)
+            self.do(actions.GradientsRest())
 
 
-_PERFORMERS: dict[type[Action], Callable[[Performer, Any], None]] = {
-    Fetch: Performer._fetch,
-    AwaitFetch: Performer.await_fetch,
-    Evict: Performer._evict,
-    Submit: Performer._submit,
-    SubmitAhead: Performer._submit_ahead,
-    UpdateOnDevice: Performer._update_on_device,
-    AwaitUpdate: Performer._await_update,
-    AwaitNewest: Performer._await_newest,
-    AwaitAnyUpdate: Performer._await_any_update,
-    AwaitGradients: Performer._await_gradients,
-    Spill: Performer._spill,
-    AwaitSpill: Performer._await_spill,
+_PERFORMERS: dict[type[actions.Action], Callable[[Performer, Any], object]] = {
+    actions.Fetch: Performer._fetch,
+    actions.AwaitFetch: Performer.await_fetch,
+    actions.Evict: Performer._evict,
+    actions.Submit: Performer._submit,
+    actions.SubmitAhead: Performer._submit_ahead,
+    actions.UpdateOnDevice: Performer._update_on_device,
+    actions.AwaitUpdate: Performer._await_update,
+    actions.AwaitNewest: Performer._await_newest,
+    actions.AwaitAnyUpdate: lambda self, _: self.finish_one() or violate("legal", "there is no update to wait for"),
+    actions.AwaitGradients: lambda self, action: self.grads.finish_moves(self.rows[action.unit]),
+    actions.Spill: lambda self, action: self.grads.spill(self.rows[action.unit]),
+    actions.AwaitSpill: lambda self, action: self.grads.await_spill(self.rows[action.unit]),
 }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from infinity.simulation.clock import Clock, Operation
+from infinity.simulation.invariants import most_actions, violate
+from infinity.simulation.rows import Row
 from infinity.tiers.copies import State
 from infinity.tiers.grads import ARRIVING_UNITS
-from tests.simulation.clock import Clock, Operation
-from tests.simulation.invariants import most_actions, violate
-from tests.simulation.rows import Row
 
 _ABSENT, _ARRIVING, _VALID, _WRITING, _LEAVING = State.ABSENT, State.ARRIVING, State.VALID, State.WRITING, State.LEAVING
 
@@ -99,7 +99,7 @@ class GradMemory:
 
     def rest(self, row: Row) -> None:
         """Nothing is added for a while: what spills may spill."""
-        if row.streams_in:
+        if row.streams_in is not None:
             row.streams_in = False
             self._finish_arrivals(ARRIVING_UNITS)
         if row.spills and row.gradients is _WRITING:
@@ -162,7 +162,7 @@ class GradMemory:
             violate("legal", f"gradients of {row.name} are to spill, and are {row.gradients.name}")
         if row.grad_drive is None and not row.grad_moves:
             self._move(row, "spill", lambda move: self._end_spill(row, move))
-        row.gradients = _LEAVING if any(not move.done for move in row.grad_moves) or row.grad_drive is None else _ABSENT
+        row.gradients = _LEAVING if row.grad_moves else _ABSENT  # as long as nobody has noted that they are over
 
     @staticmethod
     def _end_spill(row: Row, move: Operation) -> None:

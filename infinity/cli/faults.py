@@ -1,0 +1,143 @@
+"""`infinity plan --simulate-faults`: the planned training under hostile orders, failures and crashes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from infinity.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infinity.cli.planning import Draft
+    from infinity.simulation.planned import Planned
+    from infinity.simulation.run import Outcome
+
+_LAST = 12  # events and actions of a violation that are shown
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    group = parser.add_argument_group("faults")
+    group.add_argument(
+        "--simulate-faults",
+        type=int,
+        metavar="STEPS",
+        help="run the scheduler of this training through so many steps whose reads, writes and updates end in any "
+        "order or fail, and whose processes die; exits with 1 if one of its promises is broken",
+    )
+    group.add_argument("--seed", type=int, help="the first one that --simulate-faults draws these from (default 0)")
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raises ConfigError if the options say nothing together."""
+    if args.simulate_faults is None and args.seed is not None:
+        raise ConfigError("--seed is of --simulate-faults: give that, too")
+    if args.simulate_faults is not None and args.simulate_faults < 1:
+        raise ConfigError(f"--simulate-faults is {args.simulate_faults}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What simulated steps of a plan came to, for people and for JSON.
+
+    Attributes:
+        seeds: the first one, and the one behind the last.
+        names: of units.
+    """
+
+    planned: Planned
+    outcome: Outcome
+    seeds: tuple[int, int]
+    names: list[str]
+
+    @property
+    def broken(self) -> bool:
+        return self.outcome.violation is not None
+
+    @property
+    def _steps(self) -> int:
+        """That all ranks took together."""
+        return self.outcome.steps // len(self.planned.config.ranks)
+
+    def facts(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "first_seed": self.seeds[0],
+            "seeds": self.seeds[1] - self.seeds[0],
+            "steps": self._steps,
+            "events": self.outcome.events,
+            "crashes": self.outcome.crashes,
+            "failures": self.outcome.failures,
+            "violations": int(self.broken),
+            "violation": self._violation(),
+            "notes": list(self.planned.notes),
+        }
+
+    def _violation(self) -> dict[str, Any] | None:
+        from infinity.simulation.planned import SCENARIO_STEPS  # noqa: PLC0415  (torch takes seconds)
+
+        violation, seed = self.outcome.violation, self.seeds[1] - 1
+        if violation is None:
+            return None
+        return {
+            "seed": seed,
+            "promise": violation.promise,
+            "what": str(violation),
+            "units": {f"u{index}": self.names[int(index)] for index in re.findall(r"\bu(\d+)\b", str(violation))},
+            "repeat": f"--simulate-faults {SCENARIO_STEPS} --seed {seed}",
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        outcome, (first, end) = self.outcome, self.seeds
+        lines = [
+            f"faults          {self._steps:,} steps simulated, seeds {first} to {end - 1}: {outcome.events:,} events, "
+            f"{outcome.crashes:,} crashes, {outcome.failures:,} failures, "
+            f"{'1 promise broken' if self.broken else 'no promise broken'}",
+            *(f"  not as it is  {note}" for note in self.planned.notes),
+        ]
+        found = self._violation()
+        if found is not None:
+            units = ", ".join(f"{short} is {name}" for short, name in found["units"].items())
+            lines += [
+                f"  broken        {found['what']}{f' ({units})' if units else ''}",
+                f"  promised      {self._promise()}",
+                f"  repeat it     with {found['repeat']}; its last events and actions:",
+                *self._last_lines(found["seed"]),
+            ]
+        return lines
+
+    def _promise(self) -> str:
+        from infinity.simulation.invariants import PROMISES  # noqa: PLC0415  (torch takes seconds)
+
+        return "" if self.outcome.violation is None else PROMISES[self.outcome.violation.promise]
+
+    def _last_lines(self, seed: int) -> list[str]:
+        from infinity.simulation.run import simulate  # noqa: PLC0415  (torch takes seconds)
+
+        lines: deque[str] = deque(maxlen=_LAST)
+        simulate(self.planned.scenario(seed), lines.append)
+        return list(lines)
+
+
+def simulate_faults(args: argparse.Namespace, draft: Draft, later: list[int]) -> Faults | None:
+    """Simulate the plan as far as the options ask for it.
+
+    Args:
+        later: units whose optimizer states come to the device after the first step.
+
+    Raises:
+        ConfigError: the simulation does not know some unit.
+    """
+    if args.simulate_faults is None:
+        return None
+    from infinity.planner import once_filled  # noqa: PLC0415  (torch takes seconds)
+    from infinity.simulation.planned import planned_of, search_planned  # noqa: PLC0415  (the same)
+
+    config, first = draft.asked.config, args.seed or 0
+    planned = planned_of(once_filled(draft.plan, config, later), config, len(later))
+    outcome, end = search_planned(planned, args.simulate_faults, first)
+    return Faults(planned, outcome, (first, end), [unit.name for unit in draft.plan.units])

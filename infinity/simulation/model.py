@@ -1,0 +1,219 @@
+"""What is simulated: a model, its budgets, and what a training loop calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from infinity.simulation.clock import Tempo
+
+SCHEDULES = ("backward", "deferred", "speculative", "barrier")
+STAGING_UNITS = 3  # as in infinity/schedule/placement.py
+FAULTS = ("fetch", "write", "update", "spill", "unspill")
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """A unit.
+
+    Attributes:
+        moves: it comes and goes.
+        grads: where its gradients have memory: "own", a "slot", or "shared" bytes; "" if it is frozen.
+        on_device: its optimizer states are where the model computes.
+        old_params: where a speculative update keeps what it replaces: "slots", "states", "images" or "" (nowhere).
+        has_slots: the drive has two of each tile.
+        ahead: tiles that a speculative update can undo.
+        recovers: its gradients can be recovered from the optimizer states.
+        made: its first values are made in memory.
+        streams: its gradients leave the device while that computes on.
+        host: its home is host memory, apart from what is computed on; else a drive.
+        parts: some of its gradients come with each use in a pass; else their sum comes with the last one.
+    """
+
+    nbytes: int
+    tiles: int = 1
+    moves: bool = True
+    grads: str = "own"
+    grad_bytes: int = 1
+    on_device: bool = False
+    old_params: str = ""
+    has_slots: bool = False
+    ahead: int = 1
+    recovers: bool = False
+    made: bool = False
+    streams: bool = False
+    host: bool = False
+    parts: bool = False
+
+    @property
+    def beside(self) -> bool:
+        """The values that come and go have their home on the device, too, and may be updated there at any time."""
+        return self.on_device and self.moves
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """One process: its memory for parameters, and how long its operations take."""
+
+    capacity: int
+    tempo: Tempo = field(default_factory=Tempo)
+
+
+@dataclass(frozen=True)
+class Config:
+    """All that does not change during the training.
+
+    Attributes:
+        schedule: when the optimizer runs.
+        slots, shared_bytes: for gradients of units without memory of their own.
+        keeps: each step is committed, and survives a crash.
+        images: tiles of before-images that there is room for.
+        ahead_bytes: of units that are gathered ahead, beyond the next one.
+        staging_bytes: host memory that units pass through where the device has a memory of its own; 0 if it has none.
+        gathers: each of several ranks has a part of every unit, and all parts are gathered for a use.
+    """
+
+    units: tuple[UnitSpec, ...]
+    ranks: tuple[RankSpec, ...]
+    schedule: str = "deferred"
+    slots: int = 0
+    shared_bytes: int = 0
+    keeps: bool = False
+    images: int = 0
+    ahead_bytes: int = 0
+    staging_bytes: int = 0
+    gathers: bool = True
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A micro-batch, forward and backward, or an evaluation.
+
+    Attributes:
+        uses: units that a module computes on together, module by module.
+        looks: at a unit, before the use at this position; backward's uses follow forward's.
+        stop: before this position the user's code raises.
+    """
+
+    uses: tuple[tuple[int, ...], ...]
+    evaluates: bool = False
+    looks: tuple[tuple[int, int], ...] = ()
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """`engine.step()`: the gradients' norm is "quiet", "clipped" or "overflow"."""
+
+    norm: str = "quiet"
+
+
+@dataclass(frozen=True)
+class Look:
+    """Parameters are wanted, of several units at once perhaps; `whole` if all ranks want them together."""
+
+    units: tuple[int, ...]
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """The user writes a unit's parameters."""
+
+    unit: int
+
+
+@dataclass(frozen=True)
+class ZeroGrad:
+    """`engine.zero_grad()`."""
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Every update is carried out, as before a save."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """On one rank, the next operation of a kind fails."""
+
+    rank: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Death:
+    """One rank's process dies after so many ticks."""
+
+    rank: int
+    ticks: int
+
+
+Call = Pass | Step | Look | Change | ZeroGrad | Drain | Fault | Death
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A world and what happens in it.
+
+    Attributes:
+        seed: of how long each operation takes.
+    """
+
+    config: Config
+    calls: tuple[Call, ...]
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a training loop repeats.
+
+    Attributes:
+        uses: units that a module computes on together, module by module, in a pass that goes through all branches.
+        accumulation: micro-batches of a step; None where that is drawn.
+        norms: what a step's may be, the usual one first, and as often as it is more usual.
+        rare: probabilities of what is rare, of which one is drawn.
+        settles: a step is over when every update is.
+    """
+
+    uses: tuple[tuple[int, ...], ...]
+    accumulation: int | None = None
+    norms: tuple[str, ...] = ("quiet", "quiet", "quiet", "clipped", "overflow")
+    rare: tuple[float, ...] = (0.0, 0.05, 0.2)
+    settles: bool = False
+
+
+def calls_of(loop: Loop, random: Random, config: Config, steps: int) -> tuple[Call, ...]:
+    """What a training loop calls in so many steps, and what happens to it; of more steps the first are the same."""
+    rare = random.choice(loop.rare)
+    branches = random.random() < 0.3
+    accumulation = loop.accumulation or random.choice((1, 1, 2, 3))
+    calls: list[Call] = []
+    count = len(config.units)
+    for _ in range(steps):
+        if random.random() < rare / 4:
+            calls.append(Fault(random.randrange(len(config.ranks)), random.choice(FAULTS)))
+        if random.random() < rare / 4:
+            calls.append(Death(random.randrange(len(config.ranks)), random.randint(1, 12 * count)))
+        for _ in range(accumulation):
+            if random.random() < rare:
+                calls.append(_between(random, count))
+            if random.random() < rare:
+                calls.append(Pass(loop.uses, evaluates=True))
+            taken = tuple(use for use in loop.uses if not branches or random.random() < 0.8) or loop.uses[:1]
+            looks = [(random.randrange(2 * len(taken)), random.randrange(count))] if random.random() < rare else []
+            stop = random.randrange(2 * len(taken)) if random.random() < rare / 2 else None
+            calls.append(Pass(taken, looks=tuple(looks), stop=stop))
+        if random.random() < rare:
+            calls.append(_between(random, count))
+        calls.append(Step(random.choice(loop.norms if rare else loop.norms[:1])))
+        if loop.settles:
+            calls.append(Drain())
+    return tuple(calls)
+
+
+def _between(random: Random, count: int) -> Call:
+    unit = random.randrange(count)
+    several = Look(tuple(random.sample(range(count), random.randint(1, min(3, count)))))  # may be too much for a rank
+    return random.choice((several, Look((unit,), whole=True), Change(unit), ZeroGrad(), Drain()))

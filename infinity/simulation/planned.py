@@ -1,0 +1,208 @@
+"""From the plan of a training to what is simulated of it, and what is not, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from random import Random
+
+from infinity.config import Config as Configuration
+from infinity.errors import ConfigError
+from infinity.planner import TrainingPlan
+from infinity.schedule.placement import Home, cut_into_tiles
+from infinity.simulation.clock import Tempo
+from infinity.simulation.model import Config, Loop, RankSpec, Scenario, UnitSpec, calls_of
+from infinity.simulation.run import Outcome, search
+from infinity.tiers import Memory
+from infinity.zero.updates import UpdateSchedule
+
+_MOST_TILES = 4  # of a unit, that are told apart
+_MOST_RANKS = 8
+SCENARIO_STEPS = 12
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A training as it is simulated.
+
+    Attributes:
+        config: with ranks whose operations take no time; each scenario draws other times.
+        notes: what is simulated otherwise than the engine does it, or not at all, in words.
+    """
+
+    config: Config
+    loop: Loop
+    notes: tuple[str, ...]
+
+    def scenario(self, seed: int, steps: int = SCENARIO_STEPS) -> Scenario:
+        """So many steps of the training, with times, failures and user calls drawn from a seed."""
+        random = Random(seed)
+        made = random.random() < 0.5
+        config = replace(
+            self.config,
+            ranks=tuple(replace(rank, tempo=Tempo.drawn(random)) for rank in self.config.ranks),
+            units=tuple(replace(unit, made=made and _may_be_made(unit)) for unit in self.config.units),
+        )
+        return Scenario(config, calls_of(self.loop, random, config, steps), seed)
+
+
+def _may_be_made(unit: UnitSpec) -> bool:
+    return unit.moves and not unit.on_device and not unit.host
+
+
+def search_planned(planned: Planned, steps: int, first: int = 0) -> tuple[Outcome, int]:
+    """Simulate so many steps, seed after seed, up to a violation; see `search`."""
+    ranks = len(planned.config.ranks)
+
+    def scenario_of(seed: int, total: Outcome) -> Scenario | None:
+        left = steps - total.steps // ranks
+        return planned.scenario(seed, min(SCENARIO_STEPS, left)) if left > 0 else None
+
+    return search(scenario_of, first)
+
+
+def planned_of(plan: TrainingPlan, config: Configuration, filled: int = 0) -> Planned:
+    """What is simulated of a plan.
+
+    Args:
+        filled: units whose optimizer states come to the device after the first step; in `plan` they are there.
+
+    Raises:
+        ConfigError: it has units that the simulation does not know, or `initialize` refuses it.
+    """
+    problem = plan.sizing.rules.commit_problem() if plan.sizing.keeps_steps else ""
+    if problem:
+        raise ConfigError(problem)
+    tiles = _tiles(plan)
+    units = tuple(_unit(plan, unit, tiles[unit]) for unit in range(len(plan.units)))
+    sizing, rules, homes = plan.sizing, plan.sizing.rules, plan.placement.grad_homes
+    gathers = rules.sharding.count > 1
+    ranks = min(rules.sharding.count if gathers else plan.machine.ranks, _MOST_RANKS)
+    own_bytes = sum(sizing.shards.grad_sizes[unit] for unit in homes.own)
+    simulated = Config(
+        units,
+        (RankSpec(plan.params_bytes),) * ranks,
+        plan.update_schedule,
+        slots=homes.slots,
+        shared_bytes=0 if homes.spilled else max(0, plan.split.grads_bytes - own_bytes),
+        keeps=sizing.keeps_steps,
+        images=_images(plan, sum(unit.tiles for unit in units if unit.grads)),
+        ahead_bytes=sizing.ahead_bytes,
+        # Of shards, where the simulation moves whole units.
+        staging_bytes=0 if rules.site is Memory.DEVICE else sizing.params.staging * rules.sharding.count,
+        gathers=gathers,
+    )
+    loop = Loop(
+        tuple(point.units for point in sizing.partition.hook_points if point.units),
+        accumulation=1 if sizing.layer_major else config.gradient_accumulation_steps,
+        norms=_norms(config),
+        rare=(0.05, 0.2, 0.4),
+        settles=rules.settles,
+    )
+    most_tiles = max((len(homes) for homes in tiles), default=0)
+    return Planned(simulated, loop, tuple(_notes(plan, config, ranks, most_tiles, filled)))
+
+
+# Units #
+
+
+def _tiles(plan: TrainingPlan) -> list[list[Home]]:
+    """Homes of every unit's tiles of optimizer states."""
+    homes, shards = iter(plan.placement.tiles), plan.sizing.shards
+    return [[next(homes) for _ in cut_into_tiles([numel], shards.tile_numel)] for numel in shards.numels]
+
+
+def _unit(plan: TrainingPlan, unit: int, homes: list[Home]) -> UnitSpec:
+    sizing, spec, home = plan.sizing, plan.sizing.specs[unit], plan.placement.params[unit].memory
+    there, trained, moves = unit in sizing.there, bool(homes), spec.offloaded
+    if moves and there is not spec.beside:
+        raise ConfigError(
+            f"unit `{spec.name}` cannot be simulated: its parameters come and go, and are "
+            f"{'not ' if there else ''}on the device beside what is computed on, while its states are "
+            f"{'' if there else 'not '}there"
+        )
+    host = home is Memory.HOST and moves and not sizing.keeps_steps
+    tiles = max(1, min(_MOST_TILES, len(homes)))
+    has_slots = sizing.keeps_steps or (sizing.has_slots and home is Memory.NVME)
+    stored = sum(each.memory is Memory.NVME for each in homes)
+    old_params = ""
+    if trained and not there and sizing.schedule is UpdateSchedule.SPECULATIVE:
+        old_params = _old_params(plan, has_slots=has_slots and moves, all_stored=stored == len(homes))
+    in_slots = -(-stored * tiles // max(1, len(homes))) if old_params in ("slots", "states") else 0
+    ahead = in_slots or tiles
+    return UnitSpec(
+        nbytes=spec.nbytes,
+        tiles=tiles,
+        moves=moves,
+        grads=_grads(plan, unit, there=there) if trained else "",
+        grad_bytes=sizing.shards.grad_sizes[unit],
+        on_device=there,
+        old_params=old_params,
+        has_slots=has_slots,
+        ahead=ahead,
+        recovers=sizing.rules.grads.recovers and ahead == tiles,
+        streams=sizing.rules.grads.stream and not there,
+        host=host,
+        parts=unit in sizing.shards.standing,
+    )
+
+
+def _grads(plan: TrainingPlan, unit: int, *, there: bool) -> str:
+    homes = plan.placement.grad_homes
+    return "own" if there or unit in homes.own else "slot" if unit in homes.spilled else "shared"
+
+
+def _old_params(plan: TrainingPlan, *, has_slots: bool, all_stored: bool) -> str:
+    """Where a speculative update keeps what it replaces; `InFlight` decides so by what is true then."""
+    sizing = plan.sizing
+    if not sizing.keeps_steps and sizing.has_slots and not sizing.writes_updates and all_stored:
+        return "states"
+    return "slots" if has_slots else "" if sizing.keeps_steps else "images"
+
+
+def _images(plan: TrainingPlan, tiles: int) -> int:
+    """How many of the tiles of all units have room for a before-image."""
+    needs, split = plan.needs, plan.split
+    return split.images_bytes * tiles // needs.images_bytes if needs.images_bytes else 0
+
+
+def _norms(config: Configuration) -> tuple[str, ...]:
+    clipped = ("clipped",) if config.gradient_clipping > 0 else ()
+    return ("quiet", "quiet", "quiet", *clipped, "overflow")
+
+
+# What is not simulated #
+
+
+def _notes(plan: TrainingPlan, config: Configuration, ranks: int, most_tiles: int, filled: int) -> Iterator[str]:
+    sizing, rules = plan.sizing, plan.sizing.rules
+    points = [point.module_name for point in sizing.partition.hook_points if point.units]
+    around = [name for name in points if any(other.startswith(f"{name}.") for other in points)]
+    in_memory = sum(home.memory is Memory.HOST for home in plan.placement.params)
+    micro = config.gradient_accumulation_steps
+    if any(home.memory is Memory.NVME for home in plan.placement.tiles):
+        yield "optimizer states are not read and written: the ring of tiles and its read-ahead are not simulated"
+    if most_tiles > _MOST_TILES:
+        yield f"{_MOST_TILES} tiles of a unit are told apart, which has up to {most_tiles}"
+    if ranks < plan.machine.ranks:
+        yield f"{ranks} ranks of {plan.machine.ranks} are simulated"
+    if rules.grads.reduces:
+        yield "gradients are not exchanged between ranks, and a rank that fails ends all others between two calls"
+    if rules.activations_bytes:
+        yield "saved activations are not moved"
+    if sizing.layer_major:
+        yield f"layer-major accumulation: {micro} micro-batches are simulated as one pass"
+    if micro > 1 and (rules.grads.sums_there or rules.grads.sums_once):
+        yield "sums of gradients on the device: the gradients of each micro-batch are simulated to leave it"
+    if sizing.there:
+        yield "memory for gradients on the device is taken to be enough"
+    if filled:
+        yield f"states of {filled} units that come to the device after the first step are there from the start"
+    if around:
+        yield f"modules around others ({', '.join(around)}) are simulated as used before these, and not meanwhile"
+    if sizing.shards.standing:
+        yield "gradients of small parameters that stay are simulated to come with each use of one of them"
+    if sizing.keeps_steps and in_memory and rules.site is Memory.HOST:
+        yield f"{in_memory} units that live in host memory are simulated as if they lived on the drives"
+    if rules.params.pass_host:
+        yield "reads past the host are simulated as reads through host memory"

@@ -1,0 +1,118 @@
+"""Models, budgets, ranks and training loops, all of it drawn from one seed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from infinity.simulation.clock import Tempo
+from infinity.simulation.model import SCHEDULES, STAGING_UNITS, Config, Loop, RankSpec, Scenario, UnitSpec, calls_of
+
+
+def draw(seed: int, *, steps: int = 12) -> Scenario:
+    """The scenario of a seed."""
+    random = Random(seed)
+    config, loop = _Drawn(random).world()
+    return Scenario(_varied(config, Random(-1 - seed)), calls_of(loop, random, config, steps), seed)
+
+
+def _varied(config: Config, random: Random) -> Config:
+    """Where the device has a memory of its own, some units live in the host's; gradients of some come in parts."""
+    share = random.choice((0.0, 0.5, 1.0)) if config.staging_bytes and not config.keeps else 0.0
+    units = tuple(_with_home(unit, random.random() < share, random.random() < 0.5) for unit in config.units)
+    return replace(config, units=units)
+
+
+def _with_home(unit: UnitSpec, host: bool, parts: bool) -> UnitSpec:
+    unit = replace(unit, parts=parts)
+    if not host or unit.on_device or not unit.moves:
+        return unit
+    old_params = "images" if unit.old_params == "slots" else unit.old_params
+    return replace(unit, host=True, has_slots=False, old_params=old_params)
+
+
+class _Drawn:
+    """Draws a config and its loop."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+
+    def world(self) -> tuple[Config, Loop]:
+        random = self.random
+        schedule = random.choice(SCHEDULES)
+        keeps = random.random() < 0.25
+        memory = random.choice(("own", "slot", "slot", "shared" if schedule == "backward" else "slot"))
+        slots = random.randint(1, 4) if memory == "slot" else 0
+        streams = random.random() < 0.3
+        count = random.randint(1, 10)
+        units = tuple(self._unit(schedule, memory, keeps=keeps, streams=streams) for _ in range(count))
+        if random.random() < 0.3:  # as blocks are
+            units = tuple(replace(unit, nbytes=units[0].nbytes) for unit in units)
+        uses = self._uses(units)
+        least = max(least_bytes(units, use) for use in uses)
+        alone = random.random() < 0.5
+        if alone and random.random() < 0.3:  # what is used together, and no unit beside it
+            least = max(sum(units[unit].nbytes for unit in set(use) if units[unit].moves) for use in uses)
+            least = max([least, *(unit.nbytes for unit in units if unit.moves)])
+        spare = random.choice((0, 0, random.randint(0, 9), sum(unit.nbytes for unit in units)))
+        count = 1 if alone else random.choice((2, 3, random.randint(2, 8)))
+        ranks = tuple(
+            RankSpec(least + spare + random.choice((0, random.randint(0, 9))), Tempo.drawn(random))
+            for _ in range(count)
+        )
+        shared = [unit.grad_bytes for unit in units if unit.grads == "shared"]
+        several = [unit for unit in range(len(units)) if sum(unit in use for use in uses) > 1]
+        open_bytes = sum(units[unit].grad_bytes for unit in several)
+        shared_bytes = open_bytes + sum(sorted(shared)[-2:]) + random.choice((0, 0, 3)) if shared else 0
+        images = random.randint(0, 4)
+        ahead_bytes = random.choice((0, 0, random.randint(1, 20)))
+        largest = max((unit.nbytes for unit in units if not unit.on_device), default=0)
+        staging_bytes = STAGING_UNITS * largest if streams or random.random() < 0.2 else 0
+        config = Config(units, ranks, schedule, slots, shared_bytes, keeps, images, ahead_bytes, staging_bytes)
+        return config, Loop(tuple(uses), accumulation=1 if shared_bytes else None)
+
+    def _unit(self, schedule: str, memory: str, *, keeps: bool, streams: bool) -> UnitSpec:
+        random = self.random
+        moves, frozen = random.random() < 0.85, random.random() < 0.1
+        tiles = random.randint(1, 3)
+        on_device = not (frozen or keeps) and random.random() < 0.08
+        grads = "" if frozen else "own" if on_device or random.random() < 0.25 else memory
+        old_params = ""
+        if schedule == "speculative" and grads and not on_device:
+            told = ["slots", "states"] if moves else ["images", "states"]
+            if keeps:  # else a crash would find neither what was before nor what is then
+                told = ["slots"] if moves else []
+            old_params = random.choice([*told, *told, ""])
+        return UnitSpec(
+            nbytes=random.choice((1, random.randint(1, 9), random.randint(1, 30))),
+            tiles=tiles,
+            moves=moves,
+            grads=grads,
+            grad_bytes=random.randint(1, 5),
+            on_device=on_device,
+            old_params=old_params,
+            has_slots=keeps or (old_params == "slots"),
+            ahead=random.choice((tiles, random.randint(1, tiles))),
+            recovers=random.random() < 0.5,
+            made=moves and not on_device and random.random() < 0.2,
+            streams=streams and not on_device,
+        )
+
+    def _uses(self, units: tuple[UnitSpec, ...]) -> list[tuple[int, ...]]:
+        """What a pass uses that goes through all branches."""
+        random, count = self.random, len(units)
+        order = list(range(count)) if random.random() < 0.7 else random.sample(range(count), random.randint(1, count))
+        uses: list[tuple[int, ...]] = [(unit,) for unit in order]
+        if random.random() < 0.4:  # one unit is used twice, as tied weights are
+            uses.insert(random.randint(0, len(uses)), (random.choice(order),))
+        if count > 1 and random.random() < 0.3:  # a module has parameters in two units
+            at = random.randrange(len(uses))
+            uses[at] = (uses[at][0], random.choice([unit for unit in range(count) if unit != uses[at][0]]))
+        return uses
+
+
+def least_bytes(units: tuple[UnitSpec, ...], use: tuple[int, ...]) -> int:
+    """What a use needs: its units, and the largest of the others, which comes next or is updated meanwhile."""
+    moving = {index: unit.nbytes for index, unit in enumerate(units) if unit.moves}
+    others = [nbytes for index, nbytes in moving.items() if index not in use]
+    return sum(moving.get(unit, 0) for unit in use) + max(others, default=0)
