@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from infinity.checkpoint.files import discard, is_file_name, read_plain, write_file
+from infinity.checkpoint.format import MANIFEST
 from infinity.errors import CheckpointError, ConfigError, StorageError
 from infinity.io.directory import make_lasting, sync_directory
 from infinity.zero.ranks import Ranks
@@ -182,16 +183,13 @@ def restore_interrupted(directory: Path) -> None:
         ) from error
 
 
-def settle_replaced(ranks: Ranks, directory: Path, manifest: str) -> None:
+def settle_replaced(ranks: Ranks, directory: Path) -> None:
     """See [Note: what is replaced]; all ranks call this together.
 
     [Note: what is replaced]
     A checkpoint that is replaced stays under another name until the new one is in the directories of all ranks, of
     which rank 0's is the last. A crash before that leaves the old one: it gets its name back where nothing has it, and
     where the new one has it although rank 0 has the old one still.
-
-    Args:
-        manifest: name of the file by which two checkpoints are told apart.
 
     Raises:
         CheckpointError: it cannot be renamed.
@@ -201,7 +199,7 @@ def settle_replaced(ranks: Ranks, directory: Path, manifest: str) -> None:
     found = sorted(set().union(*ranks.of_all(replaced)))
     if not found:
         return
-    counts = ranks.on_rank_0(lambda: {tag: _content(directory / tag / manifest) for tag in found})
+    counts = ranks.on_rank_0(lambda: {tag: _content(directory / tag / MANIFEST) for tag in found})
 
     def settle() -> None:
         if not directory.is_dir():
@@ -209,7 +207,7 @@ def settle_replaced(ranks: Ranks, directory: Path, manifest: str) -> None:
         with locked(directory) as alone:
             for tag in sorted(replaced) if alone else ():  # else a rank beside this one does
                 new, old = directory / tag, directory / f"{_OLD}{tag}"
-                if counts[tag] is not None and _content(old / manifest) == counts[tag] != _content(new / manifest):
+                if counts[tag] is not None and _content(old / MANIFEST) == counts[tag] != _content(new / MANIFEST):
                     discard(directory / f"{_NEW}{tag}")
                     new.rename(directory / f"{_NEW}{tag}")
                     old.rename(new)
@@ -247,7 +245,7 @@ def _swap(directory: Path, temporary: Path, tag: str, mark_latest: bool) -> None
 def _restore(directory: Path) -> None:
     for replaced in directory.glob(f"{_OLD}*"):
         final = directory / replaced.name.removeprefix(_OLD)
-        ours = replaced.is_dir() and not replaced.is_symlink() and not final.name.startswith(".")
+        ours = (replaced / MANIFEST).is_file() and not replaced.is_symlink() and not final.name.startswith(".")
         if ours and not os.path.lexists(final):
             replaced.rename(final)
 

@@ -18,7 +18,6 @@ from infinity.checkpoint.fit import check_fit
 from infinity.checkpoint.format import (
     CODE_FIELD,
     FROZEN_FIELD,
-    MANIFEST,
     MASTER,
     Manifest,
     code_params,
@@ -84,7 +83,7 @@ def open_checkpoint(
         CheckpointError: the checkpoint is missing, damaged or of another model, or is not the same for all ranks.
     """
     ranks = runtime.ranks
-    settle_replaced(ranks, directory, MANIFEST)
+    settle_replaced(ranks, directory)
     damaged: dict[str, CheckpointError] = {}
     while True:
         found = ranks.on_rank_0(lambda: find_checkpoint(directory, tag, damaged))

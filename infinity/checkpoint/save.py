@@ -115,7 +115,7 @@ class Saving:
             given = extra if ranks.rank == 0 else None
             self._content = ranks.each(lambda: _begin(directory, given), "saving: the beginning")[0]
             self._leads = directory_leaders(ranks, directory)[ranks.rank] == ranks.rank
-            settle_replaced(ranks, directory, MANIFEST)
+            settle_replaced(ranks, directory)
             self._on_leaders(lambda: _take(self._new, self.path, self._run), "saving: the directory")
             self._on_leaders(lambda: self._write_codes(codes), "saving: the codes")
 

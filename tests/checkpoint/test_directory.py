@@ -53,18 +53,18 @@ def audit(event, args):
 armed = False
 sys.addaudithook(audit)
 with replacing(directory, "tag") as target:
-    (target / "file").write_text("old")
+    (target / "manifest.json").write_text("old")
 armed = True
 with replacing(directory, "tag") as target:
-    (target / "file").write_text("new")
+    (target / "manifest.json").write_text("new")
 """
     prepared.run(["-c", script, tmp_path, str(call)], timeout=60)
     restore_interrupted(tmp_path)  # as a load does
     assert latest_tag(tmp_path) == "tag"
-    assert (tmp_path / "tag" / "file").read_text() in ("old", "new")
+    assert (tmp_path / "tag" / "manifest.json").read_text() in ("old", "new")
     with replacing(tmp_path, "other") as target:  # the next save cleans up
         fill(target, "other")
-    assert (tmp_path / "tag" / "file").read_text() in ("old", "new")
+    assert (tmp_path / "tag" / "manifest.json").read_text() in ("old", "new")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "other", "tag"]
 
 

@@ -37,8 +37,9 @@ from infinity.tiers.swap import SwapSpace
 from infinity.zero.adoption import open_run
 from infinity.zero.groups import Groups
 from infinity.zero.partition import Alignment, Partition, lay_out_unit
-from infinity.zero.phases import Counts, Phase
+from infinity.zero.phases import Phase
 from infinity.zero.ranks import ALONE
+from infinity.zero.step_counter import Counts
 from tests.simulation.durable.drive import BLOCK, Recorder, here
 from tests.simulation.durable.turns import Gate, Result, TurnRanks, Turns
 
@@ -194,7 +195,7 @@ class Trainer:
             settle=lambda: None,
         )
         self.step_ = SimpleNamespace(
-            counts=Counts(),
+            counter=SimpleNamespace(counts=Counts()),
             updates=SimpleNamespace(steps={"w": 0}),
             losses=SimpleNamespace(loss_scale=LossScale.of(None)),
             lr_scheduler=None,
@@ -286,8 +287,10 @@ class Trainer:
                 self._fill(tile, label)
                 self._write(tile)
         self.label = label
-        counts = self.step_.counts
-        self.step_.counts = replace(counts, global_steps=counts.global_steps + 1, micro_steps=counts.micro_steps + 1)
+        counts = self.step_.counter.counts
+        self.step_.counter.counts = replace(
+            counts, global_steps=counts.global_steps + 1, micro_steps=counts.micro_steps + 1
+        )
         self.step_.updates.steps = {"w": self.step_.updates.steps["w"] + 1}
         commits.step_over()
         self._turns.labels[cast(Gate, commits._gate).key] = label
