@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Protocol
+from importlib import import_module
+from typing import Any, Protocol
 
 import torch
 
@@ -94,11 +95,9 @@ def _serving(device: torch.device, loop: Loop, form: _Form) -> Update:
     Raises:
         InfinityError: neither has these bits.
     """
-    problem = _problem_of_triton(device, loop, form)
-    if problem is None:
-        from infinity.kernels.triton_ops import update_in_triton  # noqa: PLC0415  (needs Triton)
-
-        return update_in_triton
+    kernel, problem = _compiled("update_in_triton", device, lambda run: agrees(run, device, loop, form), "bits")
+    if kernel is not None:
+        return kernel  # type: ignore[no-any-return]
     if not agrees(update_in_torch, device, loop, form):
         raise InfinityError(
             f"states cannot stay on {device}: torch's operators give {loop.name} updates of {form[0]} parameters other "
@@ -110,38 +109,40 @@ def _serving(device: torch.device, loop: Loop, form: _Form) -> Update:
     return update_in_torch
 
 
-def _problem_of_triton(device: torch.device, loop: Loop, form: _Form) -> str | None:
-    """Return why Triton's kernel cannot be used; None if it can."""
-    if device.type not in _COMPILED_FOR:
-        return f"it compiles nothing for {device.type}"
-    try:
-        from infinity.kernels.triton_ops import update_in_triton  # noqa: PLC0415  (needs Triton)
-
-        return None if agrees(update_in_triton, device, loop, form) else "its kernel has other bits"
-    except Exception as error:  # no Triton, no compiler, no memory: torch's operators remain
-        return str(error)
-
-
 @cache
 def _norm_serving(device: torch.device, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Triton's kernel where there is a compiler for it and it is right; torch reads and writes nine times as many bytes
-    of bfloat16 values."""
-    if device.type not in _COMPILED_FOR:
-        return norm_in_torch
-    try:
-        from infinity.kernels.triton_ops import norm_in_triton  # noqa: PLC0415  (where there is Triton)
+    """Return Triton's kernel if it can be compiled and is right, else torch's operators.
 
-        problem = "" if measures(norm_in_triton, device, dtype) else "its kernel has other values"
-    except Exception as error:  # as above
-        problem = str(error)
-    if not problem:
-        return norm_in_triton
-    _log.warning("norms of %s on %s are made by torch's operators, which is slower: Triton: %s", dtype, device, problem)
+    These read and write nine times as many bytes of bfloat16 values.
+    """
+    kernel, problem = _compiled("norm_in_triton", device, lambda norm: measures(norm, device, dtype), "values")
+    if kernel is not None:
+        return kernel  # type: ignore[no-any-return]
+    if device.type in _COMPILED_FOR:
+        _log.warning(
+            "norms of %s on %s are made by torch's operators, which is slower: Triton: %s", dtype, device, problem
+        )
     return norm_in_torch
 
 
+def _compiled(name: str, device: torch.device, is_right: Callable[[Any], bool], what: str) -> tuple[Any, str]:
+    """Return Triton's function of this name; or None, and why it cannot be used on the device.
+
+    Args:
+        is_right: whether the function gives right results there.
+        what: the results that are wrong otherwise, for the message.
+    """
+    if device.type not in _COMPILED_FOR:
+        return None, f"it compiles nothing for {device.type}"
+    try:
+        kernel = getattr(import_module("infinity.kernels.triton_ops"), name)
+        return (kernel, "") if is_right(kernel) else (None, f"its kernel has other {what}")
+    except Exception as error:  # no Triton, no compiler, no memory: torch's operators remain
+        return None, str(error)
+
+
 def measures(norm: Callable[[torch.Tensor], torch.Tensor], device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a norm on this device is that of the host, whatever the magnitude of the values, infinite or NaN too."""
+    """Whether a norm on this device is the host's, for values of any magnitude, and for infinite values and NaN."""
     for worst in (0.0, torch.inf, torch.nan):
         values = _wild(5).to(dtype).nan_to_num(0.0, 0.0, 0.0)
         values[77] = worst
