@@ -30,6 +30,7 @@ from infinity.zero.model_parts import is_distributed
 from infinity.zero.outside_units import codes
 from infinity.zero.partition import ParamSlot, Unit
 from infinity.zero.ranks import ranks_on_this_machine
+from infinity.zero.views import UnitViews
 
 Gatherable = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 _CPU = torch.device("cpu")
@@ -201,8 +202,7 @@ class Loan:
         self.runtime = runtime
         self.places = tuple(places)
         self._lent: list[Place] = []
-        rows = runtime.executor.units
-        own = [place for place in self.places if rows[place.unit.index].views.lent_values(place.index) is None]
+        own = [place for place in self.places if views_of(runtime, place).lent_values(place.index) is None]
         check_room(runtime, own, what, device)
         try:
             for group in by_unit(own).values():
@@ -210,7 +210,7 @@ class Loan:
                 values = unit_values(runtime, unit, [place.index for place in group], device)
                 for place, copy in zip(group, values, strict=True):
                     self._lent.append(place)  # first: an interrupt must leave none lent
-                    rows[unit.index].views.lend(place.index, copy, watched=watched)
+                    views_of(runtime, place).lend(place.index, copy, watched=watched)
         except BaseException:
             self.end()
             raise
@@ -228,7 +228,7 @@ class Loan:
             values = place.param.data.detach().reshape(-1).cpu()
             self.runtime.ranks.broadcast(values, source)
             _write_back(values, self.runtime, place.unit, place.slot)
-            self.runtime.executor.units[place.unit.index].views.keeps(place.index)
+            views_of(self.runtime, place).keeps(place.index)
 
     def changed(self, model: nn.Module) -> Iterator[str]:
         """Yield the names of this loan's parameters that were changed and not stored.
@@ -236,7 +236,7 @@ class Loan:
         An adapter that was merged into a weight of `model` and unmerged leaves a rounding error, which does not count.
         """
         for place in self._lent:
-            views = self.runtime.executor.units[place.unit.index].views
+            views = views_of(self.runtime, place)
             if views.changed(place.index) or (
                 views.rewritten(place.index)
                 and not (is_unmerged(model, place.slot.name) and self._differs_by_rounding(place))
@@ -245,7 +245,7 @@ class Loan:
 
     def _differs_by_rounding(self, place: Place) -> bool:
         """Whether the values differ from the tiers' only by rounding, as far as this rank has them."""
-        values = self.runtime.executor.units[place.unit.index].views.values(place.index)
+        values = views_of(self.runtime, place).values(place.index)
         if values.shape != place.slot.shape:
             return False
         values = values.reshape(-1).cpu()
@@ -261,11 +261,15 @@ class Loan:
 
     def end(self) -> None:
         """Return the parameters to the engine."""
-        executor = self.runtime.executor
         for place in self._lent:
-            if executor.units[place.unit.index].views.lent_values(place.index) is not None:
-                executor.take_back(place.unit.index, place.index)
+            if views_of(self.runtime, place).lent_values(place.index) is not None:
+                self.runtime.executor.take_back(place.unit.index, place.index)
         self._lent.clear()
+
+
+def views_of(runtime: Runtime, place: Place) -> UnitViews:
+    """Return the views of the parameter's unit."""
+    return runtime.executor.units[place.unit.index].views
 
 
 def by_unit(places: Iterable[Place]) -> dict[int, list[Place]]:

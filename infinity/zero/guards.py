@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import InfinityError
 from infinity.zero.build import Runtime
-from infinity.zero.gathered import Loan, Owner, Place, by_unit, check_room, unit_values
+from infinity.zero.gathered import Loan, Owner, Place, by_unit, check_room, unit_values, views_of
 from infinity.zero.model_parts import is_distributed
 from infinity.zero.outside_reads import GraphPosition, leaves_read_since
 
@@ -101,12 +101,10 @@ class Guards:
         Raises:
             InfinityError: it was computed from a parameter that was not in memory; names it.
         """
-        executor = self._runtime.executor
+        read = self._runtime.executor.views.read
         for leaf in leaves_read_since(loss, since):
             place = self._places.get(id(leaf))
-            if place is None or (place.unit.index, place.index) in executor.views.read:
-                continue
-            if executor.units[place.unit.index].views.shows():
+            if place is None or views_of(self._runtime, place).shows() or (place.unit.index, place.index) in read:
                 continue
             raise InfinityError(
                 f"the loss was computed from `{place.slot.name}` outside of the model's forward, where the parameter "
@@ -180,7 +178,7 @@ class Guards:
             self._copying = False
 
     def _lent(self, place: Place) -> bool:
-        return self._runtime.executor.units[place.unit.index].views.lent_values(place.index) is not None
+        return views_of(self._runtime, place).lent_values(place.index) is not None
 
     def _synchronize(self, what: str) -> None:
         owner = self._owner()
