@@ -38,7 +38,6 @@ class _UnitTotal:
         step: None before the step's first gradient, and after the hand-over to an update.
     """
 
-    index: int
     unit: Unit
     trained: int
     of_pass: set[int] = field(default_factory=set)
@@ -77,7 +76,7 @@ class Gradients:
         self._counters = counters
         self._parts = parts
         self._last_pass = False
-        self._rows = [_UnitTotal(unit.index, unit, sum(slot.trainable for slot in unit.slots)) for unit in units]
+        self._rows = [_UnitTotal(unit, sum(slot.trainable for slot in unit.slots)) for unit in units]
 
     # Arriving #
 
@@ -158,8 +157,8 @@ class Gradients:
         if not self._landing.add(addend, step.stats, last_pass=self._last_pass):
             return None
         if is_first:
-            for low, high in self._source.gaps[row.index]:
-                self._store(row.index).tensor(row.index)[low:high] = 0  # kernels process the padding, too
+            for low, high in self._source.gaps[row.unit.index]:
+                self._store(row.unit.index).tensor(row.unit.index)[low:high] = 0  # kernels process the padding, too
         step.present.update(addend.present)
         row.of_pass.update(addend.of_pass)
         return self._source.tells_late or len(row.of_pass) == row.trained
@@ -205,7 +204,7 @@ class Gradients:
             self._rows[unit].begun().present.update(slots)
         for row in self._rows:
             if row.step is not None and not row.step.present:
-                self._sums.drop(row.index, WHOLE)
+                self._sums.drop(row.unit.index, WHOLE)
                 self._drop(row)
 
     def abort_backward(self) -> None:
@@ -224,7 +223,7 @@ class Gradients:
         return self._rows[unit].step is not None
 
     def units_with_gradients(self) -> list[int]:
-        return [row.index for row in self._rows if row.step is not None and row.step.present]
+        return [row.unit.index for row in self._rows if row.step is not None and row.step.present]
 
     def slots_with_gradients(self, unit: int) -> frozenset[int]:
         step = self._rows[unit].step
@@ -384,7 +383,7 @@ class Gradients:
             InfinityError: others would stay, but the reduced gradients of a unit are one sum.
         """
         if self._source.groups.all.size > 1:
-            here = {row.index: set(row.step.present) for row in self._rows if row.step is not None}
+            here = {row.unit.index: set(row.step.present) for row in self._rows if row.step is not None}
             for unit, waiting in self._source.slots_that_wait():
                 here.setdefault(unit, set()).update(waiting)
             if any(some - set(slots.get(unit, ())) for unit, some in here.items()):
@@ -413,7 +412,7 @@ class Gradients:
                 self._drop(row)
 
     def _drop(self, row: _UnitTotal) -> None:
-        store = self._store(row.index)
-        if store.holds(row.index):
-            store.drop(row.index)
+        store = self._store(row.unit.index)
+        if store.holds(row.unit.index):
+            store.drop(row.unit.index)
         row.step = None
