@@ -35,11 +35,6 @@ def test_a_page_is_measured_outside_of_tables_and_code(lint, text, problems) -> 
     assert all(one.startswith(start) for one, start in zip(found, problems, strict=True))
 
 
-def test_a_page_that_is_not_done_needs_a_heading_only(lint) -> None:
-    assert list(lint.page_problems("page.md", f"# Title\n{'word ' * 30}", done=False)) == []
-    assert list(lint.page_problems("page.md", "word", done=False)) == ["page.md:1: no heading"]
-
-
 def test_a_note_is_where_the_reference_says(lint) -> None:
     home = '"""Title.\n\n[Note: the ring]\nWords.\n"""\n'
     right = "# See [Note: the ring].\n# See [Note: the ring] in\n# tiers/ring.py.\n"
@@ -53,8 +48,3 @@ def test_a_note_is_where_the_reference_says(lint) -> None:
     assert list(lint.note_problems(twice)) == [
         "infinity/tiers/slots.py:3: [Note: the ring] is in infinity/tiers/ring.py already"
     ]
-
-
-def test_the_lists_of_what_is_not_done_name_files(lint) -> None:
-    for name in lint.UNDONE_PAGES | lint.UNDONE_MODULES:
-        assert (lint.ROOT / name).is_file(), name

@@ -24,11 +24,6 @@ ROOT = Path(__file__).parents[1]
 MOST = 120  # characters of a line of prose
 SOURCES = (("infinity", "*.py"), ("csrc", "*.h"), ("csrc", "*.cpp"))
 
-# Pages that are being rewritten. Only their headings are checked. Remove a page from the list when it is done.
-UNDONE_PAGES = {"docs/inside.md"}
-# Modules that still have private words. Remove a module from the list when it has none.
-UNDONE_MODULES: set[str] = set()
-
 PRIVATE = {  # what not to write, and what to write instead
     r"nobody's books": "ownership transfer was cut short",
     r"\b(?:is|are) had\b": "a verb with a subject",
@@ -56,7 +51,7 @@ def all_problems() -> Iterator[str]:
     """Of the whole project."""
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         name, text = page.relative_to(ROOT).as_posix(), page.read_text()
-        yield from page_problems(name, text, done=name not in UNDONE_PAGES)
+        yield from page_problems(name, text)
     sources = {
         file.relative_to(ROOT).as_posix(): file.read_text()
         for folder, pattern in SOURCES
@@ -64,20 +59,18 @@ def all_problems() -> Iterator[str]:
     }
     yield from note_problems(sources)
     for name, text in sources.items():
-        if name.startswith("infinity/") and name not in UNDONE_MODULES:
+        if name.startswith("infinity/"):
             yield from private_words(name, text)
 
 
 # Pages #
 
 
-def page_problems(name: str, text: str, *, done: bool = True) -> Iterator[str]:
-    """Of one page; one that is not done needs a heading only."""
+def page_problems(name: str, text: str) -> Iterator[str]:
+    """Of one page."""
     prose = dict(_prose(text))
     if not any(line.startswith("#") for line in prose.values()):
         yield f"{name}:1: no heading"
-    if not done:
-        return
     for number, line in prose.items():
         if len(line) > MOST and " " in line[_indent(line) : MOST]:
             yield f"{name}:{number}: {len(line)} characters, more than {MOST}"
