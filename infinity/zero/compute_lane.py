@@ -91,6 +91,9 @@ class ComputeLane:
             if index is not None:  # an exception may have ended its `enter`
                 del self._uses[index]
 
+    def forward_left(self) -> None:
+        self._listener.forward_left()
+
     def backward_left(self, units: tuple[int, ...]) -> None:
         with self._paused():
             self._listener.backward_left(units)

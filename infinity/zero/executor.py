@@ -133,17 +133,15 @@ class Executor:
                 self.settle()
                 self._do(UseBegins(unit))
                 entered.append(unit)
-                self.gather_owed(unit)
-                self._gathering.enter(unit)
-                self._look_ahead()
+                if self._gathering.shares:
+                    self._gather_for_use(unit)
                 self.units[unit].views.show()
         except BaseException as error:
             if isinstance(error, StorageError):
                 self._params.handing_over.tear()  # an update has failed, and nothing will retry it
             for unit in units:
                 self._params.unpin(unit)
-            for unit in entered:
-                self._gathering.leave(unit, self._cycle.expected)
+            self._end_uses(entered)
             raise
 
     def _do(self, event: Event) -> bool:
@@ -163,6 +161,12 @@ class Executor:
         """Gather units that stay in memory in this order, which is the same on all ranks."""
         self._gathering.follow(order)
 
+    def _gather_for_use(self, unit: int) -> None:
+        """Unshard a resident unit that a module is about to use, and start to gather the units that are used next."""
+        self.gather_owed(unit)
+        self._gathering.enter(unit)
+        self._look_ahead()
+
     def _look_ahead(self) -> None:
         """Start to gather the units that are used next, in their order."""
         while (unit := self._gathering.due(self._cycle.upcoming)) is not None:
@@ -179,8 +183,13 @@ class Executor:
         """Allow eviction of the units again."""
         for unit in units:
             self._params.unpin(unit)
-            self._gathering.leave(unit, self._cycle.expected)
+        self._end_uses(units)
         self.settle()
+
+    def _end_uses(self, units: Sequence[int]) -> None:
+        if self._gathering.shares:
+            for unit in units:
+                self._gathering.leave(unit, self._cycle.expected)
 
     # Actions #
 
@@ -236,8 +245,6 @@ class Executor:
         self._in_flight.wait_computed(row)
         self._await_fetch(action)
         self._params.await_update(unit)
-        if self._gathering.is_whole(unit):
-            row.views.show()
 
     # The plan #
 

@@ -74,6 +74,7 @@ class Gathering:
         ahead_bytes: memory for units that are gathered early, beyond the next one.
 
     Attributes:
+        shares: several ranks share some unit; else no unit is ever gathered.
         ahead: units that are pinned and gathered for their next use, in order.
     """
 
@@ -88,6 +89,7 @@ class Gathering:
             _Shared(unit, spec.name, moving_bytes[unit]) if spec.sharding.count > 1 else None
             for unit, spec in enumerate(params.specs)
         ]
+        self.shares = any(each is not None for each in self._shared)
         self._may_be_ahead = Ahead(capacity_bytes, ahead_bytes, max(moving_bytes, default=0))
         self.ahead: dict[_Shared, None] = {}
         self._order = [] if any(moving_bytes) else [each for each in self._shared if each is not None]

@@ -75,6 +75,9 @@ class Listener(Protocol):
     def leave(self, units: tuple[int, ...]) -> None:
         """Called at the end of a use after `enter` or `backward_enter`, unless that raised."""
 
+    def forward_left(self) -> None:
+        """Called after `leave`, at the end of a forward call that no watched module has made."""
+
     def backward_left(self, units: tuple[int, ...]) -> None:
         """Called when backward has left one call of the module with these units, after `leave`."""
 
@@ -193,6 +196,8 @@ class Hooks:
         running = self._running
         while running:
             self._listener.leave(tuple(running.pop().units))
+            if not running:
+                self._listener.forward_left()
 
     def remove(self) -> None:
         """Remove all hooks, and the reference to the listener, which refers to this object."""
@@ -230,6 +235,8 @@ class Hooks:
             if call.watches:
                 self._reads.end()
             self._listener.leave(tuple(call.units))
+            if not running:
+                self._listener.forward_left()
             if not torch.is_grad_enabled():
                 return
             if call.followed:
@@ -325,6 +332,9 @@ class _Nobody:
         """Do nothing."""
 
     backward_enter = leave = backward_left = enter
+
+    def forward_left(self) -> None:
+        """Do nothing."""
 
     def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
         """Do nothing."""

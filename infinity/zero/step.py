@@ -98,6 +98,7 @@ class Step:
         layer_major: runs micro-batches through the blocks together, if configured.
         keeper: keeps every step on NVMe, if configured.
         at_end: called at the end of each step, if set.
+        all_units: indices of all units.
         forward_end: where in the graph the last forward pass ended.
     """
 
@@ -151,10 +152,7 @@ class Step:
         self.keeper: StepKeeper | None = None
         self.at_end: Callable[[], None] | None = None
         self._only_evaluates = not any(unit.trainable_numel for unit in runtime.partition.units)
-
-    @property
-    def all_units(self) -> frozenset[int]:
-        return frozenset(range(len(self._runtime.partition.units)))
+        self.all_units = frozenset(range(len(runtime.partition.units)))
 
     def _watch(self, model: nn.Module) -> Hooks:
         runtime = self._runtime
@@ -650,8 +648,8 @@ class Step:
 
     def leave(self, units: tuple[int, ...]) -> None:
         self._executor.leave(units)
-        if self.hooks.in_forward:
-            return
+
+    def forward_left(self) -> None:
         self.forward_end = GraphPosition.now()
         if self._open is None and not self._only_evaluates:
             self._executor.rest()  # the model was called without the engine

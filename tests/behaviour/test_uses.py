@@ -44,6 +44,9 @@ class Recorder:
     def leave(self, units: tuple[int, ...]) -> None:
         """Forward's; that of backward is followed by `backward_left`."""
 
+    def forward_left(self) -> None:
+        """Forward's."""
+
     def backward_left(self, units: tuple[int, ...]) -> None:
         for unit in units:
             self.in_use.remove(unit)
