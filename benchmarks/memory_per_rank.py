@@ -120,7 +120,7 @@ def count(engine: infinity.Engine) -> tuple[int, int, int, int]:
     """(parameters, gradients, optimizer states, working buffers); the rooms are looked into from outside."""
     runtime = engine._runtime
     units = range(len(runtime.partition.units))
-    staying = sum(storage_bytes(runtime.params.tensor(unit)) for unit in units if not offloaded(runtime, unit))
+    staying = sum(storage_bytes(runtime.params.units[unit].tensor) for unit in units if not offloaded(runtime, unit))
     gathered = runtime.host.parts["parameters"].used_bytes if any(offloaded(runtime, unit) for unit in units) else 0
     homes = lease_bytes(each.lease for each in runtime.params.units)
     own = lease_bytes(each.own for each in runtime.grads.host._units if each.own is not None)

@@ -143,7 +143,7 @@ class Snapshot:
         """Sum of every tile's parameters, by unit and first element, where the model may have them between steps."""
         sums = {}
         for index in self._units:
-            if self._runtime.params.residency(index) is Residency.RESIDENT:
+            if self._runtime.params.units[index].residency is Residency.RESIDENT:
                 with self._runtime.executor.resident(index) as flat:
                     for start, numel in self._runtime.pipeline.geometry(index):
                         sums[index, start] = _sum(flat[start : start + numel])

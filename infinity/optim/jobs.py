@@ -16,7 +16,7 @@ from infinity.telemetry import Times
 from infinity.tiers.copies import Move, Transfer
 from infinity.tiers.states import Tile
 
-WriteParams = Callable[[int, int, int], "Transfer | None"]  # (unit, start, numel): starts writing them home
+WriteParams = Callable[[int, int], "Transfer | None"]  # (start, numel): starts writing them home
 
 
 @dataclass(frozen=True)

@@ -418,7 +418,7 @@ class UpdatePipeline:
             write = self._ring.let_go(tile)
         if write is not None:
             ticket.writes.append(write)
-        if touched and job.write is not None and (write := job.write(job.unit, tile.start, tile.numel)) is not None:
+        if touched and job.write is not None and (write := job.write(tile.start, tile.numel)) is not None:
             ticket.writes.append(write)
 
     def _compute(self, ticket: UpdateTicket, tile: Tile) -> bool:

@@ -87,7 +87,6 @@ class Scheduler:
         writes_unreconstructable: write each update whose old parameters the optimizer states cannot reconstruct.
 
     Attributes:
-        staying: units that never leave memory.
         in_memory: evictable units whose parameters are in memory, the least recently used first.
         planned: actions of the plan that wait for memory, in order.
         blocked: units in memory whose updates had no room, the longest first.
@@ -106,7 +105,6 @@ class Scheduler:
         writes_unreconstructable: bool = False,
     ) -> None:
         self.rows = tuple(rows)
-        self.staying = tuple(row for row in self.rows if not row.moves)
         self.cycle = cycle
         self.in_memory: dict[UnitState, None] = {}
         self._fetching: dict[UnitState, None] = {}  # the oldest first

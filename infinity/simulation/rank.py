@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -76,14 +77,16 @@ class Rank(Performer):
 
     def _gathers(self, ranks: int) -> Gathering:
         """The engine's own, over this rank's rows."""
-        specs = [SimpleNamespace(name=row.name, nbytes=row.nbytes, offloaded=row.moves, pieces=()) for row in self.rows]
-        for spec in specs:
-            spec.sharding = SimpleNamespace(count=ranks)
-        params = SimpleNamespace(specs=specs, pin=self._pin, unpin=self._unpin, tensor=lambda unit: unit)
+        sharding = SimpleNamespace(count=ranks)
+        units = []
+        for row in self.rows:
+            spec = SimpleNamespace(name=row.name, nbytes=row.nbytes, offloaded=row.moves, pieces=(), sharding=sharding)
+            pin, unpin = partial(self._pin, row.index), partial(self._unpin, row.index)
+            units.append(SimpleNamespace(spec=spec, pin=pin, unpin=unpin, tensor=row.index))
         others = SimpleNamespace(all_gather=self._all_gather)
         counters = SimpleNamespace(stalled=nullcontext)
         made: Any = Gathering  # by whoever has what it asks of these
-        return cast(Gathering, made(params, others, self.cycle.capacity_bytes, counters, self.cycle.ahead_bytes))
+        return cast(Gathering, made(units, others, self.cycle.capacity_bytes, counters, self.cycle.ahead_bytes))
 
     def _all_gather(self, unit: int, _pieces: object, _name: str) -> Sequence[Any]:
         row = self.rows[unit]

@@ -28,18 +28,18 @@ from collections.abc import Collection, Sequence
 import torch
 
 from infinity.errors import InfinityError
-from infinity.io import IoFuture, Priority
+from infinity.io import Priority
 from infinity.memory import Arena, Budget, SparePages
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers.copies import Memory, Move, State, Transfer
 from infinity.tiers.slots import Extent, SlotExtent
 from infinity.tiers.swap import SwapSpace
-from infinity.tiers.unit_params import Carriers, Device, FlatSpec, Residency, UnitParams
+from infinity.tiers.unit_params import Carriers, Device, FlatSpec, UnitParams
 from infinity.tiers.weight_files import WeightFiles
 
 
 class Params:
-    """Copies of every unit's parameters. One thread at a time drives it; the optimizer's thread calls `write_tile`.
+    """Copies of every unit's parameters. One thread at a time drives it; the optimizer's calls `UnitParams.write`.
 
     Args:
         homes: home of each unit: DEVICE if it is always resident, else the memory that it is evicted to.
@@ -78,7 +78,7 @@ class Params:
         self.has_slots = slotted > 0
         self.specs = tuple(specs)
         self.handing_over = arena.handing_over
-        self.passing: dict[int, None] = {}
+        self.passing: dict[UnitParams, None] = {}
         self._swap = swap
         self.ledger = budget
         self._counters = counters
@@ -101,32 +101,10 @@ class Params:
 
     # State #
 
-    def residency(self, unit: int) -> Residency:
-        return self.units[unit].residency
-
-    def pin(self, unit: int) -> None:
-        """Keep the unit from being evicted; pairs with `unpin`."""
-        self.units[unit].field.pin(Memory.DEVICE)
-
-    def unpin(self, unit: int) -> None:
-        self.units[unit].field.unpin(Memory.DEVICE)
-
-    def keep_pins(self, units: Collection[int]) -> None:
+    def keep_pins(self, units: Collection[UnitParams]) -> None:
         """Set one pin on each of these units and no pin on all others."""
-        for index, each in enumerate(self.units):
-            each.field.copies[Memory.DEVICE].pins = int(index in units)
-
-    def is_pinned(self, unit: int, times: int = 0) -> bool:
-        """Whether the unit has more than `times` pins."""
-        return self.units[unit].field.copies[Memory.DEVICE].pins > times
-
-    def tensor(self, unit: int) -> torch.Tensor:
-        """Return the flat tensor on the compute device; its memory is valid while the unit is RESIDENT."""
-        return self.units[unit].tensor
-
-    def host_tensor(self, unit: int) -> torch.Tensor:
-        """Return this rank's shard for changes; valid from `host_wait`, which follows `open_host`, to `close_host`."""
-        return self.units[unit].shard
+        for each in self.units:
+            each.computed_on.pins = int(each in units)
 
     @property
     def budget(self) -> str:
@@ -135,9 +113,8 @@ class Params:
 
     # First values #
 
-    def create(self, unit: int) -> bool:
-        """Allocate memory for a unit without values, to be filled through `host_tensor`. Return False without room."""
-        each = self.units[unit]
+    def create(self, each: UnitParams) -> bool:
+        """Allocate memory for a unit without values, to be filled through its `shard`. Return False without room."""
         if not (self._allocate(each) if each.site is Memory.DEVICE else self._stage(each)):
             return False
         each.field.begin_write(each.site)
@@ -145,9 +122,8 @@ class Params:
             each.tensor.zero_()  # padding must be zero, and the memory may hold another unit's bytes
         return True
 
-    def create_done(self, unit: int) -> None:
+    def create_done(self, each: UnitParams) -> None:
         """End `create`: bring the new values home or to the device, in blocking writes."""
-        each = self.units[unit]
         each.field.end_write(each.site)
         if each.site is Memory.HOST:
             if each.home > Memory.HOST:
@@ -155,9 +131,8 @@ class Params:
             each.write_home()
             self._leave_host(each)
 
-    def create_failed(self, unit: int) -> None:
+    def create_failed(self, each: UnitParams) -> None:
         """End `create` after an error: free the memory again."""
-        each = self.units[unit]
         if each.field.state(each.site) is State.WRITING:
             each.field.fail_write(each.site)
             if each.site is Memory.HOST:
@@ -165,10 +140,9 @@ class Params:
             elif each.spec.offloaded:
                 self._free(each)
 
-    def discard(self, unit: int) -> None:
+    def discard(self, each: UnitParams) -> None:
         """Drop the unit's values without writing them."""
-        each = self.units[unit]
-        self.await_update(unit)
+        self.await_update(each)
         resident = each.field.state(Memory.DEVICE) is State.VALID
         each.field.consume()
         if resident and each.spec.offloaded:
@@ -176,13 +150,12 @@ class Params:
 
     # Fetch and evict #
 
-    def fetch_start(self, unit: int, priority: Priority, *, updated: bool = False) -> bool:
+    def fetch_start(self, each: UnitParams, priority: Priority, *, updated: bool = False) -> bool:
         """Start a fetch: STORED -> FETCHING. Return False if there is no room now.
 
         Args:
             updated: an update needs the values in host memory, so the fetch must not bypass it.
         """
-        each = self.units[unit]
         direct = None if self._device is None or updated or len(each.spec.pieces) > 1 else self._device.direct
         if not self.ledger.fits(each.spec.nbytes):
             return False
@@ -201,14 +174,13 @@ class Params:
             self._allocate(each)
             if each.field.state(Memory.HOST) is State.ABSENT:
                 each.read(Memory.HOST, priority)
-            self.passing[unit] = None
+            self.passing[each] = None
             each.field.pin(Memory.HOST)
             each.field.expect(Memory.DEVICE)
         return True
 
-    def advance(self, unit: int) -> None:
+    def advance(self, each: UnitParams) -> None:
         """Start the upload of a passing unit if its read has ended; no update may be using the unit."""
-        each = self.units[unit]
         if each.field.arriving(Memory.DEVICE) is None:
             read = each.field.arriving(Memory.HOST)
             if read is None or read.done():
@@ -216,16 +188,15 @@ class Params:
                     each.field.finish_move(read)
                 each.start_upload()
 
-    def fetch_wait(self, unit: int) -> None:
+    def fetch_wait(self, each: UnitParams) -> None:
         """Block until the fetch ends: FETCHING -> RESIDENT.
 
         Raises:
             StorageError: reading failed; the unit is STORED again.
         """
-        each = self.units[unit]
-        if unit in self.passing:
+        if each in self.passing:
             self._finish(each, Memory.HOST)
-            self.advance(unit)
+            self.advance(each)
             upload = each.field.arriving(Memory.DEVICE)
             assert upload is not None
             each.order_behind(upload)
@@ -246,44 +217,41 @@ class Params:
             each.wait(move)
         except BaseException:
             if each.field.arriving(memory) is None:  # not a mere interrupt of the wait
-                if each.index in self.passing:
+                if each in self.passing:
                     each.field.give_up(Memory.DEVICE)
                     self._end_fetch(each)
                 self._free(each)
             raise
 
     def _end_fetch(self, each: UnitParams) -> None:
-        del self.passing[each.index]
+        del self.passing[each]
         each.field.unpin(Memory.HOST)
         self._leave_host(each)
 
-    def await_update(self, unit: int) -> None:
+    def await_update(self, each: UnitParams) -> None:
         """Order all later work of the compute stream behind the upload of the unit's last update."""
-        each = self.units[unit]
         upload, each.coming = each.coming, None
         if upload is not None and each.field.arriving(Memory.DEVICE) is upload:  # else it was waited for
             each.order_behind(upload)
 
-    def evict(self, unit: int) -> None:
+    def evict(self, each: UnitParams) -> None:
         """Free the unit's device memory: RESIDENT -> STORED. The unit must be unpinned, and clean or stale."""
-        each = self.units[unit]
-        self.await_update(unit)
+        self.await_update(each)
         if not (each.spec.offloaded and each.field.can_drop(Memory.DEVICE)):
             raise RuntimeError(f"unit {each.spec.name} is in use or dirty and cannot be evicted")
         if not each.field.drop(Memory.DEVICE):  # an exception interrupted a read access
-            for move in list(each.field.copies[Memory.DEVICE].moves):
+            for move in list(each.computed_on.moves):
                 move.wait(self._counters)
             each.field.gone(Memory.DEVICE)
         self._free(each)
 
     # Changes #
 
-    def open_host(self, unit: int) -> bool:
-        """Start bringing the values to `host_tensor`, for an update or another access. Return False without room.
+    def open_host(self, each: UnitParams) -> bool:
+        """Start bringing the values to `shard`, for an update or another access. Return False without room.
 
         The unit must be FETCHING or RESIDENT. It is pinned until `close_host`.
         """
-        each = self.units[unit]
         if each.site is Memory.HOST:
             if not self._stage(each):
                 return False
@@ -291,12 +259,11 @@ class Params:
                 self._finish(each, each.there)  # it may be arriving on the device directly from NVMe
                 each.download()
             each.field.pin(Memory.HOST)
-        self.pin(unit)
+        each.pin()
         return True
 
-    def host_wait(self, unit: int) -> None:
-        """Block until `host_tensor` has the values."""
-        each = self.units[unit]
+    def host_wait(self, each: UnitParams) -> None:
+        """Block until `shard` has the values."""
         self._finish(each, each.site)
 
     def note_final(self, unit: int, gradients: Transfer) -> None:
@@ -308,13 +275,12 @@ class Params:
         for each in self.units:
             each.final = None
 
-    def begin_change(self, unit: int) -> tuple[Move, ...]:
-        """Begin a change of `host_tensor`. Return the moves to wait for first. Pairs with `end_change`.
+    def begin_change(self, each: UnitParams) -> tuple[Move, ...]:
+        """Begin a change of `shard`. Return the moves to wait for first. Pairs with `end_change`.
 
         Raises:
             InfinityError: the values are in existing files, which are never written.
         """
-        each = self.units[unit]
         if each.home is Memory.FILE:
             raise InfinityError(
                 f"unit `{each.spec.name}` is used where it lies in {each.spec.runs[0].file.path.parent}, which is "
@@ -323,15 +289,14 @@ class Params:
         each.sent = 0
         return each.field.begin_write(each.site)
 
-    def begin_update(self, unit: int) -> tuple[Move, ...]:
+    def begin_update(self, each: UnitParams) -> tuple[Move, ...]:
         """Like `begin_change`, for an update: from now on the device must not use the old values."""
         if self._device is not None:
-            self.units[unit].since = self._device.link.mark()
-        return self.begin_change(unit)
+            each.since = self._device.link.mark()
+        return self.begin_change(each)
 
-    def end_change(self, unit: int) -> None:
+    def end_change(self, each: UnitParams) -> None:
         """End the change, if one was begun, and upload the values if the unit has a copy on the device."""
-        each = self.units[unit]
         if each.field.state(each.site) is not State.WRITING:
             return
         with self.handing_over:
@@ -344,12 +309,12 @@ class Params:
     def _send_up(self, each: UnitParams) -> None:
         """Upload the newest values from host memory; the device has older ones, or they are arriving."""
         older = each.field.arriving(Memory.DEVICE)
-        if older is None and each.index in self.passing:
+        if older is None and each in self.passing:
             return  # the fetch continues with the new values
         if older is not None:
             self._finish(each, Memory.DEVICE)
         each.coming = each.start_upload()
-        if each.index in self.passing:
+        if each in self.passing:
             self._end_fetch(each)
 
     def _send_home(self, each: UnitParams) -> None:
@@ -366,42 +331,31 @@ class Params:
             each.put_in_place()
             each.await_put()
 
-    def is_at_hand(self, unit: int) -> bool:
-        """Whether an update of the unit may begin: it is where it is updated, or is being fetched."""
-        return self.units[unit].home is Memory.SHARD or self.residency(unit) is not Residency.STORED
-
-    def begin_device_change(self, unit: int) -> torch.Tensor:
+    def begin_device_change(self, each: UnitParams) -> torch.Tensor:
         """Begin a change in compute-stream order. Return the trainable part of this rank's shard on the device.
 
         Pairs with `end_device_change`.
         """
-        each = self.units[unit]
         assert self._device is not None
-        self.await_update(unit)
+        self.await_update(each)
         each.final = None
         for move in each.field.begin_write(each.there):
             self._device.link.compute_waits(move.transfer)
         return each.trained_there()
 
-    def end_device_change(self, unit: int) -> None:
+    def end_device_change(self, each: UnitParams) -> None:
         """End the change; its work is queued, so that all later work of the compute stream runs behind it."""
-        each = self.units[unit]
         each.field.end_write(each.there, in_order=True)
         if each.home is Memory.SHARD:
             self._follow(each)
 
-    def write_tile(self, unit: int, start: int, numel: int) -> IoFuture | None:
-        """See `UnitParams.write`."""
-        return self.units[unit].write(start, numel)
-
-    def close_host(self, unit: int) -> None:
+    def close_host(self, each: UnitParams) -> None:
         """End `open_host`: the values may leave host memory."""
-        each = self.units[unit]
-        self.end_change(unit)
+        self.end_change(each)
         if each.site is Memory.HOST:
             each.field.unpin(Memory.HOST)
             self._leave_host(each)
-        self.unpin(unit)
+        each.unpin()
 
     # Rollback #
 
@@ -413,7 +367,7 @@ class Params:
         if not self.keeps_steps:
             self._swap.slots.next_epoch()
 
-    def undo(self, unit: int) -> None:
+    def undo(self, each: UnitParams) -> None:
         """Roll back the last change of the unit, for which `can_undo` was True. No move may be in flight.
 
         The copy on the device is old from now on and may be evicted.
@@ -421,23 +375,12 @@ class Params:
         Raises:
             StorageError: the old values cannot be read.
         """
-        each = self.units[unit]
-        self.await_update(unit)
+        self.await_update(each)
         each.undo()
         if each in self._leaving:
             self._reap()  # or `_stage` would keep the copy, with the values that are rolled back
         if each.home is Memory.HOST:
             each.wait(each.read(Memory.HOST, Priority.DEMAND))
-
-    # Crash consistency #
-
-    def unwritten(self) -> list[int]:
-        """Return the units whose NVME copy is not the newest."""
-        return [
-            each.index
-            for each in self.units
-            if each.written and each.field.version and not each.field.is_newest(Memory.NVME)
-        ]
 
     def close(self) -> None:
         """Free all memory, once no copy over the link touches it. No other transfer may be in flight."""

@@ -213,7 +213,10 @@ class UnitParams:
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's shard, in the memory in which it is changed."""
+        """This rank's shard, in the memory in which it is changed.
+
+        Between `Params.open_host` and `close_host` it may be changed, once `Params.host_wait` has returned.
+        """
         return self.tensor if self.lease is None else self.lease.tensor(self.spec.dtype)
 
     @property
@@ -221,9 +224,24 @@ class UnitParams:
         """Whether the unit is in the memory that the model computes in."""
         return Residency.RESIDENT if self.coming is not None else _RESIDENCY[self.computed_on.state]
 
+    def is_at_hand(self) -> bool:
+        """Whether an update of the unit may begin: it is where it is updated, or is being fetched."""
+        return self.home is Memory.SHARD or self.residency is not Residency.STORED
+
+    def pin(self) -> None:
+        """Keep the unit from being evicted; pairs with `unpin`."""
+        self.field.pin(Memory.DEVICE)
+
+    def unpin(self) -> None:
+        self.field.unpin(Memory.DEVICE)
+
     def is_dirty(self) -> bool:
         """Whether the newest values are not at home."""
         return not self.field.is_newest(self.home)
+
+    def is_unwritten(self) -> bool:
+        """Whether the NVME copy that the unit should have is not the newest."""
+        return self.written and self.field.version > 0 and not self.field.is_newest(Memory.NVME)
 
     def is_stored(self) -> bool:
         """Whether the unit has a value and its home has the newest."""

@@ -583,7 +583,7 @@ def open_activations(config: Config, runtime: Runtime, model: nn.Module) -> Acti
         if tiering.activations == "cpu":
             _log.info("tiering.activations is cpu: they are there already, since the model computes on the CPU")
         return None
-    kept = [runtime.params.tensor(unit.index) for unit in runtime.partition.units]
+    kept = [each.tensor for each in runtime.params.units]
     kept += [buffer for buffer in model.buffers() if buffer.layout is torch.strided]
     storages = {tensor.untyped_storage()._cdata for tensor in kept}
     files = None

@@ -101,7 +101,7 @@ class Executor:
         self._pipeline = pipeline
         self._cycle = cycle
         self._in_flight = in_flight
-        self._gathering = Gathering(params, ranks, cycle.capacity_bytes, counters, cycle.ahead_bytes)
+        self._gathering = Gathering(params.units, ranks, cycle.capacity_bytes, counters, cycle.ahead_bytes)
         self._scheduler = Scheduler(
             units,
             cycle,
@@ -125,22 +125,23 @@ class Executor:
             self.undo(*units)
         if self._gathering.ahead:
             self._gathering.make_way(units)
-        for unit in units:
-            self._params.pin(unit)  # pin all first: the fetch of one must not evict another
+        rows = [self.units[unit] for unit in units]
+        for row in rows:
+            row.params.pin()  # pin all first: the fetch of one must not evict another
         entered: list[int] = []
         try:
-            for unit in units:
+            for row in rows:
                 self.settle()
-                self._do(UseBegins(unit))
-                entered.append(unit)
+                self._do(UseBegins(row.index))
+                entered.append(row.index)
                 if self._gathering.shares:
-                    self._gather_for_use(unit)
-                self.units[unit].views.show()
+                    self._gather_for_use(row.index)
+                row.views.show()
         except BaseException as error:
             if isinstance(error, StorageError):
                 self._params.handing_over.tear()  # an update has failed, and nothing will retry it
-            for unit in units:
-                self._params.unpin(unit)
+            for row in rows:
+                row.params.unpin()
             self._end_uses(entered)
             raise
 
@@ -171,47 +172,55 @@ class Executor:
         """Start to gather the units that are used next, in their order."""
         while (unit := self._gathering.due(self._cycle.upcoming)) is not None:
             self.undo(unit)
-            self._params.pin(unit)
+            params = self.units[unit].params
+            params.pin()
             try:
                 self._do(ParametersNeeded(unit))
                 self._gathering.look_ahead(unit)
             except BaseException:
-                self._params.unpin(unit)
+                params.unpin()
                 raise
 
     def leave(self, units: tuple[int, ...]) -> None:
         """Allow eviction of the units again."""
         for unit in units:
-            self._params.unpin(unit)
-        self._end_uses(units)
+            self.units[unit].params.unpin()
+        if self._gathering.shares:
+            self._end_uses(units)
         self.settle()
 
     def _end_uses(self, units: Sequence[int]) -> None:
-        if self._gathering.shares:
-            for unit in units:
-                self._gathering.leave(unit, self._cycle.expected)
+        for unit in units:
+            self._gathering.leave(unit, self._cycle.expected)
 
     # Actions #
 
     def _fetch(self, action: Fetch) -> None:
-        unit, priority = action.unit, Priority.DEMAND if action.urgent else Priority.PREFETCH
-        self._params.fetch_start(unit, priority, updated=self.units[unit].update_is_due)
+        row, priority = self.units[action.unit], Priority.DEMAND if action.urgent else Priority.PREFETCH
+        self._params.fetch_start(row.params, priority, updated=row.update_is_due)
 
     def _await_fetch(self, action: AwaitFetch | AwaitNewest) -> None:
-        if self.units[action.unit].params.residency is Residency.FETCHING:
-            self._params.fetch_wait(action.unit)
+        params = self.units[action.unit].params
+        if params.residency is Residency.FETCHING:
+            self._params.fetch_wait(params)
 
     def _evict(self, action: Evict) -> None:
-        unit, row = action.unit, self.units[action.unit]
+        row = self.units[action.unit]
         if row.params.is_dirty():  # rare: the updates of units that the plan evicts write through
-            self._in_flight.open_host(row)
-            try:
-                self._params.host_wait(unit)
+            with self._in_host_memory(row):
                 row.params.write_home()
-            finally:
-                self._params.close_host(unit)
         row.views.hide()
-        self._params.evict(unit)
+        self._params.evict(row.params)
+
+    @contextmanager
+    def _in_host_memory(self, row: Unit) -> Iterator[None]:
+        """Have this rank's shard of a pinned or resident unit in host memory while the context lasts."""
+        self._in_flight.open_host(row)
+        try:
+            self._params.host_wait(row.params)
+            yield
+        finally:
+            self._params.close_host(row.params)
 
     def _await_any_update(self, _: AwaitAnyUpdate) -> None:
         self._in_flight.finish_one()
@@ -241,10 +250,10 @@ class Executor:
         self._grads.await_spill(action.unit)
 
     def _await_newest(self, action: AwaitNewest) -> None:
-        unit, row = action.unit, self.units[action.unit]
+        row = self.units[action.unit]
         self._in_flight.wait_computed(row)
         self._await_fetch(action)
-        self._params.await_update(unit)
+        self._params.await_update(row.params)
 
     # The plan #
 
@@ -267,9 +276,8 @@ class Executor:
             learn: it was a training step; the next cycles are expected to repeat it.
         """
         self._gathering.end_cycle()
-        self._params.keep_pins(
-            {row.index for row in self._in_flight.submitted}
-        )  # an exception may have skipped a `leave`
+        # an exception may have skipped a `leave`
+        self._params.keep_pins({row.params for row in self._in_flight.submitted})
         self._do(PassEnds(learn))
         self.rest()
 
@@ -311,7 +319,7 @@ class Executor:
         self._in_flight.ask(row, segments)
         self._gathering.changed(unit)
         row.views.outdate(slots)
-        if self._params.is_at_hand(unit):
+        if row.params.is_at_hand():
             self._do(UpdateDue(unit))
 
     # Speculative updates, see [Note: updates ahead] in in_flight.py #
@@ -440,9 +448,10 @@ class Executor:
         if self._scheduler.waits_for_memory:
             self._do(MemoryFreed())
         self._show_finished()
-        for unit in self._params.passing:
-            if not (self.units[unit].update_is_submitted or self.units[unit].update_is_due):
-                self._params.advance(unit)
+        for params in self._params.passing:
+            row = self.units[params.index]
+            if not (row.update_is_submitted or row.update_is_due):
+                self._params.advance(params)
 
     def begin_step(self) -> None:
         """Keep updated units hidden until `end_step`."""
@@ -470,9 +479,9 @@ class Executor:
 
     def _start_pending(self) -> None:
         for row in self._in_flight.due:
-            self._params.pin(row.index)
+            row.params.pin()
             self._do(ParametersNeeded(row.index))
-            self._params.unpin(row.index)
+            row.params.unpin()
 
     def compute_all(self) -> None:
         """Block until every pending update is computed. Some may still be on their way home."""
@@ -482,10 +491,9 @@ class Executor:
 
     def write_changed(self) -> None:
         """Write units that were modified outside the optimizer, if updates expect their values on NVMe."""
-        for unit in self._params.unwritten():
-            row = self.units[unit]
-            if self._scheduler.is_written(row) and not row.update_is_submitted:
-                with self.resident(unit):
+        for row in self.units:
+            if row.params.is_unwritten() and self._scheduler.is_written(row) and not row.update_is_submitted:
+                with self.resident(row.index):
                     row.params.write_home()
 
     def drain(self) -> None:
@@ -517,10 +525,11 @@ class Executor:
     def show_newest(self) -> None:
         """Finish every update and show the parameters that are never evicted. All ranks call this together."""
         self.drain()
-        for row in self._scheduler.staying:
-            self._params.await_update(row.index)
-            self._gathering.gather(row.index)
-            self.units[row.index].views.show()
+        for row in self.units:
+            if not row.moves:
+                self._params.await_update(row.params)
+                self._gathering.gather(row.index)
+                row.views.show()
 
     # Values outside of a step #
 
@@ -530,52 +539,51 @@ class Executor:
 
         All ranks call this together.
         """
+        row = self.units[unit]
         self.undo(unit)
         self._gathering.drop_ahead()  # the model's pass may be running
-        self._params.pin(unit)
+        row.params.pin()
         try:
             self._do(ParametersNeeded(unit))
             self._gathering.gather(unit)
-            self.units[unit].views.show()
-            yield self._params.tensor(unit)
+            row.views.show()
+            yield row.params.tensor
         finally:
             self._gathering.let_go(unit)
-            self._params.unpin(unit)
-            self._rest(self.units[unit])
+            row.params.unpin()
+            self._rest(row)
 
     @contextmanager
     def resident(self, unit: int) -> Iterator[torch.Tensor]:
         """Yield this rank's shard of the unit in host memory, up to date and read only, while the context lasts."""
+        row = self.units[unit]
         self.undo(unit)
-        self._params.pin(unit)
+        row.params.pin()
         try:
             self._do(ParametersNeeded(unit))
-            self._in_flight.open_host(self.units[unit])
-            try:
-                self._params.host_wait(unit)
-                yield self._params.host_tensor(unit)
-            finally:
-                self._params.close_host(unit)
+            with self._in_host_memory(row):
+                yield row.params.shard
         finally:
-            self._params.unpin(unit)
-            self._rest(self.units[unit])
+            row.params.unpin()
+            self._rest(row)
 
     @contextmanager
     def changing(self, unit: int) -> Iterator[torch.Tensor]:
         """As `resident`, for writing. The values at the end of the context are the unit's newest, after an exception,
         too."""
+        row = self.units[unit]
         with self.resident(unit) as flat:
-            for move in self._params.begin_change(unit):
+            for move in self._params.begin_change(row.params):
                 move.transfer.result()
             try:
                 yield flat
             finally:
-                self._params.end_change(unit)
-                self._params.await_update(unit)
+                self._params.end_change(row.params)
+                self._params.await_update(row.params)
                 self._gathering.changed(unit)
-                self.units[unit].views.outdate()
+                row.views.outdate()
                 if self._gathering.is_whole(unit):
-                    self.units[unit].views.show()
+                    row.views.show()
 
     def take_over(self) -> None:
         """Read all values that an earlier process has left on NVMe. All ranks call this together, between steps.
@@ -583,17 +591,17 @@ class Executor:
         Raises:
             StorageError: values cannot be read; some have been replaced by then.
         """
-        for unit, params in enumerate(self._params.units):
-            if params.written:  # units in the user's own files have no such values
-                with self.changing(unit):
-                    params.read_found()
+        for row in self.units:
+            if row.params.written:  # units in the user's own files have no such values
+                with self.changing(row.index):
+                    row.params.read_found()
         self._pipeline.take_over()
 
     def refresh(self, unit: int) -> None:
         """Point the model's parameters of the unit at its memory again, or at NaN if it is not resident."""
         row = self.units[unit]
         row.views.forget()
-        self._params.await_update(unit)
+        self._params.await_update(row.params)
         behind = row.is_updating or self.views.detached
         whole = row.residency is Residency.RESIDENT and self._gathering.is_whole(unit)
         if whole and not behind and not self._rests(row):
@@ -615,18 +623,19 @@ class Executor:
     @contextmanager
     def created(self, unit: int) -> Iterator[torch.Tensor]:
         """Yield memory for the first values of a unit. The written content becomes its values."""
-        while not self._params.create(unit):
+        params = self.units[unit].params
+        while not self._params.create(params):
             self._do(RoomNeeded(unit))
-        self._params.pin(unit)
+        params.pin()
         try:
-            yield self._params.host_tensor(unit)
-            self._params.create_done(unit)
+            yield params.shard
+            self._params.create_done(params)
         except BaseException:
-            self._params.create_failed(unit)
+            self._params.create_failed(params)
             raise
         finally:
-            self._params.unpin(unit)
-        if self.units[unit].residency is Residency.RESIDENT:
+            params.unpin()
+        if params.residency is Residency.RESIDENT:
             self._do(ParametersMade(unit))
         self.refresh(unit)
 

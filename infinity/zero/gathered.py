@@ -143,7 +143,7 @@ def unit_values(
     with runtime.executor.gathered(unit.index) as flat:
         for slot in (unit.slots[index] for index in indices):
             values = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
-            copies.append(values.to(device or runtime.params.tensor(unit.index).device, copy=True))
+            copies.append(values.to(device or runtime.params.units[unit.index].tensor.device, copy=True))
     return copies
 
 
@@ -285,7 +285,7 @@ def check_room(
     """Refuse copies of parameters that a rank has no memory for; on all ranks, if all make the copies together."""
     if not places:
         return
-    here = runtime.params.tensor(places[0].unit.index)
+    here = runtime.params.units[places[0].unit.index].tensor
     nbytes = sum(place.slot.numel for place in places) * here.dtype.itemsize
     target = device or here.device
     free = free_bytes(target) // (ranks_on_this_machine(runtime.ranks) if target == _CPU else 1)

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 
 from infinity.schedule import Ahead
 from infinity.telemetry import Counters, StallCause, Times
-from infinity.tiers import Field, Memory, Params
+from infinity.tiers import Field, Memory
+from infinity.tiers.unit_params import UnitParams
 from infinity.zero.ranks import Pending, Ranks
 
 _DEVICE = Memory.DEVICE
@@ -47,18 +48,21 @@ class _Shared:
     """A unit that several ranks share.
 
     Attributes:
+        params: its parameters on this rank.
         whole: its one copy has all ranks' shards.
         moving_bytes: of the unsharded unit; 0 if it is never evicted.
         uses: number of modules that compute on it now.
     """
 
-    __slots__ = ("moving_bytes", "unit", "uses", "whole")
+    __slots__ = ("moving_bytes", "params", "unit", "uses", "whole")
 
-    def __init__(self, unit: int, name: str, moving_bytes: int) -> None:
+    def __init__(self, unit: int, params: UnitParams) -> None:
+        spec = params.spec
+        self.params = params
         self.unit = unit
-        self.moving_bytes = moving_bytes
+        self.moving_bytes = spec.nbytes if spec.offloaded else 0
         self.uses = 0
-        self.whole = Field(f"whole {name}", [_DEVICE])
+        self.whole = Field(f"whole {spec.name}", [_DEVICE])
         self.whole.outdate()  # a value exists, but not unsharded
 
     @property
@@ -70,6 +74,7 @@ class Gathering:
     """The units that are unsharded now or will be. A unit of one rank alone always is.
 
     Args:
+        units: the parameters of all units, by index.
         capacity_bytes: memory for units that are evicted and fetched; the same on all ranks.
         ahead_bytes: memory for units that are gathered early, beyond the next one.
 
@@ -79,20 +84,18 @@ class Gathering:
     """
 
     def __init__(
-        self, params: Params, ranks: Ranks, capacity_bytes: int, counters: Counters, ahead_bytes: int = 0
+        self, units: Sequence[UnitParams], ranks: Ranks, capacity_bytes: int, counters: Counters, ahead_bytes: int = 0
     ) -> None:
-        self._params = params
         self._ranks = ranks
         self._counters = counters
-        moving_bytes = [spec.nbytes if spec.offloaded else 0 for spec in params.specs]
         self._shared = [
-            _Shared(unit, spec.name, moving_bytes[unit]) if spec.sharding.count > 1 else None
-            for unit, spec in enumerate(params.specs)
+            _Shared(unit, params) if params.spec.sharding.count > 1 else None for unit, params in enumerate(units)
         ]
         self.shares = any(each is not None for each in self._shared)
+        moving_bytes = [params.spec.nbytes for params in units if params.spec.offloaded]
         self._may_be_ahead = Ahead(capacity_bytes, ahead_bytes, max(moving_bytes, default=0))
         self.ahead: dict[_Shared, None] = {}
-        self._order = [] if any(moving_bytes) else [each for each in self._shared if each is not None]
+        self._order = [] if moving_bytes else [each for each in self._shared if each is not None]
         self._in_forward = False
         self._in_use_bytes = 0  # of units in use that can be evicted
 
@@ -141,7 +144,7 @@ class Gathering:
             return
         self._in_use_bytes -= each.moving_bytes
         if expected == unit and each not in self.ahead and each.is_whole and each.moving_bytes:
-            self._params.pin(unit)
+            each.params.pin()
             self.ahead = {each: None, **self.ahead}
         elif each not in self.ahead:
             self._let_go(each)
@@ -190,8 +193,7 @@ class Gathering:
         if each.moving_bytes:
             ahead_bytes = sum(other.moving_bytes for other in self.ahead)
             return self._may_be_ahead.may_be(steps, each.moving_bytes, self._in_use_bytes, ahead_bytes)
-        specs = self._params.specs
-        whole_bytes = sum(specs[other.unit].nbytes for other in (*self.ahead, each))
+        whole_bytes = sum(other.params.spec.nbytes for other in (*self.ahead, each))
         return steps == 1 or whole_bytes <= self._may_be_ahead.bytes
 
     def look_ahead(self, unit: int) -> None:
@@ -273,11 +275,11 @@ class Gathering:
         try:
             self._wait(each)
         finally:
-            self._params.unpin(each.unit)
+            each.params.unpin()
 
     def _start(self, each: _Shared) -> None:
-        spec, field = self._params.specs[each.unit], each.whole
-        gathers = self._ranks.all_gather(self._params.tensor(each.unit), spec.pieces, spec.name)
+        spec, field = each.params.spec, each.whole
+        gathers = self._ranks.all_gather(each.params.tensor, spec.pieces, spec.name)
         field.begin_move(None, _DEVICE, _Gather(gathers), StallCause.COLLECTIVE, at=field.version)
 
     def _wait(self, each: _Shared) -> None:

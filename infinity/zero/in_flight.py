@@ -90,7 +90,7 @@ class InFlight:
         """Run the due update of a unit whose states are on the device."""
         with self._handing_over:
             assert self._device is not None
-            self._device.update(each.index, self._take_due(each))
+            self._device.update(each.params, self._take_due(each))
             self.finished.append(each)
 
     def submit(self, each: Unit, write: bool, needed: int) -> None:
@@ -126,18 +126,18 @@ class InFlight:
     ) -> UpdateTicket:
         """Submit an update to the pipeline. `before` is its room in the undo log; None for an update that is not
         speculative."""
-        unit = each.index
+        unit, params = each.index, each.params
         grad, arriving = self._grads.hand_over(unit)
-        touching = self._params.begin_update(unit)
-        spec = self._params.specs[unit]
+        touching = self._params.begin_update(params)
+        spec = params.spec
         trained = spec.trainable_numel // spec.sharding.count
         job = UpdateJob(
             unit=unit,
-            param=self._params.host_tensor(unit)[:trained],
+            param=params.shard[:trained],
             grad=grad,
             segments=segments,
             ready=(*touching, *arriving),
-            write=self._params.write_tile if write else None,
+            write=params.write if write else None,
             # Independent of placement and resume, for equal bits. A rank that holds only padding has no segments.
             seed=segments[0].rule.step << 24 | unit if segments else 0,
             first=spec.sharding.rank * trained,
@@ -149,7 +149,7 @@ class InFlight:
         )
         ticket = self._pipeline.submit(job)
         ticket.computed.add_done_callback(partial(_put, self._ended, unit))
-        written = each.params.write_through(ticket) if write else None
+        written = params.write_through(ticket) if write else None
         reconstructable = self._pipeline.undoing.can_recover_param(segments, self._grads.dtype)
         self._submitted[unit] = each
         each.submit(Submitted(ticket, written, keeps=before is not None), reconstructable=reconstructable)
@@ -299,7 +299,7 @@ class InFlight:
             CapacityError: host memory has no room for the gradients.
         """
         for each in rows:
-            if self._params.is_pinned(each.index, times=int(each.submitted is not None)):
+            if each.params.computed_on.pins > int(each.submitted is not None):
                 raise InfinityError(
                     f"the values of unit `{each.name}` are asked for while backward uses it, after its update has "
                     'begun: set tiering.update_schedule to "deferred"'
@@ -321,7 +321,7 @@ class InFlight:
             for each in rows:
                 assert each.ahead is not None
                 if each.ahead.old_params is OldParams.SLOTS:
-                    self._params.undo(each.index)
+                    self._params.undo(each.params)
                     behind.append(each)
                 elif each.ahead.old_params is OldParams.IMAGES:
                     self._put_back(each)
@@ -371,13 +371,12 @@ class InFlight:
     @contextmanager
     def _changing(self, each: Unit) -> Iterator[torch.Tensor]:
         """Yield the unit's flat parameters where updates change them."""
-        unit = each.index
         self.open_host(each)
-        self._params.host_wait(unit)
-        for move in self._params.begin_update(unit):
+        self._params.host_wait(each.params)
+        for move in self._params.begin_update(each.params):
             move.wait(self._counters)
-        yield self._params.host_tensor(unit)
-        self._params.close_host(unit)
+        yield each.params.shard
+        self._params.close_host(each.params)
 
     def finish_ahead(self, each: Unit, free_gradients: FreeGradients) -> None:
         """Wait for a speculative update whose gradients are about to change, and mark it for rollback."""
@@ -394,7 +393,7 @@ class InFlight:
         Raises:
             CapacityError: they hold none.
         """
-        while not self._params.open_host(each.index):
+        while not self._params.open_host(each.params):
             if not self.finish_one() and not self._finish_fetch():
                 raise CapacityError(
                     f"no host memory is left for the values of unit `{each.name}` on their way: "
@@ -403,10 +402,10 @@ class InFlight:
 
     def _finish_fetch(self) -> bool:
         """Wait for a fetch through host memory. Return False if there is none."""
-        due = {each.index for each in self.due}
-        for unit in self._params.passing:
-            if unit not in due:
-                self._params.fetch_wait(unit)
+        due = {each.params for each in self.due}
+        for params in self._params.passing:
+            if params not in due:
+                self._params.fetch_wait(params)
                 return True
         return False
 
@@ -430,7 +429,7 @@ class InFlight:
             with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
                 sends = params.send_part if params.can_send_parts() else None
                 self._pipeline.wait_computed(submitted.ticket, sends)
-            self._params.end_change(each.index)
+            self._params.end_change(params)
 
     def finish_one(self) -> bool:
         """Wait for one update, the first to end. Return False if there is none."""
@@ -494,7 +493,7 @@ class InFlight:
             else:
                 self._grads.returned(unit)
                 self.some_rest = True
-            self._params.close_host(unit)
+            self._params.close_host(each.params)
             if submitted.write is not None:
                 each.params.field.finish_move(submitted.write)
             submitted.ticket.result()  # raises if the update failed

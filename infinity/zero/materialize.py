@@ -120,7 +120,8 @@ def _fill_unit(
 def resident_first(runtime: Runtime) -> list[Unit]:
     """The units in an order in which reading them back moves the fewest."""
     return sorted(
-        runtime.partition.units, key=lambda unit: runtime.params.residency(unit.index) is not Residency.RESIDENT
+        runtime.partition.units,
+        key=lambda unit: runtime.params.units[unit.index].residency is not Residency.RESIDENT,
     )
 
 
@@ -140,5 +141,7 @@ def stored_values(runtime: Runtime, unit: Unit) -> dict[str, torch.Tensor]:
             master = read_master(layout, flat[start:stop], fields)
             for part in partition.parts(unit, start, stop):
                 values[part.slot.name][part.param] = master[part.start - start : part.stop - start]
-    runtime.params.discard(unit.index)  # nobody asks for these again: they go without being written
+    runtime.params.discard(
+        runtime.params.units[unit.index]
+    )  # nobody asks for these again: they go without being written
     return values

@@ -8,6 +8,7 @@ from infinity.kernels import update_on_device
 from infinity.optim.formats import StateLayout
 from infinity.optim.jobs import Segment
 from infinity.tiers import DeviceGrads, Fields, Params, StateStore
+from infinity.tiers.unit_params import UnitParams
 
 
 class OnDevice:
@@ -19,13 +20,14 @@ class OnDevice:
         self._states = states
         self._layout = layout
 
-    def update(self, unit: int, segments: tuple[Segment, ...]) -> None:
+    def update(self, params: UnitParams, segments: tuple[Segment, ...]) -> None:
         """Update a unit with its gradients on the device."""
-        param, (grad, _) = self._params.begin_device_change(unit), self._grads.hand_over(unit)
+        unit = params.index
+        param, (grad, _) = self._params.begin_device_change(params), self._grads.hand_over(unit)
         with self._states.changing_there(unit) as fields:
             for segment in segments:
                 self._update(param, grad, fields, segment)
-        self._params.end_device_change(unit)
+        self._params.end_device_change(params)
         self._grads.used(unit)
 
     def _update(self, param: torch.Tensor, grad: torch.Tensor, fields: Fields, segment: Segment) -> None:

@@ -98,15 +98,15 @@ def recording(recorder: Recorder) -> Iterator[None]:
         after(
             Params,
             "fetch_start",
-            lambda params, unit, priority, **_: f"fetch {name(unit)} ({params.specs[unit].nbytes})",
+            lambda _, each, priority, **__: f"fetch {name(each.index)} ({each.spec.nbytes})",
         )
-        action(Params, "evict", lambda _, unit: f"evict {name(unit)}")
+        action(Params, "evict", lambda _, each: f"evict {name(each.index)}")
         action(Gathering, "_start", lambda _, each: f"gather {name(each.unit)}")
         action(UnitParams, "write_home", lambda params: f"write {name(params.index)}")
         action(UpdatePipeline, "submit", lambda _, job: _submission(name, job))
         action(UpdatePipeline, "_update", lambda _, ticket, tile: f"tile {name(ticket.job.unit)}/{tile.index}")
         action(UpdatePipeline, "expect", lambda _, units: f"expect {names(units)}" if units else None)
-        action(OnDevice, "update", lambda _, unit, segments: f"update on the device {name(unit)}")
+        action(OnDevice, "update", lambda _, params, segments: f"update on the device {name(params.index)}")
         after(UpdatePipeline, "withdraw", lambda _, ticket: f"withdraw {name(ticket.job.unit)}")
         action(InFlight, "confirm", lambda _, row: f"commit {name(row.index)}")
         action(

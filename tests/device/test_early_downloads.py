@@ -54,7 +54,7 @@ def test_parameters_come_down_early_within_a_backward_pass(clipping, schedule, e
     recipe = Recipe("bf16", 1, clipping)
     with engine_on(target.DEVICE, tiny(), recipe, Placement("none", "cpu", tmp_path, schedule=schedule)) as engine:
         params = engine._runtime.params
-        flat = [params.tensor(unit.index) for unit in engine._runtime.partition.units]
+        flat = [each.tensor for each in params.units]
         monkeypatch.setattr(AcceleratorLink, "download", noted)
         train_over(engine, batches(3))
         engine._runtime.executor.drain()

@@ -176,20 +176,21 @@ def plain_step(accumulation: int) -> nn.Module:
 # What fails half-way #
 
 
-class Units:
-    """Units that are always there, as far as gathering looks at them."""
+class InMemory:
+    """A unit's parameters that are always in memory, as far as gathering looks at them."""
 
-    def __init__(self, count: int) -> None:
-        sharding = Sharding(0, 2)
-        self.specs = [FlatSpec(f"unit {index}", 64, 64, torch.float32, True, sharding) for index in range(count)]
+    def __init__(self, index: int) -> None:
+        self.spec = FlatSpec(f"unit {index}", 64, 64, torch.float32, True, Sharding(0, 2))
+        self.tensor = torch.zeros(64)
 
-    def tensor(self, unit: int) -> torch.Tensor:
-        return torch.zeros(64)
-
-    def pin(self, unit: int) -> None:
+    def pin(self) -> None:
         """Nothing is evicted here."""
 
     unpin = pin
+
+
+def units(count: int) -> list[Any]:
+    return [InMemory(index) for index in range(count)]
 
 
 class OtherRank:
@@ -218,7 +219,7 @@ def ranks() -> OtherRank:
 
 @pytest.fixture
 def gathering(ranks) -> Gathering:
-    return Gathering(Units(2), ranks, 1 << 20, Counters(None))
+    return Gathering(units(2), ranks, 1 << 20, Counters(None))
 
 
 def test_leaving_what_was_not_entered_is_no_use(gathering, ranks) -> None:
@@ -254,7 +255,7 @@ def test_what_is_gathered_ahead_is_not_changed_under_the_gather(gathering, ranks
 
 def test_several_are_gathered_ahead_in_their_order_and_dropped_as_they_are_passed_by(ranks) -> None:
     """256 bytes a unit: one in use, two ahead, and room for one that is fetched."""
-    gathering = Gathering(Units(4), ranks, 4 * 256, Counters(None), ahead_bytes=1 << 20)
+    gathering = Gathering(units(4), ranks, 4 * 256, Counters(None), ahead_bytes=1 << 20)
     gathering.enter(0)
     for unit in (1, 2):
         assert gathering.due([1, 2, 3]) == unit
@@ -276,7 +277,7 @@ def test_several_are_gathered_ahead_in_their_order_and_dropped_as_they_are_passe
 
 def test_what_lies_behind_a_unit_that_is_let_go_first_is_gathered_behind_it(ranks) -> None:
     """So the order of what is ahead is that of the uses."""
-    gathering = Gathering(Units(4), ranks, 16 * 256, Counters(None), ahead_bytes=1 << 20)
+    gathering = Gathering(units(4), ranks, 16 * 256, Counters(None), ahead_bytes=1 << 20)
     gathering.enter(0)
     assert gathering.due([1, 0, 2]) == 1
     gathering.look_ahead(1)

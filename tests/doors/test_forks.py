@@ -92,7 +92,7 @@ def test_a_data_loaders_workers_have_nothing_of_the_budget(tmp_path) -> None:
     with infinity.initialize(model=model, config=config)[0] as engine:
         runtime = engine._runtime
         addresses = [runtime.arena._mapping.address]
-        addresses += [runtime.params.tensor(unit).data_ptr() for unit in range(len(runtime.partition.units))]
+        addresses += [each.tensor.data_ptr() for each in runtime.params.units]
         assert all("dc" in (mapped(address) or "").split() for address in addresses)
         loader = DataLoader(Pages(addresses), batch_size=None, num_workers=2, multiprocessing_context="fork")
         losses = []

@@ -161,7 +161,7 @@ def test_an_iteration_that_is_abandoned_holds_no_unit(placement, names, tmp_path
                 next(iterator)
         assert train_on(engine, DATA[:3]) == undisturbed
         engine.synchronize()
-        assert not any(engine._runtime.params.is_pinned(unit) for unit in range(6))
+        assert not any(unit.computed_on.pins for unit in engine._runtime.params.units)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

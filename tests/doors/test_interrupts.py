@@ -309,7 +309,7 @@ def test_what_follows_an_interrupted_hand_over_does_not_hide_it(tmp_path, monkey
         engine.synchronize()
         params = engine._runtime.params
         monkeypatch.setattr(Params, "_send_up", interrupted)
-        for unit in (0, 1):
+        for unit in params.units[:2]:
             assert params.open_host(unit)
             for move in params.begin_change(unit):
                 move.transfer.result()

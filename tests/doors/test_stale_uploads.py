@@ -87,9 +87,9 @@ def params(request, tmp_path) -> Iterator[Params]:
     device = Device(LINKS[link](), arena.part(1 << 14))
     store = Params(specs, homes, Budget("device", 1 << 16), Counters(None), arena=arena, swap=swap, device=device)
     swap.create()
-    for unit in range(2):
+    for unit in store.units:
         assert store.create(unit)
-        store.host_tensor(unit).fill_(unit)
+        unit.shard.fill_(unit.index)
         store.create_done(unit)
     yield store
     store.close()
@@ -98,9 +98,9 @@ def params(request, tmp_path) -> Iterator[Params]:
 
 
 def fetch(params: Params, unit: int) -> None:
-    assert params.fetch_start(unit, Priority.PREFETCH)
+    assert params.fetch_start(params.units[unit], Priority.PREFETCH)
     while upload_of(params, unit) is None:  # the read from the drive comes first
-        params.advance(unit)
+        params.advance(params.units[unit])
 
 
 def upload_of(params: Params, unit: int) -> Move | None:
@@ -110,67 +110,67 @@ def upload_of(params: Params, unit: int) -> Move | None:
 
 def update(params: Params, unit: int, value: float) -> None:
     """As the optimizer does: once the values are there, in place, and then to the device."""
-    assert params.open_host(unit)
+    assert params.open_host(params.units[unit])
     change(params, unit, value)
-    params.close_host(unit)
+    params.close_host(params.units[unit])
 
 
 def change(params: Params, unit: int, value: float) -> None:
     """Once nothing reads or fills what is changed."""
-    for move in params.begin_change(unit):
+    for move in params.begin_change(params.units[unit]):
         move.transfer.result()
-    params.host_tensor(unit).fill_(value)
-    params.end_change(unit)
+    params.units[unit].shard.fill_(value)
+    params.end_change(params.units[unit])
 
 
 def test_an_update_overtakes_an_upload_that_has_begun(params) -> None:
     fetch(params, 0)
     update(params, 0, 7.0)
-    params.fetch_wait(0)
-    assert params.residency(0) is Residency.RESIDENT
-    assert params.tensor(0).eq(7).all()
+    params.fetch_wait(params.units[0])
+    assert params.units[0].residency is Residency.RESIDENT
+    assert params.units[0].tensor.eq(7).all()
 
 
 def test_every_one_of_two_updates_arrives(params) -> None:
     """The second begins while the first still has the values in host memory."""
     fetch(params, 0)
-    params.fetch_wait(0)
-    assert params.open_host(0)
+    params.fetch_wait(params.units[0])
+    assert params.open_host(params.units[0])
     change(params, 0, 7.0)
     update(params, 0, 8.0)
-    params.close_host(0)
-    params.await_update(0)
-    assert params.tensor(0).eq(8).all()
+    params.close_host(params.units[0])
+    params.await_update(params.units[0])
+    assert params.units[0].tensor.eq(8).all()
 
 
 def test_nothing_is_changed_under_an_upload(params) -> None:
     """It would arrive as a mixture of old and new values; so who changes them waits for it first."""
     fetch(params, 0)
     upload = upload_of(params, 0)
-    assert params.open_host(0)
+    assert params.open_host(params.units[0])
     finished = upload.done()
-    moves = params.begin_change(0)
+    moves = params.begin_change(params.units[0])
     assert finished or upload in moves
     upload.transfer.result()
-    params.close_host(0)
-    assert params.residency(0) is Residency.RESIDENT
+    params.close_host(params.units[0])
+    assert params.units[0].residency is Residency.RESIDENT
 
 
 def test_memory_that_an_upload_reads_is_not_given_to_others(params) -> None:
     """The fetch leaves the image first, the update's upload is still reading it, then another unit needs memory."""
     fetch(params, 0)
-    assert params.open_host(0)
+    assert params.open_host(params.units[0])
     link = params._device.link
     upload_later = link.compute_waits
     link.compute_waits = lambda token: None  # a device that lags behind the host
     change(params, 0, 7.0)
-    params.close_host(0)
+    params.close_host(params.units[0])
     fetch(params, 1)
-    params.host_wait(1)
+    params.host_wait(params.units[1])
     link.compute_waits = upload_later
-    params.fetch_wait(1)
-    assert params.tensor(0).eq(7).all()
-    assert params.tensor(1).eq(1).all()
+    params.fetch_wait(params.units[1])
+    assert params.units[0].tensor.eq(7).all()
+    assert params.units[1].tensor.eq(1).all()
 
 
 def test_compute_waits_for_the_first_values_of_what_stays(tmp_path) -> None:

@@ -44,12 +44,12 @@ class Stage(NamedTuple):
     def submit(self, unit: int, needed: int, *ready: Move, write: WriteParams | None = None) -> UpdateTicket:
         segments = (Segment(0, NUMEL, Hyper(0.1, 0.9, 0.999, 1e-8, 0.0, 1, decoupled=True)),)
         job = UpdateJob(
-            unit, torch.ones(NUMEL), torch.ones(NUMEL), segments, ready, write or self.written, needed=needed
+            unit, torch.ones(NUMEL), torch.ones(NUMEL), segments, ready, write or self._note(unit), needed=needed
         )
         return self.pipeline.submit(job)
 
-    def written(self, unit: int, start: int, numel: int) -> None:
-        self.updated.append(unit)
+    def _note(self, unit: int) -> WriteParams:
+        return lambda start, numel: self.updated.append(unit)
 
 
 class _Gate(IoFuture):
@@ -149,8 +149,8 @@ def test_what_is_begun_is_finished_unless_all_gradients_are_there_or_somebody_wa
     with stage(tmp_path, resident_bytes=resident_bytes) as on:
         begun, go_on = threading.Event(), threading.Event()
 
-        def written(unit: int, *_: int) -> None:
-            on.updated.append(unit)
+        def written(start: int, numel: int) -> None:
+            on.updated.append(1)
             begun.set()
             go_on.wait()
 

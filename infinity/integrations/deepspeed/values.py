@@ -37,13 +37,13 @@ class _Found:
             for part in runtime.partition.parts(unit, rank=rank):
                 if part.slot is self.place.slot:
                     runtime.groups.sharing.broadcast(mine[part.param], rank)
-        return mine.view(self.place.slot.shape).to(runtime.params.tensor(unit.index).device)
+        return mine.view(self.place.slot.shape).to(runtime.params.units[unit.index].tensor.device)
 
     def local(self, mine: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat tensor; all of it where states are not divided."""
         unit = self.place.unit
         parts = [part for part in self.runtime.partition.parts(unit) if part.slot is self.place.slot]
-        device = self.runtime.params.tensor(unit.index).device
+        device = self.runtime.params.units[unit.index].tensor.device
         return torch.cat([mine[part.param] for part in parts] or [mine[:0]]).to(device)
 
     def spread(self, value: torch.Tensor) -> torch.Tensor:

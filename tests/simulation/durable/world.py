@@ -187,7 +187,7 @@ class Trainer:
             groups=Groups(ranks, ranks, ALONE),
             executor=executor,
             pipeline=self.pipeline,
-            params=SimpleNamespace(residency=lambda unit: Residency.STORED),
+            params=SimpleNamespace(units=[SimpleNamespace(residency=Residency.STORED)]),
             states=SimpleNamespace(some_are_there=False),
             counters=SimpleNamespace(aside=lambda what: nullcontext()),
             arena=SimpleNamespace(handing_over=nullcontext()),
