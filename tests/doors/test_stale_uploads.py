@@ -180,10 +180,11 @@ def test_compute_waits_for_the_first_values_of_what_stays(tmp_path) -> None:
     with_link = Params(
         [spec], [Memory.DEVICE], budget, Counters(None), arena=arena, swap=swap, device=Device(LateLink(), arena)
     )
-    assert with_link.create(0)
-    with_link.host_tensor(0).fill_(5)
-    with_link.create_done(0)
-    assert with_link.tensor(0).eq(5).all()
+    (unit,) = with_link.units
+    assert with_link.create(unit)
+    unit.shard.fill_(5)
+    with_link.create_done(unit)
+    assert unit.tensor.eq(5).all()
     with_link.close()
 
 
