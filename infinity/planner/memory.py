@@ -80,19 +80,24 @@ def estimate(plan: TrainingPlan, work: Work | None, libraries_bytes: int, step: 
 
 
 def _never_taken_bytes(plan: TrainingPlan, step: StepTime | None) -> int:
-    """Return the bytes that the budget grants to parameters and waiting gradients but that they never use.
+    """Return the bytes that the budget grants to parameters, waiting gradients and states but that they never use.
 
     Units that are gathered from several ranks' shards come earlier than the plan says, and use all of it.
     """
     gathered = any(spec.sharding.count > 1 for spec in plan.sizing.specs)
     params = 0 if plan.machine.discrete or gathered else max(0, plan.params_bytes - plan.steps.most_bytes)
-    homes, sizes = plan.placement.grad_homes, plan.sizing.shards.grad_sizes
-    shared = plan.split.grads_bytes - sum(sizes[unit] for unit in homes.own)
+    homes, shards = plan.placement.grad_homes, plan.sizing.shards
+    own_bytes = sum(shards.grad_sizes[unit] for unit in homes.own)
     if homes.spilled:
-        return params + shared - homes.slots * max(sizes[unit] for unit in homes.spilled)
+        spilled = [shards.grad_sizes[unit] for unit in homes.spilled]
+        on_drive = plan.placement.stored_bytes - sum(spilled)
+        states_bytes = sum(shards.tile_sizes) - on_drive
+        # together: gradients may stay in memory beside states that stay, and then count with these
+        granted_bytes = plan.split.grads_bytes + plan.split.states_bytes
+        return params + granted_bytes - own_bytes - homes.slots * max(spilled) - states_bytes
     if step is None or step.unknown:
         return params
-    return params + max(0, shared - step.leased_grads_bytes)
+    return params + max(0, plan.split.grads_bytes - own_bytes - step.leased_grads_bytes)
 
 
 def problems(plan: TrainingPlan, needs: Estimate, drives: list[Drive], host_bytes: int) -> Iterator[str]:

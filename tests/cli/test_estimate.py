@@ -94,6 +94,14 @@ def test_what_cannot_be_is_refused_in_words(options, words, capsys) -> None:
 MACHINE = ["--machine-memory", "24GB", "--nvme-capacity", "400GB"]
 
 
+def test_no_budget_is_estimated_to_be_exceeded(capsys) -> None:
+    """On a device with clipping, some units keep their states and gradients in memory together, in one budget."""
+    options = ["--emulate", "4090", "--machine-memory", "8GB", "--nvme-capacity", "1TB", "--json"]
+    assert main(["estimate", "--params", "1e9", "--checkpoint-activations", *options]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert 0.9 * facts["host_budget_bytes"] < facts["budget_bytes"] <= facts["host_budget_bytes"]
+
+
 def test_the_last_lines_say_whether_it_fits_and_what_limits_it(capsys) -> None:
     assert main(["estimate", "--params", "8e9", *MACHINE, "--host-memory", "8GiB"]) == 0
     *_, verdict, advice = capsys.readouterr().out.splitlines()
