@@ -62,7 +62,7 @@ from infinity.tiers import Residency
 from infinity.tiers.copies import State
 
 _STORED, _RESIDENT = Residency.STORED, Residency.RESIDENT  # an Enum look-up takes 0.2 us
-_NOW = -1  # next use of a unit that leaves memory after its update
+_NOW = -1  # before every use: the unit can be evicted only after its update
 
 
 def spilled_ahead(slots: int) -> int:
@@ -84,7 +84,8 @@ class Scheduler:
         gradient_slots: how many units that may spill have memory for gradients at once.
         in_slots: units whose gradients have such memory, the longest first; the executor updates it.
         writes_all: write each update to NVMe.
-        writes_unreconstructable: write each update whose old parameters the optimizer states cannot reconstruct.
+        writes_unreconstructable: write each update whose old parameters cannot be computed from the optimizer states,
+            and which could not be rolled back otherwise.
 
     Attributes:
         in_memory: evictable units whose parameters are in memory, the least recently used first.
@@ -214,7 +215,7 @@ class Scheduler:
         if not self._budget.fits(row.nbytes):
             return False
         yield Fetch(row.index, urgent)
-        if row.residency is _STORED:  # no staging memory
+        if row.residency is _STORED:  # there was no host memory for it to pass through
             return False
         self._fetching[row] = None
         return True
@@ -226,13 +227,13 @@ class Scheduler:
     def _evict(self, row: UnitState) -> Actions:
         yield Evict(row.index)
         self.in_memory.pop(row, None)
-        self._fetching.pop(row, None)  # if only an update waited for the fetch
+        self._fetching.pop(row, None)  # if its update waited for the fetch, and no use followed
 
     def _make_room(self, row: UnitState) -> Actions:
         """Take one step towards room for a unit that is needed now.
 
-        In this order: evict the least recently used unpinned unit; or wait for one update; or advance one prefetch that
-        is not in use, so that a later call can evict it.
+        In this order: evict the least recently used unpinned unit; or wait for one update; or finish one prefetch whose
+        use did not come, so that a later call can evict the unit.
 
         Raises:
             CapacityError: all of the memory belongs to units that are in use together.
@@ -303,7 +304,7 @@ class Scheduler:
             yield SubmitAhead(row.index, *self._urgency(row))
 
     def _retry_updates(self) -> Actions:
-        """Submit blocked updates, the longest first. Stop at the first that still has no room: others need as much."""
+        """Submit blocked updates, the longest first. Stop at the first without room: the others need the same."""
         for row in list(self.blocked):
             if not row.update_is_due or row.residency is _STORED:
                 del self.blocked[row]
@@ -313,7 +314,7 @@ class Scheduler:
                     return
 
     def _urgency(self, row: UnitState) -> tuple[bool, int]:
-        """Return whether the unit's update is written home, and the time of the unit's next use."""
+        """Return whether the unit's update is written home, and the position of the unit's next use in the plan."""
         needed = _NOW if self.cycle.is_leaving(row.index) else self.cycle.first_use(row.index)
         return self.cycle.leaves_memory(row.index) or self.is_written(row), needed
 
@@ -330,7 +331,7 @@ class Scheduler:
         if row.is_updated_on_device:
             return False
         if row.spills and not row.gradients_are_used:
-            for state in (State.LEAVING, State.VALID, State.ARRIVING, State.WRITING):
+            for state in (State.LEAVING, State.VALID, State.ARRIVING, State.WRITING):  # the shortest wait first
                 other = self._first_in_slot(state)
                 if other is not None:
                     if state is State.ARRIVING:

@@ -1,20 +1,22 @@
-"""Parameters of every unit: one field each, with copies on the compute device, in host memory and on NVMe.
+"""Parameters of every unit: a field (see copies.py) on the device, in host memory and on NVMe.
 
 [Note: three placements]
-If the compute device is the CPU, device and host are one memory: a unit is computed on and updated in its DEVICE copy,
-the buffer that the drive filled. A device with its own memory has a link: a unit is updated in its HOST copy and
-the result is uploaded; compute waits for the upload at the unit's next use (`await_update`). If several ranks share a
-unit, its home and its HOST copy hold this rank's shard alone, which also has a place in the tensor on the device. An
-all-gather, outside of this file, fills the places of the other ranks.
+A unit's home is the memory to which its values return when it leaves the compute device. If that device is the CPU,
+device and host are one memory: the model computes with the DEVICE copy, the buffer that the drive filled, and updates
+change it. A device with its own memory has a link: a unit is updated in its HOST copy and the result is uploaded;
+compute waits for the upload at the unit's next use (`await_update`). If several ranks share a unit, its home and its
+HOST copy hold this rank's shard alone, which also has a place in the tensor on the device. An all-gather, outside of
+this file, fills the places of the other ranks.
 
-Without offload, the home is a SHARD copy on the device, beside the tensor. The unit is updated in it and copied to its
-place in the tensor, both in the order of the compute stream. Host memory has a copy only while the unit is accessed.
+If several ranks share a unit that is not offloaded, its home is a SHARD copy on the device, beside the tensor. The unit
+is updated in it and copied to its place in the tensor, both in the order of the compute stream. Host memory has a copy
+only while the unit is accessed.
 
 A unit whose values never change may have its home in the files that it was loaded from. Its FILE copy is read like an
 NVME copy and is never written (see weight_files.py).
 
-A HOST copy lies in the unit's home lease. If the home is another memory, it lies in staging memory while a fetch or an
-update needs it.
+A HOST copy lies in memory that the unit leases for the whole run if its home is host memory. Otherwise it lies in
+staging memory while a fetch or an update needs it.
 
 With `crash_consistent` (slots.py), each unit that is not in files also has an NVME copy, and every change is written
 through to it. With speculative updates, units whose home is NVME are written through if their old parameters cannot be
@@ -154,7 +156,7 @@ class Params:
         """Start a fetch: STORED -> FETCHING. Return False if there is no room now.
 
         Args:
-            updated: an update needs the values in host memory, so the fetch must not bypass it.
+            updated: an update needs the values in host memory, so the fetch must go through it.
         """
         direct = None if self._device is None or updated or len(each.spec.pieces) > 1 else self._device.direct
         if not self.ledger.fits(each.spec.nbytes):
@@ -216,7 +218,7 @@ class Params:
         try:
             each.wait(move)
         except BaseException:
-            if each.field.arriving(memory) is None:  # not a mere interrupt of the wait
+            if each.field.arriving(memory) is None:  # the move failed; an interrupt of the wait leaves it running
                 if each in self.passing:
                     each.field.give_up(Memory.DEVICE)
                     self._end_fetch(each)
@@ -231,11 +233,11 @@ class Params:
     def await_update(self, each: UnitParams) -> None:
         """Order all later work of the compute stream behind the upload of the unit's last update."""
         upload, each.coming = each.coming, None
-        if upload is not None and each.field.arriving(Memory.DEVICE) is upload:  # else it was waited for
+        if upload is not None and each.field.arriving(Memory.DEVICE) is upload:  # else it has ended
             each.order_behind(upload)
 
     def evict(self, each: UnitParams) -> None:
-        """Free the unit's device memory: RESIDENT -> STORED. The unit must be unpinned, and clean or stale."""
+        """Free the device memory of an unpinned unit: RESIDENT -> STORED. Its newest value is in another memory."""
         self.await_update(each)
         if not (each.spec.offloaded and each.field.can_drop(Memory.DEVICE)):
             raise RuntimeError(f"unit {each.spec.name} is in use or dirty and cannot be evicted")
@@ -267,7 +269,7 @@ class Params:
         self._finish(each, each.site)
 
     def note_final(self, unit: int, gradients: Transfer) -> None:
-        """Record that after `gradients` only updates change the unit on the device, until `end_pass`."""
+        """Record that only updates change the unit on the device after `gradients` has ended, until `end_pass`."""
         self.units[unit].final = gradients
 
     def end_pass(self) -> None:
@@ -368,7 +370,7 @@ class Params:
             self._swap.slots.next_epoch()
 
     def undo(self, each: UnitParams) -> None:
-        """Roll back the last change of the unit, for which `can_undo` was True. No move may be in flight.
+        """Roll back the last change of the unit. `UnitParams.can_undo` was True before it. No move may be in flight.
 
         The copy on the device is old from now on and may be evicted.
 
@@ -378,7 +380,7 @@ class Params:
         self.await_update(each)
         each.undo()
         if each in self._leaving:
-            self._reap()  # or `_stage` would keep the copy, with the values that are rolled back
+            self._reap()  # otherwise `_stage` would reuse the copy, with the values that are rolled back
         if each.home is Memory.HOST:
             each.wait(each.read(Memory.HOST, Priority.DEMAND))
 
@@ -413,7 +415,7 @@ class Params:
     # Host memory #
 
     def _stage(self, each: UnitParams) -> bool:
-        """Lease memory for a HOST copy, and wait for old copies to leave if needed. False if updates hold all."""
+        """Lease memory for a HOST copy; wait for old copies to leave if needed. False if updates hold all of it."""
         if each.lease is None:
             assert self._device is not None
             staging = self._device.staging
@@ -442,7 +444,7 @@ class Params:
         copy = each.field.copies[Memory.HOST]
         if each.home is Memory.HOST or copy.pins:
             return
-        if copy.state is State.ARRIVING:  # the user that wanted it has failed
+        if copy.state is State.ARRIVING:  # the caller that wanted it has failed
             self._finish(each, Memory.HOST)
         if copy.state is State.VALID:
             each.field.drop(Memory.HOST)

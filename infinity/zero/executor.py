@@ -74,10 +74,12 @@ class Executor:
     """Perform the scheduler's actions: move units and submit their updates.
 
     Args:
-        units: the rows, by index.
+        units: of each unit its row: what the scheduler sees of it, its parameters and its views; by index.
         views: state shared by the views of all units.
+        params: parameters of all units.
         grads: gradients of units that are updated in host memory.
         in_flight: runs the updates.
+        pipeline: the optimizer's queue.
         cycle: the recorded uses and the plan.
         ranks: the ranks among which units are sharded.
     """
@@ -112,7 +114,7 @@ class Executor:
             writes_all=params.keeps_steps,
             writes_unreconstructable=params.has_slots,
         )
-        self._step_is_over = True  # until then updated units stay hidden: torch shows no new values before `step()`
+        self._step_is_over = True  # if False, updated units stay hidden: torch shows no new values before `step()`
 
     # Uses #
 
@@ -139,7 +141,7 @@ class Executor:
                 row.views.show()
         except BaseException as error:
             if isinstance(error, StorageError):
-                self._params.handing_over.tear()  # an update has failed, and nothing will retry it
+                self._params.handing_over.tear()  # poisons the engine: an update has failed, and nothing will retry it
             for row in rows:
                 row.params.unpin()
             self._end_uses(entered)
@@ -153,13 +155,13 @@ class Executor:
         return action is not None
 
     def gather_owed(self, unit: int | None = None) -> None:
-        """Gather the units that all ranks gather before this one; with None, before a collective of another kind."""
+        """Run the gathers that all ranks run before they gather this unit; with None, before another collective."""
         for other in self._gathering.owed(unit):
             self._do(ParametersNeeded(other))
             self._gathering.gather(other)
 
     def follow(self, order: Sequence[int]) -> None:
-        """Gather units that stay in memory in this order, which is the same on all ranks."""
+        """Set the order in which units that stay in memory are gathered; the same on all ranks."""
         self._gathering.follow(order)
 
     def _gather_for_use(self, unit: int) -> None:
@@ -206,7 +208,7 @@ class Executor:
 
     def _evict(self, action: Evict) -> None:
         row = self.units[action.unit]
-        if row.params.is_dirty():  # rare: the updates of units that the plan evicts write through
+        if row.params.is_dirty():  # rare: the updates of units that the plan evicts write to NVMe, too
             with self._in_host_memory(row):
                 row.params.write_home()
         row.views.hide()
@@ -345,7 +347,8 @@ class Executor:
         """Submit a speculative update of the unit, as far as it can be rolled back. Return False if no part of it can.
 
         Args:
-            may_leave: the gradients are not read again unless they are asked for, so their memory may be reused.
+            may_leave: the memory of the gradients may be reused: only a user would read them again, and they can be
+                reconstructed then.
         """
         each = self.units[unit]
         before, each.foreseen = each.ahead, Foreseen(segments, may_leave)
@@ -356,7 +359,7 @@ class Executor:
         return each.ahead is not before
 
     def confirm(self, unit: int, slots: Collection[int]) -> None:
-        """Commit the speculative update as this step's update of these parameters. Skipped tiles are due now."""
+        """Commit the speculative update as this step's, of these parameters. The tiles that it left out are due now."""
         row = self.units[unit]
         row.views.outdate(slots)
         self._in_flight.confirm(row)
@@ -466,7 +469,7 @@ class Executor:
         """Show the new values of units whose updates have finished."""
         while self._step_is_over and self._in_flight.finished:
             row = self._in_flight.finished.pop()
-            # The finished update may be the last step's, while this step's is already submitted: the unit is pinned.
+            # The finished update may be the last step's, while this step's is submitted already and pins the unit.
             behind = row.params.coming is not None or row.is_updating
             if behind or self._rests(row):
                 continue  # its next use shows it
@@ -484,7 +487,7 @@ class Executor:
             row.params.unpin()
 
     def compute_all(self) -> None:
-        """Block until every pending update is computed. Some may still be on their way home."""
+        """Block until every pending update is computed. Some may still be written to the memory where they stay."""
         self._start_pending()
         for row in self._in_flight.submitted:
             self._in_flight.wait_computed(row)
@@ -610,7 +613,7 @@ class Executor:
             row.views.hide()
 
     def take_back(self, unit: int, slot: int) -> None:
-        """End the lending of a parameter, and point it at its unit's memory again."""
+        """Point a parameter that lay in a tensor of its own (see `UnitViews.lend`) at its unit's memory again."""
         self.units[unit].views.take_back(slot)
         self.refresh(unit)
 
