@@ -247,7 +247,7 @@ def _host_used(needs: MemoryNeeds, split: MemorySplit) -> int:
 def _nvme_bytes(sizing: Sizing, placement: Placement) -> int:
     """Return the bytes of states and gradients, plus whole pages for every parameter with its home on the drives."""
     homes = zip(sizing.specs, placement.params, strict=True)
-    sizes = [spec.shard_nbytes for spec, home in homes if home.memory is Memory.NVME]
+    sizes = [spec.shard_nbytes for spec, home in homes if home is Memory.NVME]
     spilled = sum(sizing.shards.grad_sizes[unit] for unit in placement.grad_homes.spilled)
     lasting = placement.stored_bytes - spilled + sum(map(_aligned, sizes))
     return spilled + (2 if sizing.has_slots else 1) * lasting

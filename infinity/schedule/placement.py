@@ -30,7 +30,7 @@ from infinity.config import Config, NvmeConfig
 from infinity.kernels import scratch_bytes
 from infinity.schedule.budget import MemoryNeeds, MemorySplit
 from infinity.schedule.on_device import as_far_as_fits, first_to_stay, may_fill, promotion_order, share_there
-from infinity.tiers import ARRIVING_UNITS, WHOLE, FlatSpec, GradHomes, Memory, Sharding
+from infinity.tiers import ARRIVING_UNITS, FlatSpec, GradHomes, Memory, Sharding
 
 _SPILL_SLOTS = 3  # one filled, one written, one read
 _RECOVERED_SLOTS = 16  # also for units that wait for their updates
@@ -43,22 +43,6 @@ _DEVICE_TILE_BYTES = 64 << 20
 _AHEAD_NUMEL = 50_000_000  # gathered early, beyond the next unit: the default of stage3_prefetch_bucket_size
 _DRIVE_COPIES = 3  # two slots, and a checkpoint
 _STAGING_UNITS = 3  # units whose shards lie apart: one uploaded, one read, one updated
-
-
-@dataclass(frozen=True)
-class Home:
-    """The home of one field of a unit, where it is while it is not in use.
-
-    Attributes:
-        sharding: the slice of it that is stored.
-        dtype: None for tiles of optimizer states, whose fields have several.
-        moves: it is fetched for each use and evicted afterwards.
-    """
-
-    memory: Memory
-    sharding: Sharding
-    dtype: torch.dtype | None
-    moves: bool
 
 
 @dataclass(frozen=True)
@@ -377,10 +361,6 @@ class Shards:
     there: frozenset[int] = frozenset()
     blocks: Sequence[str] = ()
 
-    def by_block(self, sizes: Sequence[int]) -> list[int]:
-        """Return the bytes of whole blocks from the bytes of their units."""
-        return _by_block(sizes, self.blocks)
-
     @cached_property
     def below(self) -> list[int]:
         """As `numels`, but 0 for units whose states are on the device."""
@@ -561,7 +541,7 @@ def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, there: boo
         there: that memory is the device's, from which none spill, and where no update waits for the drive.
     """
     total = sum(sizes)
-    largest_first = sorted(shards.by_block(sizes), reverse=True)
+    largest_first = sorted(_by_block(sizes, shards.blocks), reverse=True)
     open_bytes = sum(sizes[unit] for unit in shards.standing)
 
     def flying(units: int) -> int:
@@ -694,25 +674,23 @@ def host_needs(
 
 @dataclass(frozen=True)
 class Placement:
-    """The table: the home of every field of every unit.
+    """The home of every field of every unit: the memory in which it is while it is not in use.
 
     Attributes:
-        params, grads: by unit.
-        tiles: of optimizer states, in the order of `cut_into_tiles`.
+        params: by unit.
+        tiles: of optimizer states, by unit and tile.
         grad_homes: which units have memory of their own for their gradients, and which share it.
         stored_bytes: optimizer states and gradients on NVMe; each step reads and writes them.
     """
 
-    params: tuple[Home, ...]
-    grads: tuple[Home, ...]
-    tiles: tuple[Home, ...]
+    params: tuple[Memory, ...]
+    tiles: tuple[tuple[Memory, ...], ...]
     grad_homes: GradHomes
     stored_bytes: int
 
     def host_homes_bytes(self, specs: Sequence[FlatSpec]) -> int:
         """Return the bytes of parameter shards whose home is host memory."""
-        homes = zip(specs, self.params, strict=True)
-        return sum(spec.shard_nbytes for spec, home in homes if home.memory is Memory.HOST)
+        return sum(spec.shard_nbytes for spec, home in zip(specs, self.params, strict=True) if home is Memory.HOST)
 
 
 def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: MemorySplit) -> Placement:
@@ -729,45 +707,34 @@ def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: Memory
         # states whose home is host memory are granted in full
         stay = resident_tiles(shards.below, shards.tile_numel, shards.tile_bytes, split.states_bytes)
     homes_bytes = split.homes_bytes - param_bytes(rules, specs).staging
-
-    def home(dtype: torch.dtype | None, stays: bool, *, there: bool = False) -> Home:
-        if there:
-            return Home(Memory.DEVICE, rules.sharding, dtype, moves=False)
-        return Home(Memory.HOST if stays else Memory.NVME, rules.sharding, dtype, moves=not stays)
-
+    below = iter(stay)
     return Placement(
         params=tuple(_param_homes(rules, specs, homes_bytes)),
-        grads=tuple(
-            home(shards.grad_dtype, unit not in grads.spilled, there=unit in shards.there) for unit in range(len(specs))
+        tiles=tuple(
+            tuple(
+                Memory.DEVICE if unit in shards.there else Memory.HOST if next(below) else Memory.NVME
+                for _ in cut_into_tiles([numel], shards.tile_numel)
+            )
+            for unit, numel in enumerate(shards.numels)
         ),
-        tiles=tuple(_tile_homes(shards, home(None, True, there=True), [home(None, stays) for stays in stay])),
         grad_homes=grads,
         stored_bytes=sum(shards.grad_sizes[unit] for unit in grads.spilled)
         + sum(size for size, stays in zip(shards.tile_sizes, stay, strict=True) if not stays),
     )
 
 
-def _tile_homes(shards: Shards, there: Home, below: Sequence[Home]) -> Iterator[Home]:
-    """Yield the home of every tile of every unit, given the homes of tiles below the device."""
-    rest = iter(below)
-    for unit, numel in enumerate(shards.numels):
-        for _ in cut_into_tiles([numel], shards.tile_numel):
-            yield there if unit in shards.there else next(rest)
-
-
-def _param_homes(rules: Rules, specs: Sequence[FlatSpec], homes_bytes: int) -> Iterator[Home]:
+def _param_homes(rules: Rules, specs: Sequence[FlatSpec], homes_bytes: int) -> Iterator[Memory]:
     """Put evictable units into host memory as far as it reaches, in the order of the model."""
     for spec in specs:
         if not spec.offloaded:
-            yield Home(Memory.DEVICE, WHOLE, spec.dtype, moves=False)
-            continue
-        if spec.beside:
-            yield Home(Memory.SHARD, rules.sharding, spec.dtype, moves=True)
-            continue
-        fits = spec.shard_nbytes <= homes_bytes
-        homes_bytes -= spec.shard_nbytes if fits else 0
-        drive = Memory.FILE if spec.runs else rules.params.home
-        yield Home(Memory.HOST if fits else drive, rules.sharding, spec.dtype, moves=True)
+            yield Memory.DEVICE
+        elif spec.beside:
+            yield Memory.SHARD
+        elif spec.shard_nbytes <= homes_bytes:
+            homes_bytes -= spec.shard_nbytes
+            yield Memory.HOST
+        else:
+            yield Memory.FILE if spec.runs else rules.params.home
 
 
 def cut_into_tiles(shard_numels: Sequence[int], tile_numel: int) -> Iterator[int]:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 
 import torch
 from torch import nn
@@ -379,7 +380,7 @@ def _hold_states(plan: _Plan, memory: _Memory) -> StateStore:
         sizing.shards.numels,
         sizing.tile_numel,
         sizing.layout.tile_bytes,
-        [home.memory for home in plan.placement.tiles],
+        chain.from_iterable(plan.placement.tiles),
         arena=memory.arena,
         swap=memory.swap,
         counters=memory.counters,
@@ -405,7 +406,7 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
     files = _open_weights(plan, undo)
     params = Params(
         sizing.specs,
-        [home.memory for home in plan.placement.params],
+        plan.placement.params,
         memory.there.params,
         memory.counters,
         arena=memory.arena,

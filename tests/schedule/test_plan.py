@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.schedule import Ahead, Plan, make_plan
-from infinity.schedule.ahead import MOST_AHEAD
+from infinity.schedule.plan import MOST_AHEAD
 
 
 @st.composite
