@@ -12,7 +12,7 @@ import torch
 
 from infinity.config import default_tile_bytes
 from infinity.io import IoOptions
-from infinity.kernels import Dither, Hyper
+from infinity.kernels import Dither, Rule
 from infinity.memory import Arena
 from infinity.optim import formats
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
@@ -76,17 +76,17 @@ class StatesHome:
         self.wait()
         self._undo.close()
 
-    def start_update(self, unit: int, parameter: torch.Tensor, gradient: torch.Tensor, hyper: Hyper) -> None:
+    def start_update(self, unit: int, parameter: torch.Tensor, gradient: torch.Tensor, rule: Rule) -> None:
         """Queue one update; the gradient must not change until `wait()`."""
         flat = _flat(parameter.detach())
         job = UpdateJob(
             unit,
             flat,
             _flat(gradient.detach()),
-            segments=(Segment(0, flat.numel(), hyper),),
+            segments=(Segment(0, flat.numel(), rule),),
             ready=(),
             write=None,
-            seed=hyper.step << 24 | unit,
+            seed=rule.step << 24 | unit,
         )
         self._pending.append(_Pending(self._pipeline.submit(job), parameter, flat))
 

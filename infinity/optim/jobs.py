@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.kernels import Rule
-from infinity.optim.before_images import Image
-from infinity.optim.remainder import Remainder
+from infinity.optim.before_images import Image, Remainder
 from infinity.telemetry import Times
 from infinity.tiers.copies import Move, Transfer
 from infinity.tiers.states import Tile

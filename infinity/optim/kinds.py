@@ -11,7 +11,7 @@ import torch
 from infinity.config.values import number, switch
 from infinity.errors import ConfigError
 from infinity.kernels import AdagradHyper, Hyper, Rule, SgdHyper
-from infinity.optim.lion import Lion, lion_rule
+from infinity.optim.plain import Lion, lion_rule
 
 Values = Mapping[str, Any]
 

@@ -8,13 +8,13 @@ decays. `infinity.optim.AdamW` keeps exact masters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from infinity.errors import ConfigError
-from infinity.kernels import AdagradHyper, Moment, Rule, update, update_in_torch
+from infinity.kernels import AdagradHyper, LionHyper, Moment, Rule, update, update_in_torch
 
 Group = Mapping[str, Any]
 RuleOf = Callable[[Group, int, float], Rule]  # at (values of a group, step, gradient scale)
@@ -47,6 +47,33 @@ class PlainOptimizer(torch.optim.Optimizer):
         """Take over a `state_dict` of this class, or of another implementation of the same optimizer."""
         super().load_state_dict(dict(state_dict))
         load_plainly(self, state_dict)
+
+
+def lion_rule(group: Group, step: int, grad_scale: float) -> Rule:
+    """Lion's numbers of an update."""
+    beta1, beta2 = group["betas"]
+    return LionHyper(float(group["lr"]), float(beta1), float(beta2), float(group["weight_decay"]), step, grad_scale)
+
+
+class Lion(PlainOptimizer):
+    """Lion.
+
+    Args:
+        fp32_optimizer_states: the moment of 16-bit parameters is float32; else it has the parameters' dtype.
+    """
+
+    _rule = staticmethod(lion_rule)
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+        self.defaults["fp32_optimizer_states"] = fp32_optimizer_states
 
 
 def step_plainly(optimizer: torch.optim.Optimizer, rule_of: RuleOf) -> None:
