@@ -154,11 +154,7 @@ FORMATS = tuple(_FORMATS)
 
 
 def state_layout(name: str, optimizer: str = "adamw") -> StateLayout:
-    """Return the layout of a format for an optimizer.
-
-    Raises:
-        ConfigError: the format or the optimizer is unknown.
-    """
+    """Return the layout of a format for an optimizer. Raises ConfigError if the format or the optimizer is unknown."""
     if optimizer not in _MOMENTS:
         raise ConfigError(f"optimizer {optimizer!r} does not exist; choose {', '.join(_MOMENTS)}")
     return layout_with_moments(name, *_MOMENTS[optimizer])

@@ -97,7 +97,7 @@ class UpdatePipeline:
 
     def submit(self, job: UpdateJob) -> UpdateTicket:
         """Queue a job; its tensors must stay valid until the ticket is finished."""
-        ticket = UpdateTicket(job, deque(self._tiles_of(job)), job.ready)
+        ticket = UpdateTicket(job, deque(self._tiles_of(job)), job.ready, recovers=job.tells_grads)
         with self._wake:
             if self._closing:
                 raise InfinityError("the optimizer pipeline is closed")

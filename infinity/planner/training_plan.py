@@ -176,6 +176,7 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
     split = split_memory(needs, capacity, "tiering.host_memory", cut_bytes)
     placement = place(sizing.rules, sizing.specs, sizing.shards, split)
     there = device_budgets(sizing, config, split, Ledger("host memory", capacity), machine.device_bytes or 0)
+    beside = needs.collecting_bytes + needs.activations_bytes + needs.initial_extra_bytes(split)
     uses = _uses(sizing.partition)
     moving = [unit for unit, _ in uses if sizing.specs[unit].offloaded]
     sizes = [spec.nbytes for spec in sizing.specs]
@@ -192,7 +193,7 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
         needs=needs,
         host_bytes=capacity,
         split=split,
-        host_used_bytes=_host_used(needs, split),
+        host_used_bytes=needs.always_bytes + split.granted_bytes + beside,
         device_used_bytes=sum(part.capacity_bytes for part in there.ledger.parts.values()),
         nvme_bytes=_kept_bytes(sizing, placement)
         if config.tiering.crash_consistent
@@ -237,11 +238,6 @@ def _host_capacity(config: Config, needs: MemoryNeeds, machine: Machine) -> int:
     if machine.host_bytes is None or config.tiering.host_memory_bytes is not None:
         return host_capacity(config, needs, Ranks(neighbours=machine.neighbours))
     return min(needs.most_bytes, auto_bytes(machine.host_bytes, machine.neighbours))
-
-
-def _host_used(needs: MemoryNeeds, split: MemorySplit) -> int:
-    beside = needs.collecting_bytes + needs.activations_bytes + needs.initial_extra_bytes(split)
-    return needs.always_bytes + split.granted_bytes + beside
 
 
 def _nvme_bytes(sizing: Sizing, placement: Placement) -> int:

@@ -146,18 +146,21 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str, cut_bytes: i
     ring = min(needs.ring_bytes, capacity_bytes // _RING_SHARE, needs.ring_min_bytes + spare)
     ring = max(needs.ring_min_bytes, ring // needs.tile_bytes * needs.tile_bytes)
     spare -= ring - needs.ring_min_bytes
-    flowing = max(needs.grads_least_bytes, min(needs.grads_flowing_bytes, needs.grads_least_bytes + spare))
-    spare -= flowing - needs.grads_least_bytes
-    params = min(needs.params_bytes, needs.params_min_bytes + spare)
-    spare -= params - needs.params_min_bytes
-    homes = min(needs.homes_bytes, needs.homes_min_bytes + spare)
-    spare -= homes - needs.homes_min_bytes
-    grads = min(needs.grads_bytes, flowing + spare)
-    spare -= grads - flowing
-    states = min(needs.states_bytes, needs.states_min_bytes + spare)
-    spare -= states - needs.states_min_bytes
-    images = min(needs.images_bytes, spare)
-    sums = min(needs.sums_bytes, spare - images)
+
+    def grant(least: int, most: int) -> int:
+        nonlocal spare
+        granted = min(most, least + spare)
+        spare -= granted - least
+        return granted
+
+    least = needs.grads_least_bytes
+    flowing = grant(least, max(least, needs.grads_flowing_bytes))
+    params = grant(needs.params_min_bytes, needs.params_bytes)
+    homes = grant(needs.homes_min_bytes, needs.homes_bytes)
+    grads = grant(flowing, needs.grads_bytes)
+    states = grant(needs.states_min_bytes, needs.states_bytes)
+    images = grant(0, needs.images_bytes)
+    sums = grant(0, needs.sums_bytes)
     return MemorySplit(params, grads, states, ring, homes, images, sums)
 
 

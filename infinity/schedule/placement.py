@@ -274,7 +274,8 @@ def rules_of(
             share_there=share,
             fills=fills,
             keeps_steps=config.tiering.crash_consistent,
-            least_tile_bytes=_least_tile_bytes(states_home, there=asked_there),
+            # tiles on NVMe keep the best size for a drive
+            least_tile_bytes=_DEVICE_TILE_BYTES if asked_there and states_home is not Memory.NVME else 0,
         ),
         sharding=sharding,
         replicas=ranks // sharing,
@@ -286,11 +287,6 @@ def rules_of(
         drives=config.tiering.nvme if on_drives else (),
         activations_bytes=config.tiering.activation_memory_bytes if activations_move else 0,
     )
-
-
-def _least_tile_bytes(states: Memory, *, there: bool) -> int:
-    """Return the minimum size of a tile. Tiles on NVMe keep the best size for a drive."""
-    return _DEVICE_TILE_BYTES if there and states is not Memory.NVME else 0
 
 
 def _ahead_numel(config: Config, *, discrete: bool) -> int:
@@ -437,12 +433,12 @@ class ParamBytes:
 
 
 def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
-    moving = sorted((spec for spec in specs if spec.offloaded), key=_nbytes, reverse=True)
+    moving = sorted((spec for spec in specs if spec.offloaded), key=lambda spec: spec.nbytes, reverse=True)
     staying = sum(spec.nbytes for spec in specs if not spec.offloaded)
     beside = sum(spec.shard_nbytes for spec in specs if spec.beside)
     # These units are in memory twice, as a shard and unsharded: beyond three, count only early gathers.
     twice = [spec.nbytes for spec in moving if spec.beside or (rules.one_memory and rules.params.gathers)]
-    most = sum(map(_nbytes, moving)) - sum(twice[3:])
+    most = sum(spec.nbytes for spec in moving) - sum(twice[3:])
     most += min(sum(twice[3:]), rules.params.ahead_numel * specs[0].dtype.itemsize)
     together = _together_bytes(moving)
     computed = Share(staying + beside, together, max(together, most))
@@ -475,10 +471,6 @@ def _together_bytes(moving: Sequence[FlatSpec]) -> int:
         other = next((spec.nbytes for spec in moving if spec.modules[-1] not in around), 0)
         most = max(most, sum(nbytes.get(module, 0) for module in dict.fromkeys(around)) + other)
     return most
-
-
-def _nbytes(spec: FlatSpec) -> int:
-    return spec.nbytes
 
 
 def collecting_bytes(

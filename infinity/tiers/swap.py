@@ -155,11 +155,7 @@ class SwapSpace:
         ]
 
     def reserve(self, nbytes: int) -> Extent:
-        """Reserve an aligned extent.
-
-        Raises:
-            StorageError: no directory has room for it within its capacity.
-        """
+        """Reserve an aligned extent. Raises StorageError if no directory has room for it within its capacity."""
         nbytes = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
         extent = Extent(self._striping.reserve(nbytes), nbytes)
         if self._checksums is not None:
@@ -279,11 +275,7 @@ class SwapSpace:
         )
 
     def sync(self) -> None:
-        """Flush all completed writes to the drives.
-
-        Raises:
-            StorageError: a drive has failed.
-        """
+        """Flush all completed writes to the drives. Raises StorageError if a drive has failed."""
         for owned in self._owned:
             try:
                 self.flush(owned.descriptor)

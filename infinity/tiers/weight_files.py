@@ -46,11 +46,7 @@ class WeightFile:
 
     @staticmethod
     def of(path: Path) -> WeightFile:
-        """Return the file's present identity.
-
-        Raises:
-            StorageError: it is missing.
-        """
+        """Return the file's present identity. Raises StorageError if it is missing."""
         try:
             return WeightFile.seen(path, path.stat())
         except OSError as error:
@@ -62,11 +58,7 @@ class WeightFile:
         return WeightFile(path, found.st_dev, found.st_ino, found.st_size, *times, found.st_nlink)
 
     def check(self, found: os.stat_result) -> None:
-        """Check that the file is the same, and was not written.
-
-        Raises:
-            StorageError: the check failed.
-        """
+        """Check that the file is the same, and was not written. Raises StorageError if the check failed."""
         now = WeightFile.seen(self.path, found)
         if now.names != self.names:
             now = replace(now, names=self.names, ctime_ns=self.ctime_ns)
