@@ -40,7 +40,6 @@ class Image:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each place."""
         return tuple(nbytes for nbytes in (self.fields_bytes, self.param_bytes) if nbytes)
 
     def old_param(self, dtype: torch.dtype, numel: int) -> torch.Tensor | None:
@@ -117,7 +116,6 @@ class BeforeImages:
             self._promised.subtract(image.sizes)
 
     def close(self) -> None:
-        """Free the memory."""
         self._spare.clear()
         self.arena.close()
 

@@ -210,5 +210,4 @@ class Undo:
             self._ring.let_go(tile)
 
     def close(self) -> None:
-        """Free the memory."""
         self.images.close()

@@ -110,17 +110,14 @@ class TrainingPlan:
 
     @property
     def updated_on_device(self) -> list[str]:
-        """Names of the units whose optimizer states are on the device."""
         return [unit.name for index, unit in enumerate(self.units) if index in self.sizing.there]
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read from the drives in one step."""
         return self.traffic.read_bytes
 
     @property
     def write_bytes(self) -> int:
-        """Bytes written to the drives in one step."""
         return self.traffic.write_bytes
 
     def facts(self) -> dict[str, Any]:
@@ -173,7 +170,7 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
     config, sizing, cut_bytes = cut_to_fit(config, lambda config: _sizing(model, config, machine), is_enough)
     needs = sizing.host_needs()
     capacity = _host_capacity(config, needs, machine)
-    split = split_memory(needs, capacity, "tiering.host_memory", cut_bytes)
+    split = split_memory(needs, capacity, cut_bytes)
     placement = place(sizing.rules, sizing.specs, sizing.shards, split)
     there = device_budgets(sizing, config, split, Ledger("host memory", capacity), machine.device_bytes or 0)
     beside = needs.collecting_bytes + needs.activations_bytes + needs.initial_extra_bytes(split)

@@ -112,11 +112,10 @@ class MemorySplit:
         return self.params_bytes + self.homes_bytes + self.grads_bytes + states_bytes
 
 
-def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str, cut_bytes: int | None = None) -> MemorySplit:
-    """Divide `capacity_bytes` among the needs.
+def split_memory(needs: MemoryNeeds, capacity_bytes: int, cut_bytes: int | None = None) -> MemorySplit:
+    """Divide `capacity_bytes` of host memory among the needs.
 
     Args:
-        key: the configuration key of the capacity, for the error message.
         cut_bytes: the least budget with cut blocks, for the error message.
 
     Raises:
@@ -125,14 +124,14 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str, cut_bytes: i
     spare = capacity_bytes - needs.least_bytes
     if spare < 0:
         raise CapacityError(
-            f"{key} is {format_size(capacity_bytes)} but this model needs at least "
+            f"tiering.host_memory is {format_size(capacity_bytes)} but this model needs at least "
             f"{format_size(needs.least_bytes)}: "
             f"parameters {format_size(needs.params_min_bytes + needs.homes_min_bytes)} "
             f"(largest unit `{needs.largest_unit}`), gradients {format_size(needs.grads_min_bytes)}, "
             f"optimizer tiles {format_size(needs.ring_min_bytes)}, "
             f"always held {format_size(needs.always_bytes + needs.states_min_bytes)}"
             f"{_further(needs)}. "
-            f"Raise {key} to {needs.least_bytes} bytes ({size_to_set(needs.least_bytes)}) or more"
+            f"Raise tiering.host_memory to {needs.least_bytes} bytes ({size_to_set(needs.least_bytes)}) or more"
             f"{_or_cut(cut_bytes)}, lower tiering.tile_size, "
             "or move a section to nvme."
             + alone(

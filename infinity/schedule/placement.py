@@ -297,12 +297,7 @@ def _ahead_numel(config: Config, *, discrete: bool) -> int:
 
 def may_run_ahead(config: Config, ranks: int, *, discrete: bool) -> bool:
     """Whether speculative updates cost nothing: either all fields they change are double-buffered on NVMe anyway and
-    users do not read them between steps, or all is in memory and the host's cores idle while a device computes.
-
-    Args:
-        ranks: number of ranks that train the model together.
-        discrete: the compute device has memory of its own.
-    """
+    users do not read them between steps, or all is in memory and the host's cores idle while a device computes."""
     if not config.managed_accumulation:
         return False
     if config.tiering.crash_consistent:
@@ -320,7 +315,6 @@ def may_run_ahead_on_drives(
 
     Args:
         rules: with speculative updates.
-        ranks: number of ranks that train the model together.
         slot_bytes: of one slot of all fields that may live on NVMe.
         drive_bytes: returns the free space on the drives; None if unknown, and taken to be enough.
     """
@@ -378,11 +372,9 @@ class Shards:
 
     @cached_property
     def states_there_bytes(self) -> int:
-        """Bytes of optimizer states on the device."""
         return self.states_bytes(self.there)
 
     def states_bytes(self, units: Collection[int]) -> int:
-        """Return the bytes of these units' optimizer states."""
         return sum(self._tile_sizes([self.numels[unit] for unit in units]))
 
     @cached_property
@@ -395,11 +387,7 @@ class Shards:
 
 
 def may_come(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, first: Collection[int]) -> list[int]:
-    """Return units whose states may move to the device later, in order: units whose parameters stay on it.
-
-    Args:
-        first: units that come before the others.
-    """
+    """Return units whose states may move to the device later, `first` first: units whose parameters stay on it."""
     if not rules.states.fills:
         return []
     staying = [0 if spec.offloaded else numel for spec, numel in zip(specs, shards.below, strict=True)]
@@ -681,7 +669,6 @@ class Placement:
     stored_bytes: int
 
     def host_homes_bytes(self, specs: Sequence[FlatSpec]) -> int:
-        """Return the bytes of parameter shards whose home is host memory."""
         return sum(spec.shard_nbytes for spec, home in zip(specs, self.params, strict=True) if home is Memory.HOST)
 
 

@@ -58,7 +58,6 @@ class ActivationFiles:
         return self._checksums[place].verified(read, 0, span, locate)
 
     def io_stats(self) -> IoStats:
-        """Return the I/O counters."""
         return self._engine.stats()
 
     def close(self) -> None:

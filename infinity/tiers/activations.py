@@ -88,12 +88,10 @@ class ActivationStore:
 
     @property
     def used_bytes(self) -> int:
-        """Host memory in use."""
         return self._arena.used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most host memory in use so far."""
         return self._arena.peak_bytes
 
     def io_stats(self) -> IoStats | None:
@@ -362,11 +360,7 @@ class _Packed:
             self._dropped.append(self.entry)
 
     def check_version(self) -> None:
-        """Raise torch's error if the tensor was changed in place.
-
-        Raises:
-            RuntimeError: with the text of torch's own check.
-        """
+        """Raise torch's own error, with its text, if the tensor was changed in place."""
         version = self.tensor._version
         if version != self._expected:
             raise RuntimeError(
@@ -414,7 +408,6 @@ class _Entry(Field):
         return all(self.state(memory) is State.ABSENT or self.gone(memory) for memory in self.copies)
 
     def free(self) -> None:
-        """Release the memory in the arena."""
         if self.lease is not None:
             self.lease.release()
             self.lease = None

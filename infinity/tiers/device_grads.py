@@ -88,11 +88,10 @@ class DeviceGrads:
         """Do nothing: the gradients stay on the device."""
 
     def holds(self, unit: int) -> bool:
-        """Whether the unit has gradients, also while an update uses them."""
+        """Whether the unit has gradients that no update uses; an update on the device drops them before it returns."""
         return unit in self._units
 
     def drop(self, unit: int) -> None:
-        """Drop the unit's gradients."""
         with self._handing_over:
             del self._units[unit]
             self.budget.give(self._nbytes(unit))
@@ -120,7 +119,6 @@ class DeviceGrads:
         self.drop(unit)
 
     def close(self) -> None:
-        """Free the device's memory."""
         self._units.clear()
 
 

@@ -91,10 +91,8 @@ class DeviceSums:
         self._sums = {key: sum_ for key, sum_ in self._sums.items() if key[0] != unit}
 
     def clear(self) -> None:
-        """Drop all sums."""
         self._sums.clear()
 
     def close(self) -> None:
-        """Free the device's memory."""
         self.units.clear()
         self._sums.clear()

@@ -74,7 +74,6 @@ class Record:
     generations: Sequence[Generation]
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file."""
         head = {
             **vars(self),
             "stripes": [[_text(stripe.path), stripe.weight, stripe.capacity_bytes] for stripe in self.stripes],
@@ -96,14 +95,7 @@ def _text(path: Path) -> str:
 
 
 def parse_record(path: Path, content: bytes) -> Record:
-    """Parse a file's content.
-
-    Args:
-        path: for messages.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Parse a file's content; `path` is for messages. Raises CheckpointError if it is damaged."""
     body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     if not body.startswith(_MAGIC) or hashlib.sha256(body).digest() != digest:
         raise _damaged(path, "its checksum differs, or it is of another version")

@@ -58,11 +58,7 @@ class KeptFile:
 
 
 def kept_files(directory: Path) -> list[KeptFile]:
-    """Return the files that runs have kept in a directory, by name.
-
-    Raises:
-        StorageError: the directory cannot be used.
-    """
+    """Return the files that runs have kept in a directory, by name. Raises StorageError if it cannot be used."""
     found = []
     with swap_directory(directory, "states", lasting=True) as (descriptor, names):
         for name in names:

@@ -315,7 +315,7 @@ def _lay_out(
     needs = sizing.host_needs()
     host = Ledger("host memory", host_capacity(config, needs, ranks))
     with _as_one(ranks, parts):
-        split = split_memory(needs, host.capacity_bytes, "tiering.host_memory", cut_bytes)
+        split = split_memory(needs, host.capacity_bytes, cut_bytes)
     split = agreed(split, ranks, parts.ranks)
     placement = place(sizing.rules, sizing.specs, sizing.shards, split)
     groups = Groups.of(ranks, sizing.rules.sharding)
