@@ -8,7 +8,7 @@ slots in proportion, but always enough to overlap reads, updates and writes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from infinity.config import Config
 from infinity.planner.rates import Duplex, Rates
@@ -185,7 +185,12 @@ def _fewer(tiles: Sequence[TileWork], together: int) -> tuple[TileWork, ...]:
 
 
 def _as_one(tiles: Sequence[TileWork]) -> TileWork:
-    return TileWork(*map(sum, zip(*map(astuple, tiles), strict=True)))
+    return TileWork(
+        sum(tile.update_s for tile in tiles),
+        sum(tile.read_s for tile in tiles),
+        sum(tile.write_s for tile in tiles),
+        sum(tile.params_s for tile in tiles),
+    )
 
 
 def _aside(tile: TileWork) -> TileWork:
