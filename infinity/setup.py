@@ -20,8 +20,8 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.optim import AdamW
 from infinity.optim.kinds import ADAM, OptimizerKind, kind_from_config, kind_of
+from infinity.optim.lr_schedules import make_scheduler
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
-from infinity.optim.schedule_classes import make_scheduler
 from infinity.optim.torch_schedules import is_factory, rebind
 from infinity.schedule.on_device import addresses_stay
 from infinity.telemetry.monitor import check_packages

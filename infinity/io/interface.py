@@ -114,24 +114,36 @@ class IoFuture(ABC):
         """Return when it was submitted, started and finished; None while it is in flight."""
 
 
-class _Several(IoFuture):
-    """Several requests as one."""
+def together(requests: Sequence[IoFuture]) -> IoFuture:
+    """Return these requests as one request."""
+    return requests[0] if len(requests) == 1 else _Together(requests)
 
-    def __init__(self, futures: Sequence[IoFuture]) -> None:
-        self._futures = futures
+
+class _Together(IoFuture):
+    def __init__(self, requests: Sequence[IoFuture]) -> None:
+        self._requests = tuple(requests)
 
     def done(self) -> bool:
-        return all(future.done() for future in self._futures)
+        return all(request.done() for request in self._requests)
 
     def result(self, timeout: float | None = None) -> int:
+        """Wait for all of them, also if one fails: until then the memory is in use."""
         until_s = None if timeout is None else time.monotonic() + timeout
-        return sum(
-            future.result(None if until_s is None else max(0.0, until_s - time.monotonic())) for future in self._futures
-        )
+        nbytes, failed = 0, None
+        for request in self._requests:
+            try:
+                nbytes += request.result(None if until_s is None else max(0.0, until_s - time.monotonic()))
+            except TimeoutError:
+                raise
+            except OSError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return nbytes
 
     def times(self) -> Times | None:
-        seen = [times for future in self._futures if (times := future.times()) is not None]
-        if len(seen) < len(self._futures) or not seen:
+        seen = [times for request in self._requests if (times := request.times()) is not None]
+        if len(seen) < len(self._requests) or not seen:
             return None
         return Times(
             min(times.submitted_s for times in seen),
@@ -255,7 +267,7 @@ class IoEngine(ABC):
         check_blocks(file, offsets, block_bytes, span)
         begin = self.write if write else self.read
         places = range(0, span.nbytes, block_bytes)
-        return _Several(
+        return together(
             [
                 begin(file, offset, Span(span.address + places[i % len(places)], block_bytes, span.owner), priority)
                 for i, offset in enumerate(offsets.tolist())

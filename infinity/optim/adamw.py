@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import ConfigError
-from infinity.kernels import Hyper
 from infinity.optim.home import StatesHome
+from infinity.optim.kinds import ADAM
 
 _FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "split", torch.float16: "master"}
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -132,13 +132,9 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError("a gradient is sparse; give this parameter another optimizer")
         step = self._steps.get(parameter, 0) + 1
         home, unit = self._placed[parameter]
-        home.start_update(unit, parameter, gradient, self._hyper(group, step))
+        hyper = ADAM.rule({**group, "decoupled": self.decoupled}, step, 1.0)
+        home.start_update(unit, parameter, gradient, hyper)
         self._steps[parameter] = step
-
-    def _hyper(self, group: Mapping[str, Any], step: int) -> Hyper:
-        beta1, beta2 = group["betas"]
-        numbers = (float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"]))
-        return Hyper(*numbers, step, decoupled=self.decoupled)
 
     def _wait(self) -> None:
         for home in self._each_home():

@@ -8,7 +8,7 @@ The parameters are changed in place, where other code expects them; their old va
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,6 @@ class Image:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each place."""
         return tuple(nbytes for nbytes in (self.fields_bytes, self.param_bytes) if nbytes)
 
     def old_param(self, dtype: torch.dtype, numel: int) -> torch.Tensor | None:
@@ -117,6 +116,50 @@ class BeforeImages:
             self._promised.subtract(image.sizes)
 
     def close(self) -> None:
-        """Free the memory."""
         self._spare.clear()
         self.arena.close()
+
+
+class Remainder:
+    """The few gradients and parameters of one update that cannot be reconstructed from the states.
+
+    A rollback reconstructs all others from both slots of the states, see [Note: lost gradients] in
+    csrc/adam/recovery.h. Each entry has positions in the shard, and the values of these elements; both 1-D.
+    """
+
+    def __init__(self) -> None:
+        self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._params: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep_grads(self, positions: Sequence[int], start: int, grad: torch.Tensor) -> None:
+        """Keep these elements of the shard's gradients `grad`; positions count from the element `start`."""
+        if positions:
+            places = _places(positions, start)
+            self._grads.append((places, grad[places]))
+
+    def keep_params(self, positions: Sequence[int], start: int, bits: Sequence[int], dtype: torch.dtype) -> None:
+        """Keep parameters with these old 16-bit patterns; positions count from the element `start`."""
+        if positions:
+            values = torch.tensor(bits, dtype=torch.uint16, device="cpu").view(dtype)
+            self._params.append((_places(positions, start), values))
+
+    def put(self, grad: torch.Tensor | None, param: torch.Tensor | None) -> None:
+        """Restore the kept elements in tensors of the whole shard."""
+        for target, kept in ((grad, self._grads), (param, self._params)):
+            if target is not None:
+                for places, values in kept:
+                    target[places] = values
+
+    def forget_grads(self) -> None:
+        """Drop the gradients, all of which are kept in another place."""
+        self._grads.clear()
+
+    def forget_params(self) -> int:
+        """Drop the parameters and return their number."""
+        count = sum(values.numel() for _, values in self._params)
+        self._params.clear()
+        return count
+
+
+def _places(positions: Sequence[int], start: int) -> torch.Tensor:
+    return torch.tensor(positions, dtype=torch.int64, device="cpu") + start

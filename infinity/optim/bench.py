@@ -21,7 +21,6 @@ from infinity.optim.formats import StateLayout, init_states, state_layout, updat
 
 ROOFLINE = "bare loop"
 TRIAD = "triad"
-TORCH_PEERS = ("torch fused", "torch foreach")
 _LR = 1e-3
 _PAGE_BYTES = 4096
 _FP32_BYTES = 28  # read p, g, m, v; write p, m, v
@@ -48,7 +47,7 @@ class AdamBenchJob:
 
     Attributes:
         formats: state formats; each with gradients of its parameter's dtype.
-        peers: of `TORCH_PEERS`.
+        peers: "torch fused" and "torch foreach", or one of them, or none.
         other: takes part beside those.
     """
 
@@ -74,7 +73,6 @@ class AdamBenchResult:
     seconds: tuple[float, ...]
 
     def params_per_s(self, numel: int) -> float:
-        """Return the parameters per second of the median round."""
         return numel / sorted(self.seconds)[len(self.seconds) // 2]
 
     def ratio(self, other: AdamBenchResult) -> tuple[float, float, float]:

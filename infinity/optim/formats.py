@@ -154,11 +154,7 @@ FORMATS = tuple(_FORMATS)
 
 
 def state_layout(name: str, optimizer: str = "adamw") -> StateLayout:
-    """Return the layout of a format for an optimizer.
-
-    Raises:
-        ConfigError: the format or the optimizer is unknown.
-    """
+    """Return the layout of a format for an optimizer. Raises ConfigError if the format or the optimizer is unknown."""
     if optimizer not in _MOMENTS:
         raise ConfigError(f"optimizer {optimizer!r} does not exist; choose {', '.join(_MOMENTS)}")
     return layout_with_moments(name, *_MOMENTS[optimizer])
@@ -242,35 +238,6 @@ def write_moments(
         moment = layout.moment(states, name)
         if name is not None and moment is not None:
             store_moment(moment, moments[name], signed=name == layout.first, dither=dither)
-
-
-def convert(
-    source: StateLayout,
-    source_param: torch.Tensor,
-    source_states: Mapping[str, torch.Tensor],
-    target: StateLayout,
-    target_param: torch.Tensor,
-    target_states: Mapping[str, torch.Tensor],
-    dither: Dither | None = None,
-) -> None:
-    """Convert a tile to another format of the same optimizer: the master exactly, the moments as `convert_moments`."""
-    write_master(target, read_master(source, source_param, source_states), target_param, target_states)
-    convert_moments(source, source_states, target, target_states, dither)
-
-
-def convert_moments(
-    source: StateLayout,
-    source_states: Mapping[str, torch.Tensor],
-    target: StateLayout,
-    target_states: Mapping[str, torch.Tensor],
-    dither: Dither | None = None,
-) -> None:
-    """Store moments in another format: bit-identical if both formats have the same fields, else rounded."""
-    if source.moment_fields == target.moment_fields:
-        for field in source.moment_fields:
-            target_states[field.name].copy_(source_states[field.name])
-    else:
-        write_moments(target, read_moments(source, source_states), target_states, dither)
 
 
 def update(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 
 from infinity.config import default_tile_bytes
 from infinity.io import IoOptions
-from infinity.kernels import Dither, Hyper
+from infinity.kernels import Dither, Rule
 from infinity.memory import Arena
 from infinity.optim import formats
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
@@ -23,15 +22,6 @@ from infinity.telemetry import Counters
 from infinity.tiers import Memory
 from infinity.tiers.states import StateStore
 from infinity.tiers.swap import SwapPath, open_swap
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """An update in progress, and its flat host copy of the parameter, which may be the parameter itself."""
-
-    ticket: UpdateTicket
-    parameter: torch.Tensor
-    flat: torch.Tensor
 
 
 class StatesHome:
@@ -46,7 +36,8 @@ class StatesHome:
 
     def __init__(self, parameters: Sequence[torch.Tensor], format_name: str, nvme_path: Path | None) -> None:
         self.layout: StateLayout = state_layout(format_name)
-        self._pending: list[_Pending] = []
+        # updates in progress: ticket, parameter, and its flat host copy, which may be the parameter itself
+        self._pending: list[tuple[UpdateTicket, torch.Tensor, torch.Tensor]] = []
         tile_bytes = self.layout.tile_bytes
         shards = [-(-parameter.numel() // SHARD_ALIGN) * SHARD_ALIGN for parameter in parameters]
         aim_bytes = default_tile_bytes(0 if nvme_path is None else 1)
@@ -76,31 +67,26 @@ class StatesHome:
         self.wait()
         self._undo.close()
 
-    def start_update(self, unit: int, parameter: torch.Tensor, gradient: torch.Tensor, hyper: Hyper) -> None:
+    def start_update(self, unit: int, parameter: torch.Tensor, gradient: torch.Tensor, rule: Rule) -> None:
         """Queue one update; the gradient must not change until `wait()`."""
         flat = _flat(parameter.detach())
         job = UpdateJob(
             unit,
             flat,
             _flat(gradient.detach()),
-            segments=(Segment(0, flat.numel(), hyper),),
+            segments=(Segment(0, flat.numel(), rule),),
             ready=(),
             write=None,
-            seed=hyper.step << 24 | unit,
+            seed=rule.step << 24 | unit,
         )
-        self._pending.append(_Pending(self._pipeline.submit(job), parameter, flat))
+        self._pending.append((self._pipeline.submit(job), parameter, flat))
 
     def wait(self) -> None:
-        """Block until every queued update is stored in its parameter.
-
-        Raises:
-            StorageError: a read or write failed.
-        """
+        """Block until every queued update is stored in its parameter. Raises StorageError if a read or write failed."""
         pending, self._pending = self._pending, []
-        for update in pending:
-            update.ticket.result()
-            if update.flat.data_ptr() != update.parameter.data_ptr():
-                update.parameter.detach().copy_(update.flat.view(update.parameter.shape))
+        for ticket, parameter, flat in pending:
+            ticket.result()
+            _store(flat, parameter)
 
     # States #
 
@@ -132,8 +118,7 @@ class StatesHome:
             if "exp_avg" in sources:
                 moments = {name: sources[name][start:stop] for name in ("exp_avg", "exp_avg_sq")}
                 formats.write_moments(self.layout, moments, fields, Dither(seed=unit, index=start))
-        if flat.data_ptr() != parameter.data_ptr():
-            parameter.detach().copy_(flat.view(parameter.shape))
+        _store(flat, parameter)
 
     def _tiles(self, unit: int, numel: int, *, fresh: bool) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
         """Yield the range within the parameter and the fields of every tile of a unit, without padding."""
@@ -146,3 +131,9 @@ class StatesHome:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor as 1-D in host memory, without a copy if it is contiguous host memory already."""
     return tensor.cpu().contiguous().view(-1)
+
+
+def _store(flat: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Copy what `_flat` has returned back to the parameter, unless it is the parameter's own memory."""
+    if flat.data_ptr() != parameter.data_ptr():
+        parameter.detach().copy_(flat.view(parameter.shape))

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.kernels import Rule
-from infinity.optim.before_images import Image
-from infinity.optim.remainder import Remainder
+from infinity.optim.before_images import Image, Remainder
 from infinity.telemetry import Times
 from infinity.tiers.copies import Move, Transfer
 from infinity.tiers.states import Tile
@@ -94,11 +93,8 @@ class UpdateTicket:
     reached: int = 0
     computed: Future[None] = field(default_factory=Future)
     writes: list[Transfer] = field(default_factory=list)
-    recovers: bool = field(init=False)
+    recovers: bool = False
     remainder: Remainder = field(default_factory=Remainder)
-
-    def __post_init__(self) -> None:
-        self.recovers = self.job.tells_grads
 
     @property
     def unit(self) -> int:
@@ -115,11 +111,7 @@ class UpdateTicket:
         return None
 
     def result(self) -> None:
-        """Block until everything is computed and written.
-
-        Raises:
-            StorageError: a read or write of this job failed.
-        """
+        """Block until everything is computed and written. Raises StorageError if a read or write of this job failed."""
         self.computed.result()
         for write in self.writes:
             write.result()

@@ -11,7 +11,7 @@ import torch
 from infinity.config.values import number, switch
 from infinity.errors import ConfigError
 from infinity.kernels import AdagradHyper, Hyper, Rule, SgdHyper
-from infinity.optim.lion import Lion, lion_rule
+from infinity.optim.plain import Lion, lion_rule
 
 Values = Mapping[str, Any]
 
@@ -128,11 +128,7 @@ def kind_from_config(type_name: str, params: Values) -> tuple[OptimizerKind, dic
 
 
 def _checked(key: str, value: Any) -> Any:
-    """Check a hyper-parameter of the configuration against the range of torch's optimizers, and return it.
-
-    Raises:
-        ConfigError: it has a wrong type or is out of range.
-    """
+    """Return a hyper-parameter of the configuration if it is in the range of torch's optimizers; else refuse it."""
     path = f"optimizer.params.{key}"
     if key == "nesterov":
         return switch(path, value)
@@ -181,13 +177,9 @@ def kind_of(optimizer: torch.optim.Optimizer, *, also_adam: bool = False) -> tup
 
 
 def _check_step(optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> None:
-    """Refuse an optimizer that does more than its kind's update, which the engine would ignore.
-
-    Raises:
-        ConfigError: it is a user's subclass, its `step` was replaced, or it has step hooks.
-    """
+    """Refuse an optimizer that does more than its kind's update, which the engine would ignore."""
     cls = type(optimizer)
-    known = next(each for each in cls.__mro__ if each in kind.torch_classes or _is_ours(each))
+    known = next(each for each in cls.__mro__ if each in kind.torch_classes or each.__module__.startswith("infinity."))
     if cls is not known:
         raise ConfigError(
             f"optimizer {cls.__name__} is a subclass of {known.__name__}, whose update the engine would compute in "
@@ -204,10 +196,6 @@ def _check_step(optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> None:
                 f"this {cls.__name__} has step hooks, which the engine would not call: register them on the optimizer "
                 "that initialize returns"
             )
-
-
-def _is_ours(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:

@@ -11,52 +11,56 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from infinity.config import Fp16Config
 from infinity.errors import NonFiniteError
 
-_FACTOR = 2.0
-
 
 @dataclass
 class LossScale:
-    """A factor on the loss, static or dynamic; see [Note: dynamic scale].
+    """A factor on the loss, static or dynamic; see [Note: dynamic scale]. Training scripts read these names.
 
     Attributes:
         value: the factor now.
+        scale_window: number of consecutive finite steps after which the next one doubles the scale.
+        delayed_shift: number of overflows at which the scale falls; the overflows before are only skipped.
+        min_scale: lower bound of a dynamic scale.
         overflow: the gradients of the last step were not finite, and the step was skipped.
         needed: whether losses must be scaled, as in fp16 training.
+        cur_iter: number of steps, including skipped ones, if the scale is dynamic.
+        last_overflow_iter: the last skipped step, counted from 0; -1 for none.
+        scale_factor: factor of a rise or fall.
     """
 
     value: float
     dynamic: bool
-    window: int
-    hysteresis: int
-    minimum: float
+    scale_window: int
+    delayed_shift: int
+    min_scale: float
     consecutive: bool = False
     overflow: bool = False
     needed: bool = True
-    _step: int = 0
-    _last_overflow: int = -1
+    cur_iter: int = 0
+    last_overflow_iter: int = -1
     _forgiven: int = 0
+
+    scale_factor: ClassVar[float] = 2.0
 
     @classmethod
     def of(cls, config: Fp16Config | None) -> LossScale:
         """Return the scale of a configuration; it is always 1 without fp16."""
         if config is None:
-            return cls(1.0, dynamic=False, window=1, hysteresis=1, minimum=1.0, needed=False)
+            return cls(1.0, dynamic=False, scale_window=1, delayed_shift=1, min_scale=1.0, needed=False)
         dynamic = config.loss_scale == 0.0
-        value = _FACTOR**config.initial_scale_power if dynamic else config.loss_scale
         return cls(
-            value,
+            cls.scale_factor**config.initial_scale_power if dynamic else config.loss_scale,
             dynamic,
             config.loss_scale_window,
             config.hysteresis,
             config.min_loss_scale,
             config.consecutive_hysteresis,
         )
-
-    # Under the names that training scripts read #
 
     @property
     def loss_scale(self) -> float:
@@ -76,41 +80,14 @@ class LossScale:
         return self.needed
 
     @property
-    def cur_iter(self) -> int:
-        """Number of steps, including skipped ones, if the scale is dynamic."""
-        return self._step
-
-    @property
-    def scale_window(self) -> int:
-        """Number of consecutive finite steps after which the next one doubles the scale."""
-        return self.window
-
-    @property
-    def scale_factor(self) -> float:
-        """Factor of a rise or fall."""
-        return _FACTOR
-
-    @property
-    def min_scale(self) -> float:
-        """Lower bound of a dynamic scale."""
-        return self.minimum
-
-    min_loss_scale = min_scale
-
-    @property
-    def delayed_shift(self) -> int:
-        """Number of overflows at which the scale falls; the overflows before are only skipped."""
-        return self.hysteresis
+    def min_loss_scale(self) -> float:
+        """Same as `min_scale`."""
+        return self.min_scale
 
     @property
     def cur_hysteresis(self) -> int:
-        """How many of these overflows are left."""
-        return self.hysteresis - self._forgiven
-
-    @property
-    def last_overflow_iter(self) -> int:
-        """The last skipped step, counted from 0; -1 for none."""
-        return self._last_overflow
+        """How many overflows are left of `delayed_shift`."""
+        return self.delayed_shift - self._forgiven
 
     def after_step(self, *, overflow: bool) -> None:
         """Set the scale for the next step.
@@ -122,31 +99,31 @@ class LossScale:
         if not self.dynamic:
             return
         if overflow:
-            self._last_overflow = self._step
-            if self._forgiven < self.hysteresis - 1:
+            self.last_overflow_iter = self.cur_iter
+            if self._forgiven < self.delayed_shift - 1:
                 self._forgiven += 1
-            elif self.value <= self.minimum:
+            elif self.value <= self.min_scale:
                 raise NonFiniteError(
-                    f"gradients are not finite although the loss scale is at its minimum of {self.minimum:g}: the "
+                    f"gradients are not finite although the loss scale is at its minimum of {self.min_scale:g}: the "
                     "model has diverged. Resume from the last checkpoint with a lower learning rate, or use bf16"
                 )
             else:
-                self.value = max(self.value / _FACTOR, self.minimum)
+                self.value = max(self.value / self.scale_factor, self.min_scale)
         else:
-            finite = self._step - self._last_overflow - 1  # consecutive finite steps before this one
-            rises = finite > 0 and finite % self.window == 0
+            finite = self.cur_iter - self.last_overflow_iter - 1  # consecutive finite steps before this one
+            rises = finite > 0 and finite % self.scale_window == 0
             if rises or self.consecutive:
                 self._forgiven = 0
             if rises:
-                self.value *= _FACTOR
-        self._step += 1
+                self.value *= self.scale_factor
+        self.cur_iter += 1
 
     def state_dict(self) -> dict[str, float]:
         """Return the state of the scale; its parameters come from the configuration."""
         return {
             "value": self.value,
-            "step": self._step,
-            "last_overflow": self._last_overflow,
+            "step": self.cur_iter,
+            "last_overflow": self.last_overflow_iter,
             "forgiven": self._forgiven,
         }
 
@@ -154,6 +131,6 @@ class LossScale:
         """Continue from a saved state, unless this run's scale is static."""
         if self.dynamic:
             self.value = float(state["value"])
-            self._step = int(state["step"])
-            self._last_overflow = int(state["last_overflow"])
+            self.cur_iter = int(state["step"])
+            self.last_overflow_iter = int(state["last_overflow"])
             self._forgiven = int(state["forgiven"])

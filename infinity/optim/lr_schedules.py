@@ -1,14 +1,16 @@
-"""The curves of learning-rate schedules, as torch schedulers; schedule_classes.py has their names.
+"""The schedules that the section `scheduler` names: torch schedulers, whose arguments are the section's parameters.
 
-Each is a pure function from the index of the last finished step to a factor; -1 stands for no step. The first step
-therefore runs with the value at -1 and step `k` with the value at `k - 1`.
+A curve is a function from the index of the last finished step to a factor; -1 stands for no step. The first step
+therefore runs with the value at -1 and step `k` with the value at `k - 1`. `step(k)` sets a schedule to its position
+after batch `k`, counted from 0; `step()` advances it by one batch.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,163 +20,138 @@ from infinity.config import SchedulerConfig
 from infinity.config.values import number, switch, whole
 from infinity.errors import ConfigError
 
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
-@dataclass(frozen=True)
-class Warmup:
-    """Rise from 0 to 1 over `steps`, linearly or logarithmically."""
-
-    steps: int
-    kind: str
-
-    def __call__(self, step: int) -> float:
-        if step < 0:
-            return 0.0
-        if step >= self.steps:
-            return 1.0
-        return step / self.steps if self.kind == "linear" else math.log(step + 1) / math.log(self.steps)
+_Rates = float | list[float]
 
 
-@dataclass(frozen=True)
-class WarmupDecay:
-    """Warm-up, then linear decay to 0 at `total_steps`."""
+def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Make the schedule of a configuration; null means a parameter's default.
 
-    warmup: Warmup
-    total_steps: int
-
-    def __call__(self, step: int) -> float:
-        if step < self.warmup.steps:
-            return self.warmup(step)
-        return max(0.0, (self.total_steps - step) / max(1.0, self.total_steps - self.warmup.steps))
-
-
-@dataclass(frozen=True)
-class WarmupCosine:
-    """Warm-up from `warmup_min`, then a half cosine down to `cosine_min` at `total_steps`."""
-
-    warmup: Warmup
-    total_steps: int
-    warmup_min: float
-    cosine_min: float
-
-    def __call__(self, step: int) -> float:
-        if step < 0:
-            return 0.0
-        if step < self.warmup.steps:
-            return self.warmup_min + (1.0 - self.warmup_min) * self.warmup(step)
-        progress = min(1.0, (step - self.warmup.steps + 1) / max(1, self.total_steps - self.warmup.steps))
-        return max(0.0, self.cosine_min + (1.0 - self.cosine_min) * (1.0 + math.cos(math.pi * progress)) / 2)
-
-
-@dataclass(frozen=True)
-class RangeTest:
-    """Grow without limit, by `rate` every `interval` steps; in stairs or continuously."""
-
-    interval: int
-    rate: float
-    staircase: bool
-
-    def __call__(self, step: int) -> float:
-        if step < 0:
-            return 1.0
-        intervals = (step + 1) / self.interval
-        return 1.0 + self.rate * (math.floor(intervals) if self.staircase else intervals)
-
-
-@dataclass(frozen=True)
-class Cycle:
-    """Rise over `first` steps and fall over `second`, in stairs if a count is given.
-
-    L. Smith, arXiv 1803.09820.
+    Raises:
+        ConfigError: an unknown schedule or parameter, or a missing parameter.
     """
+    if config.type not in VALID_LR_SCHEDULES:
+        raise ConfigError(f"scheduler.type is {config.type!r}; choose one of {', '.join(VALID_LR_SCHEDULES)}")
+    kind = globals()[config.type]
+    taken = inspect.signature(kind).parameters
+    given = {name: value for name, value in config.params.items() if value is not None}
+    for name in given:
+        if name not in taken or name in ("optimizer", "last_batch_iteration"):
+            raise ConfigError(f"scheduler.params.{name} is unknown to {config.type}")
+    for name, parameter in taken.items():
+        if parameter.default is parameter.empty and name != "optimizer" and name not in given:
+            raise ConfigError(f"scheduler.params.{name} is missing; {config.type} needs it")
+    made: LRScheduler = kind(optimizer, **given)
+    return made
 
-    first: int
-    second: int
-    first_stairs: int
-    second_stairs: int
 
-    @property
-    def length(self) -> int:
-        return self.first + self.second
+# Parameters #
 
-    def height(self, position: int) -> float:
-        """Return the height at a position: 0 at both ends, 1 at the top."""
-        position %= self.length
-        if position <= self.first:
-            return _stairs(position / self.first, self.first_stairs)
-        return _stairs((self.length - position) / self.second, self.second_stairs)
+
+def _whole(name: str, value: Any, *, least: int = 0) -> int:
+    return whole(f"scheduler.params.{name}", value, least=least)
+
+
+def _number(name: str, value: Any) -> float:
+    return number(f"scheduler.params.{name}", value)
+
+
+def _switch(name: str, value: Any) -> bool:
+    return switch(f"scheduler.params.{name}", value)
+
+
+def _rates(name: str, value: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return one learning rate for each parameter group."""
+    path, groups = f"scheduler.params.{name}", len(optimizer.param_groups)
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * groups
+    if len(values) != groups:
+        raise ConfigError(f"{path} has {len(values)} learning rates but the optimizer {groups} groups")
+    return [number(path, rate, least=0) for rate in values]
+
+
+def _group_lrs(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _warmup(steps: Any, kind: Any) -> tuple[int, str]:
+    if kind not in ("log", "linear"):
+        raise ConfigError(f"scheduler.params.warmup_type is {kind!r}; choose log or linear")
+    return max(2, _whole("warmup_num_steps", steps)), kind
+
+
+# Curves #
+
+
+def _rise(steps: int, kind: str, step: int) -> float:
+    """Rise from 0 to 1 over `steps`, linearly or logarithmically."""
+    if step < 0:
+        return 0.0
+    if step >= steps:
+        return 1.0
+    return step / steps if kind == "linear" else math.log(step + 1) / math.log(steps)
+
+
+def _rise_and_decay(warmup: int, kind: str, total: int, step: int) -> float:
+    """Rise, then fall linearly to 0 at `total`."""
+    if step < warmup:
+        return _rise(warmup, kind, step)
+    return max(0.0, (total - step) / max(1.0, total - warmup))
+
+
+def _rise_and_cosine(warmup: int, kind: str, total: int, low: float, last: float, step: int) -> float:
+    """Rise from `low`, then fall by a half cosine to `last` at `total`."""
+    if step < 0:
+        return 0.0
+    if step < warmup:
+        return low + (1.0 - low) * _rise(warmup, kind, step)
+    progress = min(1.0, (step - warmup + 1) / max(1, total - warmup))
+    return max(0.0, last + (1.0 - last) * (1.0 + math.cos(math.pi * progress)) / 2)
+
+
+def _grow(interval: int, rate: float, staircase: bool, step: int) -> float:
+    """Grow without limit, by `rate` every `interval` steps; in stairs or continuously."""
+    if step < 0:
+        return 1.0
+    intervals = (step + 1) / interval
+    return 1.0 + rate * (math.floor(intervals) if staircase else intervals)
 
 
 def _stairs(height: float, count: int) -> float:
     return math.floor(height * count + 1e-9) / count if count else height
 
 
-class OneCycleLR(LRScheduler):
-    """One cycle of the learning rate and the inverse cycle of the momentum (`betas[0]`); then both decay.
+# Schedules #
 
-    `betas[1]` is not changed.
 
-    Args:
-        low, high: bounds of each group's learning rate.
-        momentum: bounds of each group's momentum, or None to leave it unchanged.
-        decay_steps: length of an interval of the decay; 0 for no decay.
-        lr_decay, momentum_decay: after k intervals the rate is divided, the momentum multiplied by 1 + decay * k.
-    """
+class _Schedule(LRScheduler):
+    """A schedule that counts finished batches; torch's count is higher by one."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        cycle: Cycle,
-        low: list[float],
-        high: list[float],
-        momentum: list[tuple[float, float]] | None,
-        decay_steps: int,
-        lr_decay: float,
-        momentum_decay: float,
-    ) -> None:
-        self._cycle = cycle
-        self._bounds = list(zip(low, high, strict=True))
-        self._momentum = momentum
-        self._decay_steps = decay_steps
-        self._lr_decay = lr_decay
-        self._momentum_decay = momentum_decay
+    def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
+        if last_batch_iteration != -1:
+            raise ConfigError(
+                f"{type(self).__name__}: last_batch_iteration is {last_batch_iteration}; leave it out, and go on with "
+                "load_state_dict() or engine.load_checkpoint()"
+            )
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float | torch.Tensor]:
-        decay = 1.0 + self._lr_decay * self._intervals()
-        height = self._height()
-        return [(low + (high - low) * height) / decay for low, high in self._bounds]
+    @property
+    def last_batch_iteration(self) -> int:
+        """Index of the last finished batch; -1 before the first."""
+        return self.last_epoch - 1
 
-    def momenta(self) -> list[float] | None:
-        """Return each group's momentum now; None if the schedule does not change it."""
-        if self._momentum is None:
-            return None
-        decay, height = 1.0 + self._momentum_decay * self._intervals(), self._height()
-        return [(high - (high - low) * height) * decay for low, high in self._momentum]
-
-    def step(self, epoch: int | None = None) -> None:
-        super().step(epoch)
-        momenta = self.momenta()
-        if momenta is None or self._momentum is None:
-            return
-        if self.last_epoch == 0:
-            momenta = [low for low, _ in self._momentum]  # rate and momentum begin at their low bounds
-        for group, beta1 in zip(self.optimizer.param_groups, momenta, strict=True):
-            group["betas"] = (beta1, group["betas"][1])
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Advance by one batch, or to the position after the batch of this index."""
+        if last_batch_iteration is not None:
+            self.last_epoch = last_batch_iteration
+        super().step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the schedule; its curve comes from the configuration."""
         return {"last_epoch": self.last_epoch, "_step_count": self._step_count, "_last_lr": self._last_lr}
 
-    def _height(self) -> float:
-        return self._cycle.height(self.last_epoch) if self.last_epoch <= self._cycle.length else 0.0
 
-    def _intervals(self) -> float:
-        """Return the number of decay intervals so far, with fractions."""
-        beyond = self.last_epoch - self._cycle.length
-        return beyond / self._decay_steps if beyond > 0 and self._decay_steps else 0.0
-
-
-class FactorLR(LRScheduler):
+class FactorLR(_Schedule):
     """`low + (high - low) * factor(step)` for every parameter group.
 
     Args:
@@ -187,81 +164,179 @@ class FactorLR(LRScheduler):
         factor: Callable[[int], float],
         low: list[float],
         high: list[float],
+        last_batch_iteration: int = -1,
     ) -> None:
         self._factor = factor
         self._bounds = list(zip(low, high, strict=True))
-        super().__init__(optimizer)
+        super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        factor = self._factor(self.last_epoch - 1)
+        factor = self._factor(self.last_batch_iteration)
         return [low + (high - low) * factor for low, high in self._bounds]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the schedule; its curve comes from the configuration."""
-        return {"last_epoch": self.last_epoch, "_step_count": self._step_count, "_last_lr": self._last_lr}
+
+class WarmupLR(FactorLR):
+    """Rise from `warmup_min_lr` to `warmup_max_lr`, which is each group's rate by default, and stay."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup_min_lr: _Rates = 0.0,
+        warmup_max_lr: _Rates | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.warmup_num_steps, self.warmup_type = warmup = _warmup(warmup_num_steps, warmup_type)
+        high = _group_lrs(optimizer) if warmup_max_lr is None else warmup_max_lr
+        self.min_lrs = _rates("warmup_min_lr", warmup_min_lr, optimizer)
+        self.max_lrs = _rates("warmup_max_lr", high, optimizer)
+        super().__init__(optimizer, partial(_rise, *warmup), self.min_lrs, self.max_lrs, last_batch_iteration)
 
 
-class Params:
-    """A scheduler section's parameters, checked when they are read."""
+class WarmupDecayLR(FactorLR):
+    """Rise to `warmup_max_lr`, then decay linearly to `warmup_min_lr` at `total_num_steps`."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._type = config.type
-        self._values: dict[str, Any] = dict(config.params)
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: _Rates = 0.0,
+        warmup_max_lr: _Rates = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = _whole("total_num_steps", total_num_steps, least=1)
+        self.warmup_num_steps, self.warmup_type = warmup = _warmup(warmup_num_steps, warmup_type)
+        self.min_lrs = _rates("warmup_min_lr", warmup_min_lr, optimizer)
+        self.max_lrs = _rates("warmup_max_lr", warmup_max_lr, optimizer)
+        factor = partial(_rise_and_decay, *warmup, self.total_num_steps)
+        super().__init__(optimizer, factor, self.min_lrs, self.max_lrs, last_batch_iteration)
 
-    def get(self, name: str, default: Any) -> Any:
-        value = self._values.get(name)  # null means the default
-        return default if value is None else value
 
-    def need(self, name: str) -> Any:
-        if name not in self._values:
-            raise ConfigError(f"scheduler.params.{name} is missing; {self._type} needs it")
-        return self._values[name]
+class WarmupCosineLR(FactorLR):
+    """Rise from a fraction of each group's rate to the full rate, then fall by a half cosine to another fraction."""
 
-    def number(self, name: str, default: float) -> float:
-        return number(f"scheduler.params.{name}", self.get(name, default))
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = _whole("total_num_steps", total_num_steps, least=1)
+        self.warmup_min_ratio = _number("warmup_min_ratio", warmup_min_ratio)
+        self.cos_min_ratio = _number("cos_min_ratio", cos_min_ratio)
+        self.warmup_num_steps, self.warmup_type = warmup = _warmup(warmup_num_steps, warmup_type)
+        factor = partial(_rise_and_cosine, *warmup, self.total_num_steps, self.warmup_min_ratio, self.cos_min_ratio)
+        rates = _group_lrs(optimizer)
+        super().__init__(optimizer, factor, [0.0] * len(rates), rates, last_batch_iteration)
 
-    def whole(self, name: str, default: int, *, least: int = 0) -> int:
-        return whole(f"scheduler.params.{name}", self.get(name, default), least=least)
+    def get_lr_ratio(self) -> float:
+        """Return the present fraction of each group's rate."""
+        return self._factor(self.last_batch_iteration)
 
-    def switch(self, name: str, default: bool) -> bool:
-        return switch(f"scheduler.params.{name}", self.get(name, default))
 
-    def rates(self, name: str, value: Any, optimizer: torch.optim.Optimizer) -> list[float]:
-        """Return one learning rate for each parameter group."""
-        path, groups = f"scheduler.params.{name}", len(optimizer.param_groups)
-        values = list(value) if isinstance(value, (list, tuple)) else [value] * groups
-        if len(values) != groups:
-            raise ConfigError(f"{path} has {len(values)} learning rates but the optimizer {groups} groups")
-        return [number(path, rate, least=0) for rate in values]
+class LRRangeTest(FactorLR):
+    """Grow from `lr_range_test_min_lr` without limit."""
 
-    def total(self) -> int:
-        return whole("scheduler.params.total_num_steps", self.need("total_num_steps"), least=1)
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_range_test_min_lr: _Rates = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.min_lr = _rates("lr_range_test_min_lr", lr_range_test_min_lr, optimizer)
+        self.step_size = _whole("lr_range_test_step_size", lr_range_test_step_size, least=1)
+        self.step_rate = _number("lr_range_test_step_rate", lr_range_test_step_rate)
+        self.staircase = _switch("lr_range_test_staircase", lr_range_test_staircase)
+        factor = partial(_grow, self.step_size, self.step_rate, self.staircase)
+        super().__init__(optimizer, factor, [0.0] * len(self.min_lr), self.min_lr, last_batch_iteration)
 
-    def warmup(self) -> Warmup:
-        steps = self.whole("warmup_num_steps", 1000)
-        kind = self.get("warmup_type", "log")
-        if kind not in ("log", "linear"):
-            raise ConfigError(f"scheduler.params.warmup_type is {kind!r}; choose log or linear")
-        return Warmup(max(2, steps), kind)
 
-    def decay(self) -> WarmupDecay:
-        total = self.total()
-        return WarmupDecay(self.warmup(), total)
+class OneCycle(_Schedule):
+    """One cycle of the learning rate and the inverse cycle of the momentum (`betas[0]`); then both decay.
 
-    def cosine(self) -> WarmupCosine:
-        total = self.total()
-        warmup_min, cosine_min = self.number("warmup_min_ratio", 0.0), self.number("cos_min_ratio", 1e-4)
-        return WarmupCosine(self.warmup(), total, warmup_min, cosine_min)
+    The rate rises over the first steps and falls over the second, in stairs if a count is given (L. Smith,
+    arXiv 1803.09820). After k intervals of the decay the rate is divided, the momentum multiplied by 1 + decay * k.
+    """
 
-    def range_test(self) -> RangeTest:
-        return RangeTest(
-            self.whole("lr_range_test_step_size", 2000, least=1),
-            self.number("lr_range_test_step_rate", 1.0),
-            self.switch("lr_range_test_staircase", False),
-        )
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        cycle_min_lr: _Rates,
+        cycle_max_lr: _Rates,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: _Rates = 0.8,
+        cycle_max_mom: _Rates = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        first, second = cycle_first_step_size, cycle_second_step_size
+        self.first_step_size = _whole("cycle_first_step_size", first, least=1)
+        self.second_step_size = _whole("cycle_second_step_size", self.first_step_size if second is None else second)
+        first, second = cycle_first_stair_count, cycle_second_stair_count
+        self.first_stair_count = _whole("cycle_first_stair_count", first)
+        self.second_stair_count = _whole("cycle_second_stair_count", first if second is None else second)
+        self.total_size = self.first_step_size + self.second_step_size
+        self.step_ratio = self.first_step_size / self.total_size
+        self.min_lrs = _rates("cycle_min_lr", cycle_min_lr, optimizer)
+        self.max_lrs = _rates("cycle_max_lr", cycle_max_lr, optimizer)
+        self.cycle_momentum = _switch("cycle_momentum", cycle_momentum) and "betas" in optimizer.defaults
+        low = _rates("cycle_min_mom", cycle_min_mom, optimizer)
+        high = _rates("cycle_max_mom", cycle_max_mom, optimizer)
+        self._momentum_bounds = list(zip(low, high, strict=True))
+        self._decay_steps = _whole("decay_step_size", decay_step_size)
+        self._lr_decay = _number("decay_lr_rate", decay_lr_rate)
+        self._momentum_decay = _number("decay_mom_rate", decay_mom_rate)
+        super().__init__(optimizer, last_batch_iteration)
 
-    def cycle(self) -> Cycle:
-        first = self.whole("cycle_first_step_size", 2000, least=1)
-        stairs = self.whole("cycle_first_stair_count", 0)
-        second = self.whole("cycle_second_step_size", first)
-        return Cycle(first, second, stairs, self.whole("cycle_second_stair_count", stairs))
+    def get_lr(self) -> list[float | torch.Tensor]:
+        decay, height = 1.0 + self._lr_decay * self._intervals(), self._height()
+        bounds = zip(self.min_lrs, self.max_lrs, strict=True)
+        return [(low + (high - low) * height) / decay for low, high in bounds]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Return the present `betas` of each group; None if the schedule does not change them."""
+        if not self.cycle_momentum:
+            return None
+        decay, height = 1.0 + self._momentum_decay * self._intervals(), self._height()
+        pairs = zip(self._momentum_bounds, self.optimizer.param_groups, strict=True)
+        return [((high - (high - low) * height) * decay, group["betas"][1]) for (low, high), group in pairs]
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        super().step(last_batch_iteration)
+        betas = self.get_mom()
+        if betas is None:
+            return
+        if self.last_epoch == 0:  # rate and momentum begin at their low bounds
+            betas = [(low, beta2) for (low, _), (_, beta2) in zip(self._momentum_bounds, betas, strict=True)]
+        for group, pair in zip(self.optimizer.param_groups, betas, strict=True):
+            group["betas"] = pair
+
+    def _height(self) -> float:
+        """Return the height of the cycle now: 0 at both ends, 1 at the top."""
+        position = self.last_epoch
+        if position >= self.total_size:
+            return 0.0
+        if position <= self.first_step_size:
+            return _stairs(position / self.first_step_size, self.first_stair_count)
+        return _stairs((self.total_size - position) / self.second_step_size, self.second_stair_count)
+
+    def _intervals(self) -> float:
+        """Return the number of decay intervals so far, with fractions."""
+        beyond = self.last_epoch - self.total_size
+        return beyond / self._decay_steps if beyond > 0 and self._decay_steps else 0.0

@@ -169,10 +169,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Factor on losses before backward."""
         return self.loss_scaler.value
 
-    @property
-    def cur_scale(self) -> float:
-        """Same as `loss_scale`."""
-        return self.loss_scaler.value
+    cur_scale = loss_scale
 
     def needs_scaler(self) -> bool:
         """Whether a backward pass must begin with `engine.backward(loss)` or `engine.scale(loss)`."""

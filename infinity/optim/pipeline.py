@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
 
 import torch
 
@@ -97,7 +96,7 @@ class UpdatePipeline:
 
     def submit(self, job: UpdateJob) -> UpdateTicket:
         """Queue a job; its tensors must stay valid until the ticket is finished."""
-        ticket = UpdateTicket(job, deque(self._tiles_of(job)), job.ready)
+        ticket = UpdateTicket(job, deque(self._tiles_of(job)), job.ready, recovers=job.tells_grads)
         with self._wake:
             if self._closing:
                 raise InfinityError("the optimizer pipeline is closed")
@@ -141,7 +140,6 @@ class UpdatePipeline:
             self._queue.prefer(begun=begun)
 
     def all_tiles(self, unit: int) -> frozenset[int]:
-        """Return the indices of the unit's tiles."""
         return frozenset(range(len(self._states.tiles(unit))))
 
     def can_undo(self, unit: int, *, param: bool, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
@@ -173,7 +171,13 @@ class UpdatePipeline:
         Raises:
             StorageError: the old states cannot be read.
         """
-        self._send(partial(self._undo_all, tickets))
+
+        def errand() -> None:
+            for ticket in tickets:
+                for tile in self._tiles_of(ticket.job):
+                    self.undoing.undo(ticket, tile)
+
+        self._send(errand)
 
     def recover(self, ticket: UpdateTicket, *, grad: torch.Tensor | None, param: torch.Tensor | None) -> None:
         """Reconstruct values from before an update that will be rolled back and is not in progress. Blocks.
@@ -185,11 +189,22 @@ class UpdatePipeline:
         Raises:
             StorageError: the old states cannot be read.
         """
-        self._send(partial(self._recover, ticket, grad, param))
+
+        def errand() -> None:
+            updated = [tile for tile in self._tiles_of(ticket.job) if tile not in ticket.tiles]
+            self.undoing.recover(ticket, updated, grad, param)
+
+        self._send(errand)
 
     def stop(self, tickets: Sequence[UpdateTicket]) -> None:
         """Stop these updates after their present tile, and block until they have stopped."""
-        self._send(partial(self._stop_all, tickets))
+
+        def errand() -> None:
+            for ticket in tickets:
+                if ticket in self._queue.updates:
+                    self._end(ticket)
+
+        self._send(errand)
 
     def _send(self, errand: Callable[[], None]) -> None:
         """Let the worker call a function between two tiles, and block for it; raises what the function raises."""
@@ -339,20 +354,6 @@ class UpdatePipeline:
             done.set_exception(error)
         else:
             done.set_result(None)
-
-    def _stop_all(self, tickets: Sequence[UpdateTicket]) -> None:
-        for ticket in tickets:
-            if ticket in self._queue.updates:
-                self._end(ticket)
-
-    def _undo_all(self, tickets: Sequence[UpdateTicket]) -> None:
-        for ticket in tickets:
-            for tile in self._tiles_of(ticket.job):
-                self.undoing.undo(ticket, tile)
-
-    def _recover(self, ticket: UpdateTicket, grad: torch.Tensor | None, param: torch.Tensor | None) -> None:
-        updated = [tile for tile in self._tiles_of(ticket.job) if tile not in ticket.tiles]
-        self.undoing.recover(ticket, updated, grad, param)
 
     def _next_ticket(self) -> UpdateTicket | None:
         """Return the update to continue with: the one with the least distance, then with the highest rank."""

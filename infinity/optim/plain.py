@@ -8,16 +8,15 @@ decays. `infinity.optim.AdamW` keeps exact masters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from infinity.errors import ConfigError
-from infinity.kernels import AdagradHyper, Moment, Rule, update, update_in_torch
+from infinity.kernels import AdagradHyper, LionHyper, Moment, Rule, update, update_in_torch
 
 Group = Mapping[str, Any]
-RuleOf = Callable[[Group, int, float], Rule]  # at (values of a group, step, gradient scale)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _REFUSED = ("amsgrad", "differentiable")
@@ -28,81 +27,93 @@ class PlainOptimizer(torch.optim.Optimizer):
     """An optimizer that updates by the kernels' rules; comes before torch's class, if there is one.
 
     Attributes:
-        _rule: the numbers of an update.
+        _rule: the numbers of an update, from (values of a group, step, gradient scale).
     """
 
     _rule: ClassVar[staticmethod[[Group, int, float], Rule]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters, where no engine does."""
+        """Update every parameter that has a gradient, where no engine does.
+
+        Raises:
+            ConfigError: a parameter, its gradient or an option of its group is not supported.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            step_plainly(self, self._rule)
+            for group in self.param_groups:
+                self._step_group(group)
         return loss
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a `state_dict` of this class, or of another implementation of the same optimizer."""
-        super().load_state_dict(dict(state_dict))
-        load_plainly(self, state_dict)
-
-
-def step_plainly(optimizer: torch.optim.Optimizer, rule_of: RuleOf) -> None:
-    """Update every parameter that has a gradient.
-
-    Raises:
-        ConfigError: a parameter, its gradient or an option of its group is not supported.
-    """
-    for group in optimizer.param_groups:
+    def _step_group(self, group: Group) -> None:
         for option in _REFUSED:
             if group.get(option):
-                raise ConfigError(
-                    f"{type(optimizer).__name__}: {option}={group[option]} is not supported; leave it out"
-                )
+                raise ConfigError(f"{type(self).__name__}: {option}={group[option]} is not supported; leave it out")
         sign = -1.0 if group.get("maximize") else 1.0
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            _check(optimizer, parameter)
-            state = optimizer.state[parameter]
+            _check(type(self).__name__, parameter)
+            state = self.state[parameter]
             step = int(state.get("step", 0)) + 1
-            rule = rule_of(group, step, sign)
-            _add_missing(state, rule, parameter, _moment_dtype(optimizer, parameter))
+            rule = self._rule(group, step, sign)
+            for name in (rule.first, rule.second):
+                if name is not None and name not in state:
+                    dtype = self._moment_dtype(parameter)
+                    state[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
             _update(rule, parameter, state)
             state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a `state_dict` of this class, or of another implementation of the same optimizer."""
+        super().load_state_dict(dict(state_dict))
+        saved_ids = [saved for group in state_dict["param_groups"] for saved in group["params"]]
+        ordered = [parameter for group in self.param_groups for parameter in group["params"]]
+        for saved_id, parameter in zip(saved_ids, ordered, strict=True):
+            for name, value in state_dict["state"].get(saved_id, {}).items():
+                if name != "step" and isinstance(value, torch.Tensor):  # torch has rounded it to the parameter's dtype
+                    kept = torch.empty(parameter.shape, dtype=self._moment_dtype(parameter), device=parameter.device)
+                    self.state[parameter][name] = kept.copy_(value)
 
-def load_plainly(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Restore the saved moments; torch, which has just loaded `state_dict`, rounded them to the parameters' dtype."""
-    saved_ids = [saved for group in state_dict["param_groups"] for saved in group["params"]]
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for saved_id, parameter in zip(saved_ids, ordered, strict=True):
-        dtype = _moment_dtype(optimizer, parameter)
-        for name, value in state_dict["state"].get(saved_id, {}).items():
-            if name != "step" and isinstance(value, torch.Tensor):
-                kept = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-                optimizer.state[parameter][name] = kept.copy_(value)
-
-
-def _moment_dtype(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.dtype:
-    return torch.float32 if optimizer.defaults["fp32_optimizer_states"] else parameter.dtype
+    def _moment_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        return torch.float32 if self.defaults["fp32_optimizer_states"] else parameter.dtype
 
 
-def _check(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-    name = type(optimizer).__name__
+def lion_rule(group: Group, step: int, grad_scale: float) -> Rule:
+    """Lion's numbers of an update."""
+    beta1, beta2 = group["betas"]
+    return LionHyper(float(group["lr"]), float(beta1), float(beta2), float(group["weight_decay"]), step, grad_scale)
+
+
+class Lion(PlainOptimizer):
+    """Lion.
+
+    Args:
+        fp32_optimizer_states: the moment of 16-bit parameters is float32; else it has the parameters' dtype.
+    """
+
+    _rule = staticmethod(lion_rule)
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+        self.defaults["fp32_optimizer_states"] = fp32_optimizer_states
+
+
+def _check(name: str, parameter: torch.Tensor) -> None:
     if parameter.dtype not in _DTYPES:
         raise ConfigError(f"{name}: a parameter is {parameter.dtype}; use float32, bfloat16 or float16")
     if type(parameter.data) is not torch.Tensor or parameter.is_meta:
         kind = "on the meta device" if parameter.is_meta else f"a {type(parameter.data).__name__}"
         raise ConfigError(f"{name}: a parameter is {kind}; it updates plain tensors, so use torch's optimizer for it")
-
-
-def _add_missing(state: dict[str, Any], rule: Rule, parameter: torch.Tensor, dtype: torch.dtype) -> None:
-    for name in (rule.first, rule.second):
-        if name is not None and name not in state:
-            state[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
 
 def _update(rule: Rule, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:

@@ -36,5 +36,4 @@ class TileFields:
         return self._layout.narrow(fields, start - tile.start, stop - tile.start)
 
     def clear(self) -> None:
-        """Drop the views."""
         self._views.clear()

@@ -2,7 +2,7 @@
 
 A tile on NVMe has its old version in the other slot (tiers/slots.py), a tile in memory has a second place
 (before_images.py). Its gradients and parameters can be reconstructed from both versions of its states, see
-[Note: lost gradients] in csrc/adam/recovery.h, except a few elements, which are kept (remainder.py).
+[Note: lost gradients] in csrc/adam/recovery.h, except a few elements, which are kept (`Remainder`).
 """
 
 from __future__ import annotations
@@ -210,5 +210,4 @@ class Undo:
             self._ring.let_go(tile)
 
     def close(self) -> None:
-        """Free the memory."""
         self.images.close()

@@ -1,10 +1,9 @@
 """Predict the needs, actions and costs of a training, before anything is allocated."""
 
 from infinity.planner.filled import filled_later, once_filled, states_on_device
-from infinity.planner.memory import Estimate, estimate, largest_model, problems
+from infinity.planner.memory import Estimate, estimate, largest_model, plan_with_room, problems
 from infinity.planner.rates import Duplex, Rates, rates_of, with_numbers
 from infinity.planner.roofline import Intensity, bandwidth_for, efficiency, intensity
-from infinity.planner.room import plan_with_room
 from infinity.planner.stand_in import WIDTH_STEP, Shape, shape_of, stand_in
 from infinity.planner.step_time import StepTime, predict_step
 from infinity.planner.sweep import Point, Sweep

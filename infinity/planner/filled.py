@@ -5,7 +5,7 @@ The engine measures the first step and then fills device memory (infinity/zero/f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 
 from infinity.config import Config
@@ -13,7 +13,7 @@ from infinity.planner.traffic import traffic_of
 from infinity.planner.training_plan import TrainingPlan
 from infinity.planner.work import Work
 from infinity.schedule.on_device import why_not_filled
-from infinity.schedule.placement import Home, Placement, cut_into_tiles, that_fit
+from infinity.schedule.placement import Placement, that_fit
 from infinity.tiers import Memory
 from infinity.zero.partition import PERSISTENT
 from infinity.zero.sizing import is_exact
@@ -82,23 +82,16 @@ def once_filled(plan: TrainingPlan, config: Config, later: Collection[int]) -> T
 def _moved(plan: TrainingPlan, later: Collection[int]) -> Placement:
     """Return the placement after the states and gradients of these units have moved to the device."""
     placement, shards = plan.placement, plan.sizing.shards
-
-    def there(home: Home) -> Home:
-        return replace(home, memory=Memory.DEVICE, moves=False)
-
-    def tiles() -> Iterator[tuple[int, int, Home]]:
-        homes = iter(placement.tiles)
-        for unit, numel in enumerate(shards.numels):
-            for elements in cut_into_tiles([numel], shards.tile_numel):
-                yield unit, elements, next(homes)
-
-    spilled = [unit for unit in placement.grad_homes.spilled if unit in later]
-    stored = [shards.tile_bytes(n) for unit, n, home in tiles() if unit in later and home.memory is Memory.NVME]
+    moved_bytes = sum(shards.grad_sizes[unit] for unit in placement.grad_homes.spilled if unit in later)
+    for unit in later:
+        sizes = zip(shards.tile_sizes_of(unit), placement.tiles[unit], strict=True)
+        moved_bytes += sum(nbytes for nbytes, home in sizes if home is Memory.NVME)
     return replace(
         placement,
-        grads=tuple(there(home) if unit in later else home for unit, home in enumerate(placement.grads)),
-        tiles=tuple(there(home) if unit in later else home for unit, _, home in tiles()),
-        stored_bytes=placement.stored_bytes - sum(stored) - sum(shards.grad_sizes[unit] for unit in spilled),
+        tiles=tuple(
+            (Memory.DEVICE,) * len(homes) if unit in later else homes for unit, homes in enumerate(placement.tiles)
+        ),
+        stored_bytes=placement.stored_bytes - moved_bytes,
     )
 
 

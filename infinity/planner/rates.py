@@ -87,11 +87,6 @@ class Rates:
             return None
         return math.prod(_at(self.beside[pair], rows) for pair in pairs)
 
-    @property
-    def peak_flop_per_s(self) -> float | None:
-        """The rate of the fastest product."""
-        return max((rate for known in self.products.values() for _, rate in known), default=None)
-
 
 def rates_of(profile: dict[str, Any], *, dtype: str, state_format: str, device: str = "cpu") -> Rates:
     """Take the rates from a profile made by `infinity profile`.
@@ -190,8 +185,3 @@ def with_numbers(
         disk = rates.disk
         rates = replace(rates, disk=Duplex(drives * disk.inward, drives * disk.outward, drives * disk.both))
     return rates
-
-
-def known(values: Sequence[float | None]) -> bool:
-    """Whether none of them is missing."""
-    return all(value is not None for value in values)

@@ -306,7 +306,8 @@ class Stage:
                 yield from self._have_room_for_grads(row)
             for _ in range(_ARRIVALS):
                 yield from self._wait([self.machine.put(COMPUTE, (1 - _FIRST_GRAD) / _ARRIVALS * backward_s)], COMPUTE)
-                yield from self._catch_up()
+                if self.scheduler.waits_for_memory and self._some_update_is_done():
+                    yield from self._settle()
             if not left[use.unit]:
                 yield from self._have_grads(row, last=last)
             yield from self._leave(use.unit)
@@ -360,10 +361,6 @@ class Stage:
             yield from self._do(GradientsRest())
         if self.scheduler.waits_for_memory:
             yield from self._do(MemoryFreed())
-
-    def _catch_up(self) -> Process:
-        if self.scheduler.waits_for_memory and any(row.ticket and row.ticket.done for row in self._submitted):
-            yield from self._settle()
 
     # Actions #
 
@@ -559,8 +556,11 @@ class Stage:
 
     def _finish_one(self) -> Process:
         """Wait for one update, the first to end."""
-        yield Until(lambda: any(row.ticket and row.ticket.done for row in self._submitted), OPTIMIZER)
+        yield Until(self._some_update_is_done, OPTIMIZER)
         self._note_done()
+
+    def _some_update_is_done(self) -> bool:
+        return any(row.ticket and row.ticket.done for row in self._submitted)
 
     def _update_all(self) -> Process:
         """Commit speculative updates, now that the norm is known, and update all other tiles in the order of the next

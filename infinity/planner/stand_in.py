@@ -31,7 +31,6 @@ class Shape:
 
     @property
     def params(self) -> int:
-        """Number of weights and biases."""
         return self.vocabulary * self.width + self.layers * (12 * self.width**2 + 13 * self.width) + 2 * self.width
 
 

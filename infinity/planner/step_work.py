@@ -16,7 +16,7 @@ from infinity.planner.traffic import written
 from infinity.planner.training_plan import TrainingPlan
 from infinity.planner.work import Pass, Work
 from infinity.schedule import Plan
-from infinity.schedule.placement import Home, cut_into_tiles
+from infinity.schedule.placement import cut_into_tiles
 from infinity.tiers import Memory
 from infinity.zero.updates import UpdateSchedule
 
@@ -160,13 +160,13 @@ def step_work(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> S
 # Tiles #
 
 
-def _tiles(plan: TrainingPlan) -> Iterator[list[tuple[int, Home]]]:
+def _tiles(plan: TrainingPlan) -> Iterator[list[tuple[int, Memory]]]:
     """Yield elements and homes of every unit's tiles, except tiles on the device: its updates take less time than the
     launches of a step."""
-    homes, shards = iter(plan.placement.tiles), plan.sizing.shards
-    for numel in shards.numels:
-        tiles = [(elements, next(homes)) for elements in cut_into_tiles([numel], shards.tile_numel)]
-        yield [(elements, home) for elements, home in tiles if home.memory is not Memory.DEVICE]
+    shards = plan.sizing.shards
+    for numel, homes in zip(shards.numels, plan.placement.tiles, strict=True):
+        tiles = zip(cut_into_tiles([numel], shards.tile_numel), homes, strict=True)
+        yield [(elements, home) for elements, home in tiles if home is not Memory.DEVICE]
 
 
 def _fewer(tiles: Sequence[TileWork], together: int) -> tuple[TileWork, ...]:
@@ -204,7 +204,7 @@ def _ahead(plan: TrainingPlan, unit: int, tiles: Sequence[TileWork]) -> int:
     sizing, needs, split = plan.sizing, plan.needs, plan.split
     if sizing.keeps_steps:
         return len(tiles)
-    has_slots = plan.placement.params[unit].memory is Memory.NVME
+    has_slots = plan.placement.params[unit] is Memory.NVME
     slotted = sizing.has_slots and (has_slots or sizing.rules.grads.recovers)
     stored = sum(tile.is_stored for tile in tiles) if slotted else 0
     share = split.images_bytes / needs.images_bytes if needs.images_bytes else 0.0
@@ -244,7 +244,7 @@ class _Seconds:
         stays = not plan.machine.discrete or unit in self._fetched or unit in sizing.there
         return UnitWork(
             nbytes=spec.nbytes if moves else 0,
-            read_s=self._read(shard) if moves and plan.placement.params[unit].memory in _DRIVES else 0.0,
+            read_s=self._read(shard) if moves and plan.placement.params[unit] in _DRIVES else 0.0,
             up_s=_over(shard, self._up) if moves and not spec.beside and plan.machine.discrete else 0.0,
             gather_s=_over(spec.nbytes * others, rates.gather_bytes_per_s) if moves else 0.0,
             grad_bytes=0 if spills else grads,
@@ -262,11 +262,11 @@ class _Seconds:
             recovers=sizing.rules.grads.recovers and spills and ahead == len(tiles),
         )
 
-    def tile(self, unit: int, numel: int, home: Home) -> TileWork:
+    def tile(self, unit: int, numel: int, home: Memory) -> TileWork:
         sizing = self._plan.sizing
         nbytes = sizing.layout.tile_bytes(numel)
-        stored, written = home.memory is Memory.NVME, unit in self._written
-        params = self._plan.placement.params[unit].memory is Memory.NVME
+        stored, written = home is Memory.NVME, unit in self._written
+        params = self._plan.placement.params[unit] is Memory.NVME
         return TileWork(
             _over(numel * self._neighbours, self._rates.optimizer_params_per_s),
             self._read(nbytes) if stored else 0.0,

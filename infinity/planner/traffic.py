@@ -75,7 +75,7 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
     """
     rules, specs = sizing.rules, sizing.specs
     passes = 1 if sizing.layer_major else micro_batches
-    stored = [home.memory is Memory.NVME for home in placement.params]
+    stored = [home is Memory.NVME for home in placement.params]
     half = len(steps.steps) // 2
     phases = zip(_fetched(steps, half), _gathered(steps, half), strict=True)
     forward, backward = (_fetches(sizing, stored, list(units), whole, passes) for units, whole in phases)

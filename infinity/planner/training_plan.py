@@ -110,17 +110,14 @@ class TrainingPlan:
 
     @property
     def updated_on_device(self) -> list[str]:
-        """Names of the units whose optimizer states are on the device."""
         return [unit.name for index, unit in enumerate(self.units) if index in self.sizing.there]
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read from the drives in one step."""
         return self.traffic.read_bytes
 
     @property
     def write_bytes(self) -> int:
-        """Bytes written to the drives in one step."""
         return self.traffic.write_bytes
 
     def facts(self) -> dict[str, Any]:
@@ -173,9 +170,10 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
     config, sizing, cut_bytes = cut_to_fit(config, lambda config: _sizing(model, config, machine), is_enough)
     needs = sizing.host_needs()
     capacity = _host_capacity(config, needs, machine)
-    split = split_memory(needs, capacity, "tiering.host_memory", cut_bytes)
+    split = split_memory(needs, capacity, cut_bytes)
     placement = place(sizing.rules, sizing.specs, sizing.shards, split)
     there = device_budgets(sizing, config, split, Ledger("host memory", capacity), machine.device_bytes or 0)
+    beside = needs.collecting_bytes + needs.activations_bytes + needs.initial_extra_bytes(split)
     uses = _uses(sizing.partition)
     moving = [unit for unit, _ in uses if sizing.specs[unit].offloaded]
     sizes = [spec.nbytes for spec in sizing.specs]
@@ -192,7 +190,7 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
         needs=needs,
         host_bytes=capacity,
         split=split,
-        host_used_bytes=_host_used(needs, split),
+        host_used_bytes=needs.always_bytes + split.granted_bytes + beside,
         device_used_bytes=sum(part.capacity_bytes for part in there.ledger.parts.values()),
         nvme_bytes=_kept_bytes(sizing, placement)
         if config.tiering.crash_consistent
@@ -239,15 +237,10 @@ def _host_capacity(config: Config, needs: MemoryNeeds, machine: Machine) -> int:
     return min(needs.most_bytes, auto_bytes(machine.host_bytes, machine.neighbours))
 
 
-def _host_used(needs: MemoryNeeds, split: MemorySplit) -> int:
-    beside = needs.collecting_bytes + needs.activations_bytes + needs.initial_extra_bytes(split)
-    return needs.always_bytes + split.granted_bytes + beside
-
-
 def _nvme_bytes(sizing: Sizing, placement: Placement) -> int:
     """Return the bytes of states and gradients, plus whole pages for every parameter with its home on the drives."""
     homes = zip(sizing.specs, placement.params, strict=True)
-    sizes = [spec.shard_nbytes for spec, home in homes if home.memory is Memory.NVME]
+    sizes = [spec.shard_nbytes for spec, home in homes if home is Memory.NVME]
     spilled = sum(sizing.shards.grad_sizes[unit] for unit in placement.grad_homes.spilled)
     lasting = placement.stored_bytes - spilled + sum(map(_aligned, sizes))
     return spilled + (2 if sizing.has_slots else 1) * lasting

@@ -1,10 +1,9 @@
 """Pure decisions: which bytes are where, and when. No tensor, no disk, no clock."""
 
-from infinity.schedule.ahead import Ahead
 from infinity.schedule.budget import MemoryNeeds, MemorySplit, alone, split_memory
 from infinity.schedule.cycle import Cycle
 from infinity.schedule.next_use import NextUse
-from infinity.schedule.plan import Plan, PlanStep, make_plan
+from infinity.schedule.plan import Ahead, Plan, PlanStep, make_plan
 
 __all__ = [
     "Ahead",

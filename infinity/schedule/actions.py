@@ -24,6 +24,11 @@ class LocalEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class _LocalUnitEvent(LocalEvent):
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
 class PassBegins(AgreedEvent):
     """A forward pass begins."""
 
@@ -46,39 +51,24 @@ class UseBegins(AgreedEvent):
     unit: int
 
 
-@dataclass(frozen=True, slots=True)
-class ParametersNeeded(LocalEvent):
+class ParametersNeeded(_LocalUnitEvent):
     """A look-ahead, a user or a save needs a unit's newest parameters, and has pinned the unit."""
 
-    unit: int
 
-
-@dataclass(frozen=True, slots=True)
-class OldParametersNeeded(LocalEvent):
+class OldParametersNeeded(_LocalUnitEvent):
     """A unit's parameters are needed in memory without the update that may be due."""
 
-    unit: int
 
-
-@dataclass(frozen=True, slots=True)
-class ParametersMade(LocalEvent):
+class ParametersMade(_LocalUnitEvent):
     """A new unit has its first values, in memory."""
 
-    unit: int
 
-
-@dataclass(frozen=True, slots=True)
-class ParametersStale(LocalEvent):
+class ParametersStale(_LocalUnitEvent):
     """A unit's parameters in memory are stale: the newest are on NVMe."""
 
-    unit: int
 
-
-@dataclass(frozen=True, slots=True)
-class RoomNeeded(LocalEvent):
+class RoomNeeded(_LocalUnitEvent):
     """A new unit's parameters need memory that is not free."""
-
-    unit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +76,16 @@ class MemoryFreed(LocalEvent):
     """Operations may have ended and released memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateDue(LocalEvent):
+class UpdateDue(_LocalUnitEvent):
     """A unit's update is due. It may be submitted if the parameters are in memory."""
 
-    unit: int
 
-
-@dataclass(frozen=True, slots=True)
-class UpdateForeseen(LocalEvent):
+class UpdateForeseen(_LocalUnitEvent):
     """A unit's gradients are complete, and its update is expected: it may be speculative."""
 
-    unit: int
 
-
-@dataclass(frozen=True, slots=True)
-class GradientsNeedRoom(LocalEvent):
+class GradientsNeedRoom(_LocalUnitEvent):
     """A unit's gradients need memory that is not free. Yields no action if none can be freed."""
-
-    unit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,73 +99,59 @@ Event = AgreedEvent | LocalEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class _UnitAction:
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch(_UnitAction):
     """Start to bring a unit's parameters into memory. The ledger has room for them.
 
     Attributes:
         urgent: the compute thread waits for them.
     """
 
-    unit: int
     urgent: bool
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitFetch:
+class AwaitFetch(_UnitAction):
     """Block until a unit's parameters are in memory, stale or not."""
 
-    unit: int
 
-
-@dataclass(frozen=True, slots=True)
-class Evict:
+class Evict(_UnitAction):
     """Drop a unit's parameters from memory. If no other copy is up to date, write them home first."""
 
-    unit: int
-
 
 @dataclass(frozen=True, slots=True)
-class Submit:
-    """Submit a unit's due update. Its gradients have room.
-
+class _Submission(_UnitAction):
+    """
     Attributes:
         write: write the new parameters home, tile by tile as they are updated.
         needed: time of the unit's next use; among updates that no thread waits for, the lowest goes first.
     """
 
-    unit: int
     write: bool
     needed: int
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitAhead:
-    """Submit a unit's expected update, as far as it can be rolled back; see `Submit`."""
-
-    unit: int
-    write: bool
-    needed: int
+class Submit(_Submission):
+    """Submit a unit's due update. Its gradients have room."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateOnDevice:
+class SubmitAhead(_Submission):
+    """Submit a unit's expected update, as far as it can be rolled back."""
+
+
+class UpdateOnDevice(_UnitAction):
     """Run a unit's due update on the device, where its optimizer states are."""
 
-    unit: int
 
-
-@dataclass(frozen=True, slots=True)
-class AwaitUpdate:
+class AwaitUpdate(_UnitAction):
     """Block until a unit's submitted update is computed and written."""
 
-    unit: int
 
-
-@dataclass(frozen=True, slots=True)
-class AwaitNewest:
+class AwaitNewest(_UnitAction):
     """Block until a unit's parameters are in memory and updated; their upload may still be queued on the device."""
-
-    unit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,39 +159,17 @@ class AwaitAnyUpdate:
     """Block until one of the submitted updates has ended, the first to do so."""
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitGradients:
+class AwaitGradients(_UnitAction):
     """Block until a unit's gradients have arrived in host memory, from NVMe or from the device."""
 
-    unit: int
 
-
-@dataclass(frozen=True, slots=True)
-class Spill:
+class Spill(_UnitAction):
     """Start to write a unit's gradients to NVMe. `AwaitSpill` frees their memory."""
 
-    unit: int
 
-
-@dataclass(frozen=True, slots=True)
-class AwaitSpill:
+class AwaitSpill(_UnitAction):
     """Block until a unit's gradients are written, and free their memory."""
 
-    unit: int
 
-
-Action = (
-    Fetch
-    | AwaitFetch
-    | Evict
-    | Submit
-    | SubmitAhead
-    | UpdateOnDevice
-    | AwaitUpdate
-    | AwaitNewest
-    | AwaitAnyUpdate
-    | AwaitGradients
-    | Spill
-    | AwaitSpill
-)
+Action = _UnitAction | AwaitAnyUpdate
 Actions = Iterator[Action]

@@ -112,11 +112,10 @@ class MemorySplit:
         return self.params_bytes + self.homes_bytes + self.grads_bytes + states_bytes
 
 
-def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str, cut_bytes: int | None = None) -> MemorySplit:
-    """Divide `capacity_bytes` among the needs.
+def split_memory(needs: MemoryNeeds, capacity_bytes: int, cut_bytes: int | None = None) -> MemorySplit:
+    """Divide `capacity_bytes` of host memory among the needs.
 
     Args:
-        key: the configuration key of the capacity, for the error message.
         cut_bytes: the least budget with cut blocks, for the error message.
 
     Raises:
@@ -125,14 +124,14 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str, cut_bytes: i
     spare = capacity_bytes - needs.least_bytes
     if spare < 0:
         raise CapacityError(
-            f"{key} is {format_size(capacity_bytes)} but this model needs at least "
+            f"tiering.host_memory is {format_size(capacity_bytes)} but this model needs at least "
             f"{format_size(needs.least_bytes)}: "
             f"parameters {format_size(needs.params_min_bytes + needs.homes_min_bytes)} "
             f"(largest unit `{needs.largest_unit}`), gradients {format_size(needs.grads_min_bytes)}, "
             f"optimizer tiles {format_size(needs.ring_min_bytes)}, "
             f"always held {format_size(needs.always_bytes + needs.states_min_bytes)}"
             f"{_further(needs)}. "
-            f"Raise {key} to {needs.least_bytes} bytes ({size_to_set(needs.least_bytes)}) or more"
+            f"Raise tiering.host_memory to {needs.least_bytes} bytes ({size_to_set(needs.least_bytes)}) or more"
             f"{_or_cut(cut_bytes)}, lower tiering.tile_size, "
             "or move a section to nvme."
             + alone(
@@ -146,18 +145,21 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, key: str, cut_bytes: i
     ring = min(needs.ring_bytes, capacity_bytes // _RING_SHARE, needs.ring_min_bytes + spare)
     ring = max(needs.ring_min_bytes, ring // needs.tile_bytes * needs.tile_bytes)
     spare -= ring - needs.ring_min_bytes
-    flowing = max(needs.grads_least_bytes, min(needs.grads_flowing_bytes, needs.grads_least_bytes + spare))
-    spare -= flowing - needs.grads_least_bytes
-    params = min(needs.params_bytes, needs.params_min_bytes + spare)
-    spare -= params - needs.params_min_bytes
-    homes = min(needs.homes_bytes, needs.homes_min_bytes + spare)
-    spare -= homes - needs.homes_min_bytes
-    grads = min(needs.grads_bytes, flowing + spare)
-    spare -= grads - flowing
-    states = min(needs.states_bytes, needs.states_min_bytes + spare)
-    spare -= states - needs.states_min_bytes
-    images = min(needs.images_bytes, spare)
-    sums = min(needs.sums_bytes, spare - images)
+
+    def grant(least: int, most: int) -> int:
+        nonlocal spare
+        granted = min(most, least + spare)
+        spare -= granted - least
+        return granted
+
+    least = needs.grads_least_bytes
+    flowing = grant(least, max(least, needs.grads_flowing_bytes))
+    params = grant(needs.params_min_bytes, needs.params_bytes)
+    homes = grant(needs.homes_min_bytes, needs.homes_bytes)
+    grads = grant(flowing, needs.grads_bytes)
+    states = grant(needs.states_min_bytes, needs.states_bytes)
+    images = grant(0, needs.images_bytes)
+    sums = grant(0, needs.sums_bytes)
     return MemorySplit(params, grads, states, ring, homes, images, sums)
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from infinity.schedule.ahead import MOST_AHEAD
 from infinity.schedule.next_use import NextUse
-from infinity.schedule.plan import Plan, PlanStep, make_plan
+from infinity.schedule.plan import MOST_AHEAD, Plan, PlanStep, make_plan
 
 
 class Cycle:

@@ -112,14 +112,10 @@ def first_to_stay(first: Sequence[int], numels: Sequence[int], bytes_per_param: 
 
 
 def _can_be_there(key: str, name: str, config: Config, *, discrete: bool, exact: bool) -> bool:
-    """Whether states can be updated on the device as a key asks for. False without a discrete device.
+    """Whether there is a device to update the states, as a key asks for; refuse it if the device cannot.
 
     Args:
-        key: the key and its value, in words.
-        name: last part of the key.
-
-    Raises:
-        ConfigError: there is a device, but it cannot update the states.
+        key: the key and its value, in words; `name`: the last part of the key.
     """
     if not discrete:
         _log.info("%s, without effect: the model computes on the CPU, whose memory has all states", key)

@@ -30,7 +30,7 @@ from infinity.config import Config, NvmeConfig
 from infinity.kernels import scratch_bytes
 from infinity.schedule.budget import MemoryNeeds, MemorySplit
 from infinity.schedule.on_device import as_far_as_fits, first_to_stay, may_fill, promotion_order, share_there
-from infinity.tiers import ARRIVING_UNITS, WHOLE, FlatSpec, GradHomes, Memory, Sharding
+from infinity.tiers import ARRIVING_UNITS, FlatSpec, GradHomes, Memory, Sharding
 
 _SPILL_SLOTS = 3  # one filled, one written, one read
 _RECOVERED_SLOTS = 16  # also for units that wait for their updates
@@ -43,22 +43,6 @@ _DEVICE_TILE_BYTES = 64 << 20
 _AHEAD_NUMEL = 50_000_000  # gathered early, beyond the next unit: the default of stage3_prefetch_bucket_size
 _DRIVE_COPIES = 3  # two slots, and a checkpoint
 _STAGING_UNITS = 3  # units whose shards lie apart: one uploaded, one read, one updated
-
-
-@dataclass(frozen=True)
-class Home:
-    """The home of one field of a unit, where it is while it is not in use.
-
-    Attributes:
-        sharding: the slice of it that is stored.
-        dtype: None for tiles of optimizer states, whose fields have several.
-        moves: it is fetched for each use and evicted afterwards.
-    """
-
-    memory: Memory
-    sharding: Sharding
-    dtype: torch.dtype | None
-    moves: bool
 
 
 @dataclass(frozen=True)
@@ -290,7 +274,8 @@ def rules_of(
             share_there=share,
             fills=fills,
             keeps_steps=config.tiering.crash_consistent,
-            least_tile_bytes=_least_tile_bytes(states_home, there=asked_there),
+            # tiles on NVMe keep the best size for a drive
+            least_tile_bytes=_DEVICE_TILE_BYTES if asked_there and states_home is not Memory.NVME else 0,
         ),
         sharding=sharding,
         replicas=ranks // sharing,
@@ -304,11 +289,6 @@ def rules_of(
     )
 
 
-def _least_tile_bytes(states: Memory, *, there: bool) -> int:
-    """Return the minimum size of a tile. Tiles on NVMe keep the best size for a drive."""
-    return _DEVICE_TILE_BYTES if there and states is not Memory.NVME else 0
-
-
 def _ahead_numel(config: Config, *, discrete: bool) -> int:
     """Return the configured number; by default some on a device with memory of its own, and none on the host."""
     asked = config.zero.prefetch_numel
@@ -317,12 +297,7 @@ def _ahead_numel(config: Config, *, discrete: bool) -> int:
 
 def may_run_ahead(config: Config, ranks: int, *, discrete: bool) -> bool:
     """Whether speculative updates cost nothing: either all fields they change are double-buffered on NVMe anyway and
-    users do not read them between steps, or all is in memory and the host's cores idle while a device computes.
-
-    Args:
-        ranks: number of ranks that train the model together.
-        discrete: the compute device has memory of its own.
-    """
+    users do not read them between steps, or all is in memory and the host's cores idle while a device computes."""
     if not config.managed_accumulation:
         return False
     if config.tiering.crash_consistent:
@@ -340,7 +315,6 @@ def may_run_ahead_on_drives(
 
     Args:
         rules: with speculative updates.
-        ranks: number of ranks that train the model together.
         slot_bytes: of one slot of all fields that may live on NVMe.
         drive_bytes: returns the free space on the drives; None if unknown, and taken to be enough.
     """
@@ -377,10 +351,6 @@ class Shards:
     there: frozenset[int] = frozenset()
     blocks: Sequence[str] = ()
 
-    def by_block(self, sizes: Sequence[int]) -> list[int]:
-        """Return the bytes of whole blocks from the bytes of their units."""
-        return _by_block(sizes, self.blocks)
-
     @cached_property
     def below(self) -> list[int]:
         """As `numels`, but 0 for units whose states are on the device."""
@@ -402,11 +372,9 @@ class Shards:
 
     @cached_property
     def states_there_bytes(self) -> int:
-        """Bytes of optimizer states on the device."""
         return self.states_bytes(self.there)
 
     def states_bytes(self, units: Collection[int]) -> int:
-        """Return the bytes of these units' optimizer states."""
         return sum(self._tile_sizes([self.numels[unit] for unit in units]))
 
     @cached_property
@@ -419,11 +387,7 @@ class Shards:
 
 
 def may_come(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, first: Collection[int]) -> list[int]:
-    """Return units whose states may move to the device later, in order: units whose parameters stay on it.
-
-    Args:
-        first: units that come before the others.
-    """
+    """Return units whose states may move to the device later, `first` first: units whose parameters stay on it."""
     if not rules.states.fills:
         return []
     staying = [0 if spec.offloaded else numel for spec, numel in zip(specs, shards.below, strict=True)]
@@ -457,12 +421,12 @@ class ParamBytes:
 
 
 def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
-    moving = sorted((spec for spec in specs if spec.offloaded), key=_nbytes, reverse=True)
+    moving = sorted((spec for spec in specs if spec.offloaded), key=lambda spec: spec.nbytes, reverse=True)
     staying = sum(spec.nbytes for spec in specs if not spec.offloaded)
     beside = sum(spec.shard_nbytes for spec in specs if spec.beside)
     # These units are in memory twice, as a shard and unsharded: beyond three, count only early gathers.
     twice = [spec.nbytes for spec in moving if spec.beside or (rules.one_memory and rules.params.gathers)]
-    most = sum(map(_nbytes, moving)) - sum(twice[3:])
+    most = sum(spec.nbytes for spec in moving) - sum(twice[3:])
     most += min(sum(twice[3:]), rules.params.ahead_numel * specs[0].dtype.itemsize)
     together = _together_bytes(moving)
     computed = Share(staying + beside, together, max(together, most))
@@ -495,10 +459,6 @@ def _together_bytes(moving: Sequence[FlatSpec]) -> int:
         other = next((spec.nbytes for spec in moving if spec.modules[-1] not in around), 0)
         most = max(most, sum(nbytes.get(module, 0) for module in dict.fromkeys(around)) + other)
     return most
-
-
-def _nbytes(spec: FlatSpec) -> int:
-    return spec.nbytes
 
 
 def collecting_bytes(
@@ -561,7 +521,7 @@ def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, there: boo
         there: that memory is the device's, from which none spill, and where no update waits for the drive.
     """
     total = sum(sizes)
-    largest_first = sorted(shards.by_block(sizes), reverse=True)
+    largest_first = sorted(_by_block(sizes, shards.blocks), reverse=True)
     open_bytes = sum(sizes[unit] for unit in shards.standing)
 
     def flying(units: int) -> int:
@@ -694,25 +654,22 @@ def host_needs(
 
 @dataclass(frozen=True)
 class Placement:
-    """The table: the home of every field of every unit.
+    """The home of every field of every unit: the memory in which it is while it is not in use.
 
     Attributes:
-        params, grads: by unit.
-        tiles: of optimizer states, in the order of `cut_into_tiles`.
+        params: by unit.
+        tiles: of optimizer states, by unit and tile.
         grad_homes: which units have memory of their own for their gradients, and which share it.
         stored_bytes: optimizer states and gradients on NVMe; each step reads and writes them.
     """
 
-    params: tuple[Home, ...]
-    grads: tuple[Home, ...]
-    tiles: tuple[Home, ...]
+    params: tuple[Memory, ...]
+    tiles: tuple[tuple[Memory, ...], ...]
     grad_homes: GradHomes
     stored_bytes: int
 
     def host_homes_bytes(self, specs: Sequence[FlatSpec]) -> int:
-        """Return the bytes of parameter shards whose home is host memory."""
-        homes = zip(specs, self.params, strict=True)
-        return sum(spec.shard_nbytes for spec, home in homes if home.memory is Memory.HOST)
+        return sum(spec.shard_nbytes for spec, home in zip(specs, self.params, strict=True) if home is Memory.HOST)
 
 
 def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: MemorySplit) -> Placement:
@@ -729,45 +686,34 @@ def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: Memory
         # states whose home is host memory are granted in full
         stay = resident_tiles(shards.below, shards.tile_numel, shards.tile_bytes, split.states_bytes)
     homes_bytes = split.homes_bytes - param_bytes(rules, specs).staging
-
-    def home(dtype: torch.dtype | None, stays: bool, *, there: bool = False) -> Home:
-        if there:
-            return Home(Memory.DEVICE, rules.sharding, dtype, moves=False)
-        return Home(Memory.HOST if stays else Memory.NVME, rules.sharding, dtype, moves=not stays)
-
+    below = iter(stay)
     return Placement(
         params=tuple(_param_homes(rules, specs, homes_bytes)),
-        grads=tuple(
-            home(shards.grad_dtype, unit not in grads.spilled, there=unit in shards.there) for unit in range(len(specs))
+        tiles=tuple(
+            tuple(
+                Memory.DEVICE if unit in shards.there else Memory.HOST if next(below) else Memory.NVME
+                for _ in cut_into_tiles([numel], shards.tile_numel)
+            )
+            for unit, numel in enumerate(shards.numels)
         ),
-        tiles=tuple(_tile_homes(shards, home(None, True, there=True), [home(None, stays) for stays in stay])),
         grad_homes=grads,
         stored_bytes=sum(shards.grad_sizes[unit] for unit in grads.spilled)
         + sum(size for size, stays in zip(shards.tile_sizes, stay, strict=True) if not stays),
     )
 
 
-def _tile_homes(shards: Shards, there: Home, below: Sequence[Home]) -> Iterator[Home]:
-    """Yield the home of every tile of every unit, given the homes of tiles below the device."""
-    rest = iter(below)
-    for unit, numel in enumerate(shards.numels):
-        for _ in cut_into_tiles([numel], shards.tile_numel):
-            yield there if unit in shards.there else next(rest)
-
-
-def _param_homes(rules: Rules, specs: Sequence[FlatSpec], homes_bytes: int) -> Iterator[Home]:
+def _param_homes(rules: Rules, specs: Sequence[FlatSpec], homes_bytes: int) -> Iterator[Memory]:
     """Put evictable units into host memory as far as it reaches, in the order of the model."""
     for spec in specs:
         if not spec.offloaded:
-            yield Home(Memory.DEVICE, WHOLE, spec.dtype, moves=False)
-            continue
-        if spec.beside:
-            yield Home(Memory.SHARD, rules.sharding, spec.dtype, moves=True)
-            continue
-        fits = spec.shard_nbytes <= homes_bytes
-        homes_bytes -= spec.shard_nbytes if fits else 0
-        drive = Memory.FILE if spec.runs else rules.params.home
-        yield Home(Memory.HOST if fits else drive, rules.sharding, spec.dtype, moves=True)
+            yield Memory.DEVICE
+        elif spec.beside:
+            yield Memory.SHARD
+        elif spec.shard_nbytes <= homes_bytes:
+            homes_bytes -= spec.shard_nbytes
+            yield Memory.HOST
+        else:
+            yield Memory.FILE if spec.runs else rules.params.home
 
 
 def cut_into_tiles(shard_numels: Sequence[int], tile_numel: int) -> Iterator[int]:

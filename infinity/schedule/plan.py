@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from infinity.schedule.ahead import MOST_AHEAD, Ahead
 from infinity.schedule.next_use import NextUse
 
+MOST_AHEAD = 16  # uses
 _MAX_CYCLES = 8  # two or three reach a steady state; longer searches only serve degenerate traces
 
 
@@ -45,17 +45,38 @@ class Plan:
         steps: one entry a use, in the trace's order.
         resident: units that are in memory, or being fetched, before the first use of the cycle.
         evicted: units that are evicted during the cycle; their changes must reach their home.
-        fetched_bytes: bytes fetched in one cycle.
         most_bytes: peak of units in memory or being fetched; below the capacity, because units do not fit exactly.
-        is_steady: the cycle ends with the units it began with, so that repeating it repeats its traffic.
     """
 
     steps: tuple[PlanStep, ...]
     resident: frozenset[int]
     evicted: frozenset[int]
-    fetched_bytes: int
     most_bytes: int
-    is_steady: bool
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """How far ahead of their use units are brought: the next one if both fit, and more as far as bytes allow.
+
+    One rule for the plan that fetches and for what gathers, so that they hold the same units.
+
+    Attributes:
+        capacity_bytes: memory for units that come and go.
+        bytes: of units ahead, where these are more than the next one.
+        largest_bytes: of a unit that comes and goes. Units beyond the next one leave room for one more, which is
+            fetched meanwhile: else nothing would be read while a unit is computed on.
+    """
+
+    capacity_bytes: int
+    bytes: int
+    largest_bytes: int
+
+    def may_be(self, steps: int, nbytes: int, in_use_bytes: int, ahead_bytes: int) -> bool:
+        """A unit that is used so many uses from now may be ahead, beside what is in use and what is ahead already."""
+        held_bytes = in_use_bytes + ahead_bytes + nbytes
+        if steps == 1:
+            return held_bytes <= self.capacity_bytes
+        return ahead_bytes + nbytes <= self.bytes and held_bytes + self.largest_bytes <= self.capacity_bytes
 
 
 @dataclass(frozen=True)
@@ -172,7 +193,7 @@ def make_plan(uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int, ah
     if largest > capacity_bytes:
         raise ValueError(f"capacity of {capacity_bytes} bytes cannot hold a unit of {largest} bytes")
     if not uses:
-        return Plan((), frozenset(), frozenset(), 0, 0, is_steady=True)
+        return Plan((), frozenset(), frozenset(), 0)
     replacement = _Replacement(uses, sizes, capacity_bytes, ahead_bytes)
     length = len(uses)
     seen: list[frozenset[int]] = []
@@ -183,17 +204,16 @@ def make_plan(uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int, ah
     cycle = len(seen)  # the first cycle that is known to start like the one before it
     for position in range(2 * length):  # a fetch for the next cycle may start in this one
         replacement.use(cycle * length + position)
-    return _second_pass(uses, sizes, replacement, cycle * length)
+    return _second_pass(uses, replacement, cycle * length)
 
 
-def _second_pass(uses: Sequence[int], sizes: Sequence[int], replacement: _Replacement, origin: int) -> Plan:
+def _second_pass(uses: Sequence[int], replacement: _Replacement, origin: int) -> Plan:
     """Distribute the fetches that start in the cycle that begins at time `origin` over its uses."""
     length = len(uses)
     resident: set[int] = set()
     before: dict[int, tuple[int, ...]] = {}
     actions: list[list[tuple[str, int]]] = [[] for _ in uses]
     evicted: set[int] = set()
-    fetched_bytes = 0
     start: frozenset[int] | None = None
     for fetch in replacement.fetches:
         if fetch.start >= origin and start is None:
@@ -206,13 +226,10 @@ def _second_pass(uses: Sequence[int], sizes: Sequence[int], replacement: _Replac
             continue
         position = fetch.start - origin
         evicted.update(fetch.victims)
-        fetched_bytes += sizes[fetch.unit]
         if fetch.on_the_spot:
             before[position] = fetch.victims
         else:
             actions[position] += [("evict", victim) for victim in fetch.victims] + [("prefetch", fetch.unit)]
     start = frozenset(resident) if start is None else start
     steps = tuple(PlanStep(unit, before.get(position), tuple(actions[position])) for position, unit in enumerate(uses))
-    return Plan(
-        steps, start, frozenset(evicted), fetched_bytes, replacement.most_bytes, is_steady=frozenset(resident) == start
-    )
+    return Plan(steps, start, frozenset(evicted), replacement.most_bytes)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 from infinity.config import Config as Configuration
 from infinity.errors import ConfigError
 from infinity.planner import TrainingPlan
-from infinity.schedule.placement import Home, cut_into_tiles
 from infinity.simulation.clock import Tempo
 from infinity.simulation.model import Config, Loop, RankSpec, Scenario, UnitSpec, calls_of
 from infinity.simulation.run import Outcome, search
@@ -73,7 +72,7 @@ def planned_of(plan: TrainingPlan, config: Configuration, filled: int = 0) -> Pl
     problem = plan.sizing.rules.commit_problem() if plan.sizing.keeps_steps else ""
     if problem:
         raise ConfigError(problem)
-    tiles = _tiles(plan)
+    tiles = plan.placement.tiles
     units = tuple(_unit(plan, unit, tiles[unit]) for unit in range(len(plan.units)))
     sizing, rules, homes = plan.sizing, plan.sizing.rules, plan.placement.grad_homes
     gathers = rules.sharding.count > 1
@@ -106,14 +105,8 @@ def planned_of(plan: TrainingPlan, config: Configuration, filled: int = 0) -> Pl
 # Units #
 
 
-def _tiles(plan: TrainingPlan) -> list[list[Home]]:
-    """Homes of every unit's tiles of optimizer states."""
-    homes, shards = iter(plan.placement.tiles), plan.sizing.shards
-    return [[next(homes) for _ in cut_into_tiles([numel], shards.tile_numel)] for numel in shards.numels]
-
-
-def _unit(plan: TrainingPlan, unit: int, homes: list[Home]) -> UnitSpec:
-    sizing, spec, home = plan.sizing, plan.sizing.specs[unit], plan.placement.params[unit].memory
+def _unit(plan: TrainingPlan, unit: int, homes: Sequence[Memory]) -> UnitSpec:
+    sizing, spec, home = plan.sizing, plan.sizing.specs[unit], plan.placement.params[unit]
     there, trained, moves = unit in sizing.there, bool(homes), spec.offloaded
     if moves and there is not spec.beside:
         raise ConfigError(
@@ -124,7 +117,7 @@ def _unit(plan: TrainingPlan, unit: int, homes: list[Home]) -> UnitSpec:
     host = home is Memory.HOST and moves and not sizing.keeps_steps
     tiles = max(1, min(_MOST_TILES, len(homes)))
     has_slots = sizing.keeps_steps or (sizing.has_slots and home is Memory.NVME)
-    stored = sum(each.memory is Memory.NVME for each in homes)
+    stored = sum(home is Memory.NVME for home in homes)
     old_params = ""
     if trained and not there and sizing.schedule is UpdateSchedule.SPECULATIVE:
         old_params = _old_params(plan, has_slots=has_slots and moves, all_stored=stored == len(homes))
@@ -178,9 +171,9 @@ def _notes(plan: TrainingPlan, config: Configuration, ranks: int, most_tiles: in
     sizing, rules = plan.sizing, plan.sizing.rules
     points = [point.module_name for point in sizing.partition.hook_points if point.units]
     around = [name for name in points if any(other.startswith(f"{name}.") for other in points)]
-    in_memory = sum(home.memory is Memory.HOST for home in plan.placement.params)
+    in_memory = plan.placement.params.count(Memory.HOST)
     micro = config.gradient_accumulation_steps
-    if any(home.memory is Memory.NVME for home in plan.placement.tiles):
+    if any(Memory.NVME in homes for homes in plan.placement.tiles):
         yield "optimizer states are not read and written: the ring of tiles and its read-ahead are not simulated"
     if most_tiles > _MOST_TILES:
         yield f"{_MOST_TILES} tiles of a unit are told apart, which has up to {most_tiles}"

@@ -2,11 +2,10 @@
 
 from infinity.tiers.activation_file import ActivationFiles
 from infinity.tiers.activations import ActivationStore
-from infinity.tiers.copies import Copy, Field, Memory, Move, State, Transfer
-from infinity.tiers.device_grads import DeviceGrads
+from infinity.tiers.copies import Field, Memory, Move, State, Transfer
+from infinity.tiers.device_grads import DeviceGrads, GradStores
 from infinity.tiers.device_states import DeviceStates, Fields
 from infinity.tiers.device_sums import DeviceSums
-from infinity.tiers.grad_stores import GradStores
 from infinity.tiers.grads import ARRIVING_UNITS, GradHomes, GradStore
 from infinity.tiers.link import (
     AcceleratorLink,
@@ -22,7 +21,7 @@ from infinity.tiers.norms import Norms
 from infinity.tiers.params import Params
 from infinity.tiers.sharding import WHOLE, Piece, Sharding, overlap
 from infinity.tiers.slots import Extent
-from infinity.tiers.states import StateStore, Tile
+from infinity.tiers.states import StateStore
 from infinity.tiers.swap import SwapPath, SwapSpace, open_swap
 from infinity.tiers.unit_params import Device, FlatSpec, FrozenReader, Residency
 from infinity.tiers.weight_files import FileRun, StoredTensor, WeightFile, WeightFiles, lay_out_image
@@ -33,7 +32,6 @@ __all__ = [
     "AcceleratorLink",
     "ActivationFiles",
     "ActivationStore",
-    "Copy",
     "Device",
     "DeviceGrads",
     "DeviceStates",
@@ -62,7 +60,6 @@ __all__ = [
     "StoredTensor",
     "SwapPath",
     "SwapSpace",
-    "Tile",
     "Transfer",
     "WeightFile",
     "WeightFiles",

@@ -5,24 +5,16 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.errors import StorageError
 from infinity.io import IoEngine, IoFuture, IoStats, Priority, Span
 from infinity.memory import FreeList
 from infinity.tiers.checksums import Checksums
+from infinity.tiers.striping import Piece
 from infinity.tiers.swap_file import create_owned
 
 _GROWTH_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Place:
-    """The file that holds a tensor, and the offset in it."""
-
-    file: int
-    offset: int
 
 
 class ActivationFiles:
@@ -35,30 +27,26 @@ class ActivationFiles:
 
     def __init__(self, engine: IoEngine, directories: Sequence[Path], rank: int, *, checksum: bool) -> None:
         self._engine = engine
-        self._checksums: dict[Place, Checksums] | None = {} if checksum else None
+        self._checksums: dict[Piece, Checksums] | None = {} if checksum else None
         self._files = [_File(engine, directory, rank) for directory in directories]
         self._turn = 0
 
-    def take(self, nbytes: int) -> Place:
-        """Reserve an aligned number of bytes.
-
-        Raises:
-            StorageError: the drive is full.
-        """
+    def take(self, nbytes: int) -> Piece:
+        """Reserve an aligned number of bytes. Raises StorageError if the drive is full."""
         self._turn = (self._turn + 1) % len(self._files)
-        return Place(self._turn, self._files[self._turn].take(nbytes))
+        return Piece(self._turn, self._files[self._turn].take(nbytes), nbytes)
 
-    def give(self, place: Place, nbytes: int) -> None:
+    def give(self, place: Piece) -> None:
         """Release the space for another tensor."""
-        self._files[place.file].free.give(place.offset, nbytes)
+        self._files[place.file].free.give(place.offset, place.nbytes)
 
-    def write(self, place: Place, span: Span) -> IoFuture:
+    def write(self, place: Piece, span: Span) -> IoFuture:
         if self._checksums is not None:
             self._checksums[place] = Checksums()
             self._checksums[place].written(0, span)
         return self._engine.write(self._files[place.file].file, place.offset, span)
 
-    def read(self, place: Place, span: Span, priority: Priority) -> IoFuture:
+    def read(self, place: Piece, span: Span, priority: Priority) -> IoFuture:
         file = self._files[place.file].file
         read = self._engine.read(file, place.offset, span, priority)
         if self._checksums is None:
@@ -70,7 +58,6 @@ class ActivationFiles:
         return self._checksums[place].verified(read, 0, span, locate)
 
     def io_stats(self) -> IoStats:
-        """Return the I/O counters."""
         return self._engine.stats()
 
     def close(self) -> None:

@@ -32,9 +32,10 @@ from infinity.errors import CapacityError, InfinityError
 from infinity.io import IoStats, Priority
 from infinity.memory import Arena, Lease
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers.activation_file import ActivationFiles, Place
+from infinity.tiers.activation_file import ActivationFiles
 from infinity.tiers.copies import Field, Memory, Move, State, Transfer
 from infinity.tiers.link import Link
+from infinity.tiers.striping import Piece
 
 _NVME, _HOST, _DEVICE = Memory.NVME, Memory.HOST, Memory.DEVICE
 _LEAST_BYTES = 32 << 10  # smaller tensors are not worth a request
@@ -87,12 +88,10 @@ class ActivationStore:
 
     @property
     def used_bytes(self) -> int:
-        """Host memory in use."""
         return self._arena.used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most host memory in use so far."""
         return self._arena.peak_bytes
 
     def io_stats(self) -> IoStats | None:
@@ -274,7 +273,7 @@ class ActivationStore:
             self._leaving.remove(entry)
             entry.free()
             if entry.place is not None and self._files is not None:
-                self._files.give(entry.place, _padded(entry.nbytes))
+                self._files.give(entry.place)
         while self._downloads and self._downloads[0][1].done():
             entry, download = self._downloads.popleft()
             entry.finish_move(download)
@@ -326,20 +325,19 @@ class _ByNeed:
         return len(self._entries)
 
     def add(self, entry: _Entry) -> None:
-        insort(self._entries, entry, key=_need)
+        insort(self._entries, entry)
 
     def remove(self, entry: _Entry) -> None:
-        del self._entries[bisect_left(self._entries, entry.need, key=_need)]
+        del self._entries[bisect_left(self._entries, entry)]
 
     def after(self, entry: _Entry) -> Iterator[_Entry]:
         """Yield the entries that backward needs after this one, in its order."""
-        for index in range(bisect_left(self._entries, entry.need, key=_need) - 1, -1, -1):
+        for index in range(bisect_left(self._entries, entry) - 1, -1, -1):
             yield self._entries[index]
 
     def next_after(self, entry: _Entry) -> _Entry | None:
         """Return the entry that backward needs next after this one, which may be outside of this container."""
-        index = bisect_left(self._entries, entry.need, key=_need)
-        return self._entries[index - 1] if index else None
+        return next(self.after(entry), None)
 
 
 class _Packed:
@@ -362,11 +360,7 @@ class _Packed:
             self._dropped.append(self.entry)
 
     def check_version(self) -> None:
-        """Raise torch's error if the tensor was changed in place.
-
-        Raises:
-            RuntimeError: with the text of torch's own check.
-        """
+        """Raise torch's own error, with its text, if the tensor was changed in place."""
         version = self.tensor._version
         if version != self._expected:
             raise RuntimeError(
@@ -395,10 +389,13 @@ class _Entry(Field):
         self.nbytes = tensor.nbytes
         self.source: torch.Tensor | None = _without_graph(tensor)
         self.lease: Lease | None = lease
-        self.place: Place | None = None
+        self.place: Piece | None = None
         self.ahead: tuple[torch.Tensor, Transfer] | None = None
         self.begin_write(_DEVICE)
         self.end_write(_DEVICE)
+
+    def __lt__(self, other: _Entry) -> bool:
+        return self.need < other.need
 
     def view(self) -> torch.Tensor:
         """Return the values in the arena with the tensor's own strides: the results of kernels may depend on them."""
@@ -411,7 +408,6 @@ class _Entry(Field):
         return all(self.state(memory) is State.ABSENT or self.gone(memory) for memory in self.copies)
 
     def free(self) -> None:
-        """Release the memory in the arena."""
         if self.lease is not None:
             self.lease.release()
             self.lease = None
@@ -420,10 +416,6 @@ class _Entry(Field):
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without its autograd graph. The graph holds the saved tensors: a cycle would never be freed."""
     return tensor if tensor.grad_fn is None else tensor.detach()
-
-
-def _need(entry: _Entry) -> tuple[int, int, int]:
-    return entry.need
 
 
 def _padded(nbytes: int) -> int:

@@ -58,37 +58,43 @@ class Checksums:
             for other, (nbytes, digest) in list(self._digests.items())
             if offset <= other and other + nbytes <= stop
         }
-        return _Verified(read, span, expected, locate, offset)
+
+        def check() -> None:
+            for start, (length, digest) in expected.items():
+                if _digest(Span(span.address + start, length, span.owner)) != digest:
+                    raise _damage(length, locate(offset + start, length))
+
+        return Checked(read, check)
 
 
-class _Verified(IoFuture):
-    """Checks at the first `result` only: the memory may change after it."""
+class Checked(IoFuture):
+    """A request with a check that runs at the first `result` only: the memory may change after it.
 
-    def __init__(
-        self, read: IoFuture, span: Span, expected: dict[int, tuple[int, int]], locate: Locate, offset: int
-    ) -> None:
-        self._read = read
-        self._span = span
-        self._expected = expected
-        self._locate = locate
-        self._offset = offset
+    Args:
+        check: raises StorageError.
+    """
+
+    def __init__(self, request: IoFuture, check: Callable[[], None]) -> None:
+        self._request = request
+        self._check: Callable[[], None] | None = check
         self._lock = threading.Lock()
         self._problem: StorageError | None = None
 
     def done(self) -> bool:
-        return self._read.done()
+        return self._request.done()
 
     def times(self) -> Times | None:
-        return self._read.times()
+        return self._request.times()
 
     def result(self, timeout: float | None = None) -> int:
-        nbytes = self._read.result(timeout)
+        nbytes = self._request.result(timeout)
         with self._lock:
-            expected, self._expected = self._expected, {}
-            for start, (length, digest) in expected.items():
-                if _digest(Span(self._span.address + start, length, self._span.owner)) != digest:
-                    self._problem = _damage(length, self._locate(self._offset + start, length))
-                    break
+            if self._check is not None:
+                try:
+                    self._check()
+                except StorageError as error:
+                    self._problem = error
+                self._check = None
             if self._problem is not None:
                 raise self._problem
         return nbytes

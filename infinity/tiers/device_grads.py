@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from infinity.memory import Budget
 from infinity.memory.hand_over import HandingOver
 from infinity.tiers.copies import Move, Transfer
+from infinity.tiers.grads import GradStore
 from infinity.tiers.norms import Norms
 
 
@@ -87,11 +88,10 @@ class DeviceGrads:
         """Do nothing: the gradients stay on the device."""
 
     def holds(self, unit: int) -> bool:
-        """Whether the unit has gradients, also while an update uses them."""
+        """Whether the unit has gradients that no update uses; an update on the device drops them before it returns."""
         return unit in self._units
 
     def drop(self, unit: int) -> None:
-        """Drop the unit's gradients."""
         with self._handing_over:
             del self._units[unit]
             self.budget.give(self._nbytes(unit))
@@ -119,5 +119,28 @@ class DeviceGrads:
         self.drop(unit)
 
     def close(self) -> None:
-        """Free the device's memory."""
         self._units.clear()
+
+
+@dataclass(frozen=True)
+class GradStores:
+    """The stores that hold units' gradients until an update has used them.
+
+    Attributes:
+        host: for units that are updated on the host.
+        device: for the others; None if no unit can be updated on the device.
+        is_there: whether a unit is updated on the device; may change while the unit has no gradients.
+    """
+
+    host: GradStore
+    device: DeviceGrads | None
+    is_there: Callable[[int], bool]
+
+    def of(self, unit: int) -> GradStore | DeviceGrads:
+        return self.host if self.device is None or not self.is_there(unit) else self.device
+
+    def close(self) -> None:
+        """Wait for gradients on their way from the device, and free all memory."""
+        self.host.close()
+        if self.device is not None:
+            self.device.close()

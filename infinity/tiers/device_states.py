@@ -56,11 +56,7 @@ class DeviceStates:
         self._units: dict[int, Fields] = {}
 
     def make_room(self, unit: int, numel: int) -> None:
-        """Allocate memory for a unit of `numel` elements, if it has none.
-
-        Raises:
-            torch.OutOfMemoryError: there is none.
-        """
+        """Allocate memory for a unit of `numel` elements, if it has none; raises torch.OutOfMemoryError."""
         if unit not in self._units:
             self._units[unit] = {
                 field.name: torch.empty(field.length(numel), dtype=field.dtype, device=self._link.device)
@@ -72,7 +68,6 @@ class DeviceStates:
         self._units.pop(unit, None)
 
     def close(self) -> None:
-        """Free all memory."""
         self._units.clear()
 
     def fields(self, unit: int) -> Fields:

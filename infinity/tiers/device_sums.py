@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from infinity.memory import Budget
 from infinity.memory.hand_over import HandingOver
-
-
-@dataclass(slots=True)
-class _UnitSums:
-    """One unit's buffer, and the sums in it, by part."""
-
-    buffer: torch.Tensor
-    parts: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class DeviceSums:
@@ -34,7 +25,7 @@ class DeviceSums:
         handing_over: see [Note: hand-overs] in hand_over.py.
 
     Attributes:
-        units: units that have a buffer.
+        units: the buffer of each unit that has one.
     """
 
     def __init__(
@@ -52,10 +43,11 @@ class DeviceSums:
         self._device = device
         self._stays = stays
         self._handing_over = handing_over
-        self.units: dict[int, _UnitSums] = {}
+        self.units: dict[int, torch.Tensor] = {}
+        self._sums: dict[tuple[int, int], torch.Tensor] = {}  # views of the buffers, by unit and part
 
-    def has_room(self, unit: int) -> bool:
-        """Whether there is a buffer for the unit's gradients; allocate one if the budget has room."""
+    def make_room(self, unit: int) -> bool:
+        """Allocate a buffer for the unit's gradients if it has none. Return False if it needs none, or without room."""
         if self._stays(unit):
             return False
         if unit not in self.units:
@@ -64,48 +56,43 @@ class DeviceSums:
                 return False
             with self._handing_over:
                 self._budget.take(nbytes, f"sums of gradients of unit {unit}")
-                self.units[unit] = _UnitSums(torch.empty(self._numels[unit], dtype=self._dtype, device=self._device))
+                self.units[unit] = torch.empty(self._numels[unit], dtype=self._dtype, device=self._device)
         return True
 
     def add(self, unit: int, part: int, start: int, grad: torch.Tensor) -> None:
-        """Add the 1-D gradients of a part of the unit, at `start` of its buffer; `has_room` was True."""
-        sums = self.units[unit]
-        if part in sums.parts:
-            sums.parts[part].add_(grad)
+        """Add the 1-D gradients of a part of the unit, at `start` of its buffer; `make_room` was True."""
+        if (unit, part) in self._sums:
+            self._sums[unit, part].add_(grad)
         else:
-            sums.parts[part] = sums.buffer[start : start + grad.numel()]
-            sums.parts[part].copy_(grad)
+            self._sums[unit, part] = self.units[unit][start : start + grad.numel()]
+            self._sums[unit, part].copy_(grad)
 
     def holds(self, unit: int, part: int) -> bool:
-        sums = self.units.get(unit)
-        return sums is not None and part in sums.parts
+        return (unit, part) in self._sums
 
     def held(self) -> list[tuple[int, int]]:
         """Return unit and part of every sum."""
-        return [(unit, part) for unit, sums in self.units.items() for part in sums.parts]
+        return list(self._sums)
 
     def of(self, unit: int, part: int) -> torch.Tensor:
         """Return the sum, a view of the buffer."""
-        return self.units[unit].parts[part]
+        return self._sums[unit, part]
 
     def drop(self, unit: int, part: int) -> None:
         """Drop a sum, if it exists: the next gradient begins a new one."""
-        sums = self.units.get(unit)
-        if sums is not None:
-            sums.parts.pop(part, None)
+        self._sums.pop((unit, part), None)
 
     def give_up(self, unit: int) -> None:
         """Free the unit's buffer, because its gradients stay on the device from now on."""
         with self._handing_over:
-            sums = self.units.pop(unit, None)
-            if sums is not None:
-                self._budget.give(sums.buffer.nbytes)
+            buffer = self.units.pop(unit, None)
+            if buffer is not None:
+                self._budget.give(buffer.nbytes)
+        self._sums = {key: sum_ for key, sum_ in self._sums.items() if key[0] != unit}
 
     def clear(self) -> None:
-        """Drop all sums."""
-        for sums in self.units.values():
-            sums.parts.clear()
+        self._sums.clear()
 
     def close(self) -> None:
-        """Free the device's memory."""
         self.units.clear()
+        self._sums.clear()

@@ -1,7 +1,6 @@
 """Copies between host memory and the compute device, on their own streams.
 
-The only file that knows streams and events. `HostMemory` is the link of the CPU to itself. `SameMemory` is the link of
-a device without a bus: it runs the code path of a discrete device on a machine without one, for tests.
+The only file that knows streams and events.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -21,17 +19,19 @@ from infinity.telemetry import Counters, StallCause, Times, now
 from infinity.tiers.copies import Transfer
 
 
-class Link(Protocol):
+class Link:
     """Starts copies; the host or the compute stream can wait for each. Tokens have times after `keep_times`.
+
+    The implementation here is of a device whose memory is the host's: copies are synchronous.
 
     Attributes:
         discrete: the device counts as having its own memory.
         pinned_for: the device that host memory is pinned for; None if pinning is of no use.
     """
 
-    device: torch.device
-    discrete: bool
-    pinned_for: torch.device | None
+    device = torch.device("cpu")
+    discrete = True
+    pinned_for: torch.device | None = None
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
         """Copy host -> device, after all work that the compute stream already has.
@@ -39,6 +39,7 @@ class Link(Protocol):
         Args:
             after: a `mark`: work queued after it does not touch the target, so the copy waits only for the mark.
         """
+        return self._copy_now(target, source)
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
         """Copy device -> host, after all work that the compute stream already has.
@@ -47,27 +48,34 @@ class Link(Protocol):
             after: the source has its values once this has ended. The copy waits for nothing else, not even for
                 downloads without this argument.
         """
+        return self._copy_now(target, source)
 
     def download_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
         """Copy several (target, source) as `download` does, in their order; costs the host little more than one."""
+        return [self.download(target, source) for target, source in pairs][-1]
 
     def compute_waits(self, token: Transfer) -> None:
         """Order all later work of the compute stream behind the copy."""
+        token.result()
 
     def mark(self) -> Transfer:
         """Return a token that completes with all work that the compute stream already has."""
+        return _Done(now())
 
     def keep_times(self) -> None:
         """Record the times of copies that are started from now on."""
 
     def device_reader(self) -> DeviceReader | str:
         """Return a reader of files straight into the device's memory, or the reason why there is none."""
+        return HostReader()
 
     def free_bytes(self) -> int:
         """Return the free memory of the device; a very large number if only host memory limits it."""
+        return sys.maxsize
 
     def level(self) -> DeviceLevel | None:
         """Return how full the device's memory is; None if it is the host's."""
+        return None
 
     def forget_peak(self) -> None:
         """Reset the peak that `level` reports."""
@@ -75,24 +83,50 @@ class Link(Protocol):
     def release_cached(self) -> None:
         """Free the device memory that torch caches."""
 
+    def _copy_now(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+        start_s = time.perf_counter()
+        target.copy_(source)
+        return _Done(Times(start_s, start_s, time.perf_counter()))
+
+
+class SameMemory(Link):
+    """A device without a bus: it runs the code path of a discrete device on a machine without one, for tests."""
+
+
+class HostMemory(Link):
+    """The CPU: the model computes in host memory, and copies only values that leave the memory of a budget."""
+
+    discrete = False
+
+
+class _Done:
+    def __init__(self, times: Times) -> None:
+        self._times = times
+
+    def times(self) -> Times:
+        return self._times
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> None:
+        return None
+
 
 def accelerator() -> torch.device | None:
     """Return the kind of accelerator that torch sees; None without one."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
-class AcceleratorLink:
+class AcceleratorLink(Link):
     """A copy stream for each direction, so that uploads and downloads use both directions of the bus.
 
     The host runs ahead of the device, so the copies of a stream wait for work that is not computed yet. Downloads of
     values that are already computed have their own stream.
     """
 
-    discrete = True
-
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.pinned_for: torch.device | None = device
+        self.device = self.pinned_for = device
         self._clock: _DeviceClock | None = None
         self._up = torch.Stream(device)
         self._down = torch.Stream(device)
@@ -221,69 +255,3 @@ def to_host(source: torch.Tensor, counters: Counters) -> torch.Tensor:
         copy = source.cpu()
     counters.moved("device_to_host", source.nbytes, Times(start_s, start_s, time.perf_counter()), field="gradients")
     return copy
-
-
-class SameMemory:
-    """A device whose memory is the host's: copies are synchronous."""
-
-    device = torch.device("cpu")
-    discrete = True
-    pinned_for: torch.device | None = None
-
-    def upload(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
-        return self._copy(target, source)
-
-    def download(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
-        return self._copy(target, source)
-
-    def download_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
-        return [self.download(target, source) for target, source in pairs][-1]
-
-    def compute_waits(self, token: Transfer) -> None:
-        token.result()
-
-    def mark(self) -> Transfer:
-        return _Done(now())
-
-    def keep_times(self) -> None:
-        """Do nothing: times are always known."""
-
-    def device_reader(self) -> DeviceReader | str:
-        return HostReader()
-
-    def free_bytes(self) -> int:
-        return sys.maxsize
-
-    def level(self) -> DeviceLevel | None:
-        return None
-
-    def forget_peak(self) -> None:
-        """Do nothing: there is no peak."""
-
-    def release_cached(self) -> None:
-        """Do nothing: torch caches no host memory."""
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
-        start_s = time.perf_counter()
-        target.copy_(source)
-        return _Done(Times(start_s, start_s, time.perf_counter()))
-
-
-class HostMemory(SameMemory):
-    """The CPU: the model computes in host memory, and copies only values that leave the memory of a budget."""
-
-    discrete = False
-
-
-class _Done:
-    def __init__(self, times: Times) -> None:
-        self._times = times
-
-    def times(self) -> Times:
-        return self._times
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> None:
-        return None

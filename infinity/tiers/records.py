@@ -74,24 +74,18 @@ class Record:
     generations: Sequence[Generation]
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file."""
-        head = json.dumps(
-            {
-                "run": self.run,
-                "rank": self.rank,
-                "ranks": self.ranks,
-                "facts": self.facts,
-                "stripes": [[_text(stripe.path), stripe.weight, stripe.capacity_bytes] for stripe in self.stripes],
-                "sizes": list(self.sizes),
-                "layout": self.layout,
-                "generations": [
-                    {"sequence": g.sequence, "state": g.state, "slots": len(g.slots), "extra": len(g.extra)}
-                    for g in self.generations
-                ],
-            }
-        ).encode()
+        head = {
+            **vars(self),
+            "stripes": [[_text(stripe.path), stripe.weight, stripe.capacity_bytes] for stripe in self.stripes],
+            "sizes": list(self.sizes),
+            "generations": [
+                {"sequence": g.sequence, "state": g.state, "slots": len(g.slots), "extra": len(g.extra)}
+                for g in self.generations
+            ],
+        }
+        text = json.dumps(head).encode()
         blobs = b"".join(generation.slots + generation.extra for generation in self.generations)
-        content = _MAGIC + _LENGTH.pack(len(head)) + head + blobs
+        content = _MAGIC + _LENGTH.pack(len(text)) + text + blobs
         return content + hashlib.sha256(content).digest()
 
 
@@ -101,14 +95,7 @@ def _text(path: Path) -> str:
 
 
 def parse_record(path: Path, content: bytes) -> Record:
-    """Parse a file's content.
-
-    Args:
-        path: for messages.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Parse a file's content; `path` is for messages. Raises CheckpointError if it is damaged."""
     body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     if not body.startswith(_MAGIC) or hashlib.sha256(body).digest() != digest:
         raise _damaged(path, "its checksum differs, or it is of another version")
@@ -126,16 +113,8 @@ def parse_record(path: Path, content: bytes) -> Record:
             raise ValueError(f"`generations` describe {stop} bytes, and it has {len(body)}")
     except (ValueError, struct.error) as error:  # a checksum does not prove who wrote the file
         raise _damaged(path, str(error)) from error
-    return Record(
-        run=head.run,
-        rank=head.rank,
-        ranks=head.ranks,
-        facts=head.facts,
-        stripes=[Stripe(Path(name), weight, capacity) for name, weight, capacity in head.stripes],
-        sizes=head.sizes,
-        layout=head.layout,
-        generations=generations,
-    )
+    stripes = [Stripe(Path(name), weight, capacity) for name, weight, capacity in head.stripes]
+    return Record(**{**vars(head), "stripes": stripes, "generations": generations})
 
 
 # Types of the head, see [Note: typed records] #

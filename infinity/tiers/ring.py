@@ -111,11 +111,7 @@ class Ring:
 
     @contextmanager
     def before(self, tile: Tile) -> Iterator[Lease]:
-        """Yield a slot with the values of a held tile before its update in this epoch.
-
-        Raises:
-            StorageError: they cannot be read.
-        """
+        """Yield a slot with the values of a held tile before its update in this epoch; raises StorageError."""
         self._make_room()
         slot = self._free.popleft()
         try:
@@ -162,11 +158,7 @@ class Ring:
         tile.lease = None
 
     def move_back(self, tile: Tile) -> Transfer | None:
-        """Make the host or NVMe the home of a tile on the device again, in the place that it kept.
-
-        Returns:
-            The write to that place, if there is one.
-        """
+        """Make the place that it kept, on the host or NVMe, a tile's home again. Return the write to it, if any."""
         if tile.own is None:
             self.hold(tile)
             self._states.move_back(tile)
@@ -179,11 +171,7 @@ class Ring:
         return None
 
     def let_go(self, tile: Tile) -> Transfer | None:
-        """End `hold`; the slot is free once no move touches it.
-
-        Returns:
-            The write of changed values, if one was started.
-        """
+        """End `hold`; the slot is free once no move touches it. Return the write of changed values, if any."""
         copy = tile.copies[_HOST]
         if copy.state is _WRITING:  # the change was interrupted
             tile.fail_write(_HOST)

@@ -58,11 +58,7 @@ class KeptFile:
 
 
 def kept_files(directory: Path) -> list[KeptFile]:
-    """Return the files that runs have kept in a directory, by name.
-
-    Raises:
-        StorageError: the directory cannot be used.
-    """
+    """Return the files that runs have kept in a directory, by name. Raises StorageError if it cannot be used."""
     found = []
     with swap_directory(directory, "states", lasting=True) as (descriptor, names):
         for name in names:
@@ -74,11 +70,7 @@ def kept_files(directory: Path) -> list[KeptFile]:
 
 
 def read_record(path: Path) -> Record:
-    """Read a record.
-
-    Raises:
-        CheckpointError: it is damaged, or cannot be read.
-    """
+    """Read a record. Raises CheckpointError if it is damaged, or cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
@@ -144,11 +136,7 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
 
 
 def flush_names(directories: Sequence[Path]) -> None:
-    """Have on the drives which files there are in these directories.
-
-    Raises:
-        StorageError: a drive has failed.
-    """
+    """Have on the drives which files there are in these directories. Raises StorageError if a drive has failed."""
     for path in dict.fromkeys(directories):
         try:
             sync_directory(path)
@@ -278,11 +266,7 @@ class RunFiles:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process has this file.
-
-    Raises:
-        CheckpointError: this cannot be determined.
-    """
+    """Whether a living process has this file. Raises CheckpointError if this cannot be determined."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:

@@ -216,8 +216,7 @@ class Slots:
     def adopt(self, newest: bytes) -> None:
         """Take over the slots that another process committed; they are not written before the next commit.
 
-        Raises:
-            InfinityError: the number of ranges differs.
+        Raises InfinityError if the number of ranges differs.
         """
         count = sum(len(extent.newest) for extent in self._extents)
         if len(newest) != count or not set(newest) <= {0, 1}:

@@ -140,7 +140,6 @@ class StateStore:
         return self._tiles[unit]
 
     def nbytes(self, unit: int) -> int:
-        """Return the bytes of the unit's states."""
         return sum(tile.nbytes for tile in self._tiles[unit])
 
     def is_there(self, unit: int) -> bool:
@@ -149,7 +148,6 @@ class StateStore:
 
     @property
     def some_are_there(self) -> bool:
-        """Whether any unit is updated on the device."""
         return any(map(self.is_there, range(len(self._tiles))))
 
     def stored(self, unit: int, first: int = 0) -> Iterator[Tile]:
@@ -158,11 +156,7 @@ class StateStore:
         return itertools.islice(tiles, bisect_left(tiles, first, key=attrgetter("index")), None)
 
     def read(self, tile: Tile, slot: Lease, priority: Priority) -> None:
-        """Start reading a tile whose home is not host memory into `slot`.
-
-        Raises:
-            InfinityError: its values are lost.
-        """
+        """Start reading a tile whose home is not host memory into `slot`; raises InfinityError if it is lost."""
         if tile.state(tile.home) is not State.VALID:  # or being written, for which the ring waits before
             raise InfinityError(f"{tile.name} is lost: an update or a write of it has failed")
         if tile.home is Memory.DEVICE:
@@ -186,11 +180,7 @@ class StateStore:
         return write
 
     def take_over(self) -> None:
-        """Give every tile the value that an earlier process left on NVMe; no transfer may be in flight.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
+        """Give every tile the value that an earlier process left on NVMe; no transfer may be in flight."""
         found = {id(extent): bits for extent, bits in self._swap.slots.found()}
         for tile in itertools.chain.from_iterable(self._tiles):
             assert isinstance(tile.extent, SlotExtent)
@@ -261,11 +251,7 @@ class StateStore:
             tile.end_write(Memory.DEVICE, in_order=True)
 
     def make_room_there(self, unit: int) -> None:
-        """Allocate memory on the device for the unit's tiles.
-
-        Raises:
-            torch.OutOfMemoryError: there is none.
-        """
+        """Allocate memory on the device for the unit's tiles; raises torch.OutOfMemoryError."""
         assert self._device is not None
         self._device.make_room(unit, sum(tile.numel for tile in self._tiles[unit]))
 

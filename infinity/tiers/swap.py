@@ -18,8 +18,8 @@ import torch
 from infinity.errors import CheckpointError, InfinityError, StorageError
 from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, IoStats, Priority, Span, open_engine
 from infinity.io.bench import BenchSession, bench_file
+from infinity.io.interface import together
 from infinity.memory import Arena
-from infinity.telemetry import Times
 from infinity.tiers.checksums import Checksums, check_available
 from infinity.tiers.records import Generation
 from infinity.tiers.run_files import RunFiles
@@ -155,11 +155,7 @@ class SwapSpace:
         ]
 
     def reserve(self, nbytes: int) -> Extent:
-        """Reserve an aligned extent.
-
-        Raises:
-            StorageError: no directory has room for it within its capacity.
-        """
+        """Reserve an aligned extent. Raises StorageError if no directory has room for it within its capacity."""
         nbytes = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
         extent = Extent(self._striping.reserve(nbytes), nbytes)
         if self._checksums is not None:
@@ -279,11 +275,7 @@ class SwapSpace:
         )
 
     def sync(self) -> None:
-        """Flush all completed writes to the drives.
-
-        Raises:
-            StorageError: a drive has failed.
-        """
+        """Flush all completed writes to the drives. Raises StorageError if a drive has failed."""
         for owned in self._owned:
             try:
                 self.flush(owned.descriptor)
@@ -377,40 +369,6 @@ def _locate(files: Sequence[Path], extent: Extent, offset: int, nbytes: int) -> 
     """Return (file, offset, bytes) of each piece of a range of an extent."""
     parts = overlapping(extent, Span(0, nbytes, None), offset)
     return [(files[piece.file], piece.offset, part.nbytes) for piece, part in parts]
-
-
-def together(requests: Sequence[IoFuture]) -> IoFuture:
-    """Return these requests as one request."""
-    return requests[0] if len(requests) == 1 else _AllOf(requests)
-
-
-class _AllOf(IoFuture):
-    def __init__(self, requests: Sequence[IoFuture]) -> None:
-        self._requests = tuple(requests)
-
-    def done(self) -> bool:
-        return all(request.done() for request in self._requests)
-
-    def times(self) -> Times | None:
-        parts = [times for request in self._requests if (times := request.times()) is not None]
-        if not parts or len(parts) < len(self._requests):
-            return None
-        submitted_s, started_s, finished_s = zip(*parts, strict=True)
-        return Times(min(submitted_s), min(started_s), max(finished_s))
-
-    def result(self, timeout: float | None = None) -> int:
-        """Wait for all of them, also if one fails: until then the memory is in use."""
-        nbytes, failed = 0, None
-        for request in self._requests:
-            try:
-                nbytes += request.result(timeout)
-            except TimeoutError:
-                raise
-            except OSError as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
-        return nbytes
 
 
 # Drives #

@@ -38,23 +38,12 @@ _NEW_FOR_S = 60.0  # far longer than a file keeps its temporary name
 
 
 def open_swap_directory(directory: Path, *, lasting: bool = False) -> int:
-    """Open a directory for swap files, and create it if it is missing. Return a descriptor.
-
-    Args:
-        lasting: see `open_directory`.
-
-    Raises:
-        StorageError: it cannot be created or used.
-    """
+    """Open a directory for swap files, created if it is missing. Return a descriptor; raises like `open_directory`."""
     return open_directory(directory, "nvme path", make=True, lasting=lasting)
 
 
 def remove_stale(directory: Path) -> list[Path]:
-    """Remove the swap files of dead runs in `directory` and return them. Create the directory if it is missing.
-
-    Raises:
-        StorageError: the directory cannot be used.
-    """
+    """Remove the swap files of dead runs in `directory` and return them. Create the directory if it is missing."""
     with swap_directory(directory, "old swap files") as (descriptor, names):
         return [directory / name for name in names if _removed(descriptor, name)]
 
@@ -143,11 +132,7 @@ class OwnedFile:
         return self._place.path
 
     def keep(self, name: str) -> None:
-        """Make the file outlive this process, under another name; it must be flushed already.
-
-        Raises:
-            StorageError: it cannot be renamed.
-        """
+        """Make the file outlive this process, under another name; it must be flushed already. Raises StorageError."""
         place = self._place
         try:
             os.rename(place.path.name, name, src_dir_fd=place.directory, dst_dir_fd=place.directory)

@@ -25,10 +25,11 @@ import torch
 
 from infinity.errors import StorageError
 from infinity.io import IoEngine, IoFile, IoFuture, IoStats, Priority, Span
-from infinity.telemetry import Times
+from infinity.io.interface import together
+from infinity.tiers.checksums import Checked
 from infinity.tiers.slots import Extent
 from infinity.tiers.striping import Piece
-from infinity.tiers.swap import ALIGN_BYTES, overlapping, together
+from infinity.tiers.swap import ALIGN_BYTES, overlapping
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,7 @@ class WeightFile:
 
     @staticmethod
     def of(path: Path) -> WeightFile:
-        """Return the file's present identity.
-
-        Raises:
-            StorageError: it is missing.
-        """
+        """Return the file's present identity. Raises StorageError if it is missing."""
         try:
             return WeightFile.seen(path, path.stat())
         except OSError as error:
@@ -61,11 +58,7 @@ class WeightFile:
         return WeightFile(path, found.st_dev, found.st_ino, found.st_size, *times, found.st_nlink)
 
     def check(self, found: os.stat_result) -> None:
-        """Check that the file is the same, and was not written.
-
-        Raises:
-            StorageError: the check failed.
-        """
+        """Check that the file is the same, and was not written. Raises StorageError if the check failed."""
         now = WeightFile.seen(self.path, found)
         if now.names != self.names:
             now = replace(now, names=self.names, ctime_ns=self.ctime_ns)
@@ -163,7 +156,12 @@ class WeightFiles:
         for piece, part in overlapping(extent, Span(span.address, nbytes, span.owner), offset):
             files[piece.file] = self._files[piece.file]
             reads += files[piece.file].read(piece, part, priority)
-        return _Checked(reads, tuple(files.values()))
+
+        def check() -> None:
+            for file in files.values():
+                file.check()
+
+        return Checked(together(reads), check)
 
     def io_stats(self) -> IoStats | None:
         """Return the I/O counters; None without files."""
@@ -236,23 +234,3 @@ class _Opened:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-class _Checked(IoFuture):
-    """Reads that check their files when they have ended."""
-
-    def __init__(self, reads: Sequence[IoFuture], files: Sequence[_Opened]) -> None:
-        self._read = together(reads)
-        self._files = files
-
-    def done(self) -> bool:
-        return self._read.done()
-
-    def times(self) -> Times | None:
-        return self._read.times()
-
-    def result(self, timeout: float | None = None) -> int:
-        nbytes = self._read.result(timeout)
-        for file in self._files:
-            file.check()
-        return nbytes

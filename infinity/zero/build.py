@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 
 import torch
 from torch import nn
@@ -314,7 +315,7 @@ def _lay_out(
     needs = sizing.host_needs()
     host = Ledger("host memory", host_capacity(config, needs, ranks))
     with _as_one(ranks, parts):
-        split = split_memory(needs, host.capacity_bytes, "tiering.host_memory", cut_bytes)
+        split = split_memory(needs, host.capacity_bytes, cut_bytes)
     split = agreed(split, ranks, parts.ranks)
     placement = place(sizing.rules, sizing.specs, sizing.shards, split)
     groups = Groups.of(ranks, sizing.rules.sharding)
@@ -379,7 +380,7 @@ def _hold_states(plan: _Plan, memory: _Memory) -> StateStore:
         sizing.shards.numels,
         sizing.tile_numel,
         sizing.layout.tile_bytes,
-        [home.memory for home in plan.placement.tiles],
+        chain.from_iterable(plan.placement.tiles),
         arena=memory.arena,
         swap=memory.swap,
         counters=memory.counters,
@@ -405,7 +406,7 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
     files = _open_weights(plan, undo)
     params = Params(
         sizing.specs,
-        [home.memory for home in plan.placement.params],
+        plan.placement.params,
         memory.there.params,
         memory.counters,
         arena=memory.arena,

@@ -102,7 +102,7 @@ class Gradients:
         unit, part, start, _, grad, *_ = addend
         row = self._rows[unit]
         begins_here = (
-            not self._last_pass and (row.step is None or part not in row.step.stats) and self._sums.has_room(unit)
+            not self._last_pass and (row.step is None or part not in row.step.stats) and self._sums.make_room(unit)
         )
         if not begins_here and not self._sums.holds(unit, part):
             return addend

@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity as deepspeed
 from infinity.integrations.deepspeed import named_optimizers as named
-from infinity.optim import schedule_classes as schedules
+from infinity.optim import lr_schedules as schedules
 from tests.behaviour.ranks import run_ranks
 from tests.doors.small_models import CONFIG, WIDTH, Heads, train, weights
 

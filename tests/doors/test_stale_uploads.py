@@ -42,7 +42,7 @@ class LateLink(SameMemory):
         self._left: list[_Late] = []
         self._lock = threading.RLock()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> _Late:
+    def _copy_now(self, target: torch.Tensor, source: torch.Tensor) -> _Late:
         with self._lock:
             self._left.append(_Late(self, target, source))
             return self._left[-1]

@@ -31,7 +31,7 @@ from infinity.integrations.deepspeed.zero_config import (
     OffloadDeviceEnum,
     get_zero_config,
 )
-from infinity.optim import schedule_classes as schedules
+from infinity.optim import lr_schedules as schedules
 from tests.doors.small_models import CONFIG
 
 

@@ -168,6 +168,41 @@ def test_blocks_that_do_not_fit_are_refused_and_failures_named(engine, arena, tm
     file.close()
 
 
+class _Told(IoFuture):
+    """A request that has its outcome, and tells whether it was waited for."""
+
+    def __init__(self, outcome: int | StorageError) -> None:
+        self.waited = False
+        self._outcome = outcome
+
+    def done(self) -> bool:
+        return self.waited
+
+    def result(self, timeout: float | None = None) -> int:
+        self.waited = True
+        if isinstance(self._outcome, StorageError):
+            raise self._outcome
+        return self._outcome
+
+    def times(self) -> None:
+        return None
+
+
+def test_blocks_are_all_waited_for_also_if_one_fails(arena, tmp_path, monkeypatch) -> None:
+    blocks = [_Told(4096), _Told(StorageError(errno.EIO, "bad block", "f", 4096)), _Told(4096)]
+    engine = open_engine(IoOptions(), "aiofiles")
+    file = engine.open(tmp_path / "f", create=True, size_bytes=MIB)
+    pending = iter(blocks)
+    monkeypatch.setattr(engine, "read", lambda *_: next(pending))
+    with arena.lease(4096) as target:
+        read = engine.move_blocks(False, file, np.arange(3, dtype=np.uint64) * 4096, 4096, target.span())
+        with pytest.raises(StorageError, match="bad block"):
+            read.result()
+    assert all(block.waited for block in blocks), "the memory is still in use"
+    file.close()
+    engine.close()
+
+
 def test_a_created_file_is_private_and_must_not_exist(engine, tmp_path) -> None:
     path = tmp_path / "f"
     engine.open(path, create=True).close()

@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity.config import SchedulerConfig
 from infinity.errors import ConfigError
-from infinity.optim.schedule_classes import make_scheduler
+from infinity.optim.lr_schedules import make_scheduler
 
 STEPS = [0, 1, 2, 5, 8, 9, 15, 20, 21, 25, 29]  # before the optimizer step of this index
 REFERENCE: list[tuple[str, dict[str, Any], list[float], list[float] | None]] = [

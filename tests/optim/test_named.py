@@ -20,7 +20,7 @@ from infinity.integrations.deepspeed.named_optimizers import (
     FusedAdam,
     FusedLion,
 )
-from infinity.optim.lion import Lion
+from infinity.optim.plain import Lion
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -223,24 +223,22 @@ def test_the_table_keeps_to_its_shares_and_names_every_field(data: st.DataObject
     states_bytes = states_bytes if made.states.home is NVME else sum(tiles)
     table = place(made, specs, shards, MemorySplit(0, grads_bytes, states_bytes, 0, held.staging + homes_bytes))
 
-    assert len(table.params) == len(table.grads) == len(specs)
-    at_home = [size for size, home in zip(sizes, table.params, strict=True) if home.memory is HOST]
+    assert len(table.params) == len(table.tiles) == len(specs)
+    at_home = [size for size, home in zip(sizes, table.params, strict=True) if home is HOST]
     assert sum(at_home) <= homes_bytes
-    assert {home.memory for home in table.params} <= {made.params.home, HOST}
-    assert all(home.moves == (home.memory is not DEVICE) for home in table.params)
+    assert set(table.params) <= {made.params.home, HOST}
 
-    spilled = {unit for unit, home in enumerate(table.grads) if home.moves}
-    assert spilled == set(table.grad_homes.spilled)
+    spilled = set(table.grad_homes.spilled)
+    assert not spilled & (there | set(table.grad_homes.own))
     assert not spilled or NVME in (made.params.home, made.states.home)
     if spilled:
         held = sum(grad_sizes[unit] for unit in table.grad_homes.own)
         assert held + table.grad_homes.slots * max(sizes[unit] for unit in spilled) <= grads_bytes
 
-    owners = [unit for unit, numel in enumerate(numels) for _ in cut_into_tiles([numel], 16)]
-    assert [home.memory is DEVICE for home in table.tiles] == [unit in there for unit in owners]
-    assert {unit for unit, home in enumerate(table.grads) if home.memory is DEVICE} == there
-    below = [home for home in table.tiles if home.memory is not DEVICE]
-    stored = sum(size for size, home in zip(tiles, below, strict=True) if home.moves)
+    assert [len(homes) for homes in table.tiles] == [len(list(cut_into_tiles([numel], 16))) for numel in numels]
+    assert all((home is DEVICE) == (unit in there) for unit, homes in enumerate(table.tiles) for home in homes)
+    below = [home for homes in table.tiles for home in homes if home is not DEVICE]
+    stored = sum(size for size, home in zip(tiles, below, strict=True) if home is NVME)
     assert sum(tiles) - stored <= states_bytes
     assert not stored or made.states.home is NVME
     assert table.stored_bytes == stored + sum(sizes[unit] for unit in spilled)

@@ -301,7 +301,7 @@ def _laid_out(scenario: Scenario) -> Iterator[None]:
         homes = GradHomes(own, tuple(slots), config.slots if slots else 0)
         made = place(rules, specs, shards, split)
         params = tuple(
-            replace(home, memory=Memory.HOST if unit.host else Memory.NVME) if unit.moves else home
+            (Memory.HOST if unit.host else Memory.NVME) if unit.moves else home
             for home, unit in zip(made.params, config.units, strict=True)
         )
         return replace(made, grad_homes=homes, params=params)

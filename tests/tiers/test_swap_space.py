@@ -133,6 +133,27 @@ def test_a_checksum_notices_a_flipped_bit(file, arena, tmp_path) -> None:
     space.close()
 
 
+def test_a_check_that_was_interrupted_is_made_again(arena, tmp_path, monkeypatch) -> None:
+    space = open_swap(paths(tmp_path, "a"), OPTIONS, checksum=True)
+    extent = space.reserve(4096)
+    space.create()
+    with arena.lease(4096) as source, arena.lease(4096) as target:
+        space.write(extent, source.span()).result()
+        flip_a_byte(space, 0, extent.pieces[0].offset)
+        read = space.read(extent, target.span(), priority=Priority.DEMAND)
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(infinity.tiers.checksums, "_digest", _raise_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                read.result()
+        with pytest.raises(StorageError, match="checksum"):
+            read.result()
+    space.close()
+
+
+def _raise_interrupt(_: object) -> int:
+    raise KeyboardInterrupt
+
+
 def test_damage_is_where_it_is_in_the_file(arena, tmp_path) -> None:
     """Of an extent's second half, which lies on the second drive alone."""
     space = open_swap(

@@ -13,8 +13,7 @@ import torch
 from infinity.errors import ConfigError
 from infinity.kernels import Hyper, Rule
 from infinity.optim.kinds import adagrad_rule
-from infinity.optim.lion import Lion
-from infinity.optim.plain import Group, PlainOptimizer
+from infinity.optim.plain import Group, Lion, PlainOptimizer
 
 _Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 

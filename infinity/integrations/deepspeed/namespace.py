@@ -279,7 +279,7 @@ MODULES: Mapping[str, Module] = {
     "runtime.fp16.unfused_optimizer": _module(_of(".optimizers", "FP16_UnfusedOptimizer")),
     "runtime.lr_schedules": _module(
         _of(
-            "infinity.optim.schedule_classes",
+            "infinity.optim.lr_schedules",
             "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
         ),
         _of(

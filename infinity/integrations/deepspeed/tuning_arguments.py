@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from infinity.optim.schedule_classes import VALID_LR_SCHEDULES
+from infinity.optim.lr_schedules import VALID_LR_SCHEDULES
 
 _RANGE_TEST: dict[str, Any] = {
     "lr_range_test_min_lr": 0.001,
