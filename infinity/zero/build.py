@@ -48,10 +48,8 @@ from infinity.tiers import (
 from infinity.tiers.run_files import RunFiles
 from infinity.zero.adoption import RunFacts, open_run
 from infinity.zero.agreement import configuration_facts
-from infinity.zero.budgets import DeviceBudgets, agreed, device_budgets, fits, host_capacity
-from infinity.zero.drives import free_for_swap
+from infinity.zero.budgets import DeviceBudgets, agreed, cut_to_fit, device_budgets, fits, free_for_swap, host_capacity
 from infinity.zero.executor import Executor
-from infinity.zero.fitting import cut_to_fit
 from infinity.zero.gradients import Gradients
 from infinity.zero.groups import Groups
 from infinity.zero.in_flight import InFlight

@@ -14,9 +14,8 @@ from torch import nn
 from infinity.errors import ConfigError, InfinityError
 from infinity.tiers import StoredTensor
 from infinity.zero.adapters import lora_rule, lora_values, name_before_wrapping
-from infinity.zero.file_backed import made_in_files
-from infinity.zero.meta import InitFunction
-from infinity.zero.meta import init_function as meta_init_function
+from infinity.zero.construction import InitFunction, made_in_files
+from infinity.zero.construction import init_function as meta_init_function
 from infinity.zero.model_parts import has_numbers, local_part, set_local_part
 from infinity.zero.partition import Unit
 from infinity.zero.ranks import Ranks

@@ -9,19 +9,67 @@ timeout is for silent ranks, not for a slow drive.
 
 from __future__ import annotations
 
-import contextlib
+import os
+import socket
 import time
 import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from infinity.errors import RankError
-from infinity.zero.processes import Process
+from infinity.telemetry.tasks import read_task
 from infinity.zero.watch import Watch
 
 _POLL_S = (0.0002, 0.05)  # between polls: at first, and at most
 _PROGRESS_S = 1.0  # minimum time between two progress reports
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process.
+
+    Attributes:
+        machine: the same for those that share a machine's memory, containers included.
+        namespace: of process ids.
+        started: when, in the kernel's clock, since ids are used again.
+    """
+
+    machine: str
+    namespace: str
+    pid: int
+    started: str
+
+    @property
+    def has_ended(self) -> bool:
+        """It is known to have; never of a process that cannot be seen from here."""
+        here = this_process()
+        if (self.machine, self.namespace) != (here.machine, here.namespace):
+            return False
+        try:
+            task = read_task(Path(f"/proc/{self.pid}"))
+        except FileNotFoundError:
+            return True
+        except (OSError, ValueError, IndexError):
+            return False
+        return task.state in "ZX" or str(task.started) != self.started
+
+
+def this_process() -> Process:
+    namespace = started = ""
+    with suppress(OSError, ValueError, IndexError):
+        namespace = os.readlink("/proc/self/ns/pid")  # noqa: PTH115  (its target is no path)
+        started = str(read_task(Path("/proc/self")).started)
+    return Process(_machine(), namespace, os.getpid(), started)
+
+
+def _machine() -> str:
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
 
 
 class OtherCallError(RankError):
@@ -128,7 +176,7 @@ class Meeting:
 
     def lonely(self) -> str | None:
         """Name a rank that waits for this one at a door, or has given up at it; None if there is none."""
-        with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
+        with suppress(RuntimeError):  # the store may be gone with its rank
             for rank in range(self._size):
                 for place in (str(self._passed), "gave up"):
                     if rank != self._rank and self._is_at(place, rank):

@@ -22,9 +22,8 @@ from infinity.errors import CheckpointError, InfinityError, RankError
 from infinity.tiers import Piece, accelerator
 from infinity.zero.ending import abandon, leave_at_exit
 from infinity.zero.launch import launch_of, local_size
-from infinity.zero.meeting import Meeting, meeting_of
+from infinity.zero.meeting import Meeting, Process, meeting_of, this_process
 from infinity.zero.path import Path
-from infinity.zero.processes import Process, this_process
 
 Result = TypeVar("Result")
 
