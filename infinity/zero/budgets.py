@@ -14,7 +14,7 @@ from infinity.errors import CapacityError
 from infinity.memory import Budget, Ledger, available_memory_bytes
 from infinity.schedule import MemoryNeeds, MemorySplit, alone
 from infinity.tiers.swap_file import remove_stale
-from infinity.zero.ranks import ALONE, Ranks, ranks_on_this_machine
+from infinity.zero.ranks import ALONE, Ranks, least_of, ranks_on_this_machine
 from infinity.zero.sizing import Sizing
 
 AUTO_SHARE = 0.8  # of the memory that is available when a budget is "auto"
@@ -53,10 +53,7 @@ def agreed(split: MemorySplit, *ranks: Ranks) -> MemorySplit:
     When it is full, a unit is updated before all its gradients are there, in which all ranks take part: so it must be
     full on all of them at once, whatever their budgets.
     """
-    grads_bytes = split.grads_bytes
-    for others in ranks:
-        grads_bytes = others.least(grads_bytes)
-    return replace(split, grads_bytes=grads_bytes)
+    return replace(split, grads_bytes=least_of(split.grads_bytes, *ranks))
 
 
 # The memory that is computed in #
@@ -152,9 +149,7 @@ def fits(sizing: Sizing, config: Config, host_bytes: int, free_bytes: int, *rank
     if not sizing.rules.one_memory:
         total, least = _device_capacity(sizing, config, free_bytes)
         enough = enough and least <= total
-    for others in ranks:
-        enough = others.least(enough) > 0
-    return enough
+    return least_of(enough, *ranks) > 0
 
 
 class Fit(NamedTuple):

@@ -51,14 +51,13 @@ from infinity.zero.agreement import configuration_facts
 from infinity.zero.budgets import DeviceBudgets, agreed, cut_to_fit, device_budgets, fits, free_for_swap, host_capacity
 from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
-from infinity.zero.groups import Groups
+from infinity.zero.groups import Groups, PartialSum
 from infinity.zero.in_flight import InFlight
 from infinity.zero.landing import Places, landing_of
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
 from infinity.zero.on_device import OnDevice
-from infinity.zero.partial_sums import PartialSum
 from infinity.zero.partition import Partition
-from infinity.zero.ranks import ALONE, Ranks, is_first_process, ranks_on_this_machine
+from infinity.zero.ranks import ALONE, Ranks, is_first_process, least_of, ranks_on_this_machine
 from infinity.zero.reduction import Direct, Journey, Reduction
 from infinity.zero.sizing import Sizing, size_up
 from infinity.zero.unit import Unit
@@ -358,8 +357,8 @@ def _open_memory(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> _Memory:
         swap = _open_disk(plan, undo, run)
         slots = [arena.lease(sizing.tile_bytes) for _ in range(split.ring_bytes // sizing.tile_bytes)]
         there = device_budgets(sizing, config, split, plan.host, plan.link.free_bytes())  # before anything is allocated
-    for ranks in (plan.ranks, plan.parts.ranks):  # full on one is full on all, see `agreed`
-        there.grads.capacity_bytes = ranks.least(there.grads.capacity_bytes)
+    # full on one is full on all, see `agreed`
+    there.grads.capacity_bytes = least_of(there.grads.capacity_bytes, plan.ranks, plan.parts.ranks)
     return _Memory(counters, arena, swap, slots, there)
 
 

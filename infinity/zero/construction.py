@@ -168,7 +168,7 @@ def construct_on_meta() -> Iterator[None]:
         yield
 
 
-def init_function(model: nn.Module) -> InitFunction:
+def own_rule(model: nn.Module) -> InitFunction:
     """What initialises one module of `model`, given memory for its parameters.
 
     A transformers model initialises by its own rule for the architecture; any other module by its

@@ -215,9 +215,6 @@ class Loan:
             self.end()
             raise
 
-    def agrees(self, *, failed: bool) -> bool:
-        return not self.runtime.ranks.any(failed)
-
     def store(self, source: int = 0) -> None:
         """Store one rank's values in the tiers, as far as they differ."""
         for place in self.places:
@@ -365,7 +362,9 @@ class GatheredParameters:
             self._loans.append(Loan(runtime, places, what, watched=looks))
         if any(owner.awaits_backward for owner, _ in by_owner.values()):
             # Autograd would save the parameter itself, whose values change later.
-            self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_values_now, lambda values: values))
+            self._saving.enter_context(
+                torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda values: values)
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -393,10 +392,10 @@ class GatheredParameters:
         """Store the values of one rank, unless the context has failed on some rank."""
         places = [place for loan in self._loans for place in loan.places]
         problem = None if failed else next(filter(None, map(_shape_problem, places)), None)
-        agreed = [loan.agrees(failed=failed or problem is not None) for loan in self._loans]
+        anywhere = [loan.runtime.ranks.any(failed or problem is not None) for loan in self._loans]
         if problem is not None:
             raise InfinityError(problem)
-        if all(agreed):
+        if not any(anywhere):
             for loan in self._loans:
                 loan.store(source)
 
@@ -406,10 +405,6 @@ class GatheredParameters:
             loan.end()
         self._loans.clear()
         self._models.clear()
-
-
-def _values_now(saved: torch.Tensor) -> torch.Tensor:
-    return saved.detach()
 
 
 def _show(runtime: Runtime, places: Iterable[Place]) -> list[Place]:

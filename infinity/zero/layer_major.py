@@ -282,11 +282,7 @@ class _ThreadState:
         self._on_stream = carried_stream(device)
 
     def carried_into(self, forward: Forward) -> Forward:
-        def run() -> torch.Tensor:
-            with self._set():
-                return forward()
-
-        return run
+        return self._set()(forward)
 
     @contextmanager
     def _set(self) -> Iterator[None]:

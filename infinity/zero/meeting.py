@@ -13,6 +13,7 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,16 +88,12 @@ class OtherCallError(RankError):
 class Meeting:
     """The meeting points of one process group, called doors, in order.
 
-    Args:
-        group: None for the default group.
-
     Attributes:
         watch: names the missing rank when a wait is long.
         processes: of the ranks, by rank; empty until they are known.
     """
 
-    def __init__(self, group: Any = None) -> None:
-        group = dist.group.WORLD if group is None else group
+    def __init__(self, group: Any) -> None:
         name = f"infinity/{group.group_name}"
         c10d: Any = dist.distributed_c10d
         self._store = c10d.PrefixStore(name, c10d._get_default_store())
@@ -161,12 +158,7 @@ class Meeting:
             RankError: one of them has ended.
         """
         ranks = [r for r in range(self._size) if int(self._store.add(f"told/{what}/{r}", 0)) < count]
-        for rank in ranks if self.processes else []:
-            if rank != self._rank and self.processes[rank].has_ended:
-                raise RankError(
-                    f"rank {self._rank} of {self._size}: rank {rank} (process {self.processes[rank].pid}) has ended; "
-                    "what it said last is the message to look at"
-                )
+        self._check_alive(rank for rank in ranks if rank != self._rank)
         return ranks
 
     def waiting(self) -> list[str]:
@@ -194,7 +186,7 @@ class Meeting:
             now_s = time.monotonic()
             if now_s - looked_s >= min(_PROGRESS_S, timeout_s / 2):
                 looked_s = now_s
-                self._check_alive(ranks)
+                self._check_alive(ranks, but_at=str(door))
                 for rank in ranks:
                     if (said := self._progress(rank)) != heard[rank][0]:
                         heard[rank] = said, now_s
@@ -204,14 +196,17 @@ class Meeting:
             time.sleep(min(pause_s, *left_s))
             pause_s = min(2 * pause_s, longest_s)
 
-    def _check_alive(self, ranks: list[int]) -> None:
+    def _check_alive(self, ranks: Iterable[int], but_at: str | None = None) -> None:
         """Check that the ranks are alive, as far as this machine shows it.
+
+        Args:
+            but_at: ranks that have come to this door may have ended.
 
         Raises:
             RankError: one of them has ended.
         """
-        for rank in ranks if self.processes else []:
-            if self.processes[rank].has_ended and not self._is_at(str(self._passed), rank):
+        for rank in ranks if self.processes else ():
+            if self.processes[rank].has_ended and (but_at is None or not self._is_at(but_at, rank)):
                 raise RankError(
                     f"rank {self._rank} of {self._size}: rank {rank} (process {self.processes[rank].pid}) has ended; "
                     "what it said last is the message to look at"

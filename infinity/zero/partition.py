@@ -210,7 +210,7 @@ def make_partition(
         ConfigError: the model has no floating-point parameters, or one cannot stay in its file.
     """
     align = align.for_ranks(sharding.count)
-    names = _canonical_names(model)
+    names = {id(p): name for name, p in model.named_parameters() if has_numbers(p)}  # the first one of tied parameters
     if not names:
         raise ConfigError("the model has no floating-point parameters to train or place")
     members: dict[str, list[str]] = {}  # unit name -> its parameters
@@ -250,11 +250,6 @@ def make_partition(
         moving = bool(needed) and (watched or any(not units[i].persistent for i in needed))
         hook_points.append(HookPoint(module_name, needed, moving))
     return Partition(units, tuple(hook_points), sharding, blocks)
-
-
-def _canonical_names(model: nn.Module) -> dict[int, str]:
-    """Return the first qualified name of every distinct floating-point parameter, by identity."""
-    return {id(p): name for name, p in model.named_parameters() if has_numbers(p)}
 
 
 def _layout_unit(
@@ -314,26 +309,24 @@ def _layout_in_files(
     """
     itemsize = in_files.dtype.itemsize
     tensors = [in_files.tensors[member] for member in members]
-    for member, tensor in zip(members, tensors, strict=True):
+    params = [local_part(model.get_parameter(member)) for member in members]
+    for member, param, tensor in zip(members, params, tensors, strict=True):
         if tensor.dtype is not in_files.dtype:
             here, there = (str(dtype).removeprefix("torch.") for dtype in (in_files.dtype, tensor.dtype))
             raise ConfigError(
                 f"`{member}` cannot be used where it lies: {tensor.file.path} has it in {there}, and the model "
                 f"computes in {here}. Store the weights in {here}, or read them with in_place=False"
             )
-        numel = local_part(model.get_parameter(member)).numel()
-        if tensor.start % itemsize or tensor.nbytes != numel * itemsize:
+        if tensor.start % itemsize or tensor.nbytes != param.numel() * itemsize:
             raise ConfigError(
                 f"`{member}` cannot be used where it lies: {tensor.file.path} has {tensor.nbytes} bytes of it from "
-                f"byte {tensor.start}, and the model wants {numel} elements of {itemsize}. Read the weights with "
-                "in_place=False"
+                f"byte {tensor.start}, and the model wants {param.numel()} elements of {itemsize}. Read the weights "
+                "with in_place=False"
             )
     starts, runs = lay_out_image(tensors)
     slots = [
         ParamSlot(member, tuple(param.shape), param.numel(), start // itemsize, trainable=False, group=-1)
-        for member, param, start in zip(
-            members, (local_part(model.get_parameter(member)) for member in members), starts, strict=True
-        )
+        for member, param, start in zip(members, params, starts, strict=True)
     ]
     slots.sort(key=lambda slot: slot.offset)
     numel = _round_up(sum(run.nbytes for run in runs) // itemsize, align.shard)

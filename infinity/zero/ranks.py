@@ -125,14 +125,12 @@ class Ranks:
         host = group
         if "gloo" not in str(dist.get_backend_config(group)):
             host = _group_of(dist.get_process_group_ranks(group or dist.group.WORLD), "gloo", timeout_s)
-        ranks = Ranks(dist.get_rank(group), size, group, host, timeout_s=timeout_s, meeting=meeting_of(group))
-        if ranks.meeting is not None:
-            ranks.meeting.watch.timeout_s = timeout_s
+        meeting = meeting_of(group)
+        meeting.watch.timeout_s = timeout_s
+        ranks = Ranks(dist.get_rank(group), size, group, host, timeout_s=timeout_s, meeting=meeting)
         ranks.together("infinity.initialize()")
-        processes = ranks.of_all(this_process())
-        if ranks.meeting is not None:
-            ranks.meeting.processes = processes
-        machines = [process.machine for process in processes]
+        meeting.processes = ranks.of_all(this_process())
+        machines = [process.machine for process in meeting.processes]
         return replace(ranks, neighbours=machines.count(machines[ranks.rank]))
 
     def part(self, members: Sequence[int], what: str) -> Ranks:
@@ -230,18 +228,12 @@ class Ranks:
 
     def sum(self, value: float) -> float:
         """Return the sum over the ranks in float64; the same bits on all of them."""
-        if self.size == 1:
-            return value
-        total = torch.tensor([value], dtype=torch.float64, device="cpu")
-        self._combine(total, dist.ReduceOp.SUM, "the sum of the squared gradients").wait()
-        return float(total.item())
+        total = torch.tensor(value, dtype=torch.float64, device="cpu")
+        return float(self._combined(total, dist.ReduceOp.SUM, "the sum of the squared gradients"))
 
     def same(self, number: int) -> bool:
         """Whether all ranks have this number."""
-        if self.size == 1:
-            return True
-        ends = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
-        self._combine(ends, dist.ReduceOp.MAX, "an agreement").wait()
+        ends = self._combined(torch.tensor([number, -number], dtype=torch.int64, device="cpu"), dist.ReduceOp.MAX)
         return int(ends[0]) == -int(ends[1])
 
     def waiting(self) -> list[str]:
@@ -250,11 +242,13 @@ class Ranks:
 
     def least(self, value: int) -> int:
         """Return the smallest of all ranks' values."""
-        if self.size == 1:
-            return value
-        least = torch.tensor([value], dtype=torch.int64, device="cpu")
-        self._combine(least, dist.ReduceOp.MIN, "an agreement").wait()
-        return int(least.item())
+        return int(self._combined(torch.tensor(value, dtype=torch.int64, device="cpu"), dist.ReduceOp.MIN))
+
+    def _combined(self, values: torch.Tensor, operation: Any, what: str = "an agreement") -> torch.Tensor:
+        """Combine the values of all ranks, in place."""
+        if self.size > 1:
+            self._combine(values, operation, what).wait()
+        return values
 
     def _combine(self, values: torch.Tensor, operation: Any, what: str) -> Pending:
         with self.talking(what):
@@ -464,6 +458,13 @@ def join_ranks(group: Any = None, timeout_s: float = 300.0) -> Ranks:
                 )
             leave_at_exit()
     return Ranks.of_group(group, timeout_s)
+
+
+def least_of(value: int, *ranks: Ranks) -> int:
+    """Return the smallest value of all of these ranks."""
+    for others in ranks:
+        value = others.least(value)
+    return value
 
 
 def is_first_process() -> bool:

@@ -31,9 +31,8 @@ from infinity.kernels import GradStats
 from infinity.memory import Loan, scratch_on
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import Sharding, overlap
-from infinity.zero.groups import Groups
+from infinity.zero.groups import Groups, PartialSum
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
-from infinity.zero.partial_sums import PartialSum
 from infinity.zero.partition import Unit
 from infinity.zero.ranks import Pending
 from infinity.zero.reduction_order import ReductionOrder
