@@ -70,8 +70,7 @@ def rebuild(old: Runtime, model: nn.Module, groups: Mapping[str, int], config: C
 
     Args:
         old: of the engine that was closed, whose monitor goes on.
-        groups: parameter group of every parameter that is trained, by name.
-        optimizer: name of its state layout.
+        model, groups, config, optimizer: see `build_runtime`.
 
     Raises:
         CapacityError: a memory budget is too small for these states.

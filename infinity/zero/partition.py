@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -90,19 +90,6 @@ class Unit:
     numel: int
     persistent: bool
     runs: tuple[FileRun, ...] = ()
-
-
-@dataclass(frozen=True)
-class InFiles:
-    """Frozen parameters that stay in the user's files.
-
-    Attributes:
-        tensors: by parameter name.
-        dtype: in which the model computes.
-    """
-
-    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
-    dtype: torch.dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -190,7 +177,8 @@ def make_partition(
     offloaded: bool,
     sharding: Sharding = WHOLE,
     watched: bool = False,
-    in_files: InFiles = InFiles(),
+    in_files: Mapping[str, StoredTensor] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
     limit_numel: int | None = None,
     leaves: Set[nn.Module] = frozenset(),
 ) -> Partition:
@@ -202,14 +190,14 @@ def make_partition(
         offloaded: parameters have a home below the device; if False, every unit is persistent.
         sharding: this rank's slice of each unit.
         watched: hooks follow every use, also of units that stay.
-        in_files: parameters that stay in the user's files.
+        in_files: frozen parameters that stay in the user's files, which have them in `dtype`.
         limit_numel: blocks of more elements are cut into units of their parts.
         leaves: modules that are gathered whole.
 
     Raises:
         ConfigError: the model has no floating-point parameters, or one cannot stay in its file.
     """
-    align = align.for_ranks(sharding.count)
+    align, in_files = align.for_ranks(sharding.count), in_files or {}
     names = {id(p): name for name, p in model.named_parameters() if has_numbers(p)}  # the first one of tied parameters
     if not names:
         raise ConfigError("the model has no floating-point parameters to train or place")
@@ -223,48 +211,29 @@ def make_partition(
             if name in unit_of:
                 continue  # tied to a parameter of an earlier module
             is_small = not part.whole and local_part(model.get_parameter(name)).numel() <= persistence_threshold
-            apart = IN_FILES if name in in_files.tensors else ""
+            apart = IN_FILES if name in in_files else ""
             unit_of[name] = PERSISTENT if is_small else part.name + apart
             members.setdefault(unit_of[name], []).append(name)
         uses.append((part.name, used))
     order = sorted(members, key=lambda unit_name: unit_name == PERSISTENT)  # stable; the persistent one last
-    units = tuple(
-        _layout_in_files(index, name, members[name], model, in_files, align)
-        if name.endswith(IN_FILES)
-        else _layout_unit(
-            index,
-            name,
-            members[name],
-            model,
-            groups,
-            align,
-            persistent=not offloaded or name == PERSISTENT,
-        )
-        for index, name in enumerate(order)
-    )
-    by_name = {unit.name: unit for unit in units}
+    units: list[Unit] = []
+    for index, unit_name in enumerate(order):
+        if unit_name.endswith(IN_FILES):
+            params = {name: local_part(model.get_parameter(name)) for name in members[unit_name]}
+            units.append(_layout_in_files(index, unit_name, params, in_files, dtype, align))
+            continue
+        in_order = sorted(members[unit_name], key=lambda name: groups.get(name, 1 << 30))  # stable in a group
+        shapes = {name: tuple(local_part(model.get_parameter(name)).shape) for name in in_order}
+        persistent = not offloaded or unit_name == PERSISTENT
+        units.append(lay_out_unit(index, unit_name, shapes, groups, align, persistent=persistent))
+    index_of = {unit.name: unit.index for unit in units}
     hook_points = []
     blocks = tuple(part.name for part in modules if part.is_block)
     for module_name, used in uses:
-        needed = tuple(sorted({by_name[unit_of[name]].index for name in used}))
+        needed = tuple(sorted({index_of[unit_of[name]] for name in used}))
         moving = bool(needed) and (watched or any(not units[i].persistent for i in needed))
         hook_points.append(HookPoint(module_name, needed, moving))
-    return Partition(units, tuple(hook_points), sharding, blocks)
-
-
-def _layout_unit(
-    index: int,
-    name: str,
-    members: Sequence[str],
-    model: nn.Module,
-    groups: Mapping[str, int],
-    align: Alignment,
-    *,
-    persistent: bool,
-) -> Unit:
-    order = sorted(members, key=lambda member: groups.get(member, 1 << 30))  # stable: definition order in a group
-    shapes = {member: tuple(local_part(model.get_parameter(member)).shape) for member in order}
-    return lay_out_unit(index, name, shapes, groups, align, persistent=persistent)
+    return Partition(tuple(units), tuple(hook_points), sharding, blocks)
 
 
 def lay_out_unit(
@@ -299,7 +268,12 @@ def lay_out_unit(
 
 
 def _layout_in_files(
-    index: int, name: str, members: Sequence[str], model: nn.Module, in_files: InFiles, align: Alignment
+    index: int,
+    name: str,
+    params: Mapping[str, torch.Tensor],
+    in_files: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    align: Alignment,
 ) -> Unit:
     """Lay out a unit that is an image of files.
 
@@ -307,12 +281,11 @@ def _layout_in_files(
         ConfigError: a parameter is stored in another dtype than the model computes in, not aligned to its element size,
             or of another size.
     """
-    itemsize = in_files.dtype.itemsize
-    tensors = [in_files.tensors[member] for member in members]
-    params = [local_part(model.get_parameter(member)) for member in members]
-    for member, param, tensor in zip(members, params, tensors, strict=True):
-        if tensor.dtype is not in_files.dtype:
-            here, there = (str(dtype).removeprefix("torch.") for dtype in (in_files.dtype, tensor.dtype))
+    itemsize = dtype.itemsize
+    for member, param in params.items():
+        tensor = in_files[member]
+        if tensor.dtype is not dtype:
+            here, there = (str(each).removeprefix("torch.") for each in (dtype, tensor.dtype))
             raise ConfigError(
                 f"`{member}` cannot be used where it lies: {tensor.file.path} has it in {there}, and the model "
                 f"computes in {here}. Store the weights in {here}, or read them with in_place=False"
@@ -323,10 +296,10 @@ def _layout_in_files(
                 f"byte {tensor.start}, and the model wants {param.numel()} elements of {itemsize}. Read the weights "
                 "with in_place=False"
             )
-    starts, runs = lay_out_image(tensors)
+    starts, runs = lay_out_image([in_files[member] for member in params])
     slots = [
         ParamSlot(member, tuple(param.shape), param.numel(), start // itemsize, trainable=False, group=-1)
-        for member, param, start in zip(members, params, starts, strict=True)
+        for (member, param), start in zip(params.items(), starts, strict=True)
     ]
     slots.sort(key=lambda slot: slot.offset)
     numel = _round_up(sum(run.nbytes for run in runs) // itemsize, align.shard)

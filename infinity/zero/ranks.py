@@ -186,15 +186,12 @@ class Ranks:
         """Start to fill a unit's flat tensor with all ranks' pieces; `pieces` are this rank's."""
         what = f"the all-gather of unit `{unit}`"
         self.path.add(what)
-        timed = flat.device.type == "cpu"
         started = []
         start = 0
         for piece in pieces:
             stop = start + piece.numel * self.size
             own = flat[piece.whole : piece.whole + piece.numel]
-            with self.talking(what):
-                work = _all_gather(flat[start:stop], own, group=self.group, async_op=True)
-                started.append(Pending(self, what, work, timed=timed))
+            started.append(self._start(what, _all_gather, flat[start:stop], own))
             start = stop
         return started
 
@@ -202,17 +199,18 @@ class Ranks:
         """Start to sum all ranks' `flat`; `shard` becomes this rank's slice of the sum."""
         what = f"the reduce-scatter of the gradients of unit `{unit}`"
         self.path.add(what)
-        with self.talking(what):
-            work = _reduce_scatter(shard, flat, group=self.group, async_op=True)
-            return Pending(self, what, work, timed=flat.device.type == "cpu")
+        return self._start(what, _reduce_scatter, shard, flat)
 
     def all_reduce(self, flat: torch.Tensor, unit: str) -> Pending:
         """Start to sum all ranks' `flat` in place."""
         what = f"the all-reduce of the gradients of unit `{unit}`"
         self.path.add(what)
+        return self._start(what, dist.all_reduce, flat)
+
+    def _start(self, what: str, collective: Callable[..., Any], *tensors: torch.Tensor) -> Pending:
         with self.talking(what):
-            work = dist.all_reduce(flat, group=self.group, async_op=True)
-            return Pending(self, what, work, timed=flat.device.type == "cpu")
+            work = collective(*tensors, group=self.group, async_op=True)
+            return Pending(self, what, work, timed=tensors[0].device.type == "cpu")
 
     def any_of(self, flags: torch.Tensor) -> Pending:
         """Start to combine bytes in host memory, in place: a byte that is not 0 on some rank becomes so on all."""

@@ -35,13 +35,13 @@ from infinity.schedule.placement import (
 )
 from infinity.tiers import FlatSpec, Memory, StoredTensor
 from infinity.zero.leaf_modules import called_leaves
-from infinity.zero.partition import IN_FILES, PERSISTENT, Alignment, InFiles, Partition, Unit, make_partition
+from infinity.zero.partition import IN_FILES, PERSISTENT, Alignment, Partition, Unit, make_partition
 from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.updates import UpdateSchedule
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# the exact format, which is the default, comes first
 _ROUNDING = ("bf16", "int8")  # formats with stochastic rounding, which only the native kernels have
+# the exact format, which is the default, comes first
 _FORMATS = {"fp32": ("fp32",), "bf16": ("split", "bf16", "int8"), "fp16": ("master",)}
 
 
@@ -273,7 +273,8 @@ def size_up(
         offloaded=rules.params.home is not Memory.DEVICE,
         sharding=rules.sharding,
         watched=rules.grads.reduces,
-        in_files=InFiles(in_files or {}, dtype),
+        in_files=in_files,
+        dtype=dtype,
         limit_numel=None if limit_bytes is None else limit_bytes // dtype.itemsize,
         leaves=called_leaves(model, config.zero.leaf_modules),
     )
