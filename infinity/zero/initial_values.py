@@ -175,8 +175,8 @@ class InitialValues:
             self._made.pop(slot.name, None)
         return {name: value.detach().cpu().reshape(-1) for name, value in values.items() if value is not None}
 
-    def placed(self, unit: Unit, inexact: Container[str] = ()) -> None:
-        """The tiers have the unit's values, but for those of these parameters as they came."""
+    def placed(self, unit: Unit, inexact: Container[str]) -> None:
+        """The tiers have the unit's values, but for those of `inexact` parameters as they came."""
         for slot in unit.slots:
             self._made.pop(slot.name, None)
             if not self._keep and slot.name not in inexact and slot.name not in self._valueless:

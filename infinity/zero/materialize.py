@@ -35,20 +35,19 @@ def materialize(runtime: Runtime, values: InitialValues, *, rounds: bool) -> Non
     fill = partial(_fill_unit, runtime.pipeline, layout, partition, rounds=rounds)
     alike = values.stored_alike(runtime.ranks)
     for unit in partition.units:
+        inexact: set[str] = set()
         if unit.runs:
             _fetch_from_files(runtime, unit)
-            values.placed(unit)
-            continue
-        if all(slot.name in alike for slot in unit.slots):
+        elif all(slot.name in alike for slot in unit.slots):
             with runtime.executor.created(unit.index) as flat:
                 fill(unit, flat, values.read_slice)
-            values.placed(unit)
-            continue
-        with runtime.executor.created(unit.index) as flat:
-            initial = _from_rank_0(values, unit, runtime.ranks)
-            fill(unit, flat, partial(_slice_of, initial))
-        frozen = [slot.name for slot in unit.slots if not slot.trainable]
-        values.placed(unit, {name for name in frozen if not _holds(layout.param_dtype, initial[name])})
+        else:
+            with runtime.executor.created(unit.index) as flat:
+                initial = _from_rank_0(values, unit, runtime.ranks)
+                fill(unit, flat, partial(_slice_of, initial))
+            frozen = [slot.name for slot in unit.slots if not slot.trainable]
+            inexact = {name for name in frozen if not _holds(layout.param_dtype, initial[name])}
+        values.placed(unit, inexact)
 
 
 def materialize_zeros(runtime: Runtime) -> None:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,9 +38,6 @@ from infinity.zero.ranks import Pending
 from infinity.zero.reduction_order import ReductionOrder
 
 WHOLE = -1  # the only part of a unit whose gradients are reduced together
-
-
-_Told: TypeAlias = tuple[torch.Tensor | None, tuple[Pending, ...]]  # flags by slot, and the exchanges that fill them
 
 
 class Addend(NamedTuple):
@@ -91,29 +88,18 @@ class Direct:
     def begin_pass(self, *, last: bool, uses: Sequence[int] | None = None) -> None:
         """Do nothing: all passes are alike."""
 
-    def leave(self, unit: int) -> Iterator[Addend]:
+    def leave(self, *_: int) -> Iterator[Any]:
+        """Yield nothing: no gradient waits for other ranks, and each addend names its slots."""
         return iter(())
 
-    complete = leave
-
-    def rest(self) -> Iterator[Addend]:
-        return iter(())
-
-    end_pass = rest
+    complete = rest = end_pass = told = slots_that_wait = leave
 
     def forward_order(self) -> Sequence[int]:
         """Return nothing: no other rank has to agree."""
         return ()
 
-    def told(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield nothing: each addend names its slots."""
-        return iter(())
-
     def clear(self) -> None:
         """Do nothing: no gradients are collected."""
-
-    def slots_that_wait(self) -> Iterator[tuple[int, set[int]]]:
-        return iter(())
 
     def look(self, unit: int, slot: int, *, of_all: bool) -> torch.Tensor | None:
         return None
@@ -502,7 +488,9 @@ class Reduction:
         else:
             self._scattering = _Reduction(index, whole, own, present, (*flags, sums), partial, stays)
 
-    def _tell(self, each: _ReducedUnit, slots: set[int], of_pass: set[int]) -> _Told:
+    def _tell(
+        self, each: _ReducedUnit, slots: set[int], of_pass: set[int]
+    ) -> tuple[torch.Tensor | None, tuple[Pending, ...]]:
         """Return which slots of a unit have a gradient on this rank and, after the pending exchange, on some rank."""
         if self.tells_late:
             self._note(each, slots)
