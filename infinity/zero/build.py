@@ -54,10 +54,10 @@ from infinity.zero.gradients import Gradients
 from infinity.zero.groups import Groups, PartialSum
 from infinity.zero.in_flight import InFlight
 from infinity.zero.landing import Places, landing_of
-from infinity.zero.model_parts import UNDIVIDED, ModelParts
+from infinity.zero.model_parts import ModelParts
 from infinity.zero.on_device import OnDevice
 from infinity.zero.partition import Partition
-from infinity.zero.ranks import ALONE, Ranks, is_first_process, least_of, ranks_on_this_machine
+from infinity.zero.ranks import Ranks, is_first_process, least_of, ranks_on_this_machine
 from infinity.zero.reduction import Direct, Journey, Reduction
 from infinity.zero.sizing import Sizing, size_up
 from infinity.zero.unit import Unit
@@ -172,10 +172,10 @@ def build_runtime(
     config: Config,
     optimizer: str,
     link: Link,
-    ranks: Ranks = ALONE,
-    parts: ModelParts = UNDIVIDED,
-    made: Collection[str] = (),
-    in_files: Mapping[str, StoredTensor] | None = None,
+    ranks: Ranks,
+    parts: ModelParts,
+    made: Collection[str],
+    in_files: Mapping[str, StoredTensor],
     facts: RunFacts | None = None,
 ) -> Runtime:
     """Lay out the model's states, and acquire memory and files.
@@ -192,7 +192,7 @@ def build_runtime(
         StorageError: an nvme path cannot be used or does not have the space.
         RankError: one of these on another rank.
     """
-    plan = _lay_out(model, groups, config, optimizer, link, ranks, parts, made, in_files or {})
+    plan = _lay_out(model, groups, config, optimizer, link, ranks, parts, made, in_files)
     facts = {**(facts or {}), "configuration": configuration_facts(plan.config)}
     share_threads(ranks_on_this_machine(ranks), launches=link.discrete, near=cpus_near(link.device))
     with ExitStack() as undo:  # if a later step fails, free everything acquired so far
@@ -231,7 +231,7 @@ def build_runtime(
         parts=parts,
         monitor=Monitor(config.monitors, writes=is_first_process()),
         summed_once=once,
-        in_files=in_files or {},
+        in_files=in_files,
         addresses_stay=addresses_stay(config, discrete=link.discrete),
     )
 
@@ -578,7 +578,8 @@ def _open_run(plan: _Plan, facts: RunFacts) -> RunFiles | None:
     if not plan.config.tiering.crash_consistent:
         return None
     rules = plan.sizing.rules
-    if problem := rules.commit_problem():
+    problem = rules.commit_problem()
+    if problem:
         raise ConfigError(problem)
     return open_run([nvme.path for nvme in rules.drives], facts, plan.ranks)
 

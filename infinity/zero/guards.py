@@ -46,7 +46,7 @@ class Guards:
         may_train: identities of frozen parameters that may be unfrozen.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, owner: Owner, may_train: Collection[int] = ()) -> None:
+    def __init__(self, model: nn.Module, runtime: Runtime, owner: Owner, may_train: Collection[int]) -> None:
         self._runtime = runtime
         self._owner = weakref.ref(owner)
         self._model = weakref.ref(model)

@@ -77,7 +77,7 @@ def rebuild(old: Runtime, model: nn.Module, groups: Mapping[str, int], config: C
     """
     config = replace(config, tiering=replace(config.tiering, timeline=None))  # which has ended with the engine
     in_files = {name: place for name, place in old.in_files.items() if name not in groups}
-    runtime = build_runtime(model, groups, config, optimizer, old.link, old.ranks, old.parts, in_files=in_files)
+    runtime = build_runtime(model, groups, config, optimizer, old.link, old.ranks, old.parts, (), in_files)
     try:
         materialize_zeros(runtime)
     except BaseException:

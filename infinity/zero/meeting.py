@@ -234,7 +234,7 @@ class Meeting:
 _meetings: weakref.WeakKeyDictionary[Any, Meeting] = weakref.WeakKeyDictionary()
 
 
-def meeting_of(group: Any = None) -> Meeting:
+def meeting_of(group: Any) -> Meeting:
     """Return the meeting points of a process group; None for the default group."""
     group = dist.group.WORLD if group is None else group
     if group not in _meetings:

@@ -75,7 +75,7 @@ class Direct:
     tells_late = False
     waits = False
 
-    def __init__(self, units: Sequence[Unit], parts: ModelParts = UNDIVIDED) -> None:
+    def __init__(self, units: Sequence[Unit], parts: ModelParts) -> None:
         self._slots = [unit.slots for unit in units]
         self._parts = parts
         self.shares = bool(parts.shares)
