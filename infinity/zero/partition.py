@@ -91,6 +91,19 @@ class Unit:
     persistent: bool
     runs: tuple[FileRun, ...] = ()
 
+    def parts(self, sharding: Sharding, start: int = 0, stop: int | None = None) -> Iterator[SlotPart]:
+        """Yield the parts of parameters in elements `[start, stop)` of a shard."""
+        for own in sharding.pieces(self.trainable_numel, self.numel):
+            low = max(start, own.shard)
+            high = own.shard + own.numel if stop is None else min(stop, own.shard + own.numel)
+            for slot in self.slots:
+                part = overlap(own, slot.offset, slot.offset + slot.numel)
+                if part is None:
+                    continue
+                first, last = max(low, part.shard), min(high, part.shard + part.numel)
+                if first < last:
+                    yield SlotPart(slot, first, last, part.whole - slot.offset + first - part.shard)
+
 
 @dataclass(frozen=True)
 class SlotPart:
@@ -153,19 +166,8 @@ class Partition:
     def parts(
         self, unit: Unit, start: int = 0, stop: int | None = None, *, rank: int | None = None
     ) -> Iterator[SlotPart]:
-        """Yield the parts of parameters in elements `[start, stop)` of a rank's shard of a unit; by default this
-        rank's."""
-        sharding = self.sharding if rank is None else Sharding(rank, self.sharding.count)
-        for own in sharding.pieces(unit.trainable_numel, unit.numel):
-            low = max(start, own.shard)
-            high = own.shard + own.numel if stop is None else min(stop, own.shard + own.numel)
-            for slot in unit.slots:
-                part = overlap(own, slot.offset, slot.offset + slot.numel)
-                if part is None:
-                    continue
-                first, last = max(low, part.shard), min(high, part.shard + part.numel)
-                if first < last:
-                    yield SlotPart(slot, first, last, part.whole - slot.offset + first - part.shard)
+        """See `Unit.parts`; by default of this rank's shard."""
+        return unit.parts(self.sharding if rank is None else Sharding(rank, self.sharding.count), start, stop)
 
 
 def make_partition(

@@ -30,7 +30,7 @@ from infinity.errors import DivergedError, InfinityError
 from infinity.kernels import GradStats
 from infinity.memory import Loan, scratch_on
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import Sharding, overlap
+from infinity.tiers import Sharding
 from infinity.zero.groups import Groups, PartialSum
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
 from infinity.zero.partition import Unit
@@ -353,12 +353,9 @@ class Reduction:
         if mine is not None:
             total.copy_(mine)
         if partial is not None:
-            numel = each.unit.trainable_numel
-            for own in self._journey.sharding.pieces(numel, numel):
-                part = overlap(own, place.offset, place.offset + place.numel)
-                if part is not None:
-                    start = part.whole - place.offset
-                    total[start : start + part.numel] += partial.values[part.shard : part.shard + part.numel]
+            for part in each.unit.parts(self._journey.sharding):
+                if part.slot is place:
+                    total[part.param] += partial.values[part.shard]
         self.groups.all.all_reduce(total, each.unit.name).wait()
         return total.float()
 
@@ -549,15 +546,11 @@ class Reduction:
 
     def measured(self, unit: int, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
         """Subtract the squares of parameters that other parts of the model hold, too, according to their share."""
-        layout = self._units[unit].unit
-        elsewhere, numel = 0.0, layout.trainable_numel
-        for own in self._journey.sharding.pieces(numel, numel):
-            for slot in layout.slots:
-                share = self._parts.share(slot.name)
-                here = overlap(own, slot.offset, slot.offset + slot.numel) if share < 1 and slot.trainable else None
-                if here is not None:
-                    shared = values[here.shard : here.shard + here.numel].double()
-                    elsewhere += (1 - share) * float(shared.square().sum())
+        elsewhere = 0.0
+        for here in self._units[unit].unit.parts(self._journey.sharding):
+            share = self._parts.share(here.slot.name)
+            if share < 1 and here.slot.trainable:
+                elsewhere += (1 - share) * float(values[here.shard].double().square().sum())
         return replace(stats, sum_sq=stats.sum_sq - elsewhere)
 
     def agreeing(self) -> AbstractContextManager[None]:
