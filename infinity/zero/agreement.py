@@ -146,7 +146,6 @@ def _tell_of_shared_drive(ranks: Ranks, path: Path) -> None:
 
 
 def _difference(here: Facts, first: Facts) -> str:
-    """Describe the first difference."""
     for name in (*first, *here):
         if name not in here:
             return f"it has no {name}, which rank 0 has"

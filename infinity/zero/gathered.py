@@ -264,7 +264,6 @@ class Loan:
 
 
 def views_of(runtime: Runtime, place: Place) -> UnitViews:
-    """Return the views of the parameter's unit."""
     return runtime.executor.units[place.unit.index].views
 
 

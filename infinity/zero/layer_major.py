@@ -264,7 +264,6 @@ class _Generators:
             kind.set_rng_state(state)
 
     def seeded(self, seed: int) -> list[torch.Tensor]:
-        """Return the generator states for this seed."""
         outside = self.states()
         torch.manual_seed(seed)
         states = self.states()

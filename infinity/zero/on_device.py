@@ -18,7 +18,6 @@ class OnDevice:
         self._layout = layout
 
     def update(self, unit: int, segments: tuple[Segment, ...]) -> None:
-        """Update a unit with its gradients on the device."""
         layout = self._layout
         param, (grad, _) = self._params.begin_device_change(unit), self._grads.hand_over(unit)
         with self._states.changing_there(unit) as fields:

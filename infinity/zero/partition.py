@@ -44,7 +44,6 @@ class Alignment:
 
     @staticmethod
     def of(layout: StateLayout) -> Alignment:
-        """Return the alignment for this state layout."""
         return Alignment(SHARD_ALIGN, max(Alignment.slot, *(field.block for field in layout.fields)))
 
     def for_ranks(self, count: int) -> Alignment:

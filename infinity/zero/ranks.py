@@ -267,14 +267,8 @@ class Ranks:
         """
         if self.size == 1:
             return action()
-        held: list[Any] = [None, None]
-        failure: Exception | None = None
-        if self.rank == 0:
-            try:
-                held[0] = action()
-            except Exception as error:  # the other ranks wait for the outcome
-                failure = error
-                held[1] = (isinstance(error, CheckpointError), str(error))
+        result, failure = _attempt(action) if self.rank == 0 else (None, None)
+        held: list[Any] = [result, None if failure is None else (isinstance(failure, CheckpointError), str(failure))]
         with self.talking("a broadcast"):
             dist.broadcast_object_list(held, group=self.host_group, group_src=0)
         if failure is not None:
@@ -317,13 +311,7 @@ class Ranks:
         """
         if self.size == 1:
             return [action()]
-        failure: Exception | None = None
-        result: Result | None = None
-        try:
-            result = action()
-        except Exception as error:  # the other ranks wait for the outcome
-            failure = error
-        return self._all_or_none(result, failure, what, refusal)
+        return self._all_or_none(*_attempt(action), what, refusal)
 
     @contextmanager
     def as_one(self, what: str) -> Iterator[None]:
@@ -394,6 +382,14 @@ class Ranks:
                 f"rank {here}: {what} failed, because another rank has died or does not answer; "
                 f"{cause}. ({str(error).splitlines()[0]})"
             ) from error
+
+
+def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """Return the action's result, or its error: the other ranks wait for the outcome."""
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
 
 
 def _group_of(members: list[int], backend: str, timeout_s: float) -> Any:
