@@ -28,12 +28,11 @@ from infinity.optim.optimizer import TieredOptimizer
 from infinity.telemetry import Monitor, StepStats
 from infinity.telemetry.status import Publisher
 from infinity.zero.build import Runtime
-from infinity.zero.drivers import driven, train_layer_major
+from infinity.zero.drivers import LossFn, call, driven, loss_of, train_layer_major
 from infinity.zero.gathered import check_room, claim, disclaim, newest_values
 from infinity.zero.guards import Guards
-from infinity.zero.micro_batches import LossFn, call, loss_of
+from infinity.zero.materialize import rebuild
 from infinity.zero.phases import Phase
-from infinity.zero.rebuild import rebuild
 from infinity.zero.stand_ins import StandIn
 from infinity.zero.status import publisher_of
 from infinity.zero.step import LAYER_MAJOR, Step

@@ -35,7 +35,7 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.kernels import Dither
 from infinity.optim.formats import StateLayout, layout_with_moments, read_moments, write_moments
 from infinity.tiers import Sharding
-from infinity.zero.partition import Alignment, ParamSlot, Partition, Unit, lay_out_unit
+from infinity.zero.partition import Alignment, ParamSlot, Unit, lay_out_unit
 
 _CHUNK = 1 << 20  # elements; a multiple of every block of scales
 
@@ -199,7 +199,7 @@ class _Conversion:
         self, directory: Path, unit: Unit, sharding: Sharding, reader: StoredReader, staging: Staging
     ) -> list[tuple[str, TensorPart]]:
         """Write one rank's part of a unit, if it has any."""
-        own = list(Partition((unit,), (), sharding).parts(unit))
+        own = list(unit.parts(sharding))
         specs = {
             key: (dtype, part_shape(part, shape, field))
             for part in own

@@ -26,7 +26,7 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.integrations.deepspeed.engine import DeepSpeedEngine
 from infinity.optim.torch_schedules import rebind
 from infinity.setup import initialize
-from infinity.zero.init import Init
+from infinity.zero.construction import Init
 
 _TAG = "checkpoint"
 _SECTIONS = {"bf16": "bf16", "16": "fp16"}  # of a Trainer's precision, by its first word

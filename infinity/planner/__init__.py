@@ -9,7 +9,7 @@ from infinity.planner.step_time import StepTime, predict_step
 from infinity.planner.sweep import Point, Sweep
 from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
 from infinity.planner.work import Work, count_work
-from infinity.zero.drives import Drive, drives_here, free_on
+from infinity.zero.budgets import Drive, drives_here, free_on
 
 __all__ = [
     "WIDTH_STEP",

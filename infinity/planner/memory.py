@@ -14,7 +14,7 @@ from infinity.planner.stand_in import Shape, shape_of, stand_in
 from infinity.planner.step_time import StepTime
 from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
 from infinity.planner.work import Work
-from infinity.zero.drives import Drive, free_on
+from infinity.zero.budgets import Drive, free_on
 
 Count = Callable[[nn.Module, TrainingPlan], Work]
 

@@ -14,8 +14,7 @@ from infinity.schedule import MemoryNeeds, MemorySplit, Plan, make_plan, split_m
 from infinity.schedule.placement import Placement, place
 from infinity.tiers import Memory
 from infinity.tiers.swap import ALIGN_BYTES
-from infinity.zero.budgets import auto_bytes, device_budgets, fits, host_capacity
-from infinity.zero.fitting import cut_to_fit
+from infinity.zero.budgets import auto_bytes, cut_to_fit, device_budgets, fits, host_capacity
 from infinity.zero.model_parts import has_numbers
 from infinity.zero.partition import Partition
 from infinity.zero.ranks import Ranks

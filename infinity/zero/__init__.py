@@ -14,23 +14,9 @@ if TYPE_CHECKING:
         estimate_zero3_model_states_mem_needs_all_cold,
         estimate_zero3_model_states_mem_needs_all_live,
     )
+    from infinity.zero.construction import Init
     from infinity.zero.gathered import GatheredParameters
-    from infinity.zero.init import Init
     from infinity.zero.tiling import TiledLinear
-
-_ESTIMATES = "infinity.integrations.deepspeed.estimates"  # by name: nothing of ZeRO stands on them
-
-_HOMES = {
-    "GatheredParameters": "infinity.zero.gathered",
-    "Init": "infinity.zero.init",
-    "TiledLinear": "infinity.zero.tiling",
-    "estimate_zero2_model_states_mem_needs": _ESTIMATES,
-    "estimate_zero2_model_states_mem_needs_all_cold": _ESTIMATES,
-    "estimate_zero2_model_states_mem_needs_all_live": _ESTIMATES,
-    "estimate_zero3_model_states_mem_needs": _ESTIMATES,
-    "estimate_zero3_model_states_mem_needs_all_cold": _ESTIMATES,
-    "estimate_zero3_model_states_mem_needs_all_live": _ESTIMATES,
-}
 
 __all__ = [
     "GatheredParameters",
@@ -43,6 +29,12 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
 ]
+
+_HOMES = dict.fromkeys(__all__, "infinity.integrations.deepspeed.estimates") | {
+    "GatheredParameters": "infinity.zero.gathered",
+    "Init": "infinity.zero.construction",
+    "TiledLinear": "infinity.zero.tiling",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -112,15 +112,14 @@ def agree(ranks: Ranks, topics: Mapping[str, Facts]) -> None:
 def tell_of_machines(ranks: Ranks, config: Config) -> None:
     """Warn once about budgets that differ between machines, and about shared drives. All ranks call this together."""
     budgets = ranks.of_all((config.tiering.host_memory_bytes, config.tiering.device_memory_bytes))
-    for rank, (ours, first) in enumerate(zip(budgets, [budgets[0]] * ranks.size, strict=True)):
-        if ranks.rank == 0 and ours != first:
-            _log.warning(
-                "rank %d has budgets of its own: host memory %s and device memory %s, where rank 0 has %s and %s; what "
-                "all must do alike follows from the smallest",
-                rank,
-                *(format_size(size) if size is not None else "auto" for size in (*ours, *first)),
-            )
-            break
+    differing = next((rank for rank, own in enumerate(budgets) if own != budgets[0]), None)
+    if ranks.rank == 0 and differing is not None:
+        _log.warning(
+            "rank %d has budgets of its own: host memory %s and device memory %s, where rank 0 has %s and %s; what "
+            "all must do alike follows from the smallest",
+            differing,
+            *(format_size(size) if size is not None else "auto" for size in (*budgets[differing], *budgets[0])),
+        )
     if len({process.machine for process in ranks.processes}) <= 1:
         return
     paths = [nvme.path for nvme in config.tiering.nvme]
@@ -147,7 +146,6 @@ def _tell_of_shared_drive(ranks: Ranks, path: Path) -> None:
 
 
 def _difference(here: Facts, first: Facts) -> str:
-    """Describe the first difference."""
     for name in (*first, *here):
         if name not in here:
             return f"it has no {name}, which rank 0 has"

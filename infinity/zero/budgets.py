@@ -1,14 +1,20 @@
-"""How large the budgets of the two memories are, and what each of them pays for."""
+"""What a run may take of each memory and of its drives, and how finely its model is divided to fit."""
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from infinity.config import Config, format_size, size_to_set
 from infinity.errors import CapacityError
 from infinity.memory import Budget, Ledger, available_memory_bytes
 from infinity.schedule import MemoryNeeds, MemorySplit, alone
-from infinity.zero.ranks import ALONE, Ranks, ranks_on_this_machine
+from infinity.tiers.swap_file import remove_stale
+from infinity.zero.ranks import ALONE, Ranks, least_of, ranks_on_this_machine
 from infinity.zero.sizing import Sizing
 
 AUTO_SHARE = 0.8  # of the memory that is available when a budget is "auto"
@@ -16,40 +22,41 @@ AUTO_SHARE = 0.8  # of the memory that is available when a budget is "auto"
 # keeps. Small models were measured at 60 to 85 MiB, without a device.
 _BESIDE_BYTES = 256 << 20
 _SUMS_SHARE = 4  # of the device's free memory: sums take no larger a part then, as activations need some, too
+_FINEST = 1024  # parts of the largest unit: a block of as many experts comes apart, and no search is long
+
+_log = logging.getLogger(__name__)
 
 
 # The host #
 
 
 def host_capacity(config: Config, needs: MemoryNeeds, ranks: Ranks = ALONE) -> int:
-    """The host budget: as given, or what is useful of this process's part of the memory that is free."""
+    """Return the host budget: as given, or what is useful of this process's part of the free memory."""
     if config.tiering.host_memory_bytes is not None:
         return config.tiering.host_memory_bytes
     return min(needs.most_bytes, auto_bytes(available_memory_bytes(), ranks_on_this_machine(ranks)))
 
 
 def auto_bytes(free_bytes: int, processes: int) -> int:
-    """The host budget of each of some processes that share what is free, and leave room for what they take beside it.
+    """Return the host budget of each of some processes that share what is free.
 
-    Of little memory, as in a small container, at most half is left: small models need less.
+    It leaves room for what they take beside it. Of little memory, as in a small container, at most half is left: small
+    models need less.
     """
     share = free_bytes / processes
     return int(min(AUTO_SHARE * share, share - min(_BESIDE_BYTES, share / 2)))
 
 
 def agreed(split: MemorySplit, *ranks: Ranks) -> MemorySplit:
-    """This rank's split with the gradients' part that every one of these ranks has.
+    """Return this rank's split with the gradients' part that every one of these ranks has.
 
     When it is full, a unit is updated before all its gradients are there, in which all ranks take part: so it must be
     full on all of them at once, whatever their budgets.
     """
-    grads_bytes = split.grads_bytes
-    for others in ranks:
-        grads_bytes = others.least(grads_bytes)
-    return replace(split, grads_bytes=grads_bytes)
+    return replace(split, grads_bytes=least_of(split.grads_bytes, *ranks))
 
 
-# What is computed on #
+# The memory that is computed in #
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,7 @@ class DeviceBudgets:
 
 
 def device_budgets(sizing: Sizing, config: Config, split: MemorySplit, host: Ledger, free_bytes: int) -> DeviceBudgets:
-    """Divide the device's memory; without a device the host's pays.
-
-    Args:
-        free_bytes: what the device has.
+    """Divide the device's memory, of which `free_bytes` are free; without a device the host's pays.
 
     Raises:
         CapacityError: there is too little; the message has the number that is needed.
@@ -99,7 +103,7 @@ def device_budgets(sizing: Sizing, config: Config, split: MemorySplit, host: Led
 
 
 def _device_capacity(sizing: Sizing, config: Config, free_bytes: int) -> tuple[int, int]:
-    """The device budget, as given or what is free of that which is of use, and the least that is needed of it."""
+    """Return the device budget, as given or what is useful of the free memory, and the least that is needed of it."""
     params, share = sizing.params.computed, sizing.device
     fixed_bytes = params.always + sizing.collecting_bytes + share.states
     least = fixed_bytes + params.least + share.grads_least
@@ -111,7 +115,7 @@ def _device_capacity(sizing: Sizing, config: Config, free_bytes: int) -> tuple[i
 
 
 def _checked_capacity(sizing: Sizing, config: Config, free_bytes: int) -> int:
-    """The device budget, if it is enough."""
+    """Return the device budget, if it is enough."""
     params, share = sizing.params.computed, sizing.device
     total, least = _device_capacity(sizing, config, free_bytes)
     if total >= least:
@@ -131,20 +135,103 @@ def _checked_capacity(sizing: Sizing, config: Config, free_bytes: int) -> int:
     )
 
 
-# Both #
+# Units that fit both #
 
 
 def fits(sizing: Sizing, config: Config, host_bytes: int, free_bytes: int, *ranks: Ranks) -> bool:
-    """The two memories have room for what a layout needs at least, on every one of these ranks.
+    """Whether the two memories have room for what a layout needs at least, on every one of these ranks.
 
     Args:
-        host_bytes: of the host's budget.
-        free_bytes: what the device has.
+        host_bytes: the host's budget.
+        free_bytes: free on the device.
     """
     enough = sizing.host_needs().least_bytes <= host_bytes
     if not sizing.rules.one_memory:
         total, least = _device_capacity(sizing, config, free_bytes)
         enough = enough and least <= total
-    for others in ranks:
-        enough = others.least(enough) > 0
-    return enough
+    return least_of(enough, *ranks) > 0
+
+
+class Fit(NamedTuple):
+    """A configuration with the size of units that was chosen, and its layout.
+
+    Attributes:
+        cut_bytes: the least host budget of all ways to cut, where none fits and that is less than blocks need whole.
+    """
+
+    config: Config
+    sizing: Sizing
+    cut_bytes: int | None = None
+
+
+def cut_to_fit(config: Config, size_up: Callable[[Config], Sizing], fits: Callable[[Sizing], bool]) -> Fit:
+    """Resolve `tiering.max_unit_size`, and lay the model out with it.
+
+    Each part of a block costs a gather and a reduction, so "auto" cuts only where whole blocks do not fit, and no finer
+    than to the first half, quarter, ... of the largest unit that does.
+
+    Args:
+        size_up: the layout under a configuration.
+        fits: whether a layout fits, on all ranks that compute together: they have to cut alike.
+    """
+    whole = size_up(config)
+    if config.tiering.max_unit_size_bytes is not None or fits(whole):
+        return Fit(config, whole)
+    units, least_bytes = len(whole.specs), whole.host_needs().least_bytes
+    cut_bytes = least_bytes
+    limit = whole.largest.nbytes
+    while limit > max(1, whole.largest.nbytes // _FINEST):
+        limit //= 2
+        cut = replace(config, tiering=replace(config.tiering, max_unit_size_bytes=limit))
+        sizing = size_up(cut)
+        if len(sizing.specs) == units:
+            continue  # nothing more came apart
+        units = len(sizing.specs)
+        if fits(sizing):
+            _log.info("blocks are cut to units of at most %s: whole ones do not fit", format_size(limit))
+            return Fit(cut, sizing)
+        cut_bytes = min(cut_bytes, sizing.host_needs().least_bytes)
+    return Fit(config, whole, cut_bytes if cut_bytes < least_bytes else None)  # which is refused
+
+
+# Drives #
+
+
+@dataclass(frozen=True)
+class Drive:
+    """A drive of the machine, with what is free on it."""
+
+    path: str
+    free_bytes: int
+
+
+def drives_here(config: Config) -> list[Drive]:
+    """Return the drives of a configuration on this machine, each once, with what the configuration may take of it.
+
+    A directory that does not exist yet is looked for upwards, since `initialize` makes it.
+    """
+    found: dict[int, Drive] = {}
+    for nvme in config.tiering.nvme:
+        path = nvme.path.absolute()
+        while not path.exists():
+            path = path.parent
+        free = shutil.disk_usage(path).free
+        free = free if nvme.capacity_bytes is None else min(free, nvme.capacity_bytes)
+        found.setdefault(os.stat(path).st_dev, Drive(str(nvme.path), free))  # noqa: PTH116 (`path` may be a mount)
+    return list(found.values())
+
+
+def free_on(drives: Iterable[Drive]) -> int:
+    """Return the bytes that all of them have free together."""
+    return sum(drive.free_bytes for drive in drives)
+
+
+def free_for_swap(config: Config) -> int:
+    """Return what a run that begins may take of the drives, once the files of dead runs are removed.
+
+    Raises:
+        StorageError: a directory cannot be used.
+    """
+    for nvme in config.tiering.nvme:
+        remove_stale(nvme.path)
+    return free_on(drives_here(config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -49,19 +49,16 @@ from infinity.tiers import (
 from infinity.tiers.run_files import RunFiles
 from infinity.zero.adoption import RunFacts, open_run
 from infinity.zero.agreement import configuration_facts
-from infinity.zero.budgets import DeviceBudgets, agreed, device_budgets, fits, host_capacity
-from infinity.zero.drives import free_for_swap
+from infinity.zero.budgets import DeviceBudgets, agreed, cut_to_fit, device_budgets, fits, free_for_swap, host_capacity
 from infinity.zero.executor import Executor
-from infinity.zero.fitting import cut_to_fit
 from infinity.zero.gradients import Gradients
-from infinity.zero.groups import Groups
+from infinity.zero.groups import Groups, PartialSum
 from infinity.zero.in_flight import InFlight
 from infinity.zero.landing import Places, landing_of
-from infinity.zero.model_parts import UNDIVIDED, ModelParts
+from infinity.zero.model_parts import ModelParts
 from infinity.zero.on_device import OnDevice
-from infinity.zero.partial_sums import PartialSum
 from infinity.zero.partition import Partition
-from infinity.zero.ranks import ALONE, Ranks, is_first_process, ranks_on_this_machine
+from infinity.zero.ranks import Ranks, is_first_process, least_of, ranks_on_this_machine
 from infinity.zero.reduction import Direct, Journey, Reduction
 from infinity.zero.sizing import Sizing, size_up
 from infinity.zero.unit import Unit
@@ -76,11 +73,9 @@ class Runtime:
     """Everything that one engine owns.
 
     Attributes:
-        groups: the ranks that share states, and the replicas that have the same shard.
         host, device: the ledgers of the two memories; if the compute device is the CPU, the host's pays for all.
         loss_norm: of the loss, if the device measures it.
         summed_once: units whose replicas add their gradients up once a step.
-        in_files: parameters that stay in the user's files, by name.
         addresses_stay: tensors used by kernels keep their addresses for the whole run.
     """
 
@@ -178,22 +173,18 @@ def build_runtime(
     config: Config,
     optimizer: str,
     link: Link,
-    ranks: Ranks = ALONE,
-    parts: ModelParts = UNDIVIDED,
-    made: Collection[str] = (),
-    in_files: Mapping[str, StoredTensor] | None = None,
+    ranks: Ranks,
+    parts: ModelParts,
+    made: Collection[str],
+    in_files: Mapping[str, StoredTensor],
     facts: RunFacts | None = None,
 ) -> Runtime:
     """Lay out the model's states, and acquire memory and files.
 
     Args:
-        groups: parameter group of every trained parameter, by name.
-        optimizer: name of its state layout.
+        model, groups, config, optimizer, ranks, made, in_files: see `size_up`.
         link: to the compute device.
-        ranks: the ranks that train this model together.
         parts: the other parts of a divided model.
-        made: parameters whose values do not come with the model.
-        in_files: frozen parameters that stay in their files.
         facts: values that a later process must share to continue from this one's states.
 
     Raises:
@@ -202,7 +193,7 @@ def build_runtime(
         StorageError: an nvme path cannot be used or does not have the space.
         RankError: one of these on another rank.
     """
-    plan = _lay_out(model, groups, config, optimizer, link, ranks, parts, made, in_files or {})
+    plan = _lay_out(model, groups, config, optimizer, link, ranks, parts, made, in_files)
     facts = {**(facts or {}), "configuration": configuration_facts(plan.config)}
     share_threads(ranks_on_this_machine(ranks), launches=link.discrete, near=cpus_near(link.device))
     with ExitStack() as undo:  # if a later step fails, free everything acquired so far
@@ -210,8 +201,7 @@ def build_runtime(
         memory = _open_memory(plan, undo, run)
         once = _share_sums(plan, memory)
         with _as_one(ranks, parts):
-            states = _hold_states(plan, memory)
-            undo.callback(states.close)
+            states = undo.enter_context(closing(_hold_states(plan, memory)))
             held = _hold_units(plan, memory, states, undo)
             if run is None:
                 memory.swap.create()
@@ -242,7 +232,7 @@ def build_runtime(
         parts=parts,
         monitor=Monitor(config.monitors, writes=is_first_process()),
         summed_once=once,
-        in_files=in_files or {},
+        in_files=in_files,
         addresses_stay=addresses_stay(config, discrete=link.discrete),
     )
 
@@ -252,13 +242,7 @@ def build_runtime(
 
 @dataclass(frozen=True)
 class _Plan:
-    """The layout.
-
-    Attributes:
-        config: after blocks were cut to fit.
-        groups: the ranks that share states, and the replicas that have the same shard.
-        host: the ledger of host memory.
-    """
+    """The layout; `config` is that after blocks were cut to fit."""
 
     config: Config
     sizing: Sizing
@@ -327,12 +311,7 @@ def _lay_out(
 
 @dataclass(frozen=True)
 class _Memory:
-    """The tiers, empty.
-
-    Attributes:
-        slots: of the ring of tiles.
-        there: the budgets of device memory.
-    """
+    """The tiers, empty; `slots` are those of the ring of tiles, `there` is for the compute device."""
 
     counters: Counters
     arena: Arena
@@ -356,13 +335,12 @@ def _open_memory(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> _Memory:
     arena_bytes = split.ring_bytes + split.grads_bytes + split.states_bytes + split.homes_bytes
     with _as_one(plan.ranks, plan.parts):
         counters = Counters(_open_timeline(plan, undo))
-        arena = Arena(arena_bytes, pin=plan.link.pinned_for)
-        undo.callback(arena.close)
+        arena = undo.enter_context(closing(Arena(arena_bytes, pin=plan.link.pinned_for)))
         swap = _open_disk(plan, undo, run)
         slots = [arena.lease(sizing.tile_bytes) for _ in range(split.ring_bytes // sizing.tile_bytes)]
         there = device_budgets(sizing, config, split, plan.host, plan.link.free_bytes())  # before anything is allocated
-    for ranks in (plan.ranks, plan.parts.ranks):  # full on one is full on all, see `agreed`
-        there.grads.capacity_bytes = ranks.least(there.grads.capacity_bytes)
+    # full on one is full on all, see `agreed`
+    there.grads.capacity_bytes = least_of(there.grads.capacity_bytes, plan.ranks, plan.parts.ranks)
     return _Memory(counters, arena, swap, slots, there)
 
 
@@ -392,14 +370,8 @@ def _hold_states(plan: _Plan, memory: _Memory) -> StateStore:
 
 def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStack) -> _Held:
     sizing, split, host, link = plan.sizing, plan.split, plan.host, plan.link
-    sums = DeviceSums(
-        sizing.shards.numels,
-        sizing.grad_dtype,
-        memory.there.sums,
-        link.device,
-        states.is_there,
-        memory.arena.handing_over,
-    )
+    numels, handing_over = sizing.shards.numels, memory.arena.handing_over
+    sums = DeviceSums(numels, sizing.grad_dtype, memory.there.sums, link.device, states.is_there, handing_over)
     host.count("gradients, states and what is on its way", memory.arena)
     host.fix("values on their way at initialize", sizing.host_needs().initial_extra_bytes(split))
     apart = _apart(plan, memory.arena)
@@ -420,8 +392,7 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
     images = _room_for_images(plan, undo)
     # Last, so that a later process finds all other extents in the same place: the gradients' space varies with free
     # memory.
-    grads = _hold_gradients(plan, memory, states)
-    undo.callback(grads.close)
+    grads = undo.enter_context(closing(_hold_gradients(plan, memory, states)))
     return _Held(params, grads, sums, files, images)
 
 
@@ -466,33 +437,30 @@ def make_gradients(runtime: Runtime) -> Gradients:
             tells_early=sizing.schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE),
             streams=rules.grads.stream,
         )
+        numels, device = sizing.shards.numels, runtime.link.device
+        partial = {unit: PartialSum(numels[unit], sizing.grad_dtype, device) for unit in runtime.summed_once}
         source = Reduction(
             partition.units,
             runtime.groups,
             journey,
             partition.shared,
-            runtime.link.device,
+            device,
             runtime.counters,
             runtime.parts,
-            {
-                unit: PartialSum(sizing.shards.numels[unit], sizing.grad_dtype, runtime.link.device)
-                for unit in runtime.summed_once
-            },
+            partial,
         )
     streams = rules.grads.stream and not runtime.parts.shares
     places = Places(partition.units, whole=rules.grads.reduces)
-    landing = landing_of(
-        runtime.grads, source, places, runtime.counters, streams=streams, note=runtime.params.note_final
-    )
+    note = runtime.params.note_final
+    landing = landing_of(runtime.grads, source, places, runtime.counters, streams=streams, note=note)
     return Gradients(partition.units, runtime.grads, source, landing, runtime.sums, runtime.counters, runtime.parts)
 
 
 def _hold_gradients(plan: _Plan, memory: _Memory, states: StateStore) -> GradStores:
     sizing, link = plan.sizing, plan.link
     shards, dtype = sizing.shards, sizing.grad_dtype
-    norms = Norms(
-        sizing.rules.measured_there(Places(sizing.partition.units, whole=sizing.rules.grads.reduces).count), link
-    )
+    places = Places(sizing.partition.units, whole=sizing.rules.grads.reduces)
+    norms = Norms(sizing.rules.measured_there(places.count), link)
     host = GradStore(
         shards.below,
         dtype,
@@ -530,8 +498,7 @@ def _room_for_images(plan: _Plan, undo: ExitStack) -> BeforeImages | None:
     """Allocate the undo log, if it has any room."""
     if not plan.split.images_bytes:
         return None
-    images = BeforeImages(plan.split.images_bytes)
-    undo.callback(images.close)
+    images = undo.enter_context(closing(BeforeImages(plan.split.images_bytes)))
     plan.host.count("what updates ahead replace", images.arena)
     return images
 
@@ -568,8 +535,7 @@ def _open_timeline(plan: _Plan, undo: ExitStack) -> Timeline | None:
     if ranks.size > 1:
         path = path.with_suffix(f".rank{ranks.rank}{path.suffix}")
     names = [unit.name for unit in plan.sizing.partition.units]
-    timeline = Timeline(path, names, steps=tiering.timeline_steps, rank=ranks.rank)
-    undo.callback(timeline.close)
+    timeline = undo.enter_context(closing(Timeline(path, names, steps=tiering.timeline_steps, rank=ranks.rank)))
     plan.link.keep_times()
     return timeline
 
@@ -644,6 +610,5 @@ def _open_weights(plan: _Plan, undo: ExitStack) -> WeightFiles:
     """Open the user's files in which units stay."""
     if not any(spec.runs for spec in plan.sizing.specs):
         return WeightFiles()
-    files = WeightFiles(open_engine(_io_options(plan.config), plan.config.tiering.io_backend))
-    undo.callback(files.close)
-    return files
+    engine = open_engine(_io_options(plan.config), plan.config.tiering.io_backend)
+    return undo.enter_context(closing(WeightFiles(engine)))

@@ -24,6 +24,7 @@ from infinity.config import Config, format_size
 from infinity.memory import Budget, DeviceLevel
 from infinity.schedule.placement import grads_there_bytes, that_fit
 from infinity.zero.build import Runtime
+from infinity.zero.ranks import least_of
 
 _log = logging.getLogger(__name__)
 _BUSY, _SHORT = -1 << 62, -1 << 61  # instead of bytes: states cannot move now; the device was out of memory
@@ -84,7 +85,7 @@ class Filling:
         level = self._level()
         if level is None:
             return
-        spare_bytes = self._least(self._told(level))
+        spare_bytes = self._agreed(self._told(level))
         if spare_bytes == _BUSY:
             return
         if not self._filled:
@@ -106,11 +107,9 @@ class Filling:
         # Half of the headroom may be used.
         return 0 if -self._headroom_bytes(level) // 2 <= spare_bytes < 0 else spare_bytes
 
-    def _least(self, value: int) -> int:
+    def _agreed(self, value: int) -> int:
         """Return the smallest of all ranks' values: units updated on the device must be the same on all ranks."""
-        for others in (self._runtime.ranks, self._runtime.parts.ranks):
-            value = others.least(value)
-        return value
+        return least_of(value, self._runtime.ranks, self._runtime.parts.ranks)
 
     def out_of_memory(self, *, at_rest: bool) -> None:
         """Move half of the units back after a pass ran out of memory, now or at the end of the step.
@@ -174,7 +173,7 @@ class Filling:
             came = True
         except torch.OutOfMemoryError:
             came = False
-        if self._least(int(came)):
+        if self._agreed(came):
             return True
         if came:
             executor.move_states(unit, there=False)

@@ -28,7 +28,7 @@ from infinity.zero.adapters import is_unmerged
 from infinity.zero.build import Runtime
 from infinity.zero.model_parts import is_distributed
 from infinity.zero.outside_units import codes
-from infinity.zero.partition import ParamSlot, Unit
+from infinity.zero.partition import ParamSlot, SlotPart, Unit
 from infinity.zero.ranks import ranks_on_this_machine
 from infinity.zero.views import UnitViews
 
@@ -215,9 +215,6 @@ class Loan:
             self.end()
             raise
 
-    def agrees(self, *, failed: bool) -> bool:
-        return not self.runtime.ranks.any(failed)
-
     def store(self, source: int = 0) -> None:
         """Store one rank's values in the tiers, as far as they differ."""
         for place in self.places:
@@ -250,13 +247,12 @@ class Loan:
             return False
         values = values.reshape(-1).cpu()
         with self.runtime.executor.resident(place.unit.index) as flat:
-            for part in self.runtime.partition.parts(place.unit):
-                if part.slot is place.slot:
-                    known = flat[part.shard].float()
-                    error = values[part.param].float() - known
-                    # the error if the adapter's part is twenty times the weight
-                    if error.norm() > 8 * torch.finfo(flat.dtype).eps * known.norm():
-                        return False
+            for part in _parts_of(self.runtime, place.unit, place.slot):
+                known = flat[part.shard].float()
+                error = values[part.param].float() - known
+                # the error if the adapter's part is twenty times the weight
+                if error.norm() > 8 * torch.finfo(flat.dtype).eps * known.norm():
+                    return False
         return True
 
     def end(self) -> None:
@@ -268,7 +264,6 @@ class Loan:
 
 
 def views_of(runtime: Runtime, place: Place) -> UnitViews:
-    """Return the views of the parameter's unit."""
     return runtime.executor.units[place.unit.index].views
 
 
@@ -365,7 +360,9 @@ class GatheredParameters:
             self._loans.append(Loan(runtime, places, what, watched=looks))
         if any(owner.awaits_backward for owner, _ in by_owner.values()):
             # Autograd would save the parameter itself, whose values change later.
-            self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_values_now, lambda values: values))
+            self._saving.enter_context(
+                torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda values: values)
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -393,10 +390,10 @@ class GatheredParameters:
         """Store the values of one rank, unless the context has failed on some rank."""
         places = [place for loan in self._loans for place in loan.places]
         problem = None if failed else next(filter(None, map(_shape_problem, places)), None)
-        agreed = [loan.agrees(failed=failed or problem is not None) for loan in self._loans]
+        anywhere = [loan.runtime.ranks.any(failed or problem is not None) for loan in self._loans]
         if problem is not None:
             raise InfinityError(problem)
-        if all(agreed):
+        if not any(anywhere):
             for loan in self._loans:
                 loan.store(source)
 
@@ -406,10 +403,6 @@ class GatheredParameters:
             loan.end()
         self._loans.clear()
         self._models.clear()
-
-
-def _values_now(saved: torch.Tensor) -> torch.Tensor:
-    return saved.detach()
 
 
 def _show(runtime: Runtime, places: Iterable[Place]) -> list[Place]:
@@ -437,9 +430,7 @@ def _write_back(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamS
     if unit.runs and not _differs(values, runtime, unit, slot):
         return  # otherwise `changing` raises with the reason
     with runtime.executor.changing(unit.index) as flat:
-        for part in runtime.partition.parts(unit):
-            if part.slot is not slot:
-                continue
+        for part in _parts_of(runtime, unit, slot):
             current = flat[part.shard]
             here = values[part.param].to(current.dtype)
             changed = here != current
@@ -461,5 +452,10 @@ def _write_back(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamS
 def _differs(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamSlot) -> bool:
     """Whether this rank's shard has other values."""
     with runtime.executor.resident(unit.index) as flat:
-        parts = [part for part in runtime.partition.parts(unit) if part.slot is slot]
+        parts = _parts_of(runtime, unit, slot)
         return any(not torch.equal(values[part.param].to(flat.dtype), flat[part.shard]) for part in parts)
+
+
+def _parts_of(runtime: Runtime, unit: Unit, slot: ParamSlot) -> list[SlotPart]:
+    """Return the parts of a parameter in this rank's shard."""
+    return [part for part in runtime.partition.parts(unit) if part.slot is slot]

@@ -46,7 +46,7 @@ class Guards:
         may_train: identities of frozen parameters that may be unfrozen.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, owner: Owner, may_train: Collection[int] = ()) -> None:
+    def __init__(self, model: nn.Module, runtime: Runtime, owner: Owner, may_train: Collection[int]) -> None:
         self._runtime = runtime
         self._owner = weakref.ref(owner)
         self._model = weakref.ref(model)
@@ -275,12 +275,10 @@ class _Shape:
             self._children.append((module._modules, dict(module._modules)))
             own = module._parameters
             self._parameters.append((path, own, list(own), [id(param) for param in own.values()]))
-            self._look_at(path, own)
+            self._look_at(path, {key: param for key, param in own.items() if param is not None})
 
-    def _look_at(self, path: str, parameters: dict[str, Any]) -> None:
+    def _look_at(self, path: str, parameters: dict[str, nn.Parameter]) -> None:
         for key, param in parameters.items():
-            if param is None:
-                continue
             if self._names.setdefault(path + key, id(param)) != id(param) and id(param) in self._known:
                 raise InfinityError(
                     f"`{path}{key}` is another parameter than at initialize: a module was tied to another one or took "

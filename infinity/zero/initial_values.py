@@ -14,9 +14,7 @@ from torch import nn
 from infinity.errors import ConfigError, InfinityError
 from infinity.tiers import StoredTensor
 from infinity.zero.adapters import lora_rule, lora_values, name_before_wrapping
-from infinity.zero.file_backed import made_in_files
-from infinity.zero.meta import InitFunction
-from infinity.zero.meta import init_function as meta_init_function
+from infinity.zero.construction import InitFunction, made_in_files, own_rule
 from infinity.zero.model_parts import has_numbers, local_part, set_local_part
 from infinity.zero.partition import Unit
 from infinity.zero.ranks import Ranks
@@ -37,15 +35,10 @@ class WeightSource(Protocol):
 
 @runtime_checkable
 class FilesSource(WeightSource, Protocol):
-    """One whose values may be used where they lie."""
+    """Values in files, which may be used where they lie, or read in parts."""
 
     def stored(self, name: str) -> StoredTensor | None:
         """Where the values are; None where they are to be copied."""
-
-
-@runtime_checkable
-class SlicedSource(WeightSource, Protocol):
-    """One whose values may be read in parts."""
 
     def fingerprint(self, name: str) -> str:
         """What tells a parameter's values from others, whatever directory they are in."""
@@ -101,9 +94,7 @@ class InitialValues:
         if init_function is not None or weights is not None:
             built = {n for n, p in model.named_parameters() if has_numbers(p) and made_in_files(p)}
             self._valueless |= {name for name in built if init_function is not None or self._stored(name)}
-        self._init_function = init_function
-        if init_function is None and self._valueless:
-            self._init_function = meta_init_function(model)
+        self._init_function = init_function or own_rule(model)
         self._check_weights()
 
     @property
@@ -157,14 +148,14 @@ class InitialValues:
 
     def _fingerprint(self, keys: Mapping[str, str]) -> str | None:
         """Of these parameters as they are stored; None where they cannot be read in parts."""
-        if not isinstance(self._weights, SlicedSource):
+        if not isinstance(self._weights, FilesSource):
             return None
         found = [(name, self._weights.fingerprint(key)) for name, key in keys.items()]
         return hashlib.sha256(repr(found).encode()).hexdigest()
 
     def read_slice(self, name: str, elements: slice) -> torch.Tensor:
         """Neighbouring elements of a parameter that is `stored_alike`, flat."""
-        assert isinstance(self._weights, SlicedSource)
+        assert isinstance(self._weights, FilesSource)
         return self._weights.read_slice(str(self._stored(name)), elements.start, elements.stop - elements.start)
 
     # Taking out #
@@ -184,8 +175,8 @@ class InitialValues:
             self._made.pop(slot.name, None)
         return {name: value.detach().cpu().reshape(-1) for name, value in values.items() if value is not None}
 
-    def placed(self, unit: Unit, inexact: Container[str] = ()) -> None:
-        """The tiers have the unit's values, but for those of these parameters as they came."""
+    def placed(self, unit: Unit, inexact: Container[str]) -> None:
+        """The tiers have the unit's values, but for those of `inexact` parameters as they came."""
         for slot in unit.slots:
             self._made.pop(slot.name, None)
             if not self._keep and slot.name not in inexact and slot.name not in self._valueless:
@@ -247,8 +238,6 @@ class InitialValues:
 
     def _initialise(self, unit: Unit) -> None:
         """Give the modules that own the unit's parameters memory, have them initialised, and keep the values."""
-        if self._init_function is None:
-            raise ConfigError(f"parameters of `{unit.name}` are on the meta device and nothing initialises them")
         owners = dict.fromkeys(slot.name.rpartition(".")[0] for slot in unit.slots)
         wanting = dict.fromkeys(slot.name.rpartition(".")[0] for slot in unit.slots if self._value(slot.name) is None)
         given: dict[str, tuple[nn.Parameter, torch.Tensor]] = {}

@@ -264,7 +264,6 @@ class _Generators:
             kind.set_rng_state(state)
 
     def seeded(self, seed: int) -> list[torch.Tensor]:
-        """Return the generator states for this seed."""
         outside = self.states()
         torch.manual_seed(seed)
         states = self.states()
@@ -282,11 +281,7 @@ class _ThreadState:
         self._on_stream = carried_stream(device)
 
     def carried_into(self, forward: Forward) -> Forward:
-        def run() -> torch.Tensor:
-            with self._set():
-                return forward()
-
-        return run
+        return self._set()(forward)
 
     @contextmanager
     def _set(self) -> Iterator[None]:

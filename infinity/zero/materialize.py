@@ -1,24 +1,25 @@
 """Bring a model's values into the tiers, one unit at a time.
 
-A model that was built in memory gives its values up as they are moved. A model that was built on the meta device
-(see meta.py) has none: when a unit's turn comes, its values are read from where they are stored, or its modules are
-initialised one by one, so that the whole model never exists outside of the tiers.
-
-Of several ranks, the first one's values count, which it sends to the others. But what all of them have in the same
-files each reads for itself, and only its shards.
+A model that was built in memory gives its values up as they are moved. Of one on the meta device (see construction.py)
+each unit's values are read from where they are stored, or its modules are initialised, so that the whole model never
+exists outside of the tiers. Of several ranks, the first one's values count, which it sends to the others; but what all
+of them have in the same files each reads for itself, and only its shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import nn
 
+from infinity.config import Config
 from infinity.optim.formats import StateLayout, init_states, read_master
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.tiers import Residency
-from infinity.zero.build import Runtime
+from infinity.zero.build import Runtime, build_runtime
 from infinity.zero.initial_values import InitialValues
 from infinity.zero.partition import Partition, Unit
 from infinity.zero.ranks import Ranks
@@ -34,20 +35,19 @@ def materialize(runtime: Runtime, values: InitialValues, *, rounds: bool) -> Non
     fill = partial(_fill_unit, runtime.pipeline, layout, partition, rounds=rounds)
     alike = values.stored_alike(runtime.ranks)
     for unit in partition.units:
+        inexact: set[str] = set()
         if unit.runs:
             _fetch_from_files(runtime, unit)
-            values.placed(unit)
-            continue
-        if all(slot.name in alike for slot in unit.slots):
+        elif all(slot.name in alike for slot in unit.slots):
             with runtime.executor.created(unit.index) as flat:
                 fill(unit, flat, values.read_slice)
-            values.placed(unit)
-            continue
-        with runtime.executor.created(unit.index) as flat:
-            initial = _from_rank_0(values, unit, runtime.ranks)
-            fill(unit, flat, partial(_slice_of, initial))
-        frozen = [slot.name for slot in unit.slots if not slot.trainable]
-        values.placed(unit, {name for name in frozen if not _holds(layout.param_dtype, initial[name])})
+        else:
+            with runtime.executor.created(unit.index) as flat:
+                initial = _from_rank_0(values, unit, runtime.ranks)
+                fill(unit, flat, partial(_slice_of, initial))
+            frozen = [slot.name for slot in unit.slots if not slot.trainable]
+            inexact = {name for name in frozen if not _holds(layout.param_dtype, initial[name])}
+        values.placed(unit, inexact)
 
 
 def materialize_zeros(runtime: Runtime) -> None:
@@ -62,6 +62,28 @@ def materialize_zeros(runtime: Runtime) -> None:
             continue
         with runtime.executor.created(unit.index) as flat:
             _fill_unit(runtime.pipeline, runtime.layout, runtime.partition, unit, flat, zeros, rounds=False)
+
+
+def rebuild(old: Runtime, model: nn.Module, groups: Mapping[str, int], config: Config, optimizer: str) -> Runtime:
+    """Lay out the states of a model whose engine is closed, with zeros for values; all ranks call this together.
+
+    Args:
+        old: of the engine that was closed, whose monitor goes on.
+        model, groups, config, optimizer: see `build_runtime`.
+
+    Raises:
+        CapacityError: a memory budget is too small for these states.
+        StorageError: an nvme path cannot be used or does not have the space.
+    """
+    config = replace(config, tiering=replace(config.tiering, timeline=None))  # which has ended with the engine
+    in_files = {name: place for name, place in old.in_files.items() if name not in groups}
+    runtime = build_runtime(model, groups, config, optimizer, old.link, old.ranks, old.parts, (), in_files)
+    try:
+        materialize_zeros(runtime)
+    except BaseException:
+        runtime.close()
+        raise
+    return replace(runtime, monitor=old.monitor)  # last: tiers that cannot be filled do not close it
 
 
 def _fetch_from_files(runtime: Runtime, unit: Unit) -> None:

@@ -9,19 +9,68 @@ timeout is for silent ranks, not for a slow drive.
 
 from __future__ import annotations
 
-import contextlib
+import os
+import socket
 import time
 import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from infinity.errors import RankError
-from infinity.zero.processes import Process
+from infinity.telemetry.tasks import read_task
 from infinity.zero.watch import Watch
 
 _POLL_S = (0.0002, 0.05)  # between polls: at first, and at most
 _PROGRESS_S = 1.0  # minimum time between two progress reports
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process.
+
+    Attributes:
+        machine: the same for those that share a machine's memory, containers included.
+        namespace: of process ids.
+        started: when, in the kernel's clock, since ids are used again.
+    """
+
+    machine: str
+    namespace: str
+    pid: int
+    started: str
+
+    @property
+    def has_ended(self) -> bool:
+        """It is known to have; never of a process that cannot be seen from here."""
+        here = this_process()
+        if (self.machine, self.namespace) != (here.machine, here.namespace):
+            return False
+        try:
+            task = read_task(Path(f"/proc/{self.pid}"))
+        except FileNotFoundError:
+            return True
+        except (OSError, ValueError, IndexError):
+            return False
+        return task.state in "ZX" or str(task.started) != self.started
+
+
+def this_process() -> Process:
+    namespace = started = ""
+    with suppress(OSError, ValueError, IndexError):
+        namespace = os.readlink("/proc/self/ns/pid")  # noqa: PTH115  (its target is no path)
+        started = str(read_task(Path("/proc/self")).started)
+    return Process(_machine(), namespace, os.getpid(), started)
+
+
+def _machine() -> str:
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
 
 
 class OtherCallError(RankError):
@@ -39,16 +88,12 @@ class OtherCallError(RankError):
 class Meeting:
     """The meeting points of one process group, called doors, in order.
 
-    Args:
-        group: None for the default group.
-
     Attributes:
         watch: names the missing rank when a wait is long.
         processes: of the ranks, by rank; empty until they are known.
     """
 
-    def __init__(self, group: Any = None) -> None:
-        group = dist.group.WORLD if group is None else group
+    def __init__(self, group: Any) -> None:
         name = f"infinity/{group.group_name}"
         c10d: Any = dist.distributed_c10d
         self._store = c10d.PrefixStore(name, c10d._get_default_store())
@@ -113,12 +158,7 @@ class Meeting:
             RankError: one of them has ended.
         """
         ranks = [r for r in range(self._size) if int(self._store.add(f"told/{what}/{r}", 0)) < count]
-        for rank in ranks if self.processes else []:
-            if rank != self._rank and self.processes[rank].has_ended:
-                raise RankError(
-                    f"rank {self._rank} of {self._size}: rank {rank} (process {self.processes[rank].pid}) has ended; "
-                    "what it said last is the message to look at"
-                )
+        self._check_alive(rank for rank in ranks if rank != self._rank)
         return ranks
 
     def waiting(self) -> list[str]:
@@ -128,7 +168,7 @@ class Meeting:
 
     def lonely(self) -> str | None:
         """Name a rank that waits for this one at a door, or has given up at it; None if there is none."""
-        with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
+        with suppress(RuntimeError):  # the store may be gone with its rank
             for rank in range(self._size):
                 for place in (str(self._passed), "gave up"):
                     if rank != self._rank and self._is_at(place, rank):
@@ -146,7 +186,7 @@ class Meeting:
             now_s = time.monotonic()
             if now_s - looked_s >= min(_PROGRESS_S, timeout_s / 2):
                 looked_s = now_s
-                self._check_alive(ranks)
+                self._check_alive(ranks, but_at=str(door))
                 for rank in ranks:
                     if (said := self._progress(rank)) != heard[rank][0]:
                         heard[rank] = said, now_s
@@ -156,14 +196,17 @@ class Meeting:
             time.sleep(min(pause_s, *left_s))
             pause_s = min(2 * pause_s, longest_s)
 
-    def _check_alive(self, ranks: list[int]) -> None:
+    def _check_alive(self, ranks: Iterable[int], but_at: str | None = None) -> None:
         """Check that the ranks are alive, as far as this machine shows it.
+
+        Args:
+            but_at: ranks that have come to this door may have ended.
 
         Raises:
             RankError: one of them has ended.
         """
-        for rank in ranks if self.processes else []:
-            if self.processes[rank].has_ended and not self._is_at(str(self._passed), rank):
+        for rank in ranks if self.processes else ():
+            if self.processes[rank].has_ended and (but_at is None or not self._is_at(but_at, rank)):
                 raise RankError(
                     f"rank {self._rank} of {self._size}: rank {rank} (process {self.processes[rank].pid}) has ended; "
                     "what it said last is the message to look at"
@@ -191,7 +234,7 @@ class Meeting:
 _meetings: weakref.WeakKeyDictionary[Any, Meeting] = weakref.WeakKeyDictionary()
 
 
-def meeting_of(group: Any = None) -> Meeting:
+def meeting_of(group: Any) -> Meeting:
     """Return the meeting points of a process group; None for the default group."""
     group = dist.group.WORLD if group is None else group
     if group not in _meetings:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from infinity.kernels import update_on_device
 from infinity.optim.formats import StateLayout
 from infinity.optim.jobs import Segment
-from infinity.tiers import DeviceGrads, Fields, Params, StateStore
+from infinity.tiers import DeviceGrads, Params, StateStore
 from infinity.tiers.unit_params import UnitParams
 
 
@@ -21,23 +19,18 @@ class OnDevice:
         self._layout = layout
 
     def update(self, params: UnitParams, segments: tuple[Segment, ...]) -> None:
-        """Update a unit with its gradients on the device."""
-        unit = params.index
+        layout, unit = self._layout, params.index
         param, (grad, _) = self._params.begin_device_change(params), self._grads.hand_over(unit)
         with self._states.changing_there(unit) as fields:
             for segment in segments:
-                self._update(param, grad, fields, segment)
+                here, part = slice(segment.start, segment.stop), layout.narrow(fields, segment.start, segment.stop)
+                update_on_device(
+                    segment.rule,
+                    param[here],
+                    grad[here],
+                    master=None if layout.master is None else part[layout.master],
+                    first=None if layout.first is None else part[layout.first],
+                    second=None if layout.second is None else part[layout.second],
+                )
         self._params.end_device_change(params)
         self._grads.used(unit)
-
-    def _update(self, param: torch.Tensor, grad: torch.Tensor, fields: Fields, segment: Segment) -> None:
-        layout, here = self._layout, slice(segment.start, segment.stop)
-        fields = layout.narrow(fields, segment.start, segment.stop)
-        update_on_device(
-            segment.rule,
-            param[here],
-            grad[here],
-            master=None if layout.master is None else fields[layout.master],
-            first=None if layout.first is None else fields[layout.first],
-            second=None if layout.second is None else fields[layout.second],
-        )

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -44,7 +44,6 @@ class Alignment:
 
     @staticmethod
     def of(layout: StateLayout) -> Alignment:
-        """Return the alignment for this state layout."""
         return Alignment(SHARD_ALIGN, max(Alignment.slot, *(field.block for field in layout.fields)))
 
     def for_ranks(self, count: int) -> Alignment:
@@ -91,18 +90,18 @@ class Unit:
     persistent: bool
     runs: tuple[FileRun, ...] = ()
 
-
-@dataclass(frozen=True)
-class InFiles:
-    """Frozen parameters that stay in the user's files.
-
-    Attributes:
-        tensors: by parameter name.
-        dtype: in which the model computes.
-    """
-
-    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
-    dtype: torch.dtype = torch.bfloat16
+    def parts(self, sharding: Sharding, start: int = 0, stop: int | None = None) -> Iterator[SlotPart]:
+        """Yield the parts of parameters in elements `[start, stop)` of a shard."""
+        for own in sharding.pieces(self.trainable_numel, self.numel):
+            low = max(start, own.shard)
+            high = own.shard + own.numel if stop is None else min(stop, own.shard + own.numel)
+            for slot in self.slots:
+                part = overlap(own, slot.offset, slot.offset + slot.numel)
+                if part is None:
+                    continue
+                first, last = max(low, part.shard), min(high, part.shard + part.numel)
+                if first < last:
+                    yield SlotPart(slot, first, last, part.whole - slot.offset + first - part.shard)
 
 
 @dataclass(frozen=True)
@@ -166,19 +165,8 @@ class Partition:
     def parts(
         self, unit: Unit, start: int = 0, stop: int | None = None, *, rank: int | None = None
     ) -> Iterator[SlotPart]:
-        """Yield the parts of parameters in elements `[start, stop)` of a rank's shard of a unit; by default this
-        rank's."""
-        sharding = self.sharding if rank is None else Sharding(rank, self.sharding.count)
-        for own in sharding.pieces(unit.trainable_numel, unit.numel):
-            low = max(start, own.shard)
-            high = own.shard + own.numel if stop is None else min(stop, own.shard + own.numel)
-            for slot in unit.slots:
-                part = overlap(own, slot.offset, slot.offset + slot.numel)
-                if part is None:
-                    continue
-                first, last = max(low, part.shard), min(high, part.shard + part.numel)
-                if first < last:
-                    yield SlotPart(slot, first, last, part.whole - slot.offset + first - part.shard)
+        """See `Unit.parts`; by default of this rank's shard."""
+        return unit.parts(self.sharding if rank is None else Sharding(rank, self.sharding.count), start, stop)
 
 
 def make_partition(
@@ -190,7 +178,8 @@ def make_partition(
     offloaded: bool,
     sharding: Sharding = WHOLE,
     watched: bool = False,
-    in_files: InFiles = InFiles(),
+    in_files: Mapping[str, StoredTensor] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
     limit_numel: int | None = None,
     leaves: Set[nn.Module] = frozenset(),
 ) -> Partition:
@@ -202,15 +191,15 @@ def make_partition(
         offloaded: parameters have a home below the device; if False, every unit is persistent.
         sharding: this rank's slice of each unit.
         watched: hooks follow every use, also of units that stay.
-        in_files: parameters that stay in the user's files.
+        in_files: frozen parameters that stay in the user's files, which have them in `dtype`.
         limit_numel: blocks of more elements are cut into units of their parts.
         leaves: modules that are gathered whole.
 
     Raises:
         ConfigError: the model has no floating-point parameters, or one cannot stay in its file.
     """
-    align = align.for_ranks(sharding.count)
-    names = _canonical_names(model)
+    align, in_files = align.for_ranks(sharding.count), in_files or {}
+    names = {id(p): name for name, p in model.named_parameters() if has_numbers(p)}  # the first one of tied parameters
     if not names:
         raise ConfigError("the model has no floating-point parameters to train or place")
     members: dict[str, list[str]] = {}  # unit name -> its parameters
@@ -223,53 +212,29 @@ def make_partition(
             if name in unit_of:
                 continue  # tied to a parameter of an earlier module
             is_small = not part.whole and local_part(model.get_parameter(name)).numel() <= persistence_threshold
-            apart = IN_FILES if name in in_files.tensors else ""
+            apart = IN_FILES if name in in_files else ""
             unit_of[name] = PERSISTENT if is_small else part.name + apart
             members.setdefault(unit_of[name], []).append(name)
         uses.append((part.name, used))
     order = sorted(members, key=lambda unit_name: unit_name == PERSISTENT)  # stable; the persistent one last
-    units = tuple(
-        _layout_in_files(index, name, members[name], model, in_files, align)
-        if name.endswith(IN_FILES)
-        else _layout_unit(
-            index,
-            name,
-            members[name],
-            model,
-            groups,
-            align,
-            persistent=not offloaded or name == PERSISTENT,
-        )
-        for index, name in enumerate(order)
-    )
-    by_name = {unit.name: unit for unit in units}
+    units: list[Unit] = []
+    for index, unit_name in enumerate(order):
+        if unit_name.endswith(IN_FILES):
+            params = {name: local_part(model.get_parameter(name)) for name in members[unit_name]}
+            units.append(_layout_in_files(index, unit_name, params, in_files, dtype, align))
+            continue
+        in_order = sorted(members[unit_name], key=lambda name: groups.get(name, 1 << 30))  # stable in a group
+        shapes = {name: tuple(local_part(model.get_parameter(name)).shape) for name in in_order}
+        persistent = not offloaded or unit_name == PERSISTENT
+        units.append(lay_out_unit(index, unit_name, shapes, groups, align, persistent=persistent))
+    index_of = {unit.name: unit.index for unit in units}
     hook_points = []
     blocks = tuple(part.name for part in modules if part.is_block)
     for module_name, used in uses:
-        needed = tuple(sorted({by_name[unit_of[name]].index for name in used}))
+        needed = tuple(sorted({index_of[unit_of[name]] for name in used}))
         moving = bool(needed) and (watched or any(not units[i].persistent for i in needed))
         hook_points.append(HookPoint(module_name, needed, moving))
-    return Partition(units, tuple(hook_points), sharding, blocks)
-
-
-def _canonical_names(model: nn.Module) -> dict[int, str]:
-    """Return the first qualified name of every distinct floating-point parameter, by identity."""
-    return {id(p): name for name, p in model.named_parameters() if has_numbers(p)}
-
-
-def _layout_unit(
-    index: int,
-    name: str,
-    members: Sequence[str],
-    model: nn.Module,
-    groups: Mapping[str, int],
-    align: Alignment,
-    *,
-    persistent: bool,
-) -> Unit:
-    order = sorted(members, key=lambda member: groups.get(member, 1 << 30))  # stable: definition order in a group
-    shapes = {member: tuple(local_part(model.get_parameter(member)).shape) for member in order}
-    return lay_out_unit(index, name, shapes, groups, align, persistent=persistent)
+    return Partition(tuple(units), tuple(hook_points), sharding, blocks)
 
 
 def lay_out_unit(
@@ -304,7 +269,12 @@ def lay_out_unit(
 
 
 def _layout_in_files(
-    index: int, name: str, members: Sequence[str], model: nn.Module, in_files: InFiles, align: Alignment
+    index: int,
+    name: str,
+    params: Mapping[str, torch.Tensor],
+    in_files: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    align: Alignment,
 ) -> Unit:
     """Lay out a unit that is an image of files.
 
@@ -312,28 +282,25 @@ def _layout_in_files(
         ConfigError: a parameter is stored in another dtype than the model computes in, not aligned to its element size,
             or of another size.
     """
-    itemsize = in_files.dtype.itemsize
-    tensors = [in_files.tensors[member] for member in members]
-    for member, tensor in zip(members, tensors, strict=True):
-        if tensor.dtype is not in_files.dtype:
-            here, there = (str(dtype).removeprefix("torch.") for dtype in (in_files.dtype, tensor.dtype))
+    itemsize = dtype.itemsize
+    for member, param in params.items():
+        tensor = in_files[member]
+        if tensor.dtype is not dtype:
+            here, there = (str(each).removeprefix("torch.") for each in (dtype, tensor.dtype))
             raise ConfigError(
                 f"`{member}` cannot be used where it lies: {tensor.file.path} has it in {there}, and the model "
                 f"computes in {here}. Store the weights in {here}, or read them with in_place=False"
             )
-        numel = local_part(model.get_parameter(member)).numel()
-        if tensor.start % itemsize or tensor.nbytes != numel * itemsize:
+        if tensor.start % itemsize or tensor.nbytes != param.numel() * itemsize:
             raise ConfigError(
                 f"`{member}` cannot be used where it lies: {tensor.file.path} has {tensor.nbytes} bytes of it from "
-                f"byte {tensor.start}, and the model wants {numel} elements of {itemsize}. Read the weights with "
-                "in_place=False"
+                f"byte {tensor.start}, and the model wants {param.numel()} elements of {itemsize}. Read the weights "
+                "with in_place=False"
             )
-    starts, runs = lay_out_image(tensors)
+    starts, runs = lay_out_image([in_files[member] for member in params])
     slots = [
         ParamSlot(member, tuple(param.shape), param.numel(), start // itemsize, trainable=False, group=-1)
-        for member, param, start in zip(
-            members, (local_part(model.get_parameter(member)) for member in members), starts, strict=True
-        )
+        for (member, param), start in zip(params.items(), starts, strict=True)
     ]
     slots.sort(key=lambda slot: slot.offset)
     numel = _round_up(sum(run.nbytes for run in runs) // itemsize, align.shard)

@@ -22,9 +22,8 @@ from infinity.errors import CheckpointError, InfinityError, RankError
 from infinity.tiers import Piece, accelerator
 from infinity.zero.ending import abandon, leave_at_exit
 from infinity.zero.launch import launch_of, local_size
-from infinity.zero.meeting import Meeting, meeting_of
+from infinity.zero.meeting import Meeting, Process, meeting_of, this_process
 from infinity.zero.path import Path
-from infinity.zero.processes import Process, this_process
 
 Result = TypeVar("Result")
 
@@ -126,14 +125,12 @@ class Ranks:
         host = group
         if "gloo" not in str(dist.get_backend_config(group)):
             host = _group_of(dist.get_process_group_ranks(group or dist.group.WORLD), "gloo", timeout_s)
-        ranks = Ranks(dist.get_rank(group), size, group, host, timeout_s=timeout_s, meeting=meeting_of(group))
-        if ranks.meeting is not None:
-            ranks.meeting.watch.timeout_s = timeout_s
+        meeting = meeting_of(group)
+        meeting.watch.timeout_s = timeout_s
+        ranks = Ranks(dist.get_rank(group), size, group, host, timeout_s=timeout_s, meeting=meeting)
         ranks.together("infinity.initialize()")
-        processes = ranks.of_all(this_process())
-        if ranks.meeting is not None:
-            ranks.meeting.processes = processes
-        machines = [process.machine for process in processes]
+        meeting.processes = ranks.of_all(this_process())
+        machines = [process.machine for process in meeting.processes]
         return replace(ranks, neighbours=machines.count(machines[ranks.rank]))
 
     def part(self, members: Sequence[int], what: str) -> Ranks:
@@ -189,15 +186,12 @@ class Ranks:
         """Start to fill a unit's flat tensor with all ranks' pieces; `pieces` are this rank's."""
         what = f"the all-gather of unit `{unit}`"
         self.path.add(what)
-        timed = flat.device.type == "cpu"
         started = []
         start = 0
         for piece in pieces:
             stop = start + piece.numel * self.size
             own = flat[piece.whole : piece.whole + piece.numel]
-            with self.talking(what):
-                work = _all_gather(flat[start:stop], own, group=self.group, async_op=True)
-                started.append(Pending(self, what, work, timed=timed))
+            started.append(self._start(what, _all_gather, flat[start:stop], own))
             start = stop
         return started
 
@@ -205,17 +199,18 @@ class Ranks:
         """Start to sum all ranks' `flat`; `shard` becomes this rank's slice of the sum."""
         what = f"the reduce-scatter of the gradients of unit `{unit}`"
         self.path.add(what)
-        with self.talking(what):
-            work = _reduce_scatter(shard, flat, group=self.group, async_op=True)
-            return Pending(self, what, work, timed=flat.device.type == "cpu")
+        return self._start(what, _reduce_scatter, shard, flat)
 
     def all_reduce(self, flat: torch.Tensor, unit: str) -> Pending:
         """Start to sum all ranks' `flat` in place."""
         what = f"the all-reduce of the gradients of unit `{unit}`"
         self.path.add(what)
+        return self._start(what, dist.all_reduce, flat)
+
+    def _start(self, what: str, collective: Callable[..., Any], *tensors: torch.Tensor) -> Pending:
         with self.talking(what):
-            work = dist.all_reduce(flat, group=self.group, async_op=True)
-            return Pending(self, what, work, timed=flat.device.type == "cpu")
+            work = collective(*tensors, group=self.group, async_op=True)
+            return Pending(self, what, work, timed=tensors[0].device.type == "cpu")
 
     def any_of(self, flags: torch.Tensor) -> Pending:
         """Start to combine bytes in host memory, in place: a byte that is not 0 on some rank becomes so on all."""
@@ -231,18 +226,12 @@ class Ranks:
 
     def sum(self, value: float) -> float:
         """Return the sum over the ranks in float64; the same bits on all of them."""
-        if self.size == 1:
-            return value
-        total = torch.tensor([value], dtype=torch.float64, device="cpu")
-        self._combine(total, dist.ReduceOp.SUM, "the sum of the squared gradients").wait()
-        return float(total.item())
+        total = torch.tensor(value, dtype=torch.float64, device="cpu")
+        return float(self._combined(total, dist.ReduceOp.SUM, "the sum of the squared gradients"))
 
     def same(self, number: int) -> bool:
         """Whether all ranks have this number."""
-        if self.size == 1:
-            return True
-        ends = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
-        self._combine(ends, dist.ReduceOp.MAX, "an agreement").wait()
+        ends = self._combined(torch.tensor([number, -number], dtype=torch.int64, device="cpu"), dist.ReduceOp.MAX)
         return int(ends[0]) == -int(ends[1])
 
     def waiting(self) -> list[str]:
@@ -251,11 +240,13 @@ class Ranks:
 
     def least(self, value: int) -> int:
         """Return the smallest of all ranks' values."""
-        if self.size == 1:
-            return value
-        least = torch.tensor([value], dtype=torch.int64, device="cpu")
-        self._combine(least, dist.ReduceOp.MIN, "an agreement").wait()
-        return int(least.item())
+        return int(self._combined(torch.tensor(value, dtype=torch.int64, device="cpu"), dist.ReduceOp.MIN))
+
+    def _combined(self, values: torch.Tensor, operation: Any, what: str = "an agreement") -> torch.Tensor:
+        """Combine the values of all ranks, in place."""
+        if self.size > 1:
+            self._combine(values, operation, what).wait()
+        return values
 
     def _combine(self, values: torch.Tensor, operation: Any, what: str) -> Pending:
         with self.talking(what):
@@ -276,14 +267,8 @@ class Ranks:
         """
         if self.size == 1:
             return action()
-        held: list[Any] = [None, None]
-        failure: Exception | None = None
-        if self.rank == 0:
-            try:
-                held[0] = action()
-            except Exception as error:  # the other ranks wait for the outcome
-                failure = error
-                held[1] = (isinstance(error, CheckpointError), str(error))
+        result, failure = _attempt(action) if self.rank == 0 else (None, None)
+        held: list[Any] = [result, None if failure is None else (isinstance(failure, CheckpointError), str(failure))]
         with self.talking("a broadcast"):
             dist.broadcast_object_list(held, group=self.host_group, group_src=0)
         if failure is not None:
@@ -326,13 +311,7 @@ class Ranks:
         """
         if self.size == 1:
             return [action()]
-        failure: Exception | None = None
-        result: Result | None = None
-        try:
-            result = action()
-        except Exception as error:  # the other ranks wait for the outcome
-            failure = error
-        return self._all_or_none(result, failure, what, refusal)
+        return self._all_or_none(*_attempt(action), what, refusal)
 
     @contextmanager
     def as_one(self, what: str) -> Iterator[None]:
@@ -405,6 +384,14 @@ class Ranks:
             ) from error
 
 
+def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """Return the action's result, or its error: the other ranks wait for the outcome."""
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
+
+
 def _group_of(members: list[int], backend: str, timeout_s: float) -> Any:
     """Return a process group of these ranks; other ranks may make groups of their own."""
     return dist.new_group(members, timedelta(seconds=timeout_s), backend=backend, use_local_synchronization=True)
@@ -465,6 +452,13 @@ def join_ranks(group: Any = None, timeout_s: float = 300.0) -> Ranks:
                 )
             leave_at_exit()
     return Ranks.of_group(group, timeout_s)
+
+
+def least_of(value: int, *ranks: Ranks) -> int:
+    """Return the smallest value of all of these ranks."""
+    for others in ranks:
+        value = others.least(value)
+    return value
 
 
 def is_first_process() -> bool:

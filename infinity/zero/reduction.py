@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,18 +30,14 @@ from infinity.errors import DivergedError, InfinityError
 from infinity.kernels import GradStats
 from infinity.memory import Loan, scratch_on
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import Sharding, overlap
-from infinity.zero.groups import Groups
+from infinity.tiers import Sharding
+from infinity.zero.groups import Groups, PartialSum
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
-from infinity.zero.partial_sums import PartialSum
 from infinity.zero.partition import Unit
 from infinity.zero.ranks import Pending
 from infinity.zero.reduction_order import ReductionOrder
 
 WHOLE = -1  # the only part of a unit whose gradients are reduced together
-
-
-_Told: TypeAlias = tuple[torch.Tensor | None, tuple[Pending, ...]]  # flags by slot, and the exchanges that fill them
 
 
 class Addend(NamedTuple):
@@ -79,7 +75,7 @@ class Direct:
     tells_late = False
     waits = False
 
-    def __init__(self, units: Sequence[Unit], parts: ModelParts = UNDIVIDED) -> None:
+    def __init__(self, units: Sequence[Unit], parts: ModelParts) -> None:
         self._slots = [unit.slots for unit in units]
         self._parts = parts
         self.shares = bool(parts.shares)
@@ -92,29 +88,18 @@ class Direct:
     def begin_pass(self, *, last: bool, uses: Sequence[int] | None = None) -> None:
         """Do nothing: all passes are alike."""
 
-    def leave(self, unit: int) -> Iterator[Addend]:
+    def leave(self, *_: int) -> Iterator[Any]:
+        """Yield nothing: no gradient waits for other ranks, and each addend names its slots."""
         return iter(())
 
-    complete = leave
-
-    def rest(self) -> Iterator[Addend]:
-        return iter(())
-
-    end_pass = rest
+    complete = rest = end_pass = told = slots_that_wait = leave
 
     def forward_order(self) -> Sequence[int]:
         """Return nothing: no other rank has to agree."""
         return ()
 
-    def told(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield nothing: each addend names its slots."""
-        return iter(())
-
     def clear(self) -> None:
         """Do nothing: no gradients are collected."""
-
-    def slots_that_wait(self) -> Iterator[tuple[int, set[int]]]:
-        return iter(())
 
     def look(self, unit: int, slot: int, *, of_all: bool) -> torch.Tensor | None:
         return None
@@ -368,12 +353,9 @@ class Reduction:
         if mine is not None:
             total.copy_(mine)
         if partial is not None:
-            numel = each.unit.trainable_numel
-            for own in self._journey.sharding.pieces(numel, numel):
-                part = overlap(own, place.offset, place.offset + place.numel)
-                if part is not None:
-                    start = part.whole - place.offset
-                    total[start : start + part.numel] += partial.values[part.shard : part.shard + part.numel]
+            for part in each.unit.parts(self._journey.sharding):
+                if part.slot is place:
+                    total[part.param] += partial.values[part.shard]
         self.groups.all.all_reduce(total, each.unit.name).wait()
         return total.float()
 
@@ -503,7 +485,9 @@ class Reduction:
         else:
             self._scattering = _Reduction(index, whole, own, present, (*flags, sums), partial, stays)
 
-    def _tell(self, each: _ReducedUnit, slots: set[int], of_pass: set[int]) -> _Told:
+    def _tell(
+        self, each: _ReducedUnit, slots: set[int], of_pass: set[int]
+    ) -> tuple[torch.Tensor | None, tuple[Pending, ...]]:
         """Return which slots of a unit have a gradient on this rank and, after the pending exchange, on some rank."""
         if self.tells_late:
             self._note(each, slots)
@@ -562,15 +546,11 @@ class Reduction:
 
     def measured(self, unit: int, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
         """Subtract the squares of parameters that other parts of the model hold, too, according to their share."""
-        layout = self._units[unit].unit
-        elsewhere, numel = 0.0, layout.trainable_numel
-        for own in self._journey.sharding.pieces(numel, numel):
-            for slot in layout.slots:
-                share = self._parts.share(slot.name)
-                here = overlap(own, slot.offset, slot.offset + slot.numel) if share < 1 and slot.trainable else None
-                if here is not None:
-                    shared = values[here.shard : here.shard + here.numel].double()
-                    elsewhere += (1 - share) * float(shared.square().sum())
+        elsewhere = 0.0
+        for here in self._units[unit].unit.parts(self._journey.sharding):
+            share = self._parts.share(here.slot.name)
+            if share < 1 and here.slot.trainable:
+                elsewhere += (1 - share) * float(values[here.shard].double().square().sum())
         return replace(stats, sum_sq=stats.sum_sq - elsewhere)
 
     def agreeing(self) -> AbstractContextManager[None]:

@@ -35,13 +35,13 @@ from infinity.schedule.placement import (
 )
 from infinity.tiers import FlatSpec, Memory, StoredTensor
 from infinity.zero.leaf_modules import called_leaves
-from infinity.zero.partition import IN_FILES, PERSISTENT, Alignment, InFiles, Partition, Unit, make_partition
+from infinity.zero.partition import IN_FILES, PERSISTENT, Alignment, Partition, Unit, make_partition
 from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.updates import UpdateSchedule
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# the exact format, which is the default, comes first
 _ROUNDING = ("bf16", "int8")  # formats with stochastic rounding, which only the native kernels have
+# the exact format, which is the default, comes first
 _FORMATS = {"fp32": ("fp32",), "bf16": ("split", "bf16", "int8"), "fp16": ("master",)}
 
 
@@ -220,10 +220,6 @@ def choose_schedule(config: Config, ranks: int = 1, *, discrete: bool = False) -
     return schedule
 
 
-def _unknown() -> int | None:
-    return None
-
-
 def size_up(
     model: nn.Module,
     groups: Mapping[str, int],
@@ -235,7 +231,7 @@ def size_up(
     made: Collection[str] = (),
     in_files: Mapping[str, StoredTensor] | None = None,
     device_bytes: int = 0,
-    drive_bytes: Callable[[], int | None] = _unknown,
+    drive_bytes: Callable[[], int | None] = lambda: None,
 ) -> Sizing:
     """Lay out a model's states.
 
@@ -268,6 +264,7 @@ def size_up(
     problem = rules.in_place_problem()
     if in_files and problem:
         raise ConfigError(problem)
+    limit_bytes = config.tiering.max_unit_size_bytes
     partition = make_partition(
         model,
         groups,
@@ -276,8 +273,9 @@ def size_up(
         offloaded=rules.params.home is not Memory.DEVICE,
         sharding=rules.sharding,
         watched=rules.grads.reduces,
-        in_files=InFiles(in_files or {}, dtype),
-        limit_numel=_limit_numel(config, dtype),
+        in_files=in_files,
+        dtype=dtype,
+        limit_numel=None if limit_bytes is None else limit_bytes // dtype.itemsize,
         leaves=called_leaves(model, config.zero.leaf_modules),
     )
     accumulates = config.accumulates
@@ -310,12 +308,6 @@ def size_up(
         initial_numel=max(_initial_numel(unit, made, rules) for unit in partition.units),
         embeddings=_embeddings(model),
     )
-
-
-def _limit_numel(config: Config, dtype: torch.dtype) -> int | None:
-    """Return the size above which blocks are cut, in elements; None for no limit."""
-    nbytes = config.tiering.max_unit_size_bytes
-    return None if nbytes is None else nbytes // dtype.itemsize
 
 
 def _there(partition: Partition, share: float) -> frozenset[int]:

@@ -51,9 +51,7 @@ class UnitModule:
             stack.extend(child for child in reversed(list(module.children())) if child not in self.apart)
 
 
-def unit_modules(
-    model: nn.Module, limit_numel: int | None = None, leaves: Set[nn.Module] = frozenset()
-) -> Iterator[UnitModule]:
+def unit_modules(model: nn.Module, limit_numel: int | None, leaves: Set[nn.Module]) -> Iterator[UnitModule]:
     """In definition order.
 
     Args:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from infinity.errors import RankError
 from infinity.zero import meeting
-from infinity.zero.meeting import Meeting
-from infinity.zero.processes import this_process
+from infinity.zero.meeting import Meeting, this_process
 from infinity.zero.watch import Watch
 from tests.prepared import Child
 

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import infinity
 from infinity.zero import Init
-from infinity.zero.file_backed import FILE_BYTES
+from infinity.zero.construction import FILE_BYTES
 from tests.behaviour.reference import Placement, Recipe
 
 LARGE = FILE_BYTES // 4  # float32 values

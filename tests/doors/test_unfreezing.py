@@ -19,7 +19,7 @@ import infinity
 from infinity import ConfigError, InfinityError
 from infinity.checkpoint.unfreezing import check_possible
 from infinity.integrations import pretrained_model
-from infinity.zero import rebuild
+from infinity.zero import materialize
 from infinity.zero.ranks import Ranks
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Recipe, batches, loss_of, tiny_gpt2, tiny_llama, train_on
@@ -284,7 +284,7 @@ def with_failure(path: Path, failure: type[InfinityError], match: str) -> tuple[
 
 def test_too_little_memory_leaves_the_engine_as_it_was(tmp_path, monkeypatch) -> None:
     calls = []
-    real = rebuild.build_runtime
+    real = materialize.build_runtime
 
     def once(*args: Any, **more: Any) -> Any:
         calls.append(args)
@@ -292,7 +292,7 @@ def test_too_little_memory_leaves_the_engine_as_it_was(tmp_path, monkeypatch) ->
             raise infinity.CapacityError("tiering.host_memory is too small")
         return real(*args, **more)
 
-    monkeypatch.setattr(rebuild, "build_runtime", once)
+    monkeypatch.setattr(materialize, "build_runtime", once)
     alike(with_failure(tmp_path, infinity.CapacityError, "host_memory is too small"), without_unfreezing(tmp_path))
     assert len(calls) == 2
     assert not list(tmp_path.iterdir())
@@ -336,7 +336,7 @@ def test_ranks_on_several_machines_are_told_to_go_by_a_checkpoint() -> None:
 
 def test_a_monitor_goes_on_where_new_tiers_cannot_be_filled(tmp_path, monkeypatch) -> None:
     calls = []
-    real = rebuild.materialize_zeros
+    real = materialize.materialize_zeros
 
     def once(runtime: Any) -> None:
         calls.append(runtime)
@@ -344,7 +344,7 @@ def test_a_monitor_goes_on_where_new_tiers_cannot_be_filled(tmp_path, monkeypatc
             raise infinity.CapacityError("tiering.host_memory is too small")
         real(runtime)
 
-    monkeypatch.setattr(rebuild, "materialize_zeros", once)
+    monkeypatch.setattr(materialize, "materialize_zeros", once)
     csv = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}}
     with engine_for("stays", tmp_path, late=True, **csv) as engine:
         train_on(engine, DATA[:1])

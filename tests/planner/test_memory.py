@@ -26,7 +26,7 @@ from infinity.planner import (
     predict_step,
     problems,
 )
-from infinity.zero.drives import free_for_swap
+from infinity.zero.budgets import free_for_swap
 from infinity.zero.sizing import compute_dtype
 from tests.behaviour.reference import SEQ, Placement, Recipe, batches, tiny_gpt2, tiny_llama, train_on
 
@@ -131,7 +131,7 @@ def test_what_dead_runs_have_left_is_free_for_a_new_one(tmp_path, monkeypatch) -
     left.touch()
     os.utime(left, (0, 0))
     found = [Drive("/a", 1), Drive("/b", 2)]
-    monkeypatch.setattr("infinity.zero.drives.drives_here", lambda config: [] if left.exists() else found)
+    monkeypatch.setattr("infinity.zero.budgets.drives_here", lambda config: [] if left.exists() else found)
     assert free_for_swap(load_config(values)) == 3
 
 

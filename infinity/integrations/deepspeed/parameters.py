@@ -24,10 +24,10 @@ from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.front import init_distributed
 from infinity.integrations.deepspeed.live_views import part_numel, part_of_built, part_of_values
 from infinity.integrations.deepspeed.misuse import ModifiedError
-from infinity.zero.file_backed import convert
+from infinity.zero.construction import Init as InFiles
+from infinity.zero.construction import convert
 from infinity.zero.gathered import GatheredParameters as Gathered
 from infinity.zero.gathered import has_values, owner_of
-from infinity.zero.init import Init as InFiles
 from infinity.zero.ranks import join_ranks, world_size
 from infinity.zero.sizing import compute_dtype
 from infinity.zero.views import version_of

@@ -1,0 +1,193 @@
+"""Build a model that does not fit memory: its parameters lie in files, or on the meta device, until `initialize`.
+
+A parameter is moved at the moment when its module takes it. In a file without a name, mapped shared, what its
+constructor or anybody else writes to it is kept as in any tensor, and where memory is short the kernel writes its pages
+to the file and drops them. The file goes with the tensor.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from infinity.config import Config, load_config
+from infinity.config.load import ConfigSource
+from infinity.errors import ConfigError, StorageError
+from infinity.zero.ranks import world_size
+
+FILE_BYTES = 256 << 10  # smaller parameters stay in memory: a mapping each would cost more than it saves
+
+InitFunction = Callable[[nn.Module], None]
+
+# By identity, because tensors compare element by element.
+_made: dict[int, weakref.ref[nn.Parameter]] = {}
+
+
+# In files #
+
+
+class Init:
+    """Parameters that modules take inside this context lie in files until `infinity.initialize` moves them to a tier.
+
+    They have the values that their constructors give them, the same that a model built in memory gets from the same
+    seed. The files have no names and go with the parameters; they are in the first directory of the configuration's
+    NVMe tier, or without one where the system has temporary files (`TMPDIR`). The kernel writes them out when memory is
+    short. Parameters below 256 KiB, and buffers, are in memory.
+
+    Args:
+        config: the configuration that will be used, checked here, before the time is spent; `config_dict_or_path` is
+            its other name.
+        enabled: False to build in memory.
+
+    Raises:
+        ConfigError: the configuration cannot work.
+        StorageError: the files have no room, inside the context.
+    """
+
+    def __init__(
+        self,
+        config: ConfigSource | Config | None = None,
+        *,
+        config_dict_or_path: ConfigSource | None = None,
+        enabled: bool = True,
+    ) -> None:
+        config = config_dict_or_path if config is None else config
+        if config is not None and not isinstance(config, Config):
+            config = load_config(config, world_size=world_size())
+        paths = [] if config is None else [nvme.path for nvme in config.tiering.nvme]
+        self._directory = next((path for path in paths if path.is_dir()), None)
+        self._enabled = enabled
+        self._undo = ExitStack()
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._undo.enter_context(_construct_in_files(self._directory))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo.close()
+
+
+def made_in_files(param: nn.Parameter) -> bool:
+    """Whether a module took the parameter inside of an `Init`."""
+    made = _made.get(id(param))
+    return made is not None and made() is param
+
+
+@contextmanager
+def _construct_in_files(directory: Path | None) -> Iterator[None]:
+    """See `Init`; a directory of None is the system's for temporary files."""
+
+    def settle(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if type(param) is not nn.Parameter or made_in_files(param):
+            return
+        _made[id(param)] = weakref.ref(param, partial(_forget, id(param)))
+        if _can_move(param):
+            with torch.no_grad():
+                param.data = _in_file(param.detach(), directory, f"{type(module).__name__}.{name}", param.dtype)
+
+    with register_module_parameter_registration_hook(settle):
+        yield
+
+
+@torch.no_grad()
+def convert(param: nn.Parameter, dtype: torch.dtype, directory: Path | None, name: str) -> None:
+    """Have the parameter's values in another dtype; large ones lie in a file of that size again.
+
+    Raises:
+        StorageError: there is no room for it.
+    """
+    values = param.detach()
+    param.data = _in_file(values, directory, name, dtype) if _can_move(param) else values.to(dtype)
+
+
+def _forget(key: int, _: object) -> None:
+    _made.pop(key, None)
+
+
+def _can_move(param: nn.Parameter) -> bool:
+    """Whether it is large, in memory of the host, in order, and nobody else writes to its memory."""
+    if param.device.type != "cpu" or param.layout is not torch.strided or not param.is_contiguous():
+        return False
+    storage: Any = param.untyped_storage()
+    if storage.nbytes() < FILE_BYTES or storage.nbytes() != param.numel() * param.itemsize:
+        return False
+    users: Any = getattr(torch._C, "_storage_Use_Count", None)
+    return users is not None and bool(users(storage._cdata) <= 2)  # the parameter, and `storage`
+
+
+def _in_file(values: torch.Tensor, directory: Path | None, name: str, dtype: torch.dtype) -> torch.Tensor:
+    nbytes = values.numel() * dtype.itemsize
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is an error here, not a signal at a later write
+            path = f"/proc/self/fd/{file.fileno()}"
+            mapped = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
+    except OSError as error:
+        raise StorageError(
+            error.errno or errno.EIO,
+            f"zero.Init cannot keep {name} ({nbytes} bytes) in a file: {error.strerror}; free space there, set TMPDIR, "
+            "or give Init a configuration with another nvme_path",
+            str(directory or tempfile.gettempdir()),
+            0,
+        ) from error
+    return mapped.view(dtype).view(values.shape).copy_(values)
+
+
+# On the meta device #
+
+
+@contextmanager
+def construct_on_meta() -> Iterator[None]:
+    """Put every parameter that is created inside the context on the meta device; buffers stay real.
+
+    Its module takes a parameter before its initialisation writes to it, so its memory is reserved but never touched.
+    (`torch.device("meta")` would take the buffers too, and with them values such as rotary frequencies that nothing
+    computes again.)
+    """
+
+    def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if param is None or param.is_meta:
+            return None
+        return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+    with register_module_parameter_registration_hook(to_meta):  # type: ignore[arg-type]
+        yield
+
+
+def own_rule(model: nn.Module) -> InitFunction:
+    """What initialises one module of `model`, given memory for its parameters.
+
+    A transformers model initialises by its own rule for the architecture; any other module by its
+    `reset_parameters`, as torch's layers do.
+    """
+    by_architecture: Any = getattr(model, "_init_weights", None)
+
+    def initialise(module: nn.Module) -> None:
+        with torch.no_grad():
+            if by_architecture is not None:
+                by_architecture(module)
+                return
+            reset: Any = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
+            elif any(True for _ in module.parameters(recurse=False)):
+                raise ConfigError(
+                    f"{type(module).__name__} holds parameters on the meta device and has no reset_parameters(); "
+                    "give it one, pass init_function to initialize, or build the model in memory"
+                )
+
+    return initialise
