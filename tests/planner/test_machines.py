@@ -176,7 +176,7 @@ def test_an_h100_is_filled_as_one_was(capsys, tmp_path) -> None:
     share = int(facts["optimizer_states"].partition("%")[0])
     assert 59 - 100 / 32 < share <= 59, "no more, and less than a block fewer"
     taken = facts["activation_bytes"] + facts["unit_grad_bytes"]
-    assert 15.09e9 <= taken <= 1.06 * 15.09e9
+    assert 15.09e9 <= taken <= 1.07 * 15.09e9, "a unit's gradient counts beside the peak of the loss"
 
 
 def test_states_of_the_drives_that_come_to_the_device_are_not_moved_any_more(capsys) -> None:
